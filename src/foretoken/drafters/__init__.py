@@ -1,0 +1,62 @@
+"""Drafters, by name. Adding one takes a file here and a line in the registry below."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+from foretoken.errors import ConfigurationError
+
+REGISTRY = {
+    "none": "foretoken.drafters.none:NoDrafter",
+    "prompt-lookup": "foretoken.drafters.prompt_lookup:PromptLookup",
+    "ngram": "foretoken.drafters.ngram:NGram",
+    "draft-model": "foretoken.drafters.draft_model:DraftModel",
+}
+
+
+def names() -> list[str]:
+    """The names of all drafters."""
+    return list(REGISTRY)
+
+
+def find(name: str) -> type:
+    """The class of the drafter called ``name``.
+
+    Raises:
+        ConfigurationError: no such drafter; the message lists those there are.
+    """
+    if name not in REGISTRY:
+        raise ConfigurationError(f"unknown drafter {name!r}; choose {', '.join(REGISTRY)}")
+    module, _, attribute = REGISTRY[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def options(name: str) -> dict[str, inspect.Parameter]:
+    """The options of the drafter called ``name``, with their defaults; ``source`` is what follows the colon in ``NAME:SOURCE``."""
+    return dict(inspect.signature(find(name)).parameters)
+
+
+def create(spec: str, given: dict[str, Any] | None = None) -> Any:
+    """The drafter described by ``"NAME"`` or ``"NAME:SOURCE"`` with ``given`` options.
+
+    Raises:
+        ConfigurationError: unknown name or option, a source that is missing or not taken.
+    """
+    name, colon, source = spec.partition(":")
+    parameters = options(name)
+    given = dict(given or {})
+    if colon:
+        if "source" not in parameters:
+            raise ConfigurationError(f"drafter {name!r} takes no source; write {name!r} without {':' + source!r}")
+        given["source"] = source
+    unknown = sorted(given.keys() - parameters.keys())
+    if unknown:
+        listed = ", ".join(parameters) or "none"
+        raise ConfigurationError(f"drafter {name!r} has no option {', '.join(map(repr, unknown))}; its options: {listed}")
+    required = [key for key, value in parameters.items() if value.default is inspect.Parameter.empty and key not in given]
+    if required:
+        hint = f"write {name + ':SOURCE'!r}" if required == ["source"] else f"pass drafter_options={{{required[0]!r}: ...}}"
+        raise ConfigurationError(f"drafter {name!r} needs {', '.join(required)}; {hint}")
+    return find(name)(**given)

@@ -1,0 +1,133 @@
+"""What a drafter is: something that proposes tokens cheaply.
+
+A drafter sees the committed text of each row and returns a :class:`~foretoken.tree.TokenTree`. It never decides what is
+kept, so nothing it does can change the output law, as long as it says truthfully how it chose its tokens
+(``request.proposal``). Rows begin and end at any round; what a drafter remembers about a row it keeps under the row's slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.sampler import Sampler
+from foretoken.sampling import Purpose
+from foretoken.tree import Proposal, TokenTree
+
+if TYPE_CHECKING:
+    from foretoken.target import Target
+
+
+class Row(Protocol):
+    """What a drafter may know about a row; to be read, not changed."""
+
+    @property
+    def slot(self) -> int:
+        """Names the row for as long as it lives."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Committed tokens, prompt first; the last one is the root of the next tree."""
+
+    @property
+    def prompt_length(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the row will hold at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftRequest:
+    """One round's order.
+
+    Attributes:
+        rows: the live rows.
+        depth: how deep to draft at most.
+        limits: the same per row, at most ``depth``; a row close to its length limit drafts less.
+        proposal: how tokens are to be chosen, one of the drafter's ``proposals``.
+        needs_q: the rule compares with the draft's own distribution, so the tree must carry ``q``.
+        vocab_size: of the target; every token must lie below it.
+        device: where the tree is wanted.
+        sampler: turns logits into choices; use :meth:`choose`.
+    """
+
+    rows: Sequence[Row]
+    depth: int
+    limits: Sequence[int]
+    proposal: Proposal
+    needs_q: bool
+    vocab_size: int
+    device: torch.device
+    sampler: Sampler
+
+    def roots(self) -> Tensor:
+        """``[R]`` last committed tokens."""
+        return torch.tensor([row.ids[-1] for row in self.rows], device=self.device)
+
+    def choose(self, logits: Tensor, drafted: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The next token of each row, and the distribution it came from where the rule needs it.
+
+        Args:
+            logits: ``[R, V]`` draft logits after the root and the ``drafted`` tokens (``[R]`` each).
+
+        Returns:
+            tokens ``[R]``, and q ``[R, V]`` float32 or None.
+        """
+        scores = self.sampler.scores_below(logits, drafted)
+        if self.proposal == "deterministic":
+            return scores.argmax(-1), None
+        q = self.sampler.distribution(scores)
+        depth, noise = len(drafted), self.sampler.noise
+        assert noise is not None
+        if self.proposal == "keyed":
+            depths = torch.full((len(q), 1), depth, device=q.device)
+            return noise.race(q[:, None], depths)[:, 0], q if self.needs_q else None
+        return noise.draw(q, Purpose.DRAFT, depth), q if self.needs_q else None
+
+    def chains(self, drafts: Sequence[Sequence[int]]) -> TokenTree:
+        """A tree of one deterministic chain per row, from host lists of any lengths, cut to the row's limit."""
+        cut = [list(draft[:limit]) for draft, limit in zip(drafts, self.limits)]
+        nodes = 1 + max(len(draft) for draft in cut)
+        tokens = [[row.ids[-1], *draft] + [0] * (nodes - 1 - len(draft)) for row, draft in zip(self.rows, cut)]
+        return TokenTree.from_chain(torch.tensor(tokens, device=self.device), valid=self.within([len(draft) for draft in cut], nodes - 1))
+
+    def within(self, lengths: Sequence[int], depth: int) -> Tensor | None:
+        """``[R, depth + 1]`` bool: the nodes of chains of ``lengths`` drafted tokens; None if all are ``depth`` long."""
+        if min(lengths) == depth:
+            return None
+        return torch.arange(depth + 1, device=self.device)[None] <= torch.tensor(lengths, device=self.device)[:, None]
+
+
+class Drafter:
+    """Base of drafters; a subclass sets the class variables and writes :meth:`draft`.
+
+    ``proposals`` lists how it can choose tokens, best first; its constructor's keyword arguments are its options.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    proposals: tuple[Proposal, ...] = ("deterministic",)
+
+    def bind(self, target: Target) -> None:
+        """Called once, before any row begins; refuse here what can not work with this target."""
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Rows have been prefilled and got their first token; they come after all live rows."""
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        """Propose a tree for ``request.rows``: the live rows, in the order in which they began."""
+        raise TypeError(f"{type(self).__name__} must define draft(request)")
+
+    def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
+        """A round is over: ``accepted[r]`` drafted tokens of each row were kept; ``rows[r].ids`` holds the new text."""
+
+    def end(self, rows: Sequence[Row]) -> None:
+        """These rows are gone; forget them."""
+
+    def reset(self) -> None:
+        """Forget every row, after an error or an abandoned stream."""

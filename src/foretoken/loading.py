@@ -1,0 +1,101 @@
+"""Models and tokenizers by name: a path, a hub id, or ``zoo:NAME``; and whether two models speak the same vocabulary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PADDING = 1024  # vocabularies that differ by less are taken for one vocabulary padded differently
+
+
+def load_model(source: str, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
+    """The causal language model at ``source``, in evaluation mode.
+
+    Args:
+        source: a path, a hub id or ``zoo:NAME``.
+        dtype: a torch dtype, its name, or None for the checkpoint's own.
+        device: where to put it; ``"auto"`` spreads it over what there is (accelerate), None means the CPU.
+
+    Raises:
+        ConfigurationError: ``source`` is no model; the message says what was tried.
+    """
+    if source.startswith("zoo:"):
+        from foretoken import zoo
+
+        return zoo.load(source, dtype=parse_dtype(dtype), device=device)
+    from transformers import AutoModelForCausalLM
+
+    where: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **where)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{source!r} is no causal language model that can be loaded: {_first_line(error)}") from error
+    return model.eval() if device in (None, "auto") else model.to(device).eval()
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer at ``source``: a path, a hub id or ``zoo:NAME``.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if source.startswith("zoo:"):
+        from foretoken import zoo
+
+        return zoo.load_tokenizer(source)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{source!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from itself, from its name, or None from None or ``"auto"``."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return None
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ConfigurationError(f"unknown dtype {dtype!r}; choose auto, float32, bfloat16 or float16")
+    return named
+
+
+def vocabulary_difference(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    """What differs between two models' vocabularies, or None if a token id means the same to both.
+
+    The tokenizers are compared where both can be found on this machine; otherwise only the sizes, which may differ by padding.
+    """
+    ours, theirs = _vocabulary(target), _vocabulary(draft)
+    if ours is not None and theirs is not None:
+        differing = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=str)
+        if not differing:
+            return None
+        shown = ", ".join(f"{token!r} is {ours.get(token, 'missing')} and {theirs.get(token, 'missing')}" for token in differing[:3])
+        return f"{len(differing)} tokens differ between the tokenizers (target and draft: {shown})"
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (target, draft)]
+    if abs(sizes[0] - sizes[1]) > PADDING:
+        return f"the target has {sizes[0]} tokens, the draft {sizes[1]}"
+    return None
+
+
+def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
+    source = model.name_or_path
+    if not source:
+        return None
+    try:
+        return dict(load_tokenizer(source).get_vocab())
+    except (ConfigurationError, ImportError):
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,308 @@
+"""Logits processors at every node of a draft tree, each node with its own unpadded history.
+
+`transformers` prepares one list of processors for a padded batch and calls it with ``[B, L]`` padded ids. Here every row
+gets its own :class:`Pipeline`, rebased to the row alone, and :func:`process` gives each node of the row's tree the scores
+that `transformers` would compute for the row alone, unpadded, whose ids so far are the node's history: the row's
+committed ids (the root is the last of them) and the tokens on the path from the root to the node.
+
+Processors are called in their own order with full histories, never reimplemented. What is saved is the calls: those that
+ignore the history run once over all nodes, those that look only at its length are skipped while they do nothing, and the
+others run once per history length.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigurationError
+from .histories import NodeHistories, put, take
+from .known_processors import FOREIGN, Kind, Processor, Row, kind_of
+
+UNDERFLOW = -104.0  # exp(x) is 0 in float32 below this: a token this far under the best one is never chosen
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One processor of one pipeline. Stages are equal when they can run in one call.
+
+    Attributes:
+        key: what equality means: the class and its parameters where these are plain numbers, else the processor's identity.
+        processor: called with ``input_ids [G, L]`` and ``scores [G, V]`` float32, returns ``[G, V]``.
+        kind: what it reads and how it is called.
+        foreign: not one of `transformers`' own classes.
+    """
+
+    key: Hashable
+    processor: Processor = field(compare=False)
+    kind: Kind = field(compare=False)
+
+    @staticmethod
+    def of(processor: Processor, kind: Kind) -> Stage:
+        values = tuple(sorted(vars(processor).items())) if kind is not FOREIGN else ()
+        plain = kind is not FOREIGN and all(value is None or isinstance(value, (int, float)) for _, value in values)
+        return Stage((type(processor), values) if plain else id(processor), processor, kind)
+
+    @property
+    def foreign(self) -> bool:
+        return self.kind is FOREIGN
+
+    def idle(self, length: int) -> bool:
+        """Whether the processor leaves all scores alone at this history length."""
+        return self.kind.active is not None and not self.kind.active(self.processor, length)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        shape = scores.shape
+        scores = self.processor(input_ids, scores)
+        if self.foreign and (not isinstance(scores, Tensor) or scores.shape != shape):
+            got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ConfigurationError(f"{type(self.processor).__name__} must return scores of shape {list(shape)}, got {got}")
+        return scores
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The processors of one row, in order, rebased to the row alone and unpadded.
+
+    Equal pipelines do the same thing and hash alike, so they are dictionary keys for grouping rows. A pipeline must not
+    see its processors' parameters change.
+    """
+
+    stages: tuple[Stage, ...] = ()
+
+    @classmethod
+    def alone(cls, processors: Iterable[Processor] | None, *, prompt_length: int, device: torch.device | None = None) -> Pipeline:
+        """The pipeline of a row whose ``processors`` were prepared for it alone, unpadded (a server's request)."""
+        return row_pipelines(processors, prompt_lengths=[prompt_length], padded_length=prompt_length, device=device)[0]
+
+    @property
+    def empty(self) -> bool:
+        return not self.stages
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether :func:`process` needs the node histories: to read tokens or lengths, or to leave out filler."""
+        return any(stage.kind.reads != "nothing" for stage in self.stages)
+
+    @property
+    def removes_invalid(self) -> bool:
+        """Whether NaN and infinite logits are replaced (`remove_invalid_values`), so that they are no error."""
+        return any(type(stage.processor).__name__ == "InfNanRemoveLogitsProcessor" for stage in self.stages)
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a stage calls the user's code, which must only see histories that decoding can reach."""
+        return any(stage.kind.guarded for stage in self.stages)
+
+    @property
+    def strict(self) -> bool:
+        """Whether a stage raises on NaN scores."""
+        return any(stage.kind.strict for stage in self.stages)
+
+
+def row_pipelines(
+    processors: Iterable[Processor] | None,
+    *,
+    prompt_lengths: Sequence[int],
+    padded_length: int,
+    min_new_tokens: int | None = None,
+    prompts: Sequence[Tensor] | None = None,
+    device: torch.device | None = None,
+) -> list[Pipeline]:
+    """One pipeline per row from the list that `transformers` prepared for the padded batch.
+
+    Every length that counts padding is rebased to the row; rows that end up with the same parameters share their stages.
+    The processors passed in are copied where anything has to change, never changed.
+
+    A processor that is not `transformers`' own (the user's, or a subclass) is taken as it is and called with the unpadded
+    histories of several nodes of several rows at once, ``input_ids [G, L]``: it must be a function of its arguments. One that
+    keys state on the batch index or on the order of calls is not supported.
+
+    Args:
+        processors: a `LogitsProcessorList`, or None.
+        prompt_lengths: the unpadded prompt length of every row, after `num_return_sequences` repeated them.
+        padded_length: the width of the padded prompts.
+        min_new_tokens: as in the GenerationConfig. It tells a min_length derived from it, which counts padding, from the user's own.
+        prompts: ``[length]`` int64 ids per row, unpadded; needed by the encoder_* penalties in a padded batch.
+        device: where scores will be; the tensors of `transformers`' processors are moved there. None leaves them.
+
+    Raises:
+        ConfigurationError: a processor is not supported (its class is named) or lacks ``prompts``.
+        ValueError: the arguments disagree.
+    """
+    processors = list(processors or ())
+    rows = len(prompt_lengths)
+    if any(not 0 <= length <= padded_length for length in prompt_lengths):
+        raise ValueError(f"prompt_lengths {list(prompt_lengths)} do not fit into padded_length {padded_length}")
+    if prompts is not None and [len(prompt) for prompt in prompts] != list(prompt_lengths):
+        raise ValueError(f"prompts have lengths {[len(prompt) for prompt in prompts]}, prompt_lengths are {list(prompt_lengths)}")
+    known = [(processor, kind_of(processor)) for processor in processors]
+    moved = [(processor if kind is FOREIGN else on_device(processor, device), kind) for processor, kind in known]
+    forced_bos = any(type(processor).__name__ == "ForcedBOSTokenLogitsProcessor" for processor in processors)
+    shared: dict[Hashable, Stage] = {}
+    pipelines: dict[tuple[Stage, ...], Pipeline] = {}
+    result = []
+    for index, length in enumerate(prompt_lengths):
+        prompt = None if prompts is None else prompts[index]
+        row = Row(index, rows, length, padded_length - length, min_new_tokens, forced_bos, prompt)
+        stages = tuple(row_stage(processor, kind, row, shared) for processor, kind in moved)
+        result.append(pipelines.setdefault(stages, Pipeline(stages)))
+    return result
+
+
+def row_stage(processor: Processor, kind: Kind, row: Row, shared: dict[Hashable, Stage]) -> Stage:
+    """The stage of ``processor`` in ``row``, taken from ``shared`` when another row has the same one."""
+    changes = kind.rebase(processor, row) if kind.rebase else {}
+    if not all(value is None or isinstance(value, int) for value in changes.values()):
+        return Stage.of(replaced(processor, changes), kind)
+    key = (id(processor), *changes.items())
+    if key not in shared:
+        shared[key] = Stage.of(replaced(processor, changes), kind)
+    return shared[key]
+
+
+def replaced(processor: Processor, changes: dict[str, Any]) -> Processor:
+    """A shallow copy with other attributes; the processor itself when there are no changes."""
+    if not changes:
+        return processor
+    clone = copy.copy(processor)
+    vars(clone).update(changes)
+    return clone
+
+
+def on_device(processor: Processor, device: torch.device | None) -> Processor:
+    tensors = {name: value for name, value in vars(processor).items() if isinstance(value, Tensor)}
+    return processor if device is None else replaced(processor, {name: value.to(device) for name, value in tensors.items()})
+
+
+def process(pipelines: Sequence[Pipeline], logits: Tensor, histories: NodeHistories | None = None) -> Tensor:
+    """Scores at every node: those of each row's pipeline called with the node's own history.
+
+    As in `transformers` the logits are cast to float32 first. Filler nodes, and below a stage that calls the user's code also
+    nodes that decoding cannot reach (a token above them got probability 0), may keep raw logits: no rule looks at them.
+
+    Args:
+        pipelines: one per row.
+        logits: ``[R, N, V]`` in the model's dtype; never modified.
+        histories: of the same R rows and N nodes; may be None when no pipeline needs it.
+
+    Returns:
+        ``[R, N, V]`` float32; the caller's own tensor when all pipelines are empty and it is float32 already.
+
+    Raises:
+        ConfigurationError: a processor of the user's own returned something else than scores.
+        ValueError: shapes disagree, or histories are missing.
+    """
+    check(pipelines, logits, histories)
+    wide = torch.promote_types(logits.dtype, torch.float32)  # float64 stays, so that laws can be computed exactly
+    if all(pipeline.empty for pipeline in pipelines):
+        return logits.to(wide)
+    scores = logits.to(wide, copy=True).contiguous()
+    plain = [row for row, pipeline in enumerate(pipelines) if not pipeline.guarded]
+    guarded = [row for row, pipeline in enumerate(pipelines) if pipeline.guarded]
+    if histories is not None and histories.tree.valid is not None and any(pipeline.strict for pipeline in pipelines):
+        scores.masked_fill_(~histories.tree.valid[..., None], 0)
+    if plain:
+        scores = run(scores, pipelines, histories, plain)
+    if guarded:
+        assert histories is not None
+        scores = run_guarded(scores, pipelines, histories, guarded)
+    return scores
+
+
+def check(pipelines: Sequence[Pipeline], logits: Tensor, histories: NodeHistories | None) -> None:
+    if logits.ndim != 3 or logits.shape[0] != len(pipelines):
+        raise ValueError(f"logits must be [R, N, V] with one pipeline per row, got {list(logits.shape)} and {len(pipelines)} pipelines")
+    if histories is None and any(pipeline.needs_history for pipeline in pipelines):
+        raise ValueError("a pipeline looks at the history: pass histories")
+    if histories is not None and logits.shape[:2] != (histories.rows, histories.nodes):
+        raise ValueError(f"logits are {list(logits.shape)}, histories are of {histories.rows} rows and {histories.nodes} nodes")
+
+
+def run(
+    scores: Tensor,
+    pipelines: Sequence[Pipeline],
+    histories: NodeHistories | None,
+    rows: Sequence[int],
+    cells: Sequence[int] | None = None,
+) -> Tensor:
+    """Run the pipelines of ``rows`` over ``cells``, or over all their nodes; returns ``scores`` ``[R, N, V]``.
+
+    The n-th stages of all rows run together where they are equal, so a stage that differs between the rows does not
+    separate the others.
+    """
+    nodes = scores.shape[1]
+    for position in range(max(len(pipelines[row].stages) for row in rows)):
+        for stage, members in rows_by_stage(pipelines, rows, position).items():
+            if cells is None and stage.kind.reads == "nothing":
+                scores = run_free(stage, scores, members)
+                continue
+            everything = (row * nodes + node for row in members for node in range(nodes))
+            mine = list(everything) if cells is None else [cell for cell in cells if cell // nodes in members]
+            if stage.kind.reads == "nothing":
+                scores = run_free(stage, scores.flatten(0, 1), mine).view(scores.shape)
+            else:
+                assert histories is not None
+                run_reading(stage, scores.view(-1, scores.shape[-1]), histories, mine)
+    return scores
+
+
+def rows_by_stage(pipelines: Sequence[Pipeline], rows: Sequence[int], position: int) -> dict[Stage, list[int]]:
+    groups: dict[Stage, list[int]] = {}
+    for row in rows:
+        if position < len(pipelines[row].stages):
+            groups.setdefault(pipelines[row].stages[position], []).append(row)
+    return groups
+
+
+def run_free(stage: Stage, block: Tensor, index: Sequence[int]) -> Tensor:
+    """Run a stage that ignores the history over ``block[index]``, rows ``[r, N, V]`` or cells ``[g, V]``; returns the block."""
+    part = take(block, index)
+    flat = part.reshape(-1, part.shape[-1])  # [r * N, V]
+    out = stage(flat.new_empty((len(flat), 0), dtype=torch.long), flat).reshape(part.shape)
+    if len(index) == len(block):
+        return out.contiguous()
+    put(block, index, out)
+    return block
+
+
+def run_reading(stage: Stage, flat: Tensor, histories: NodeHistories, cells: Sequence[int]) -> None:
+    """Run a stage that looks at the history over ``flat[cells]``, ``[R * N, V]``, in place: one call per history length."""
+    for length, group in histories.by_length(cells).items():
+        if not stage.idle(length):
+            tokens = stage.kind.reads == "tokens"
+            input_ids = histories.gather(group, length) if tokens else histories.blank(len(group), length)
+            put(flat, group, stage(input_ids, take(flat, group)))
+
+
+def run_guarded(scores: Tensor, pipelines: Sequence[Pipeline], histories: NodeHistories, rows: Sequence[int]) -> Tensor:
+    """Run pipelines that call the user's code, depth by depth, only at nodes that decoding could reach.
+
+    A draft may break the rule that such a stage enforces. Plain decoding never asks it what follows a broken rule, and a
+    `prefix_allowed_tokens_fn` that walks a trie has no answer. Costs one host read per depth.
+    """
+    kept: set[int] = set()
+    for depth, cells in enumerate(histories.levels(rows)):
+        if depth:
+            cells = reachable(scores.view(-1, scores.shape[-1]), histories, [cell for cell in cells if histories.parent(cell) in kept])
+        if not cells:
+            break
+        members = sorted({cell // histories.nodes for cell in cells})
+        scores = run(scores, pipelines, histories, members, cells)
+        kept.update(cells)
+    return scores
+
+
+def reachable(flat: Tensor, histories: NodeHistories, cells: Sequence[int]) -> list[int]:
+    """The ``cells`` whose token has a probability above 0 under the scores ``[R * N, V]`` of their parents."""
+    if not cells:
+        return []
+    parents = take(flat, [histories.parent(cell) for cell in cells])  # [G, V]
+    tokens = take(histories.tokens.reshape(-1, 1), cells)  # [G, 1]
+    gap = parents.gather(1, tokens) - parents.amax(-1, keepdim=True)
+    return [cell for cell, possible in zip(cells, (gap > UNDERFLOW).squeeze(1).tolist(), strict=True) if possible]

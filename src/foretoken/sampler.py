@@ -1,0 +1,83 @@
+"""From logits to distributions and choices, for the rows of one round.
+
+The target and a sampled draft go through the same code: ``p`` and ``q`` are both what is left *after* temperature, top-k,
+top-p and every other processor, each node with its own history. A greedy row's distribution is one-hot, so that one
+batch can hold greedy and sampled rows under any rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foretoken.histories import NodeHistories
+from foretoken.processors import Pipeline, process
+from foretoken.sampling import Randomness
+from foretoken.tree import TokenTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """How R rows turn logits into distributions in one round.
+
+    Attributes:
+        pipelines: one per row.
+        sampled: per row, whether it samples; a row that does not takes the argmax.
+        lengths: committed tokens per row, the root included.
+        noise: the round's randomness; None if no row samples.
+        committed: gives ``[R, capacity]`` committed ids with room for drafts behind; called only if a pipeline reads them.
+    """
+
+    pipelines: Sequence[Pipeline]
+    sampled: Sequence[bool]
+    lengths: Sequence[int]
+    noise: Randomness | None
+    committed: Callable[[], Tensor]
+
+    @property
+    def greedy(self) -> bool:
+        """No row samples."""
+        return not any(self.sampled)
+
+    @property
+    def needs_history(self) -> bool:
+        return any(pipeline.needs_history for pipeline in self.pipelines)
+
+    def scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
+        """``[R, N, V]`` float32 processed logits at the nodes of ``tree``."""
+        histories = NodeHistories(self.committed(), self.lengths, tree) if self.needs_history else None
+        return process(self.pipelines, logits, histories)
+
+    def scores_below(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+        """``[R, V]`` float32 processed ``logits`` ``[R, V]`` after the root and the drafted ``tokens``, each ``[R]``."""
+        if not self.needs_history:
+            return process(self.pipelines, logits[:, None])[:, 0]
+        committed = self.committed()
+        lengths = [length + len(tokens) for length in self.lengths]
+        if tokens:
+            rows = torch.arange(len(lengths), device=committed.device)
+            committed[rows, torch.tensor(lengths, device=committed.device) - 1] = tokens[-1]
+        last = committed[:, 0] if not tokens else tokens[-1]  # a tree of one node: its token is the last committed one
+        return process(self.pipelines, logits[:, None], NodeHistories(committed, lengths, TokenTree.root(last)))[:, 0]
+
+    def distribution(self, scores: Tensor) -> Tensor:
+        """``scores`` ``[R, ..., V]`` as probabilities; one-hot where the row is greedy."""
+        p = torch.softmax(scores, -1)
+        for row, sampled in enumerate(self.sampled):
+            if not sampled:
+                p[row] = torch.zeros_like(p[row]).scatter_(-1, scores[row].argmax(-1, keepdim=True), 1.0)
+        return p
+
+
+def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """``logits`` ``[..., V']`` cut or padded with -inf to ``vocab_size``: models of one family pad their vocabularies differently."""
+    if logits.shape[-1] >= vocab_size:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))

@@ -1,0 +1,164 @@
+"""Keyed randomness: every random number is a pure function of (row seed, position, purpose, node).
+
+No global generator is touched and nothing depends on the batch, the drafter or the device. The match race is keyed by
+the position of the token being chosen, so the text is a function of the seed alone (drafter-invariant speculative
+decoding, Daliri et al. 2024). Everything a rule or a drafter draws freshly is keyed by the position of the round's root,
+a purpose and a node: such noise is consumed beyond the accepted path, and reusing it in a later round would be biased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+MASK64 = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+Seed = int | tuple[int, int]
+
+
+class Purpose(IntEnum):
+    """What a draw is for; two purposes never share noise."""
+
+    MATCH = 1
+    DRAFT = 2
+    ACCEPT = 3
+    RESIDUAL = 4
+
+
+def row_key(seed: tuple[int, int]) -> int:
+    """The 64-bit key of a row, as a signed integer that fits an int64 tensor."""
+    key = 0
+    for part in seed:
+        key = _mix_int((key ^ (part & MASK64)) + GOLDEN & MASK64)
+        key = _mix_int((key ^ (part >> 64 & MASK64)) + GOLDEN & MASK64)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def _mix_int(x: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood 2014) on a Python integer."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK64
+    return x ^ x >> 31
+
+
+def _signed(x: int, bits: int = 64) -> int:
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
+def _spread(node: Tensor | int) -> Tensor | int:
+    """Node numbers times an odd constant modulo 2^64, so that neighbours lie far apart."""
+    if isinstance(node, int):
+        return _signed(node * 0xABC98388FB8FAC03 & MASK64)
+    return node * _signed(0xABC98388FB8FAC03)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 tensors, whose products wrap; shifts are made logical by masking."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _signed(0x94D049BB133111EB)
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+@lru_cache(maxsize=8)
+def _token_hashes(vocab_size: int, device: torch.device) -> Tensor:
+    """``[V]`` int32: a well-mixed word per token id, the same for every vocabulary size."""
+    with torch.inference_mode(False):
+        return _mix(torch.arange(1, vocab_size + 1, device=device) * _signed(GOLDEN)).to(torch.int32)
+
+
+def _open_unit(bits: Tensor) -> Tensor:
+    """float32 in the open interval (0, 1) from int32 words, fine near 0: a w that rounded to 0 or 1 would let an
+    arbitrary token win the race."""
+    return bits.bitwise_and(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+
+
+class Randomness(Protocol):
+    """The draws that rules and drafters may make; :class:`Noise` in use, an enumerator in tests."""
+
+    def race(self, p: Tensor, depths: Tensor) -> Tensor: ...
+
+    def accept(self, probability: Tensor, node: int = 0) -> Tensor: ...
+
+    def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor: ...
+
+
+class Noise:
+    """The randomness of R rows in one round.
+
+    Args:
+        keys: ``[R]`` int64 row keys (:func:`row_key`).
+        positions: ``[R]`` int64 unpadded index of each row's root token.
+    """
+
+    def __init__(self, keys: Tensor, positions: Tensor):
+        self.keys, self.positions = keys, positions
+
+    def words(self, purpose: Purpose, offsets: Tensor | int, node: Tensor | int = 0) -> Tensor:
+        """``[R, K]`` int64 words for positions ``root + offsets`` (``[R, K]``, ``[1, K]`` or int) and nodes likewise."""
+        word = _mix(self.keys[:, None] + (self.positions[:, None] + offsets) * _signed(GOLDEN))
+        return _mix(word + _signed(int(purpose) * 0xD1B54A32D192ED03 & MASK64) + _spread(node))
+
+    def exponentials(self, words: Tensor, vocab_size: int) -> Tensor:
+        """``[R, K, V]`` float32 Exp(1) noise, one stream per word of ``words`` ``[R, K]``."""
+        low, high = words.to(torch.int32)[..., None], (words >> 32).to(torch.int32)[..., None]
+        bits = _token_hashes(vocab_size, words.device) ^ low
+        bits.mul_(high | 1)
+        bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x2C1B3C6D)
+        bits.bitwise_xor_((bits >> 12).bitwise_and_(0xFFFFF))
+        return _open_unit(bits).neg_().log1p_().neg_()
+
+    def race(self, p: Tensor, depths: Tensor) -> Tensor:
+        """``[R, N]`` tokens y = argmin E / p for ``p`` ``[R, N, V]`` at ``depths`` ``[R, N]`` below the root.
+
+        The noise depends on the position of the token being chosen, root + depth + 1, and on nothing else.
+        """
+        return _win(p, self.exponentials(self.words(Purpose.MATCH, depths + 1), p.shape[-1]))
+
+    def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
+        """``[R]`` tokens drawn in proportion to ``weights`` ``[R, V]`` with fresh noise."""
+        return _win(weights[:, None], self.exponentials(self.words(purpose, 0, node), weights.shape[-1]))[:, 0]
+
+    def accept(self, probability: Tensor, node: int = 0) -> Tensor:
+        """``[R, K]`` bool, True with ``probability`` ``[R, K]``: u < probability, strictly, so that 0 never passes."""
+        nodes = torch.arange(node, node + probability.shape[1], device=probability.device)[None]
+        return _open_unit(self.words(Purpose.ACCEPT, 0, nodes).to(torch.int32)) < probability
+
+
+def _win(weights: Tensor, noise: Tensor) -> Tensor:
+    """argmax of weights / noise over the vocabulary; weight 0 never wins while any weight is positive."""
+    if weights.dtype == torch.float32:
+        return torch.div(weights, noise, out=noise).argmax(-1)
+    return (weights / noise).argmax(-1)
+
+
+def row_seeds(seed: int | Sequence[Seed] | None, rows: int) -> tuple[list[tuple[int, int]], int | list[Seed] | None]:
+    """One pair per row, and the seed as it should be reported.
+
+    An int ``s`` gives row ``i`` the pair ``(s, i)``; a list has one entry per row, each an int ``s`` (meaning ``(s, 0)``)
+    or a pair; None draws an int from torch's global generator.
+
+    Raises:
+        ValueError: a list of the wrong length, or an entry that is neither an int nor a pair of ints.
+    """
+    if seed is None:
+        seed = int(torch.randint(0, 2**62, ()).item())
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return [(seed, row) for row in range(rows)], seed
+    if isinstance(seed, (str, bytes)) or not isinstance(seed, Sequence):
+        raise ValueError(f"seed must be an int, a list with one entry per row, or None; got {seed!r}")
+    if len(seed) != rows:
+        raise ValueError(f"seed has {len(seed)} entries for {rows} rows (rows are counted after num_return_sequences)")
+    return [_pair(entry) for entry in seed], list(seed)
+
+
+def _pair(entry: Seed) -> tuple[int, int]:
+    if isinstance(entry, int) and not isinstance(entry, bool):
+        return (entry, 0)
+    if isinstance(entry, (tuple, list)) and len(entry) == 2 and all(isinstance(part, int) for part in entry):
+        return (entry[0], entry[1])
+    raise ValueError(f"a row's seed must be an int or a pair of ints; got {entry!r}")

@@ -1,0 +1,423 @@
+"""The loop: plan, draft, score, verify, commit; for one row or many, which join and leave at any round.
+
+``Speculator.generate`` drives a :class:`Session`, and so can a server: ``add`` a row with parameters of its own, ``step``,
+``remove``. Rows are ragged, each keeps its own number of tokens per round; finished rows leave and the others close up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.base import Drafter, DraftRequest
+from foretoken.errors import ConfigurationError, DrafterError, TargetOutputError
+from foretoken.processors import Pipeline
+from foretoken.sampler import Sampler
+from foretoken.sampling import Noise, row_key
+from foretoken.stats import RowStats, Stats
+from foretoken.target import Target
+from foretoken.tree import Proposal, TokenTree
+from foretoken.verification import Randomness, Rule, Verdict
+from foretoken.verification.match import follow
+
+if TYPE_CHECKING:
+    from transformers import StoppingCriteria
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """How one row is to be continued.
+
+    Attributes:
+        max_new_tokens: stop after so many.
+        do_sample: sample, or take the most likely token.
+        pipeline: logits processors, rebased to this row.
+        seed: the pair that keys all of the row's randomness.
+        eos: token ids that end the row; the one met is kept.
+        criteria: further stopping criteria, judged after every committed token on ``[1, L]`` unpadded ids.
+    """
+
+    max_new_tokens: int
+    do_sample: bool = False
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    seed: tuple[int, int] = (0, 0)
+    eos: frozenset[int] = frozenset()
+    criteria: Sequence[StoppingCriteria] = ()
+
+
+@dataclass(eq=False)
+class SessionRow:
+    """A row's state; drafters read it as :class:`foretoken.drafters.base.Row`."""
+
+    slot: int
+    ids: list[int]
+    prompt_length: int
+    parameters: RowParameters
+    capacity: int
+    stats: RowStats
+    key: int
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        return self.capacity - len(self.ids)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a step added to one row: ``tokens``, the first ``accepted`` of them drafted; ``finish_reason`` once it is over."""
+
+    slot: int
+    tokens: list[int]
+    accepted: int
+    finish_reason: str | None
+
+
+class Session:
+    """Rows in flight over one target and one drafter.
+
+    Args:
+        target, drafter, rule: the configuration; ``proposal`` is how the drafter chooses tokens when a row samples.
+        draft_length: γ, how deep a draft may go.
+        stats: where counts and times go.
+        record: which per-token vectors to keep on the rows, ``scores`` (processed) and ``logits`` (raw).
+        randomness: makes a round's draws from row keys and root positions; another than :class:`Noise` only in tests.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        rule: Rule,
+        *,
+        proposal: Proposal,
+        draft_length: int,
+        stats: Stats | None = None,
+        record: frozenset[str] = frozenset(),
+        randomness: Callable[[Tensor, Tensor], Randomness] = Noise,
+    ):
+        self.target, self.drafter, self.rule = target, drafter, rule
+        self.proposal, self.draft_length, self.record = proposal, draft_length, record
+        self.randomness = randomness
+        self.stats = Stats() if stats is None else stats
+        self.rows: list[SessionRow] = []
+        self.waiting: list[SessionRow] = []
+        self._slots = 0
+        self._keys: Tensor | None = None
+        self._committed: Tensor | None = None  # [R, capacity] ids on the device, kept only while a pipeline reads them
+
+    # -- rows -----------------------------------------------------------------------------------------------------------
+
+    def add(self, ids: Sequence[int], parameters: RowParameters) -> int:
+        """Queue a row; it is prefilled at the next step. Returns its slot.
+
+        Raises:
+            ConfigurationError: an empty prompt, an id outside the vocabulary, or no room left in the model's context.
+        """
+        context = self.target.context
+        if not ids:
+            raise ConfigurationError("the prompt is empty; give at least one token, for instance the BOS token")
+        if not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
+            raise ConfigurationError(f"prompt token {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
+        if context is not None and len(ids) >= context:
+            raise ConfigurationError(f"the prompt has {len(ids)} tokens and the model's context holds {context}; shorten the prompt")
+        if parameters.max_new_tokens < 1:
+            raise ConfigurationError(f"max_new_tokens must be at least 1, got {parameters.max_new_tokens}")
+        capacity = len(ids) + parameters.max_new_tokens
+        row = SessionRow(
+            slot=self._slots,
+            ids=list(ids),
+            prompt_length=len(ids),
+            parameters=parameters,
+            capacity=capacity if context is None else min(capacity, context),
+            stats=RowStats(),
+            key=row_key(parameters.seed),
+        )
+        self._slots += 1
+        self.waiting.append(row)
+        self.stats.rows.append(row.stats)
+        return row.slot
+
+    def remove(self, slot: int) -> None:
+        """Take a row out at any round; what it has is final.
+
+        Raises:
+            KeyError: no such live row.
+        """
+        for row in self.waiting:
+            if row.slot == slot:
+                row.stats.finish_reason = "removed"
+                self.waiting.remove(row)
+                return
+        for row in self.rows:
+            if row.slot == slot:
+                row.stats.finish_reason = "removed"
+                self._leave([row])
+                return
+        raise KeyError(f"no live row in slot {slot}")
+
+    @property
+    def live(self) -> bool:
+        return bool(self.rows or self.waiting)
+
+    def close(self) -> None:
+        """Drop every row; the target and the drafter stay usable."""
+        self.rows, self.waiting, self._committed, self._keys = [], [], None, None
+        self.target.reset()
+        self.drafter.reset()
+
+    # -- a step ---------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Commit]:
+        """Prefill what waits, or else run one round; returns what every row that took part gained.
+
+        After an exception every row is gone, and the target and the drafter are usable again.
+        """
+        try:
+            commits = self._prefill() if self.waiting else self._round()
+        except BaseException:
+            self.target.release()
+            self.close()
+            raise
+        self.stats.clock()
+        return commits
+
+    def _prefill(self) -> list[Commit]:
+        rows, self.waiting = self.waiting, []
+        passes, first = self.target.passes, len(self.rows)
+        with self.stats.timing("prefill"):
+            texts = [row.ids for row in rows]
+            self.target.open(texts, reserve=[row.capacity + self.draft_length + 1 for row in rows])
+            logits = self.target.prefill(texts, first=first)[:, None]
+            self.rows += rows
+            self._committed = self._keys = None
+            tree = TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
+            verdict, best = self._verify(rows, tree, logits, self._sampler(rows))
+            packet = self._to_host(tree, verdict, best)
+        self.stats.target_passes += self.target.passes - passes
+        commits = self._settle(rows, packet, chain=True)
+        self.drafter.begin(rows)
+        self._depart()
+        return commits
+
+    def _round(self) -> list[Commit]:
+        rows = self.rows
+        if not rows:
+            return []
+        sampler = self._sampler(rows)
+        with self.stats.timing("draft"):
+            tree = self._draft(rows, sampler)
+        with self.stats.timing("target"):
+            logits = self.target.score(tree)
+        verdict, best = self._verify(rows, tree, logits, sampler)
+        with self.stats.timing("target"):  # on a GPU this is where the pass is waited for
+            packet = self._to_host(tree, verdict, best)
+        self.stats.target_passes += 1
+        accepted = [line[0] for line in packet[0]]
+        self.target.commit(None if tree.chain else verdict.path, [count + 1 for count in accepted])
+        commits = self._settle(rows, packet, chain=tree.chain, counted=True)
+        with self.stats.timing("draft"):
+            self.drafter.observe(rows, accepted)
+        self._depart()
+        return commits
+
+    def _sampler(self, rows: Sequence[SessionRow]) -> Sampler:
+        sampled = [row.parameters.do_sample for row in rows]
+        return Sampler(
+            pipelines=[row.parameters.pipeline for row in rows],
+            sampled=sampled,
+            lengths=[len(row.ids) for row in rows],
+            noise=self._noise(rows) if any(sampled) else None,
+            committed=lambda: self._committed_ids(rows),
+        )
+
+    def _noise(self, rows: Sequence[SessionRow]) -> Randomness:
+        device = self.target.device
+        if self._keys is None or rows is not self.rows:
+            self._keys = torch.tensor([row.key for row in rows], device=device)
+        keys = self._keys
+        if rows is not self.rows:
+            self._keys = None
+        return self.randomness(keys, torch.tensor([len(row.ids) - 1 for row in rows], device=device))
+
+    def _committed_ids(self, rows: Sequence[SessionRow]) -> Tensor:
+        """``[R, capacity]`` ids of ``rows`` with room for a draft behind; kept up to date from round to round."""
+        if self._committed is None or rows is not self.rows:
+            width = max(row.capacity for row in rows) + self.draft_length + 1
+            committed = torch.zeros(len(rows), width, dtype=torch.long)
+            for line, row in zip(committed, rows):
+                line[: len(row.ids)] = torch.tensor(row.ids)
+            committed = committed.to(self.target.device)
+            if rows is not self.rows:
+                return committed
+            self._committed = committed
+        return self._committed
+
+    def _draft(self, rows: Sequence[SessionRow], sampler: Sampler) -> TokenTree:
+        """Plan and draft: as deep as γ, the rows' limits and the context allow; nothing where there is no room."""
+        limits = [min(self.draft_length, row.remaining - 1) for row in rows]
+        greedy = sampler.greedy
+        request = DraftRequest(
+            rows=rows,
+            depth=max(limits),
+            limits=limits,
+            proposal="deterministic" if greedy and self.proposal in ("iid", "keyed") else self.proposal,
+            needs_q=self.rule.needs_q and not greedy,
+            vocab_size=self.target.vocab_size,
+            device=self.target.device,
+            sampler=sampler,
+        )
+        if request.depth < 1:
+            return TokenTree.root(request.roots())
+        tree = self.drafter.draft(request)
+        if not isinstance(tree, TokenTree) or tree.rows != len(rows):
+            got = f"a tree of {tree.rows} rows" if isinstance(tree, TokenTree) else type(tree).__name__
+            raise DrafterError(f"drafter {self.drafter.name!r} must return a TokenTree of {len(rows)} rows, got {got}")
+        refusal = None if greedy or tree.nodes == 1 else self.rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
+        if refusal:
+            raise DrafterError(f"drafter {self.drafter.name!r} proposed what the rule can not verify: {refusal}")
+        return self._within_limits(tree, limits)
+
+    def _within_limits(self, tree: TokenTree, limits: Sequence[int]) -> TokenTree:
+        """``tree`` with nodes below a row's limit turned into filler; the depth alone decides, never a token's value."""
+        if tree.nodes - 1 <= min(limits):
+            return tree
+        allowed = tree.depths <= torch.tensor(limits, device=tree.tokens.device)[:, None]
+        valid = allowed if tree.valid is None else tree.valid & allowed
+        return replace(tree, valid=valid)
+
+    def _verify(self, rows: Sequence[SessionRow], tree: TokenTree, logits: Tensor, sampler: Sampler) -> tuple[Verdict, Tensor]:
+        """The verdict, and ``[R, N, 2]`` the largest raw and processed score of each node, which tell NaN, infinity and an
+        empty support once they are on the host."""
+        logits = logits.to(tree.tokens.device)
+        raw_best = logits.amax(-1)  # NaN wins here
+        scores = sampler.scores(logits, tree)
+        if sampler.greedy:
+            choices = scores.argmax(-1)
+            verdict = follow(tree, choices)
+            best = scores.gather(-1, choices[..., None])[..., 0]
+        else:
+            best = scores.amax(-1)
+            assert sampler.noise is not None
+            verdict = self.rule.verify(tree, sampler.distribution(scores), sampler.noise)
+        if self.record:
+            self._remember(rows, verdict, scores=scores, logits=logits)
+        return verdict, torch.stack([raw_best.to(best.dtype), best], -1)
+
+    def _remember(self, rows: Sequence[SessionRow], verdict: Verdict, **values: Tensor) -> None:
+        """Keep the vectors along each surviving path; `_settle` cuts them to the tokens that are returned."""
+        for name in self.record:
+            chosen = values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, values[name].shape[-1]))
+            for row, along in zip(rows, chosen):
+                getattr(row, name).extend(along.unbind(0))
+
+    def _to_host(self, tree: TokenTree, verdict: Verdict, best: Tensor) -> tuple[list[list[int]], list[list[list[float]]]]:
+        """The round's one synchronisation: per row accepted, bonus, drafted, bad token or -1, then the path's tokens; and
+        the largest raw and processed score at each node of the path."""
+        tokens = tree.tokens
+        outside = (tokens < 0) | (tokens >= self.target.vocab_size)
+        if tree.valid is not None:
+            outside = outside & tree.valid
+        bad = torch.where(outside, tokens, -1).amin(1) if tree.nodes > 1 else None
+        if not tree.chain:
+            tokens = tokens.gather(1, verdict.path)
+            best = best.gather(1, verdict.path[..., None].expand(-1, -1, 2))
+        flag = torch.where(outside.any(1), 1, 0) if bad is not None else torch.zeros_like(verdict.accepted)
+        head = torch.stack([verdict.accepted, verdict.next_token, tree.drafted, flag], 1)
+        return torch.cat([head, tokens], 1).tolist(), best.tolist()
+
+    def _settle(
+        self, rows: Sequence[SessionRow], packet: tuple[list[list[int]], list[list[list[float]]]], *, chain: bool, counted: bool = False
+    ) -> list[Commit]:
+        """Append to every row what its verdict keeps; ``counted`` says that the pass is a row-pass of the statistics."""
+        now = self.stats.clock()
+        if self.stats.time_to_first_token is None:
+            self.stats.time_to_first_token = now
+        commits = []
+        for row, (accepted, bonus, drafted, bad, *path), best in zip(rows, *packet):
+            if bad:
+                raise DrafterError(
+                    f"drafter {self.drafter.name!r} proposed {path[1:]} for row {row.slot}, with a token outside the target's "
+                    f"vocabulary of {self.target.vocab_size}"
+                )
+            self._check_scores(row, best[: accepted + 1])
+            commit = self._append(row, path[1 : accepted + 1] + [bonus], accepted)
+            row.stats.token_times += [now] * len(commit.tokens)
+            self._count(row, commit, drafted if chain else 0, drafted, counted)
+            commits.append(commit)
+        return commits
+
+    def _check_scores(self, row: SessionRow, best: Sequence[Sequence[float]]) -> None:
+        for depth, (raw, processed) in enumerate(best):
+            where = f"row {row.slot}, position {len(row.ids) + depth}"
+            if not math.isfinite(raw) and not row.parameters.pipeline.removes_invalid:
+                kind = "NaN" if math.isnan(raw) else "infinite"
+                raise TargetOutputError(
+                    f"the target's logits are {kind} for {where}; try a wider dtype (float32 or bfloat16), or "
+                    "remove_invalid_values=True to accept that they are patched"
+                )
+            if not math.isfinite(processed):
+                raise TargetOutputError(f"the logits processors leave no token possible for {where}; loosen the constraints")
+
+    def _append(self, row: SessionRow, tokens: Sequence[int], accepted: int) -> Commit:
+        """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row."""
+        start, reason = len(row.ids), None
+        criteria = row.parameters.criteria
+        text = torch.tensor([[*row.ids, *tokens]], device=self.target.device) if criteria else None
+        for token in tokens:
+            row.ids.append(token)
+            reason = self._reason(row, token, None if text is None else text[:, : len(row.ids)])
+            if reason:
+                break
+        kept = row.ids[start:]
+        if self._committed is not None and row in self.rows:
+            self._committed[self.rows.index(row), start : len(row.ids)] = torch.tensor(kept, device=self._committed.device)
+        for name in self.record:
+            del getattr(row, name)[len(row.ids) - row.prompt_length :]
+        row.stats.finish_reason = reason
+        return Commit(row.slot, kept, min(accepted, len(kept)), reason)
+
+    @staticmethod
+    def _reason(row: SessionRow, token: int, text: Tensor | None) -> str | None:
+        if token in row.parameters.eos:
+            return "eos"
+        if text is not None and any(bool(torch.as_tensor(done(text, None)).any()) for done in row.parameters.criteria):
+            return "stop"
+        if row.remaining > 0:
+            return None
+        return "length" if len(row.ids) - row.prompt_length == row.parameters.max_new_tokens else "context"
+
+    def _count(self, row: SessionRow, commit: Commit, depth: int, drafted: int, counted: bool) -> None:
+        stats, mine, kept = self.stats, row.stats, len(commit.tokens)
+        stats.new_tokens += kept
+        mine.tokens += kept
+        if not counted:
+            return
+        for each in (stats, mine):
+            each.kept += kept
+            each.drafted += drafted
+            each.accepted += commit.accepted
+        stats.row_passes += 1
+        mine.passes += 1
+        stats.count_depths(depth, commit.accepted)
+
+    def _depart(self) -> None:
+        """Finished rows leave and the others close up."""
+        done = [row for row in self.rows if row.stats.finish_reason]
+        if done:
+            self._leave(done)
+
+    def _leave(self, done: Sequence[SessionRow]) -> None:
+        keep = [index for index, row in enumerate(self.rows) if row not in done]
+        self.drafter.end(done)
+        self.target.compact(keep)
+        self.rows = [self.rows[index] for index in keep]
+        self._committed = self._keys = None

@@ -1,0 +1,272 @@
+"""Speculator: a target, a drafter and a rule behind transformers' own ``generate`` interface.
+
+Both entry points, :meth:`Speculator.generate` and ``model.generate(custom_generate=foretoken.custom_generate(...))``, let
+transformers prepare the call: GenerationConfig and its defaults, logits processors, stopping criteria, padding. What
+arrives here is prepared alike; this module unpads it, row by row, and drives a :class:`~foretoken.session.Session`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from foretoken import drafters, verification
+from foretoken.drafters.base import Drafter
+from foretoken.errors import ConfigurationError, Interrupted
+from foretoken.loading import load_model
+from foretoken.preparation import Prepared, prepare, refuse_arguments
+from foretoken.sampling import Seed
+from foretoken.session import Commit, Session
+from foretoken.stats import Stats
+from foretoken.target import Target
+from foretoken.tree import Proposal
+from foretoken.verification import Rule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What transformers returns for a decoder-only model, and ``stats`` (:class:`foretoken.Stats`)."""
+
+    stats: Stats | None = None
+
+
+class Tokens(list[int]):
+    """Tokens that one row gained in one step, as :meth:`Speculator.stream` yields them.
+
+    Attributes:
+        row: index in the batch.
+        accepted: how many of them, from the first, were drafted and accepted.
+        finish_reason: eos, stop, length or context once the row is over, else None.
+    """
+
+    def __init__(self, commit: Commit):
+        super().__init__(commit.tokens)
+        self.row, self.accepted, self.finish_reason = commit.slot, commit.accepted, commit.finish_reason
+
+
+class Speculator:
+    """Generates from an unmodified model in fewer passes, with the same output law.
+
+    Args:
+        model: a causal ``PreTrainedModel``, a path, a hub id, or ``"zoo:NAME"``.
+        drafter: a :class:`~foretoken.drafters.base.Drafter`, a registered name, or ``"NAME:SOURCE"``.
+        drafter_options: keyword arguments of the drafter, when it is given by name.
+        rule: ``"auto"``, a registered name, or a :class:`~foretoken.verification.Rule`.
+        draft_length: γ, how many tokens are drafted per round at most.
+        dtype, device: where and how to load a model that is given by name.
+        self_test: check at load that the model can roll back (a few passes over a handful of tokens).
+        reuse_prefix: keep the cache between calls for prompts that begin alike; costs the memory of the cache.
+        prefill_chunk: most prompt tokens of a row per pass.
+
+    Raises:
+        ConfigurationError: an unknown name or option, a path that is no model, a rule that is not exact for the drafter.
+        UnsupportedModelError: the model can not roll back; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        drafter: Drafter | str = "prompt-lookup",
+        *,
+        drafter_options: dict[str, Any] | None = None,
+        rule: Rule | str = "auto",
+        draft_length: int = 5,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        self_test: bool = True,
+        reuse_prefix: bool = True,
+        prefill_chunk: int = 1024,
+    ):
+        if isinstance(draft_length, bool) or not isinstance(draft_length, int) or draft_length < 0:
+            raise ConfigurationError(f"draft_length must be a whole number from 0 on, got {draft_length!r}")
+        if not isinstance(model, str) and (dtype is not None or device is not None):
+            raise ConfigurationError("dtype and device say how to load a model by name; a model that is given is used as it is")
+        self.drafter = _drafter(drafter, drafter_options)
+        self.rule, self.proposal = choose_rule(rule, self.drafter)
+        self.model = load_model(model, dtype=dtype, device=device) if isinstance(model, str) else model
+        self.target = Target(self.model, test=self_test, prefill_chunk=prefill_chunk, reuse_prefix=reuse_prefix)
+        self.draft_length = draft_length
+        self.drafter.bind(self.target)
+
+    def generate(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> SpeculativeOutput:
+        """As ``model.generate``: the same arguments, the same defaults, the same padding of ``sequences``.
+
+        Args:
+            inputs: ``[B, L]`` prompt ids, or ``input_ids=`` with ``attention_mask=``, padded on either side.
+            seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator.
+            arguments: whatever ``model.generate`` takes; what Foretoken can not honour is refused by name.
+
+        Returns:
+            ``sequences`` ``[B, L + new]``, ``stats``, and ``scores`` and ``logits`` where asked for. In these, rows that
+            are over hold 0 for the padding token and -inf elsewhere.
+
+        Raises:
+            ConfigurationError: an argument that can not be honoured.
+            TargetOutputError: NaN or infinite logits, or no token left by the processors.
+            Interrupted: Ctrl-C; ``.output`` holds what was generated.
+        """
+        run = Run(self, prepare(self.target.model, inputs, seed=seed, **arguments))
+        return run.finish()
+
+    def stream(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> Iterator[Tokens]:
+        """As :meth:`generate`, yielding the tokens of each row as they are committed.
+
+        The iterator can be abandoned at any point. Its ``stats`` attribute holds the statistics so far.
+        """
+        return Stream(Run(self, prepare(self.target.model, inputs, seed=seed, **arguments)))
+
+    def session(self, **options: Any) -> Session:
+        """A :class:`~foretoken.session.Session` of this configuration, for a server that adds and removes rows itself."""
+        return Session(
+            self.target, self.drafter, self.rule, proposal=self.proposal, draft_length=self.draft_length, **options
+        )
+
+    def release(self) -> None:
+        """Give the memory of the cache back; the next call allocates again."""
+        self.target.release()
+        self.drafter.reset()
+
+
+class Run:
+    """One call: a session, its rows, and how they become an output."""
+
+    def __init__(self, speculator: Speculator, prepared: Prepared):
+        self.prepared = prepared
+        stats = Stats(
+            seed=prepared.seed, drafter=speculator.drafter.name, rule=speculator.rule.name, lossless=speculator.rule.lossless
+        )
+        if not any(row.do_sample for row in prepared.parameters):
+            stats.rule = "match"
+        self.stats = stats
+        self.session = speculator.session(stats=stats, record=prepared.record)
+        for prompt, parameters in zip(prepared.prompts, prepared.parameters):
+            self.session.add(prompt, parameters)
+        self.rows = list(self.session.waiting)
+
+    def steps(self) -> Iterator[list[Commit]]:
+        """Step until every row is over; leaves target and drafter usable however it ends."""
+        streamer = self.prepared.streamer
+        try:
+            if streamer is not None:
+                streamer.put(self.prepared.input_ids.cpu())
+            while self.session.live:
+                commits = self.session.step()
+                if streamer is not None:
+                    for token in commits[0].tokens:
+                        streamer.put(torch.tensor([token]))
+                yield commits
+            if streamer is not None:
+                streamer.end()
+        finally:
+            if self.session.live:
+                self.session.close()
+            self.stats.clock()
+
+    def finish(self) -> SpeculativeOutput:
+        try:
+            for _ in self.steps():
+                pass
+        except KeyboardInterrupt:
+            raise Interrupted(self.output()) from None
+        return self.output()
+
+    def output(self) -> SpeculativeOutput:
+        """Prompts as given, padding included, and what every row has, padded to the longest."""
+        prompts, pad = self.prepared.input_ids, self.prepared.pad_token_id
+        new = [row.ids[row.prompt_length :] for row in self.rows]
+        width = max(map(len, new))
+        tail = [tokens + [pad] * (width - len(tokens)) for tokens in new]
+        sequences = torch.cat([prompts, torch.tensor(tail, dtype=torch.long, device=prompts.device).reshape(len(new), width)], 1)
+        vectors = {name: self._stacked(name, width) for name in self.prepared.record}
+        return SpeculativeOutput(sequences=sequences, stats=self.stats, **vectors)
+
+    def _stacked(self, name: str, width: int) -> tuple[Tensor, ...]:
+        """Per step ``[B, V]``, as transformers has them."""
+        vectors = [getattr(row, name) for row in self.rows]
+        like = next(each[0] for each in vectors if each)
+        over = torch.full_like(like, float("-inf"))
+        over[self.prepared.pad_token_id] = 0.0
+        return tuple(torch.stack([each[step] if step < len(each) else over for each in vectors]) for step in range(width))
+
+
+class Stream(Iterator[Tokens]):
+    """Iterator over :class:`Tokens`; ``stats`` holds what happened so far, ``close`` ends it early."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._tokens = (Tokens(commit) for commits in run.steps() for commit in commits)
+
+    @property
+    def stats(self) -> Stats:
+        return self._run.stats
+
+    def __next__(self) -> Tokens:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """End the generation; the Speculator is ready for the next call."""
+        self._tokens.close()
+        self._run.session.close()
+
+
+def custom_generate(
+    drafter: Drafter | str = "prompt-lookup", *, seed: Seed | Sequence[Seed] | None = None, streamer: Any = None, **options: Any
+) -> Callable[..., Any]:
+    """A function for ``model.generate(..., custom_generate=...)``: the same loop through transformers' own entry point.
+
+    ``seed`` and ``streamer`` are bound here, because transformers does not pass them on to such a function; ``options`` are
+    those of :class:`Speculator`. The Speculator is built at the first call and kept while the model lives. Stop strings need
+    a tokenizer, which transformers does not pass on either: give a ``StopStringCriteria`` as ``stopping_criteria``.
+    """
+    built: weakref.WeakKeyDictionary[Any, Speculator] = weakref.WeakKeyDictionary()
+
+    def decode(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any) -> Any:
+        refuse_arguments(generation_config, model_kwargs)
+        if model not in built:
+            built[model] = Speculator(model, drafter, **options)
+        prepared = Prepared.of(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed=seed, streamer=streamer
+        )
+        output = Run(built[model], prepared).finish()
+        return output if generation_config.return_dict_in_generate else output.sequences
+
+    return decode
+
+
+def choose_rule(rule: Rule | str, drafter: Drafter) -> tuple[Rule, Proposal]:
+    """The rule, and how the drafter is to choose its tokens so that the rule is exact.
+
+    Raises:
+        ConfigurationError: no way of proposing that the drafter has is exact under the rule.
+    """
+    if rule == "auto":
+        return verification.automatic(drafter.proposals[0]), drafter.proposals[0]
+    chosen = verification.create(rule) if isinstance(rule, str) else rule
+    if not isinstance(chosen, Rule):
+        raise ConfigurationError(f"rule must be 'auto', one of {', '.join(verification.names())}, or a Rule; got {rule!r}")
+    for proposal in chosen.proposals:
+        if proposal in drafter.proposals:
+            return chosen, proposal
+    raise ConfigurationError(
+        f"{chosen.refusal(drafter.proposals[0], chain=True)}; drafter {drafter.name!r} makes {', '.join(drafter.proposals)} "
+        "proposals. Use rule='auto'"
+    )
+
+
+def _drafter(drafter: Drafter | str, options: dict[str, Any] | None) -> Drafter:
+    if isinstance(drafter, str):
+        return drafters.create(drafter, options)
+    if not isinstance(drafter, Drafter):
+        raise ConfigurationError(f"drafter must be a Drafter, a name or 'NAME:SOURCE', got {type(drafter).__name__}")
+    if options:
+        raise ConfigurationError("drafter_options go with a drafter given by name; set them on the instance instead")
+    return drafter

@@ -1,0 +1,116 @@
+"""What a call did and what it cost; collected always, cheap enough never to be switched off."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class RowStats:
+    """One row's share. ``finish_reason`` is eos, stop, length, context or removed; None while the row runs."""
+
+    passes: int = 0
+    tokens: int = 0
+    kept: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    finish_reason: str | None = None
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens kept per pass of this row; 1 for plain decoding, NaN before the first pass."""
+        return self.kept / self.passes if self.passes else float("nan")
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of one call.
+
+    A *row-pass* is one live row in one target pass after the prefill. The prefill and the token it yields are left out of
+    ``row_passes``, ``kept`` and ``acceptance_length``; rounds without a draft count; tokens cut by a stop or a limit do not.
+
+    Attributes:
+        target_passes: forward passes of the target, prefill included.
+        row_passes: row-passes after the prefill.
+        new_tokens: tokens returned, over all rows, the prefill's included.
+        kept: tokens returned out of row-passes.
+        drafted: proposed tokens; ``drafted_by_depth[d]`` those at depth d + 1.
+        accepted: proposed tokens returned; ``accepted_by_depth[d]`` those at depth d + 1.
+        seconds: ``prefill``, ``draft``, ``target``, ``overhead`` and their sum ``total``.
+        time_to_first_token: seconds from the call to the first token of any row, None if there was none.
+        seed: the seed in use, as given, or as drawn.
+        rule, drafter, lossless: the configuration in use.
+        rows: one :class:`RowStats` per row.
+    """
+
+    target_passes: int = 0
+    row_passes: int = 0
+    new_tokens: int = 0
+    kept: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "target", "overhead", "total"), 0.0))
+    time_to_first_token: float | None = None
+    seed: Any = None
+    rule: str = ""
+    drafter: str = ""
+    lossless: bool = True
+    rows: list[RowStats] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter, repr=False)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens kept per row-pass, summed over rows, then divided."""
+        return self.kept / self.row_passes if self.row_passes else float("nan")
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of proposed tokens that were returned."""
+        return self.accepted / self.drafted if self.drafted else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds["total"] if self.seconds["total"] else float("nan")
+
+    @property
+    def inter_token_times(self) -> list[list[float]]:
+        """Per row, seconds between one returned token and the next; tokens of one round arrive together."""
+        return [[after - before for before, after in zip(row.token_times, row.token_times[1:])] for row in self.rows]
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - begin
+
+    def clock(self) -> float:
+        """Seconds since the call began; updates the total and what it leaves for overhead."""
+        now = time.perf_counter() - self.started
+        self.seconds["total"] = now
+        self.seconds["overhead"] = now - self.seconds["prefill"] - self.seconds["draft"] - self.seconds["target"]
+        return now
+
+    def count_depths(self, drafted: int, accepted: int) -> None:
+        """Add one row's round: ``drafted`` and ``accepted`` tokens down its path."""
+        for counts, depth in ((self.drafted_by_depth, drafted), (self.accepted_by_depth, accepted)):
+            counts.extend([0] * (depth - len(counts)))
+            for level in range(depth):
+                counts[level] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        plain = asdict(self)
+        del plain["started"]
+        plain["acceptance_length"] = self.acceptance_length
+        for row, values in zip(self.rows, plain["rows"]):
+            values["acceptance_length"] = row.acceptance_length
+        return plain

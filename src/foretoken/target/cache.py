@@ -1,0 +1,229 @@
+"""The key-value cache of the loop: preallocated, one length per row, and able to forget.
+
+``update`` writes at each row's own offset and advances nothing; only ``commit`` advances, after gathering the accepted
+path to the front. Rejected entries stay behind as garbage that the mask hides and the next pass overwrites. Sliding
+layers are stored full length: the mask does the windowing, so that every layer can roll back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from foretoken.errors import CacheMemoryError
+
+BLOCK = 64  # capacities are multiples of this many tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Where one forward pass reads and writes: physical rows ``first`` to ``last``, N tokens at each row's start."""
+
+    first: int
+    last: int
+    starts: tuple[int, ...]
+    nodes: int
+
+    @property
+    def width(self) -> int:
+        """How many slots the keys returned to the model span."""
+        return max(self.starts) + self.nodes
+
+    @property
+    def uniform(self) -> bool:
+        """Every row starts at the same slot."""
+        return self.starts.count(self.starts[0]) == len(self.starts)
+
+
+class Layer:
+    """Keys and values of one attention layer, ``[capacity rows, heads, capacity, head size]``; sizes come with the first write."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def get_seq_length(self) -> int:
+        raise TypeError("rows have lengths of their own: ask the TreeCache")
+
+
+class TreeCache(Cache):
+    """A transformers ``Cache`` with per-row offsets and rollback.
+
+    Args:
+        reserve: tokens per row to allocate for at first; the capacity doubles when it is outgrown.
+
+    Attributes:
+        lengths: tokens cached per live row, in physical order.
+    """
+
+    is_compileable = False
+
+    def __init__(self, *, reserve: int = 256):
+        super().__init__(layers=[])
+        self.lengths: list[int] = []
+        self.row_capacity = 1
+        self.capacity = _blocks(reserve)
+        self.window: Window | None = None
+        self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def written(self) -> list[Layer]:
+        """The layers that hold something; some models share keys between layers and leave a few unused."""
+        return [layer for layer in self.layers if layer.keys is not None]
+
+    # -- what transformers asks during a forward pass ---------------------------------------------------------------
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return []
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._window.starts[0] if self.window is not None else max(self.lengths, default=0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._window.width, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write ``[R, heads, N, head size]`` at the window's slots; return each row's keys and values up to its width."""
+        window = self._window
+        while len(self.layers) <= layer_idx:
+            self.layers.append(Layer())
+        layer = self.layers[layer_idx]
+        keys = layer.keys
+        if keys is None or keys.shape[0] < self.row_capacity or keys.shape[2] < self.capacity:
+            self._allocate(layer, key_states, value_states)
+        keys, values = layer.keys[window.first : window.last], layer.values[window.first : window.last]
+        if window.uniform:
+            start = window.starts[0]
+            keys[:, :, start : window.width] = key_states
+            values[:, :, start : window.width] = value_states
+        else:
+            rows, slots = self._write_indices(key_states.device)
+            keys[rows, :, slots] = key_states.transpose(1, 2)
+            values[rows, :, slots] = value_states.transpose(1, 2)
+        return keys[:, :, : window.width], values[:, :, : window.width]
+
+    # -- what the target asks between forward passes ----------------------------------------------------------------
+
+    def open(self, lengths: Sequence[int]) -> None:
+        """Append rows that hold ``lengths`` tokens already (0 for fresh rows)."""
+        self.lengths.extend(lengths)
+        if len(self.lengths) > self.row_capacity:
+            self.row_capacity = max(len(self.lengths), 2 * self.row_capacity if self.layers else 1)
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for ``tokens`` per row from the next write on."""
+        self.capacity = max(self.capacity, _blocks(tokens))
+
+    def enter(self, window: Window) -> None:
+        """Set where the next forward pass reads and writes, growing the capacity if it must."""
+        self.window = window
+        self._indices.clear()
+        if window.width > self.capacity:
+            self.reserve(max(window.width, 2 * self.capacity))
+
+    def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
+        """Keep the first ``kept[r]`` nodes of each row's ``path`` ``[R, D]`` (None: node order) of the pass just made."""
+        window = self._window
+        if path is not None:
+            starts = torch.tensor(window.starts, device=path.device)[:, None]
+            source, goal = starts + path, starts + torch.arange(path.shape[1], device=path.device)
+            rows = torch.arange(window.first, window.last, device=path.device)[:, None]
+            for layer in self.written:
+                index = [each.to(layer.keys.device) for each in (rows, source, goal)]
+                for store in (layer.keys, layer.values):
+                    store[index[0], :, index[2]] = store[index[0], :, index[1]]
+        for row, count in zip(range(window.first, window.last), kept):
+            self.lengths[row] += count
+        self.window = None
+
+    def compact(self, keep: Sequence[int]) -> None:
+        """Drop every row not in ``keep`` (ascending physical indices), moving later rows forward."""
+        for goal, source in enumerate(keep):
+            if goal != source:
+                length = self.lengths[source]
+                for layer in self.written:
+                    layer.keys[goal, :, :length] = layer.keys[source, :, :length]
+                    layer.values[goal, :, :length] = layer.values[source, :, :length]
+        self.lengths = [self.lengths[row] for row in keep]
+
+    def gather(self, sources: Sequence[int], lengths: Sequence[int], first: int) -> None:
+        """Copy the first ``lengths[i]`` tokens of physical row ``sources[i]`` to row ``first + i``; sources are read first."""
+        if all(source == first + i or not length for i, (source, length) in enumerate(zip(sources, lengths))):
+            return
+        longest = max(lengths)
+        rows = first + len(sources)
+        for layer in self.written:
+            if layer.keys.shape[0] < rows:
+                self._allocate(layer, layer.keys[:, :, :0], layer.values[:, :, :0])
+            for store in (layer.keys, layer.values):
+                store[first:rows, :, :longest] = store[list(sources), :, :longest]
+
+    def forget(self) -> None:
+        """Release every buffer and row."""
+        self.layers, self.lengths, self.window = [], [], None
+
+    @property
+    def bytes(self) -> int:
+        """Memory held by keys and values."""
+        return sum(store.nbytes for layer in self.written for store in (layer.keys, layer.values))
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _window(self) -> Window:
+        if self.window is None:
+            raise RuntimeError("this cache serves passes made by a foretoken Target only; do not hand it to the model yourself")
+        return self.window
+
+    def _write_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._indices:
+            starts = torch.tensor(self._window.starts, device=device)
+            rows = torch.arange(len(self._window.starts), device=device)[:, None]
+            self._indices[device] = rows, starts[:, None] + torch.arange(self._window.nodes, device=device)
+        return self._indices[device]
+
+    def _allocate(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+        """Give ``layer`` zeroed buffers of the current capacity (garbage there could be NaN), keeping what it holds."""
+        stores = []
+        for old, new in ((layer.keys, keys), (layer.values, values)):
+            shape = (self.row_capacity, new.shape[1], self.capacity, new.shape[3])
+            try:
+                store = torch.zeros(shape, dtype=new.dtype, device=new.device)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                raise self._no_room(keys, values) from error
+            if old is not None:
+                store[: old.shape[0], :, : old.shape[2]] = old
+            stores.append(store)
+        layer.keys, layer.values = stores
+
+    def _no_room(self, keys: Tensor, values: Tensor) -> CacheMemoryError:
+        per_token = sum(each.shape[1] * each.shape[3] * each.element_size() for each in (keys, values))
+        total = per_token * self.row_capacity * self.capacity
+        return CacheMemoryError(
+            f"the key-value cache needs {total / 2**20:,.0f} MiB per layer ({self.row_capacity} rows x {self.capacity} tokens, "
+            f"{len(self.layers)} or more layers) and {keys.device} has no room for it; use a smaller batch, a shorter prompt "
+            "or a smaller max_new_tokens"
+        )
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK

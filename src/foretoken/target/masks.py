@@ -1,0 +1,85 @@
+"""Attention masks for rows with offsets of their own and for trees, out of transformers' own mask functions.
+
+transformers builds a mask by evaluating a ``mask_function(batch, head, query, key)`` over slot indices. Here the same
+function is evaluated over *positions* (a node's position is its row's start plus its depth) and intersected with
+visibility: the committed prefix, and a node's own ancestors. Causal, sliding and chunked attention therefore need no
+code of ours, and no window size is known here.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import create_masks_for_generate
+
+from foretoken.target.cache import TreeCache, Window
+from foretoken.tree import TokenTree
+
+NAME = "foretoken_positions"
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where queries and keys stand in one pass: ``queries`` ``[R, N]`` and ``keys`` ``[R, W]`` positions, ``visible`` ``[R, N, W]``."""
+
+    queries: Tensor
+    keys: Tensor
+    visible: Tensor
+
+
+def layout(tree: TokenTree, window: Window, positions: Tensor) -> Layout:
+    """The layout of ``tree`` behind each row's prefix, with node ``positions`` ``[R, N]``."""
+    device = positions.device
+    starts = torch.tensor(window.starts, device=device)[:, None]  # [R, 1]
+    slots = torch.arange(window.width, device=device)[None]  # [1, W]
+    node = (slots - starts).clamp(0, window.nodes - 1)  # [R, W] node that a slot would hold
+    in_prefix = slots < starts
+    in_tree = (slots >= starts) & (slots < starts + window.nodes)
+    keys = torch.where(in_prefix, slots, positions.gather(1, node))
+    ancestry = tree.ancestors.gather(2, node[:, None].expand(-1, window.nodes, -1))  # [R, N, W]
+    return Layout(positions, keys, in_prefix[:, None] | (in_tree[:, None] & ancestry))
+
+
+def mask_in_positions(
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: Any, config: PreTrainedConfig, **unused: Any
+) -> Tensor:
+    """A mask builder in transformers' interface: ``[R, 1, N, W]`` bool from the :class:`Layout` that ``config`` carries."""
+    where: Layout = config.foretoken_layout
+    device = where.queries.device
+    rows = torch.arange(where.queries.shape[0], device=device)[:, None, None, None]
+    heads = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
+    allowed = mask_function(rows, heads, where.queries[:, None, :, None], where.keys[:, None, None, :])
+    return allowed & where.visible[:, None]
+
+
+AttentionMaskInterface.register(NAME, mask_in_positions)
+
+
+class MaskBuilder:
+    """Builds what a model takes as ``attention_mask``: a tensor, or one per layer type where its config lists layer types."""
+
+    def __init__(self, config: PreTrainedConfig, implementation: str, dtype: torch.dtype):
+        self.config = copy.copy(config)
+        self.config.__dict__["_attn_implementation_internal"] = NAME
+        self.additive = implementation == "eager"
+        self.dtype = dtype
+
+    def __call__(self, where: Layout, cache: TreeCache) -> Tensor | dict[str, Tensor]:
+        self.config.__dict__["foretoken_layout"] = where
+        embeds = torch.empty(*where.queries.shape, 0, dtype=self.dtype, device=where.queries.device)
+        masks = create_masks_for_generate(self.config, embeds, None, cache, where.queries)
+        del self.config.__dict__["foretoken_layout"]
+        if isinstance(masks, dict):
+            return {kind: self._finish(mask) for kind, mask in masks.items()}
+        return self._finish(masks)
+
+    def _finish(self, mask: Tensor) -> Tensor:
+        """sdpa takes the bool mask; eager adds to the scores, where a bool mask would be silently wrong."""
+        if not self.additive:
+            return mask
+        return torch.where(mask, torch.zeros((), dtype=self.dtype, device=mask.device), torch.finfo(self.dtype).min)

@@ -1,0 +1,152 @@
+"""Token trees: what a drafter proposes and a verification rule walks.
+
+Node 0 is the root: the last committed token, which is not in the target's cache yet. Every other node hangs below an
+earlier one, so parents come before children and a chain is simply the tree in which node ``n`` hangs below ``n - 1``.
+Plain decoding is the tree of one node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Proposal = Literal["deterministic", "iid", "without-replacement", "keyed", "mixed"]
+PROPOSALS: tuple[Proposal, ...] = ("deterministic", "iid", "without-replacement", "keyed", "mixed")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """Proposed continuations of B rows, N nodes each.
+
+    Attributes:
+        tokens: ``[B, N]`` int64 token ids; ``tokens[:, 0]`` is the root, the last committed token.
+        parents: ``[B, N]`` int64 parent index of every node, -1 for the root; ``parents[b, n] < n``.
+        valid: ``[B, N]`` bool; False marks filler, which is scored but never proposed. None means every node is real.
+        proposal: how siblings were chosen. It decides which verification rules are exact.
+        q: ``[B, M, V]`` float32, the draft's distribution at the first M nodes: children of node ``n`` were drawn from
+            ``q[:, n]``. Needed by rules that compare with the draft's probabilities, else None.
+        pruned: nodes were dropped after looking at their sampled values; only match-type rules stay exact then.
+        chain: every row is a path in node order. Set by :meth:`chain`, it lets the target skip the tree mask.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    valid: Tensor | None = None
+    proposal: Proposal = "deterministic"
+    q: Tensor | None = None
+    pruned: bool = False
+    chain: bool = False
+
+    @staticmethod
+    def root(tokens: Tensor) -> TokenTree:
+        """The tree of plain decoding: only the roots ``tokens`` ``[B]``."""
+        return TokenTree.from_chain(tokens[:, None])
+
+    @staticmethod
+    def from_chain(
+        tokens: Tensor,
+        *,
+        valid: Tensor | None = None,
+        proposal: Proposal = "deterministic",
+        q: Tensor | None = None,
+        pruned: bool = False,
+    ) -> TokenTree:
+        """A chain per row: ``tokens`` ``[B, γ + 1]`` starts with the root. ``valid`` must be a prefix of each row."""
+        rows, nodes = tokens.shape
+        parents = chain_parents(nodes, tokens.device).expand(rows, nodes)
+        return TokenTree(tokens, parents, valid, proposal, q, pruned, chain=True)
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def depths(self) -> Tensor:
+        """``[B, N]`` int64 distance from the root."""
+        if self.chain:
+            return chain_depths(self.nodes, self.tokens.device).expand(self.rows, self.nodes)
+        return self.ancestors.sum(-1) - 1
+
+    @property
+    def ancestors(self) -> Tensor:
+        """``[B, N, N]`` bool; ``[b, i, j]`` says that ``j`` is ``i`` or lies on the path from the root to ``i``."""
+        return chain_ancestors(self.nodes, self.tokens.device).expand(self.rows, -1, -1) if self.chain else reach(self.parents)
+
+    @property
+    def drafted(self) -> Tensor:
+        """``[B]`` int64 number of proposed nodes, the root not counted."""
+        if self.valid is None:
+            return torch.full((self.rows,), self.nodes - 1, dtype=torch.long, device=self.tokens.device)
+        return self.valid[:, 1:].sum(-1)
+
+    def path(self, row: int, node: int) -> list[int]:
+        """Node indices from the root to ``node``, both included."""
+        parents, nodes = self.parents[row].tolist(), [node]
+        while parents[nodes[-1]] >= 0:
+            nodes.append(parents[nodes[-1]])
+        return nodes[::-1]
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
+        if self.tokens.ndim != 2 or self.tokens.shape != self.parents.shape or self.nodes < 1:
+            raise ValueError(f"tokens and parents must both be [B, N >= 1], got {list(self.tokens.shape)} and {list(self.parents.shape)}")
+        if self.proposal not in PROPOSALS:
+            raise ValueError(f"unknown proposal {self.proposal!r}; one of {', '.join(PROPOSALS)}")
+        index = torch.arange(self.nodes, device=self.parents.device)
+        if bool((self.parents[:, 0] != -1).any()) or bool((self.parents[:, 1:] < 0).any()):
+            raise ValueError("node 0 must be the only root (parent -1) of every row")
+        if bool((self.parents >= index).any()):
+            row, node = (self.parents >= index).nonzero()[0].tolist()
+            raise ValueError(f"row {row}: node {node} names parent {int(self.parents[row, node])}, which does not come before it")
+        outside = (self.tokens < 0) | (self.tokens >= vocab_size)
+        if self.valid is not None:
+            if not bool(self.valid[:, 0].all()):
+                raise ValueError("the root must be valid in every row")
+            if not bool(self.valid.gather(1, self.parents.clamp(min=0))[self.valid].all()):
+                raise ValueError("a valid node hangs below a filler node")
+            outside &= self.valid
+        if bool(outside.any()):
+            row, node = outside.nonzero()[0].tolist()
+            raise ValueError(
+                f"row {row}, node {node}: token {int(self.tokens[row, node])} is outside the target's vocabulary of {vocab_size}"
+            )
+        if self.q is not None and (self.q.ndim != 3 or self.q.shape[0] != self.rows or self.q.shape[2] != vocab_size):
+            raise ValueError(f"q must be [B={self.rows}, M, V={vocab_size}], got {list(self.q.shape)}")
+
+
+def reach(parents: Tensor) -> Tensor:
+    """``[B, N, N]`` bool ancestor-or-self relation of ``parents`` ``[B, N]``, by pointer doubling: log2(N) steps, no host read."""
+    rows, nodes = parents.shape
+    index = torch.arange(nodes, device=parents.device)
+    sink = torch.where(parents < 0, torch.zeros_like(parents), parents)  # the root points at itself
+    reached = torch.zeros(rows, nodes, nodes, dtype=torch.bool, device=parents.device)
+    reached[:, index, index] = True
+    reached.scatter_(2, sink[:, :, None], True)
+    jump = sink
+    for _ in range(max(1, (nodes - 1).bit_length())):
+        reached = reached | reached.gather(1, jump[:, :, None].expand(-1, -1, nodes))
+        jump = jump.gather(1, jump)
+    return reached
+
+
+@lru_cache(maxsize=256)
+def chain_parents(nodes: int, device: torch.device) -> Tensor:
+    return (torch.arange(nodes, device=device) - 1)[None]
+
+
+@lru_cache(maxsize=256)
+def chain_depths(nodes: int, device: torch.device) -> Tensor:
+    return torch.arange(nodes, device=device)[None]
+
+
+@lru_cache(maxsize=256)
+def chain_ancestors(nodes: int, device: torch.device) -> Tensor:
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]

@@ -1,0 +1,59 @@
+"""What a verification rule is.
+
+A rule is a pure function of (tree, p, noise): no model, no cache, no global random state. It sees the target's
+distribution at every node and says which path survives and which token of the target's own follows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from foretoken.sampling import Randomness
+from foretoken.tree import TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """The outcome of one round for R rows.
+
+    Attributes:
+        path: ``[R, D]`` int64 node indices, the root first; entries after ``accepted`` are meaningless.
+        accepted: ``[R]`` int64 number of drafted tokens kept, 0 to D - 1.
+        next_token: ``[R]`` int64 the target's own token that follows the path.
+    """
+
+    path: Tensor
+    accepted: Tensor
+    next_token: Tensor
+
+
+class Rule:
+    """Base of verification rules; a subclass sets the class variables and writes :meth:`verify`.
+
+    ``proposals`` are the sibling choices it is exact for, ``chains_only`` that a tree must be a chain, ``needs_q`` that
+    it compares with the draft's own distribution, ``lossless`` that the output law is the target's.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    proposals: ClassVar[frozenset[str]]
+    chains_only: ClassVar[bool] = False
+    needs_q: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+
+    def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
+        """Verdict for ``tree`` given the target's ``p`` ``[R, N, V]`` (rows sum to 1) at every node."""
+        raise TypeError(f"{type(self).__name__} must define verify(tree, p, noise)")
+
+    def refusal(self, proposal: str, *, chain: bool, pruned: bool = False) -> str | None:
+        """Why this rule is not exact for such a proposal, or None if it is."""
+        if proposal not in self.proposals:
+            return f"rule {self.name!r} is not exact for {proposal} proposals (only for {', '.join(sorted(self.proposals))})"
+        if pruned and self.needs_q:
+            return f"rule {self.name!r} is not exact once drafted tokens were dropped after looking at them; use rule='match'"
+        if self.chains_only and not chain:
+            return f"rule {self.name!r} verifies chains only"
+        return None

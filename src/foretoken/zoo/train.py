@@ -1,0 +1,219 @@
+"""The recipe behind the embedded models.
+
+    python -m foretoken.zoo.train all --out RUN
+
+does everything from the installed packages to the folders in the package, in about two hours on two cores. Each step is also a
+command of its own, reads what the earlier ones left in RUN, and can be repeated. Training can be interrupted at any time and
+goes on with --resume.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+Out = Annotated[Path, typer.Option("--out", help="Folder for the corpus, checkpoints and figures.", file_okay=False)]
+Budget = Annotated[float, typer.Option("--budget", help="Training tokens in millions; the cool-down ends exactly there.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's checkpoint; the budget may be another one.")]
+
+TARGET_BUDGET, DRAFT_BUDGET = 28.0, 40.0
+
+
+@app.command()
+def corpus(out: Out) -> None:
+    """Collect Python source from this machine and split it by package (half a minute)."""
+    from foretoken.zoo.corpus import build
+
+    built = build()
+    built.save(out / "corpus")
+    for half in ("train", "held_out"):
+        account = built.manifest[half]
+        typer.echo(f"{half}: {account['files']:,} files, {account['bytes']:,} bytes, {len(account['packages'])} packages")
+    typer.echo("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in built.manifest["dropped"].items()))
+
+
+@app.command()
+def tokenizer(out: Out) -> None:
+    """Learn the byte-level BPE and encode both halves of the corpus (half a minute)."""
+    from foretoken.zoo import tokenization
+    from foretoken.zoo.corpus import Corpus
+
+    source = Corpus.load(_needed(out / "corpus", "corpus"))
+    learnt = tokenization.train(source.train)
+    learnt.save_pretrained(out / "tokenizer")
+    for half, files in (("train", source.train), ("held_out", source.held_out)):
+        encoded = tokenization.encode(learnt, files)
+        encoded.save(out / "tokens" / f"{half}.npz")
+        typer.echo(f"{half}: {len(encoded.tokens):,} tokens, {encoded.sizes.sum() / len(encoded.tokens):.3f} bytes per token")
+
+
+@app.command()
+def target(out: Out, budget: Budget = TARGET_BUDGET, resume: Resume = False) -> None:
+    """Train the target on the corpus (an hour and more)."""
+    from foretoken.zoo import fit, recipe
+
+    _fit(out / "target", recipe.target_config(), recipe.TARGET_RATES, fit.cross_entropy, out, budget, resume)
+
+
+@app.command()
+def draft(out: Out, budget: Budget = DRAFT_BUDGET, resume: Resume = False) -> None:
+    """Train the draft on the corpus and on the target's distribution (a quarter of an hour)."""
+    from foretoken.zoo import fit, recipe
+
+    teacher = fit.load_weights(_needed(out / "target", "target"))
+    _fit(out / "draft", recipe.draft_config(), recipe.DRAFT_RATES, fit.distillation(teacher), out, budget, resume)
+
+
+@app.command()
+def ngram(out: Out) -> None:
+    """Count the n-gram table, prune it to its size limit, and measure the n-gram baseline (a few minutes)."""
+    from foretoken.drafters.ngram_model import NGramModel
+    from foretoken.zoo import evaluation, recipe
+
+    _keep_freed_memory()
+    train, held_out = _tokens(out)
+    table = NGramModel.from_tokens(train.documents(), recipe.NGRAM_ORDER, vocab_size=recipe.VOCABULARY)
+    baseline = {
+        "what": evaluation.BASELINE.format(order=recipe.NGRAM_ORDER),
+        "ngrams": table.ngrams,
+        **asdict(evaluation.score_ngram(table, held_out)),
+    }
+    typer.echo(f"baseline: {baseline['bits_per_byte']:.4f} bits per byte with {baseline['ngrams']:,} n-grams")
+    min_count, file = 1, out / "ngram" / "ngram.safetensors"
+    while min_count == 1 or file.stat().st_size > recipe.NGRAM_BYTES:
+        min_count += 1
+        table.prune(min_count=min_count, successors=recipe.NGRAM_SUCCESSORS)
+        table.save(file)
+    figures = {
+        "min_count": min_count,
+        "successors": recipe.NGRAM_SUCCESSORS,
+        "baseline": baseline,
+        "held_out": asdict(evaluation.score_ngram(table, held_out)),
+    }
+    _write(out / "ngram" / "figures.json", figures)
+    typer.echo(f"table: {table.ngrams:,} n-grams seen at least {min_count} times")
+
+
+@app.command()
+def evaluate(out: Out) -> None:
+    """Measure bits per byte on the held-out packages, with float32 and bfloat16 weights (ten minutes)."""
+    import torch
+
+    from foretoken.zoo import evaluation, fit
+
+    _keep_freed_memory()
+    _, held_out = _tokens(out)
+    for name in ("target", "draft"):
+        model = fit.load_weights(_needed(out / name, name))
+        scores = {}
+        for kind in (torch.float32, torch.bfloat16):
+            score = evaluation.score_model(model.to(kind), held_out)
+            scores[str(kind).removeprefix("torch.")] = asdict(score)
+            typer.echo(f"{name}, {kind}: {score.bits_per_byte:.4f} bits per byte, next token right {score.accuracy:.1%}")
+        _write(out / name / "scores.json", scores)
+
+
+@app.command()
+def package(out: Out) -> None:
+    """Write weights, tokenizer, figures and model cards into the package."""
+    from transformers import PreTrainedTokenizerFast
+
+    from foretoken.drafters.ngram_model import NGramModel
+    from foretoken.zoo import DRAFT, TARGET, packaging
+
+    manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
+    learnt = PreTrainedTokenizerFast.from_pretrained(_needed(out / "tokenizer", "tokenizer"))
+    ngram_figures = _read(_needed(out / "ngram", "ngram") / "figures.json")
+    for name, run in ((TARGET, "target"), (DRAFT, "draft")):
+        figures = {
+            "training": _read(_needed(out / run, run) / "training.json"),
+            "held_out": _read(_needed(out / run / "scores.json", "evaluate")),
+            "baseline": ngram_figures["baseline"],
+        }
+        typer.echo(packaging.package_model(name, out / run, learnt, figures, manifest))
+    table = NGramModel.load(out / "ngram" / "ngram.safetensors")
+    typer.echo(packaging.package_ngram(table, ngram_figures, manifest))
+
+
+@app.command(name="all")
+def everything(out: Out, target_budget: float = TARGET_BUDGET, draft_budget: float = DRAFT_BUDGET) -> None:
+    """All steps in order; budgets in millions of tokens."""
+    corpus(out)
+    tokenizer(out)
+    ngram(out)
+    target(out, target_budget)
+    draft(out, draft_budget)
+    evaluate(out)
+    package(out)
+
+
+def _fit(folder: Path, config, rates, loss, out: Path, budget: float, resume: bool) -> None:
+    from foretoken.zoo import fit
+
+    _keep_freed_memory()
+    if not resume and (folder / fit.CHECKPOINT).exists():
+        raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
+    train, held_out = _tokens(out)
+    batch = fit.Batch()
+    run = fit.Run(config, folder, batch=batch, rates=rates)
+    if resume:
+        run.resume()
+    typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")
+    run.train(train.tokens, held_out.tokens, fit.Schedule(int(budget * 1e6)), loss=loss)
+    _write(
+        folder / "training.json",
+        {
+            "tokens": run.progress.tokens,
+            "epochs": run.progress.tokens / len(train.tokens),
+            "seconds": run.progress.seconds,
+            "lengths": [batch.length, batch.cooldown_length],
+            "objective": "Next-token cross-entropy" if loss is fit.cross_entropy else "Cross-entropy to the target's distribution "
+            "(weight 0.7) and to the data (0.3)",
+            "machine": fit.machine(),
+        },
+    )
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc not to return freed memory to the system: a step frees and asks for the same gigabyte, and page faults
+    cost more than the arithmetic where pages come slowly (virtual machines)."""
+    if sys.platform == "linux":
+        trim_threshold, mmap_threshold = -1, -3
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 2**31 - 1)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def _tokens(out: Path):
+    from foretoken.zoo.tokenization import Encoded
+
+    folder = _needed(out / "tokens", "tokenizer")
+    return Encoded.load(folder / "train.npz"), Encoded.load(folder / "held_out.npz")
+
+
+def _needed(path: Path, step: str) -> Path:
+    if not path.exists():
+        raise typer.BadParameter(f"{path} is missing: run `python -m foretoken.zoo.train {step} --out …` first")
+    return path
+
+
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write(path: Path, document: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()

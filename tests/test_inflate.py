@@ -1,0 +1,92 @@
+"""An inflated model is larger, costs more, and says the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from foretoken import zoo
+
+
+def tiny(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "rms_norm_eps": 1e-3,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**settings | changes)).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:  # weights of one would hide a norm that is not rescaled
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+        if name.endswith("bias"):
+            torch.nn.init.uniform_(weight, -0.5, 0.5)
+    return model
+
+
+IDS = torch.arange(3 * 17).reshape(3, 17) * 31 % 97
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 16])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
+def test_logits_are_the_same_in_float32(ratio, changes):
+    model = tiny(**changes)
+    inflated = zoo.inflate(model, hidden_size=32 * ratio, layers=7)
+    assert inflated.config.num_hidden_layers == 7 and inflated.config.num_attention_heads == 4 * ratio
+    assert inflated.num_parameters() > model.num_parameters()
+    with torch.no_grad():
+        torch.testing.assert_close(inflated(IDS).logits, model(IDS).logits, atol=1e-4, rtol=0)
+
+
+def test_rescaled_weights_are_exact_in_bfloat16():
+    model = tiny().to(torch.bfloat16)
+    inflated = zoo.inflate(model, hidden_size=128, layers=4)
+    assert inflated.dtype == torch.bfloat16
+    with torch.no_grad():
+        # The weights hold the same numbers, so in float32 arithmetic the two agree as closely as float32 models do.
+        exact, same = model.float()(IDS).logits, inflated.float()(IDS).logits
+    torch.testing.assert_close(same, exact, atol=1e-4, rtol=0)
+
+
+def test_bfloat16_logits_stay_close():
+    model = tiny(initializer_range=0.05).to(torch.bfloat16)
+    inflated = zoo.inflate(model, hidden_size=128, layers=6)
+    with torch.no_grad():
+        logits, other = model(IDS).logits.float(), inflated(IDS).logits.float()
+    assert (logits - other).abs().max() <= 0.03 * logits.abs().max()
+
+
+def test_cached_decoding_works_and_the_source_is_untouched():
+    model = tiny()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    inflated = zoo.inflate(model, hidden_size=128, layers=5, intermediate_size=100)
+    assert inflated.config.intermediate_size == 100
+    cache = DynamicCache()
+    with torch.no_grad():
+        inflated(IDS[:, :9], past_key_values=cache)
+        tail = inflated(IDS[:, 9:], past_key_values=cache).logits
+        torch.testing.assert_close(tail, model(IDS).logits[:, 9:], atol=1e-4, rtol=0)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_new_weights_are_numbers_that_cost_what_numbers_cost():
+    inflated = zoo.inflate(tiny(), hidden_size=128, layers=5)
+    for layer in inflated.model.layers:
+        for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.mlp.gate_proj, layer.mlp.up_proj):
+            assert (part.weight == 0).float().mean() < 0.01
+    assert not any(weight.is_meta for weight in [*inflated.parameters(), *inflated.buffers()])
+
+
+@pytest.mark.parametrize("hidden_size", [16, 33, 64, 96, 256])
+def test_widths_that_would_lose_exactness_are_refused(hidden_size):
+    with pytest.raises(ValueError, match="power of four"):
+        zoo.inflate(tiny(), hidden_size=hidden_size, layers=3)
+
+
+def test_other_refusals():
+    with pytest.raises(ValueError, match="layers must be at least"):
+        zoo.inflate(tiny(), hidden_size=128, layers=2)
+    with pytest.raises(ValueError, match="intermediate_size must be at least"):
+        zoo.inflate(tiny(), hidden_size=128, layers=3, intermediate_size=47)
+    with pytest.raises(ValueError, match="gpt2"):
+        zoo.inflate(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)), hidden_size=32, layers=2)
