@@ -198,7 +198,7 @@ class NGramModel:
         if array.ndim != 1:
             raise ValueError(f"token ids must form one sequence, not an array of shape {array.shape}")
         limit = self.vocab_size or _IDS
-        if array.size and not (0 <= array.min() and array.max() < limit):
+        if array.size and not (array.min() >= 0 and array.max() < limit):
             wrong = array[(array < 0) | (array >= limit)][0]
             raise ValueError(f"token id {wrong} is outside the vocabulary of {limit}")
         return array

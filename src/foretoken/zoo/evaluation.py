@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from foretoken.drafters.ngram_model import NGramModel
-from foretoken.zoo.recipe import VOCABULARY
 from foretoken.zoo.tokenization import Encoded
 
 WINDOW = 1024  # tokens a model sees at once

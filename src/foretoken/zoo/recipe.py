@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
