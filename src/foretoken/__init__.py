@@ -58,7 +58,37 @@ _HOMES = {
     "Rule": "foretoken.verification.base:Rule",
     "Verdict": "foretoken.verification.base:Verdict",
 }
-__all__ = [*_HOMES, "__version__"]
+__all__ = [
+    "CacheMemoryError",
+    "Commit",
+    "ConfigurationError",
+    "DraftRequest",
+    "Drafter",
+    "DrafterError",
+    "ForetokenError",
+    "Interrupted",
+    "RowParameters",
+    "RowStats",
+    "Rule",
+    "ScriptedDrafter",
+    "Session",
+    "SpeculativeOutput",
+    "Speculator",
+    "Stats",
+    "TableTarget",
+    "Target",
+    "TargetOutputError",
+    "TokenTree",
+    "Tokens",
+    "TreeCache",
+    "UnsupportedModelError",
+    "Verdict",
+    "__version__",
+    "custom_generate",
+    "drafters",
+    "rules",
+    "zoo",
+]
 
 
 def __getattr__(name: str) -> Any:

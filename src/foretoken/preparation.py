@@ -116,15 +116,18 @@ def prepare(
     check_shape(arguments.get("input_ids") if inputs is None else inputs)
     arguments = with_stop_strings(model, arguments, tokenizer)
 
-    def stop(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any) -> Prepared:
-        refuse_arguments(generation_config, kwargs)
+    def stop(
+        model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+    ) -> Prepared:
+        refuse_arguments(model, generation_config, kwargs)
         return Prepared.of(model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, seed=seed, streamer=streamer)
 
     return model.generate(inputs, custom_generate=stop, **arguments)
 
 
-def refuse_arguments(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse by name whatever would change the text and is not honoured.
+def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse by name whatever was asked for and is not honoured; what only the model's own defaults say about caches and
+    compilation changes no text and is not asked for.
 
     Raises:
         ConfigurationError: names the argument.
@@ -138,6 +141,8 @@ def refuse_arguments(config: GenerationConfig, model_kwargs: dict[str, Any]) -> 
         raise ConfigurationError(f"generation mode {mode.value!r} is not supported; use greedy decoding or sampling")
     for name, why in REFUSED_CONFIG.items():
         value = getattr(config, name, None)
+        if name.startswith(("cache_", "compile_")) and value == getattr(model.generation_config, name, None):
+            continue
         if value not in (None, False, getattr(defaults, name, None)) and not (name == "guidance_scale" and value == 1):
             raise ConfigurationError(f"{name}={value!r} is not supported: {why}")
     if config.use_cache is False:
@@ -196,7 +201,9 @@ def unpad(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
             raise ConfigurationError(f"row {index}: the prompt is empty; give at least one token, for instance the BOS token")
         first, last = keep.index(True), len(keep) - keep[::-1].index(True)
         if False in keep[first:last]:
-            raise ConfigurationError(f"row {index}: attention_mask leaves a hole inside the prompt; only padding at either end is supported")
+            raise ConfigurationError(
+                f"row {index}: attention_mask leaves a hole inside the prompt; only padding at either end is supported"
+            )
         prompts.append(row[first:last])
     return prompts
 

@@ -109,7 +109,6 @@ class Session:
         self.rows: list[SessionRow] = []
         self.waiting: list[SessionRow] = []
         self._slots = 0
-        self._keys: Tensor | None = None
         self._committed: Tensor | None = None  # [R, capacity] ids on the device, kept only while a pipeline reads them
 
     # -- rows -----------------------------------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ class Session:
 
     def close(self) -> None:
         """Drop every row; the target and the drafter stay usable."""
-        self.rows, self.waiting, self._committed, self._keys = [], [], None, None
+        self.rows, self.waiting, self._committed = [], [], None
         self.target.reset()
         self.drafter.reset()
 
@@ -198,7 +197,7 @@ class Session:
             self.target.open(texts, reserve=[row.capacity + self.draft_length + 1 for row in rows])
             logits = self.target.prefill(texts, first=first)[:, None]
             self.rows += rows
-            self._committed = self._keys = None
+            self._committed = None
             tree = TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
             verdict, best = self._verify(rows, tree, logits, self._sampler(rows))
             packet = self._to_host(tree, verdict, best)
@@ -241,11 +240,7 @@ class Session:
 
     def _noise(self, rows: Sequence[SessionRow]) -> Randomness:
         device = self.target.device
-        if self._keys is None or rows is not self.rows:
-            self._keys = torch.tensor([row.key for row in rows], device=device)
-        keys = self._keys
-        if rows is not self.rows:
-            self._keys = None
+        keys = torch.tensor([row.key for row in rows], device=device)
         return self.randomness(keys, torch.tensor([len(row.ids) - 1 for row in rows], device=device))
 
     def _committed_ids(self, rows: Sequence[SessionRow]) -> Tensor:
@@ -349,7 +344,7 @@ class Session:
                     f"vocabulary of {self.target.vocab_size}"
                 )
             self._check_scores(row, best[: accepted + 1])
-            commit = self._append(row, path[1 : accepted + 1] + [bonus], accepted)
+            commit = self._append(row, [*path[1 : accepted + 1], bonus], accepted)
             row.stats.token_times += [now] * len(commit.tokens)
             self._count(row, commit, drafted if chain else 0, drafted, counted)
             commits.append(commit)
@@ -420,4 +415,4 @@ class Session:
         self.drafter.end(done)
         self.target.compact(keep)
         self.rows = [self.rows[index] for index in keep]
-        self._committed = self._keys = None
+        self._committed = None

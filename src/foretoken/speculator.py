@@ -7,7 +7,6 @@ arrives here is prepared alike; this module unpads it, row by row, and drives a 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -126,9 +125,7 @@ class Speculator:
 
     def session(self, **options: Any) -> Session:
         """A :class:`~foretoken.session.Session` of this configuration, for a server that adds and removes rows itself."""
-        return Session(
-            self.target, self.drafter, self.rule, proposal=self.proposal, draft_length=self.draft_length, **options
-        )
+        return Session(self.target, self.drafter, self.rule, proposal=self.proposal, draft_length=self.draft_length, **options)
 
     def release(self) -> None:
         """Give the memory of the cache back; the next call allocates again."""
@@ -141,9 +138,7 @@ class Run:
 
     def __init__(self, speculator: Speculator, prepared: Prepared):
         self.prepared = prepared
-        stats = Stats(
-            seed=prepared.seed, drafter=speculator.drafter.name, rule=speculator.rule.name, lossless=speculator.rule.lossless
-        )
+        stats = Stats(seed=prepared.seed, drafter=speculator.drafter.name, rule=speculator.rule.name, lossless=speculator.rule.lossless)
         if not any(row.do_sample for row in prepared.parameters):
             stats.rule = "match"
         self.stats = stats
@@ -224,19 +219,22 @@ def custom_generate(
     """A function for ``model.generate(..., custom_generate=...)``: the same loop through transformers' own entry point.
 
     ``seed`` and ``streamer`` are bound here, because transformers does not pass them on to such a function; ``options`` are
-    those of :class:`Speculator`. The Speculator is built at the first call and kept while the model lives. Stop strings need
+    those of :class:`Speculator`. The Speculator is built at the first call and kept, with its model, in the function. Stop strings need
     a tokenizer, which transformers does not pass on either: give a ``StopStringCriteria`` as ``stopping_criteria``.
     """
-    built: weakref.WeakKeyDictionary[Any, Speculator] = weakref.WeakKeyDictionary()
+    speculator: Speculator | None = None
 
-    def decode(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any) -> Any:
-        refuse_arguments(generation_config, model_kwargs)
-        if model not in built:
-            built[model] = Speculator(model, drafter, **options)
+    def decode(
+        model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
+    ) -> Any:
+        nonlocal speculator
+        refuse_arguments(model, generation_config, model_kwargs)
+        if speculator is None or speculator.model is not model:
+            speculator = Speculator(model, drafter, **options)
         prepared = Prepared.of(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed=seed, streamer=streamer
         )
-        output = Run(built[model], prepared).finish()
+        output = Run(speculator, prepared).finish()
         return output if generation_config.return_dict_in_generate else output.sequences
 
     return decode

@@ -43,7 +43,12 @@ class DraftModel(Drafter):
     summary = "a smaller causal language model with the same tokenizer, KV-cached and batched"
 
     def __init__(
-        self, source: str | PreTrainedModel, *, siblings: str = "auto", dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
+        self,
+        source: str | PreTrainedModel,
+        *,
+        siblings: str = "auto",
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
     ):
         if siblings not in SIBLINGS:
             raise ConfigurationError(f"unknown siblings {siblings!r}; choose {', '.join(SIBLINGS)}")

@@ -171,7 +171,7 @@ class NGramModel:
         try:
             with safe_open(str(path), framework="numpy") as file:
                 metadata = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is no n-gram model: not a safetensors file ({error})") from None
         if metadata.get("format") != FORMAT:
@@ -320,9 +320,7 @@ class _Table:
         return cls._from_pairs(np.concatenate(edges), np.concatenate(pairs), np.concatenate(repeats), nodes)
 
     @classmethod
-    def _from_pairs(
-        cls, edges: NDArray[np.uint64], pairs: NDArray[np.uint64], counts: NDArray[np.int64], nodes: int
-    ) -> _Table:
+    def _from_pairs(cls, edges: NDArray[np.uint64], pairs: NDArray[np.uint64], counts: NDArray[np.int64], nodes: int) -> _Table:
         """From (node, successor) pairs in any order; a successor's edge looks like a child's: `node << 32 | token`."""
         node, token = _split(pairs)
         order = np.lexsort((token, -counts, node))

@@ -47,8 +47,7 @@ class Layer:
     is_compileable = False
 
     def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.keys = self.values = torch.empty(0, 0, 0, 0)
 
     def get_seq_length(self) -> int:
         raise TypeError("rows have lengths of their own: ask the TreeCache")
@@ -68,6 +67,7 @@ class TreeCache(Cache):
 
     def __init__(self, *, reserve: int = 256):
         super().__init__(layers=[])
+        self.layers: list[Layer]
         self.lengths: list[int] = []
         self.row_capacity = 1
         self.capacity = _blocks(reserve)
@@ -77,7 +77,7 @@ class TreeCache(Cache):
     @property
     def written(self) -> list[Layer]:
         """The layers that hold something; some models share keys between layers and leave a few unused."""
-        return [layer for layer in self.layers if layer.keys is not None]
+        return [layer for layer in self.layers if len(layer.keys)]
 
     # -- what transformers asks during a forward pass ---------------------------------------------------------------
 
@@ -107,8 +107,7 @@ class TreeCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(Layer())
         layer = self.layers[layer_idx]
-        keys = layer.keys
-        if keys is None or keys.shape[0] < self.row_capacity or keys.shape[2] < self.capacity:
+        if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity:
             self._allocate(layer, key_states, value_states)
         keys, values = layer.keys[window.first : window.last], layer.values[window.first : window.last]
         if window.uniform:
@@ -184,7 +183,7 @@ class TreeCache(Cache):
     @property
     def bytes(self) -> int:
         """Memory held by keys and values."""
-        return sum(store.nbytes for layer in self.written for store in (layer.keys, layer.values))
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.written)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -210,7 +209,7 @@ class TreeCache(Cache):
                 store = torch.zeros(shape, dtype=new.dtype, device=new.device)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 raise self._no_room(keys, values) from error
-            if old is not None:
+            if len(old):
                 store[: old.shape[0], :, : old.shape[2]] = old
             stores.append(store)
         layer.keys, layer.values = stores

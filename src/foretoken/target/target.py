@@ -49,7 +49,7 @@ class Target:
         self.model = unwrap(model)
         check_model(self.model)
         config = self.model.config.get_text_config()
-        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = getattr(self.model.get_output_embeddings(), "out_features", None) or config.vocab_size
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.device = self._input_device()
         self.prefill_chunk = prefill_chunk
@@ -188,6 +188,7 @@ class Target:
         self.cache.enter(window)
         arguments: dict[str, Any] = {}
         bias: AbstractContextManager[None] = nullcontext()
+        last_only = keep is not None and all(node == tree.nodes - 1 for node in keep)
         positions = self._positions(tree, window)
         if self._takes_positions:
             arguments["position_ids"] = positions
@@ -197,13 +198,14 @@ class Target:
             if self._alibi:
                 bias = alibi_from(self.model, where.keys)
         if keep is not None and self._takes_logits_to_keep:
-            same = min(keep) == max(keep)
-            arguments["logits_to_keep"] = torch.tensor(keep[:1] if same else sorted(set(keep)), device=self.device)
+            arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
         self.passes += 1
-        tokens = tree.tokens if tree.valid is None else tree.tokens.clamp(0, self.vocab_size - 1)
+        tokens = tree.tokens.clamp(0, self.vocab_size - 1)  # a wrong token is reported later; here it must not crash a GPU
         with bias:
-            logits = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **arguments).logits
-        return logits if keep is None else self._pick(logits, keep)
+            logits: Tensor = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **arguments).logits
+        if keep is None:
+            return logits
+        return logits[:, -1:] if last_only else self._pick(logits, keep)
 
     def _pick(self, logits: Tensor, keep: Sequence[int]) -> Tensor:
         """``[R, 1, V]`` of ``logits`` at node ``keep[r]``, whether the model kept all nodes or the wanted ones only."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from foretoken.errors import ConfigurationError
-from foretoken.verification.base import Randomness, Rule, Verdict
+from foretoken.sampling import Randomness
+from foretoken.verification.base import Rule, Verdict
 
 __all__ = ["Randomness", "Rule", "Verdict", "create", "names"]
 
@@ -37,7 +38,8 @@ def create(name: str) -> Rule:
     if name not in REGISTRY:
         raise ConfigurationError(f"unknown rule {name!r}; choose auto, {', '.join(REGISTRY)}")
     module, _, attribute = REGISTRY[name].partition(":")
-    return getattr(import_module(module), attribute)()
+    rule: Rule = getattr(import_module(module), attribute)()
+    return rule
 
 
 def automatic(proposal: str) -> Rule:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foretoken.sampling import Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Randomness, Rule, Verdict
+from foretoken.verification.base import Rule, Verdict
 
 
 class Match(Rule):
