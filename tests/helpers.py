@@ -1,0 +1,126 @@
+"""Shared by the tests of the loop: prompts, padding, references from transformers, and drafters that really get some tokens wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from architectures import VOCABULARY, build
+
+from foretoken import drafters
+from foretoken.drafters.base import Drafter, DraftRequest
+from foretoken.drafters.draft_model import DraftModel
+from foretoken.drafters.ngram import NGram
+from foretoken.tree import TokenTree
+
+PAD = 0
+LENGTHS = (52, 41, 44)  # all longer than any window of the tiny models
+
+
+@cache
+def tiny(name: str = "llama", implementation: str = "sdpa") -> Any:
+    """The tiny model of `architectures.build`, shared between tests: do not change it."""
+    return build(name, implementation)
+
+
+@cache
+def perturbed(name: str = "llama", implementation: str = "sdpa", amount: float = 0.06, seed: int = 5) -> Any:
+    """A model that mostly agrees with ``tiny(name)``: the same weights and a little noise."""
+    model = build(name, implementation)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(amount * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def prompts(lengths: Sequence[int] = LENGTHS, *, seed: int = 1, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    """Random prompts; the ids below 3 stay free for padding and ends."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def repetitive(lengths: Sequence[int] = LENGTHS, *, seed: int = 1) -> list[list[int]]:
+    """Prompts that repeat themselves, so that prompt lookup has something to copy."""
+    return [(prompt[:9] * 20)[:length] for prompt, length in zip(prompts(lengths, seed=seed), lengths)]
+
+
+def padded(rows: Sequence[Sequence[int]], side: str = "left") -> dict[str, torch.Tensor]:
+    """``input_ids`` and ``attention_mask`` of a ragged batch."""
+    width = max(map(len, rows))
+    ids, mask = torch.full((len(rows), width), PAD), torch.zeros(len(rows), width, dtype=torch.long)
+    for line, keep, row in zip(ids, mask, rows):
+        where = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        line[where], keep[where] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def alone(model: Any, prompt: Sequence[int], **options: Any) -> list[int]:
+    """What transformers' own generate adds to one unpadded prompt."""
+    ids = torch.tensor([list(prompt)])
+    options = {"do_sample": False, "pad_token_id": PAD, **options}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def added(output: Any, width: int) -> list[list[int]]:
+    """New tokens per row, without the padding of rows that ended early."""
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    rows = sequences[:, width:].tolist()
+    if isinstance(output, torch.Tensor):
+        return rows
+    return [row[: mine.tokens] for row, mine in zip(rows, output.stats.rows)]
+
+
+def generate(speculator: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    """New tokens per row of a left-padded batch."""
+    return added(speculator.generate(**padded(rows), **{"pad_token_id": PAD, **options}), max(map(len, rows)))
+
+
+class Oracle(Drafter):
+    """Knows the texts to come and gets every fifth token of them wrong, so that every round accepts and rejects for sure."""
+
+    name = "oracle"
+    summary = "for tests"
+
+    def __init__(self, texts: Sequence[Sequence[int]], *, wrong: int = 5):
+        self.texts, self.wrong = [list(text) for text in texts], wrong
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        return request.chains([self._next(row.ids, limit, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
+
+    def _next(self, ids: list[int], limit: int, vocabulary: int) -> list[int]:
+        text = next((text for text in self.texts if text[: len(ids)] == ids), [])
+        places = range(len(ids), min(len(ids) + limit, len(text)))
+        return [(text[place] + 1) % vocabulary if place % self.wrong == 2 else text[place] for place in places]
+
+
+def make_drafter(name: str, family: str = "llama", implementation: str = "sdpa", **options: Any) -> Drafter:
+    """A fresh drafter of every registered kind, fit for ``tiny(family)``."""
+    if name == "draft-model":
+        return DraftModel(perturbed(family, implementation), **options)
+    if name == "ngram":
+        return NGram(order=3, learn=True)
+    return drafters.create(name, options)
+
+
+def drafter_names() -> list[str]:
+    return drafters.names()
+
+
+@contextmanager
+def watched(model: Any, seen: Callable[[dict[str, Any]], None]) -> Any:
+    """Call ``seen`` with the keyword arguments of every forward pass of ``model``."""
+    handle = model.register_forward_pre_hook(lambda module, args, kwargs: seen(kwargs), with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def clone(model: Any) -> Any:
+    """A copy that a test may change."""
+    return copy.deepcopy(model)
