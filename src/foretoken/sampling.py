@@ -13,6 +13,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,9 +132,17 @@ class Noise:
 
 def _win(weights: Tensor, noise: Tensor) -> Tensor:
     """argmax of weights / noise over the vocabulary; weight 0 never wins while any weight is positive."""
-    if weights.dtype == torch.float32:
-        return torch.div(weights, noise, out=noise).argmax(-1)
-    return (weights / noise).argmax(-1)
+    return argmax(torch.div(weights, noise, out=noise) if weights.dtype == torch.float32 else weights / noise)
+
+
+def argmax(values: Tensor) -> Tensor:
+    """``[...]`` index of the first largest value of ``[..., V]``, a NaN counting as largest.
+
+    As ``values.argmax(-1)``; on a CPU NumPy's is vectorised and an order of magnitude faster over a large vocabulary.
+    """
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and values.ndim > 1:
+        return torch.from_numpy(np.argmax(values.numpy(), -1))
+    return values.argmax(-1)
 
 
 def row_seeds(seed: int | Sequence[Seed] | None, rows: int) -> tuple[list[tuple[int, int]], int | list[Seed] | None]:

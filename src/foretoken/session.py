@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -18,15 +17,17 @@ from foretoken.drafters.base import Drafter, DraftRequest
 from foretoken.errors import ConfigurationError, DrafterError, TargetOutputError
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
-from foretoken.sampling import Noise, row_key
+from foretoken.sampling import Noise, Randomness, argmax, row_key
 from foretoken.stats import RowStats, Stats
 from foretoken.target import Target
 from foretoken.tree import Proposal, TokenTree
-from foretoken.verification import Randomness, Rule, Verdict
+from foretoken.verification import Rule, Verdict
 from foretoken.verification.match import follow
 
 if TYPE_CHECKING:
     from transformers import StoppingCriteria
+
+NAN, INFINITE, EMPTY = 1, 2, 4  # what can be wrong with a node's scores: raw, raw, after the processors
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Session:
         with self.stats.timing("target"):  # on a GPU this is where the pass is waited for
             packet = self._to_host(tree, verdict, best)
         self.stats.target_passes += 1
-        accepted = [line[0] for line in packet[0]]
+        accepted = [line[0] for line in packet]
         self.target.commit(None if tree.chain else verdict.path, [count + 1 for count in accepted])
         commits = self._settle(rows, packet, chain=tree.chain, counted=True)
         with self.stats.timing("draft"):
@@ -296,7 +297,7 @@ class Session:
         raw_best = logits.amax(-1)  # NaN wins here
         scores = sampler.scores(logits, tree)
         if sampler.greedy:
-            choices = scores.argmax(-1)
+            choices = argmax(scores)
             verdict = follow(tree, choices)
             best = scores.gather(-1, choices[..., None])[..., 0]
         else:
@@ -314,52 +315,51 @@ class Session:
             for row, along in zip(rows, chosen):
                 getattr(row, name).extend(along.unbind(0))
 
-    def _to_host(self, tree: TokenTree, verdict: Verdict, best: Tensor) -> tuple[list[list[int]], list[list[list[float]]]]:
-        """The round's one synchronisation: per row accepted, bonus, drafted, bad token or -1, then the path's tokens; and
-        the largest raw and processed score at each node of the path."""
+    def _to_host(self, tree: TokenTree, verdict: Verdict, best: Tensor) -> list[list[int]]:
+        """The round's one synchronisation: per row accepted, bonus, drafted, whether a token lies outside the vocabulary, the
+        tokens of the path, and what is wrong with the scores at its nodes."""
         tokens = tree.tokens
         outside = (tokens < 0) | (tokens >= self.target.vocab_size)
         if tree.valid is not None:
             outside = outside & tree.valid
-        bad = torch.where(outside, tokens, -1).amin(1) if tree.nodes > 1 else None
+        raw, processed = best.unbind(-1)
+        faults = raw.isnan() * NAN + raw.isinf() * INFINITE + ~processed.isfinite() * EMPTY  # [R, N]
         if not tree.chain:
-            tokens = tokens.gather(1, verdict.path)
-            best = best.gather(1, verdict.path[..., None].expand(-1, -1, 2))
-        flag = torch.where(outside.any(1), 1, 0) if bad is not None else torch.zeros_like(verdict.accepted)
-        head = torch.stack([verdict.accepted, verdict.next_token, tree.drafted, flag], 1)
-        return torch.cat([head, tokens], 1).tolist(), best.tolist()
+            tokens, faults = tokens.gather(1, verdict.path), faults.gather(1, verdict.path)
+        head = torch.stack([verdict.accepted, verdict.next_token, tree.drafted, outside.any(1)], 1)
+        return torch.cat([head, tokens, faults], 1).tolist()
 
-    def _settle(
-        self, rows: Sequence[SessionRow], packet: tuple[list[list[int]], list[list[list[float]]]], *, chain: bool, counted: bool = False
-    ) -> list[Commit]:
+    def _settle(self, rows: Sequence[SessionRow], packet: list[list[int]], *, chain: bool, counted: bool = False) -> list[Commit]:
         """Append to every row what its verdict keeps; ``counted`` says that the pass is a row-pass of the statistics."""
         now = self.stats.clock()
         if self.stats.time_to_first_token is None:
             self.stats.time_to_first_token = now
         commits = []
-        for row, (accepted, bonus, drafted, bad, *path), best in zip(rows, *packet):
-            if bad:
+        for row, (accepted, bonus, drafted, outside, *along) in zip(rows, packet):
+            path, faults = along[: len(along) // 2], along[len(along) // 2 :]
+            if outside:
                 raise DrafterError(
                     f"drafter {self.drafter.name!r} proposed {path[1:]} for row {row.slot}, with a token outside the target's "
                     f"vocabulary of {self.target.vocab_size}"
                 )
-            self._check_scores(row, best[: accepted + 1])
+            if any(faults[: accepted + 1]):
+                self._report(row, faults[: accepted + 1])
             commit = self._append(row, [*path[1 : accepted + 1], bonus], accepted)
             row.stats.token_times += [now] * len(commit.tokens)
             self._count(row, commit, drafted if chain else 0, drafted, counted)
             commits.append(commit)
         return commits
 
-    def _check_scores(self, row: SessionRow, best: Sequence[Sequence[float]]) -> None:
-        for depth, (raw, processed) in enumerate(best):
+    def _report(self, row: SessionRow, faults: Sequence[int]) -> None:
+        """Raise what is wrong with the scores along a path, unless a processor of the row replaces NaN and infinity."""
+        for depth, fault in enumerate(faults):
             where = f"row {row.slot}, position {len(row.ids) + depth}"
-            if not math.isfinite(raw) and not row.parameters.pipeline.removes_invalid:
-                kind = "NaN" if math.isnan(raw) else "infinite"
+            if fault & (NAN | INFINITE) and not row.parameters.pipeline.removes_invalid:
                 raise TargetOutputError(
-                    f"the target's logits are {kind} for {where}; try a wider dtype (float32 or bfloat16), or "
-                    "remove_invalid_values=True to accept that they are patched"
+                    f"the target's logits are {'NaN' if fault & NAN else 'infinite'} for {where}; try a wider dtype (float32 or "
+                    "bfloat16), or remove_invalid_values=True to accept that they are patched"
                 )
-            if not math.isfinite(processed):
+            if fault & EMPTY:
                 raise TargetOutputError(f"the logits processors leave no token possible for {where}; loosen the constraints")
 
     def _append(self, row: SessionRow, tokens: Sequence[int], accepted: int) -> Commit:

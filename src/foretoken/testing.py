@@ -1,92 +1,142 @@
-"""Test doubles that ship with the package: a target that is a probability table, a drafter that follows a script, and
-exact enumeration of what a rule or the whole loop would do.
+"""Test doubles that ship with the package: a target that is a probability table, a drafter that draws from another one,
+and exact enumeration of what a rule or the whole loop does with them.
 
-With them the law of a configuration is *computed*, not estimated: :func:`enumerate_law` runs the same code as
-generation, once for every outcome of every draw, and adds up probabilities in float64.
+With these the law of a configuration is *computed*, not estimated. :func:`enumerate_law` runs the code that generates text
+once for every outcome of every draw and adds up probabilities in float64::
+
+    target = TableTarget(ProbabilityTable.random(3, seed=1))
+    drafter = ScriptedDrafter(ProbabilityTable.random(3, seed=2), proposal="iid")
+    law = continuation_law(
+        lambda randomness: Session(target, drafter, Rejection(), proposal="iid", draft_length=2, randomness=randomness),
+        prompt=[0],
+        count=4,
+    )
+    assert distance(law, plain_law(target.table, [0], 4)) < 1e-9
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest
-from foretoken.sampling import Purpose
+from foretoken.sampling import Purpose, Randomness, row_key
+from foretoken.session import RowParameters, Session
 from foretoken.tree import Proposal, TokenTree
 
 Context = tuple[int, ...]
-Law = dict[Context, float]
+Law = dict[Any, float]
+Box = dict[Hashable, tuple[float, float]]
+
+RESOLUTION = 1e-13  # an outcome of less probability is taken for a rounding error
 
 
-class Table(Protocol):
-    """The next-token distribution after a context, a list of V probabilities."""
+class ProbabilityTable:
+    """Next-token distributions, one for each context.
 
-    def __call__(self, context: Context) -> Sequence[float]: ...
+    Args:
+        table: gives the V probabilities after a context, a tuple of tokens; asked once per context.
+        vocab_size: V.
+        order: a context is the last so many tokens of a text; None for the whole text.
+        dtype: of what is looked up.
+    """
+
+    def __init__(
+        self,
+        table: Callable[[Context], Sequence[float]],
+        vocab_size: int,
+        *,
+        order: int | None = None,
+        dtype: torch.dtype = torch.float64,
+    ):
+        self.table, self.vocab_size, self.order = table, vocab_size, order
+        self._index: dict[Context, int] = {}
+        self._rows = torch.empty(0, vocab_size, dtype=dtype)  # [contexts seen, V]
+
+    @staticmethod
+    def random(vocab_size: int, *, seed: int, order: int | None = 2, spread: float = 1.5) -> ProbabilityTable:
+        """Independent random distributions, the softmax of ``spread`` times a Gaussian, that depend on ``seed`` alone."""
+
+        def table(context: Context) -> list[float]:
+            key = seed
+            for token in (len(context), *context):
+                key = row_key((key, token))
+            gaussian = torch.randn(vocab_size, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
+            return torch.softmax(spread * gaussian, 0).tolist()
+
+        return ProbabilityTable(table, vocab_size, order=order)
+
+    def __call__(self, text: Sequence[int]) -> Tensor:
+        """``[V]`` distribution after ``text``."""
+        return self.batch([text])[0]
+
+    def batch(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """``[len(texts), V]`` distributions after each text."""
+        contexts = [self._context(text) for text in texts]
+        new = [context for context in dict.fromkeys(contexts) if context not in self._index]
+        if new:
+            self._index.update((context, number) for number, context in enumerate(new, len(self._index)))
+            self._rows = torch.cat([self._rows, torch.tensor([list(self.table(context)) for context in new], dtype=self._rows.dtype)])
+        return self._rows[[self._index[context] for context in contexts]]
+
+    def _context(self, text: Sequence[int]) -> Context:
+        return tuple(text if self.order is None else text[max(0, len(text) - self.order) :])
 
 
 class TableTarget:
     """A target that is a probability table, behind the interface of :class:`foretoken.target.Target`.
 
+    Its "cache" is the list of tokens that were prefilled or committed, and the table sees nothing else, so a loop that
+    commits the wrong path gets the wrong law.
+
     Args:
-        table: gives the distribution after a context: the last ``order`` tokens.
-        vocab_size: V.
-        order: how much of the text the table sees; None for all of it.
+        table: the distribution after a text.
         context: longest text, prompt included, or None.
     """
 
-    def __init__(self, table: Table, vocab_size: int, *, order: int | None = None, context: int | None = None):
-        self.table, self.vocab_size, self.order, self.context = table, vocab_size, order, context
+    def __init__(self, table: ProbabilityTable, *, context: int | None = None):
+        self.table, self.vocab_size, self.context = table, table.vocab_size, context
         self.device = torch.device("cpu")
         self.passes = 0
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None
 
-    @staticmethod
-    def random(vocab_size: int, *, seed: int, order: int | None = 2, spread: float = 1.5) -> TableTarget:
-        """A table of independent random distributions, one for each context, from ``seed``."""
-        memory: dict[Context, list[float]] = {}
-
-        def table(context: Context) -> list[float]:
-            if context not in memory:
-                generator = torch.Generator().manual_seed(hash((seed, *context)) % 2**63)
-                memory[context] = torch.softmax(spread * torch.randn(vocab_size, generator=generator, dtype=torch.float64), 0).tolist()
-            return memory[context]
-
-        return TableTarget(table, vocab_size, order=order)
-
     @property
     def lengths(self) -> list[int]:
         return [len(row) for row in self.cached]
-
-    def p(self, text: Sequence[int]) -> Tensor:
-        """``[V]`` float64 distribution after ``text``."""
-        context = tuple(text if self.order is None else text[len(text) - min(self.order, len(text)) :])
-        return torch.tensor(self.table(context), dtype=torch.float64)
 
     def open(self, texts: Sequence[Sequence[int]], *, reserve: Sequence[int] = ()) -> None:
         self.cached += [[] for _ in texts]
 
     def prefill(self, prompts: Sequence[Sequence[int]], *, first: int) -> Tensor:
+        """``[len(prompts), V]`` log probabilities after each prompt."""
         self.passes += 1
         for row, prompt in enumerate(prompts, first):
             self.cached[row] = list(prompt)
-        return torch.stack([self.p(prompt) for prompt in prompts]).log()
+        return self.table.batch(prompts).log()
 
     def score(self, tree: TokenTree) -> Tensor:
-        """``[R, N, V]`` float64 log probabilities at every node."""
+        """``[R, N, V]`` log probabilities at every node; filler is scored like any other."""
         self.passes += 1
         self._tree = tree
-        return torch.stack([torch.stack([self.p(self._text(row, node)) for node in range(tree.nodes)]) for row in range(tree.rows)]).log()
+        texts: list[list[int]] = []
+        for prefix, tokens, parents in zip(self.cached, tree.tokens.tolist(), tree.parents.tolist()):
+            first = len(texts)
+            for token, parent in zip(tokens, parents):
+                texts.append([*(prefix if parent < 0 else texts[first + parent]), token])
+        return self.table.batch(texts).log().view(tree.rows, tree.nodes, -1)
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
-        assert self._tree is not None
+        assert self._tree is not None, "commit comes after score"
         tokens = self._tree.tokens if path is None else self._tree.tokens.gather(1, path)
-        for row, count in enumerate(kept):
-            self.cached[row] += tokens[row, :count].tolist()
+        for row, (line, count) in enumerate(zip(tokens.tolist(), kept)):
+            self.cached[row] += line[:count]
 
     def compact(self, keep: Sequence[int]) -> None:
         self.cached = [self.cached[row] for row in keep]
@@ -99,127 +149,200 @@ class TableTarget:
 
     release = reset
 
-    def _text(self, row: int, node: int) -> list[int]:
-        assert self._tree is not None
-        tokens = self._tree.tokens[row].tolist()
-        return self.cached[row] + [tokens[each] for each in self._tree.path(row, node)]
-
 
 class ScriptedDrafter(Drafter):
-    """A drafter whose proposals follow a script.
+    """A drafter whose chains follow a probability table.
 
     Args:
-        q: the draft's distribution after a text, ``[V]``; tokens are chosen from it as ``proposal`` says.
+        q: the draft's distribution after a text.
         proposal: ``iid`` draws from q, ``keyed`` with the target's noise, ``deterministic`` takes the most likely token.
-        depth: tokens per draft, or a function of the text that says so for each row.
+        depth: tokens per draft at most.
+        grow: says whether to draft another token after a text, committed and drafted; a token once drawn stays.
     """
 
     name = "scripted"
-    summary = "follows a script; for tests"
+    summary = "follows a probability table; for tests"
 
     def __init__(
-        self, q: Callable[[Sequence[int]], Tensor], *, proposal: Proposal = "iid", depth: int | Callable[[Sequence[int]], int] | None = None
+        self,
+        q: ProbabilityTable,
+        *,
+        proposal: Proposal = "iid",
+        depth: int | None = None,
+        grow: Callable[[Sequence[int]], bool] = lambda text: True,
     ):
-        self.q, self.depth = q, depth
+        self.q, self.depth, self.grow = q, depth, grow
         self.proposals = (proposal,)
 
     def draft(self, request: DraftRequest) -> TokenTree:
-        wanted = [self._depth(row.ids, limit) for row, limit in zip(request.rows, request.limits)]
-        depth = max(wanted)
+        texts = [list(row.ids) for row in request.rows]
+        limits = [limit if self.depth is None else min(limit, self.depth) for limit in request.limits]
+        lengths = [0] * len(texts)
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
-        for _ in range(depth):
-            texts = [[*row.ids, *(int(token[index]) for token in drafted)] for index, row in enumerate(request.rows)]
-            token, q = request.choose(torch.stack([self.q(text) for text in texts]).log(), drafted)
-            drafted.append(token)
+        growing = [row for row, limit in enumerate(limits) if limit > 0 and self.grow(texts[row])]
+        while growing:
+            tokens, q = request.choose(self.q.batch(texts).log(), drafted)
+            drafted.append(tokens)
             if q is not None:
                 qs.append(q)
-        tokens = torch.stack([request.roots(), *drafted], 1)
+            for text, token in zip(texts, tokens.tolist()):
+                text.append(token)
+            for row in growing:
+                lengths[row] += 1
+            growing = [row for row in growing if lengths[row] < limits[row] and self.grow(texts[row])]
         return TokenTree.from_chain(
-            tokens, valid=request.within(wanted, depth), proposal=request.proposal, q=torch.stack(qs, 1) if qs else None
+            torch.stack([request.roots(), *drafted], 1),
+            valid=request.within(lengths, len(drafted)),
+            proposal=request.proposal,
+            q=torch.stack(qs, 1) if qs else None,
         )
 
-    def _depth(self, text: Sequence[int], limit: int) -> int:
-        wanted = limit if self.depth is None else self.depth(text) if callable(self.depth) else self.depth
-        return min(wanted, limit)
+
+# -- enumeration ----------------------------------------------------------------------------------------------------------
 
 
-class Branches:
-    """Draws whose outcomes are enumerated: every call of :meth:`choose` takes the next branch of a depth-first search."""
+class World:
+    """One way that every draw may turn out.
 
-    def __init__(self) -> None:
-        self._script: list[tuple[int, list[float]]] = []
-        self._at = 0
-        self.probability = 1.0
+    Every key of the noise stands for one uniform number, and a world is a box: for each key the interval that the outcomes
+    so far imply. Draws under different keys are therefore independent, and draws that share a key, in one round or in two,
+    are as dependent as they are in real decoding.
+    """
 
-    def choose(self, weights: Sequence[float]) -> int:
-        """An index with positive weight; :meth:`runs` comes back for the others."""
-        total = sum(weights)
-        if self._at == len(self._script):
-            first = next(index for index, weight in enumerate(weights) if weight > 0)
-            self._script.append((first, list(weights)))
-        chosen = self._script[self._at][0]
-        self._at += 1
-        self.probability *= weights[chosen] / total
-        return chosen
+    def __init__(self, box: Box):
+        self.box = dict(box)
+        self.untried: list[Box] = []  # with this world, they make up the box that it began with
 
-    def advance(self) -> bool:
-        """Move on to the next untried combination; False when there is none."""
-        self._at, self.probability = 0, 1.0
-        while self._script:
-            chosen, weights = self._script.pop()
-            following = [index for index in range(chosen + 1, len(weights)) if weights[index] > 0]
-            if following:
-                self._script.append((following[0], weights))
-                return True
-        return False
+    @property
+    def probability(self) -> float:
+        return math.prod(high - low for low, high in self.box.values())
+
+    def choose(self, key: Hashable, weights: Sequence[float]) -> int:
+        """The outcome of the uniform under ``key``, where ``weights`` divide the unit interval.
+
+        Where the box leaves several open, it shrinks to the first, and the others remain to be tried.
+        """
+        low, high = self.box.get(key, (0.0, 1.0))
+        edges = list(accumulate(weights, initial=0.0))
+        parts = [(max(low, begin / edges[-1]), min(high, end / edges[-1])) for begin, end in pairwise(edges)]
+        widths = [end - begin for begin, end in parts]
+        first, *others = [outcome for outcome, width in enumerate(widths) if width > RESOLUTION] or [widths.index(max(widths))]
+        self.untried += [{**self.box, key: parts[outcome]} for outcome in others]
+        self.box[key] = parts[first]
+        return first
+
+
+class Enumeration:
+    """A batch of worlds, and the ``randomness`` of a session whose rows live in them.
+
+    Attributes:
+        worlds: the worlds.
+        seeds: one per row, world by world; a row with seed ``(w, i)`` is row ``i`` of world ``w``.
+    """
+
+    def __init__(self, worlds: Sequence[World], rows: int = 1):
+        self.worlds = list(worlds)
+        self.seeds = [(world, row) for world in range(len(worlds)) for row in range(rows)]
+        self._homes = {row_key(seed): self.worlds[seed[0]] for seed in self.seeds}
+
+    def __call__(self, keys: Tensor, positions: Tensor) -> EnumeratedNoise:
+        return EnumeratedNoise([self._homes[key] for key in keys.tolist()], keys.tolist(), positions.tolist())
+
+    def noise(self, position: int = 0) -> EnumeratedNoise:
+        """Noise for one round of all rows, with the root at ``position``."""
+        keys = torch.tensor([row_key(seed) for seed in self.seeds])
+        return self(keys, torch.full_like(keys, position))
 
 
 class EnumeratedNoise:
-    """The interface of :class:`foretoken.sampling.Noise` for one row, every draw a branch.
+    """The draws of :class:`foretoken.sampling.Noise`, under the same keys, with enumerated outcomes.
 
-    ``race`` remembers what it drew at a position, so that a keyed draft and the verifier see the same noise only through
-    :meth:`keyed`; independent draws are independent branches.
+    Here ``race`` inverts the cumulative distribution where the real one takes the argmin of E / p. Both are functions of
+    p and of noise keyed by position whose law is p, which is all that the match rule asks for.
     """
 
-    def __init__(self, branches: Branches):
-        self.branches = branches
+    def __init__(self, worlds: Sequence[World], keys: Sequence[int], positions: Sequence[int]):
+        self.worlds, self.keys, self.positions = worlds, keys, positions
 
     def race(self, p: Tensor, depths: Tensor) -> Tensor:
-        return torch.tensor([[self.branches.choose(node.tolist()) for node in row] for row in p])
+        below = depths.expand(p.shape[:2]).tolist()
+        return torch.tensor(
+            [
+                [world.choose((key, root + depth + 1, Purpose.MATCH, 0), weights) for depth, weights in zip(*line)]
+                for world, key, root, *line in zip(self.worlds, self.keys, self.positions, below, p.tolist())
+            ]
+        )
 
     def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
-        return torch.tensor([self.branches.choose(row.tolist()) for row in weights])
+        rows = zip(self.worlds, self.keys, self.positions, weights.tolist())
+        return torch.tensor([world.choose((key, root, purpose, node), line) for world, key, root, line in rows])
 
     def accept(self, probability: Tensor, node: int = 0) -> Tensor:
-        capped = probability.clamp(0, 1)
-        return torch.tensor([[self.branches.choose([1 - value, value]) == 1 for value in row] for row in capped.tolist()])
+        return torch.tensor(
+            [
+                [world.choose((key, root, Purpose.ACCEPT, each), [value, 1 - value]) == 0 for each, value in enumerate(line, node)]
+                for world, key, root, line in zip(self.worlds, self.keys, self.positions, probability.clamp(0, 1).tolist())
+            ]
+        )
 
 
-def enumerate_law(run: Callable[[EnumeratedNoise], Any]) -> Law:
-    """The law of ``run(noise)``, whose result is hashable or a sequence of ints, over all outcomes of all draws."""
-    law: dict[Any, float] = defaultdict(float)
-    branches = Branches()
-    while True:
-        outcome = run(EnumeratedNoise(branches))
-        law[tuple(outcome) if isinstance(outcome, (list, tuple)) else outcome] += branches.probability
-        if not branches.advance():
-            return dict(law)
+def enumerate_law(run: Callable[[Enumeration], Sequence[Hashable]], *, rows: int = 1, batch: int = 4096) -> Law:
+    """The law of an outcome over everything that draws can do.
+
+    Args:
+        run: runs the code under test in a batch of worlds, ``rows`` rows in each, and returns one outcome per world.
+            The outcome in a world must be a function of the world's noise. More noise than it needs may be looked at,
+            such as that of filler, which depends on the company that a row keeps.
+        rows: rows per world; more than one for the joint law of several rows.
+        batch: worlds at once.
+    """
+    law: Law = defaultdict(float)
+    boxes: list[Box] = [{}]
+    while boxes:
+        enumeration = Enumeration([World(box) for box in boxes[-batch:]], rows)
+        del boxes[-batch:]
+        outcomes = run(enumeration)
+        if len(outcomes) != len(enumeration.worlds):
+            raise ValueError(f"run returned {len(outcomes)} outcomes for {len(enumeration.worlds)} worlds")
+        for outcome, world in zip(outcomes, enumeration.worlds):
+            law[outcome] += world.probability
+            boxes += world.untried
+    return dict(law)
 
 
-def plain_law(target: TableTarget, prompt: Sequence[int], count: int) -> Law:
+def continuations(session: Session, prompts: Sequence[Sequence[int]], parameters: Sequence[RowParameters]) -> list[Context]:
+    """Add a row for each prompt, step until all are finished, and return what each gained."""
+    texts: dict[int, list[int]] = {session.add(prompt, each): [] for prompt, each in zip(prompts, parameters)}
+    while session.live:
+        for commit in session.step():
+            texts[commit.slot] += commit.tokens
+    return [tuple(text) for text in texts.values()]
+
+
+def continuation_law(make_session: Callable[[Callable[[Tensor, Tensor], Randomness]], Session], prompt: Sequence[int], count: int) -> Law:
+    """The exact law of ``count`` sampled tokens after ``prompt``, over all rounds of sessions made with the given randomness."""
+
+    def run(enumeration: Enumeration) -> list[Context]:
+        parameters = [RowParameters(max_new_tokens=count, do_sample=True, seed=seed) for seed in enumeration.seeds]
+        return continuations(make_session(enumeration), [prompt] * len(parameters), parameters)
+
+    return enumerate_law(run)
+
+
+def plain_law(table: ProbabilityTable, prompt: Sequence[int], count: int) -> Law:
     """The law of ``count`` tokens of plain sampling after ``prompt``."""
     law: Law = {(): 1.0}
     for _ in range(count):
         law = {
             (*text, token): weight * probability
             for text, weight in law.items()
-            for token, probability in enumerate(target.p([*prompt, *text]).tolist())
+            for token, probability in enumerate(table([*prompt, *text]).tolist())
             if probability > 0
         }
     return law
 
 
 def distance(a: Law, b: Law) -> float:
-    """Largest difference between two laws at any outcome."""
-    return max(abs(a.get(outcome, 0.0) - b.get(outcome, 0.0)) for outcome in a.keys() | b.keys())
+    """Total variation distance of two laws."""
+    return sum(abs(a.get(outcome, 0.0) - b.get(outcome, 0.0)) for outcome in a.keys() | b.keys()) / 2

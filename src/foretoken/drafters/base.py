@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.sampler import Sampler
-from foretoken.sampling import Purpose
+from foretoken.sampling import Purpose, argmax
 from foretoken.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class DraftRequest:
         """
         scores = self.sampler.scores_below(logits, drafted)
         if self.proposal == "deterministic":
-            return scores.argmax(-1), None
+            return argmax(scores), None
         q = self.sampler.distribution(scores)
         depth, noise = len(drafted), self.sampler.noise
         assert noise is not None
