@@ -36,9 +36,9 @@ def test_speculative_equals_plain(family, temperature, drafter):
             assert out == expected[:count]
         stats = speculator.generate(**padded(rows[:1]), seed=seed, **options(temperature)).stats
         drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
-    assert drafted > accepted
+    assert drafted > 0
     if drafter == "draft-model":
-        assert accepted > 0
+        assert 0 < accepted < drafted
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])

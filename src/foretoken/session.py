@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest
-from foretoken.errors import ConfigurationError, DrafterError, TargetOutputError
+from foretoken.errors import ConfigurationError, DrafterError, ForetokenError, TargetOutputError
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
 from foretoken.sampling import Noise, Randomness, argmax, row_key
@@ -145,6 +145,7 @@ class Session:
         self.stats.rows.append(row.stats)
         return row.slot
 
+    @torch.inference_mode()
     def remove(self, slot: int) -> None:
         """Take a row out at any round; what it has is final.
 
@@ -170,8 +171,9 @@ class Session:
     def close(self) -> None:
         """Drop every row; the target and the drafter stay usable."""
         self.rows, self.waiting, self._committed = [], [], None
-        self.target.reset()
-        self.drafter.reset()
+        if self.target.owner is self:
+            self.target.reset()
+            self.drafter.reset()
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,11 @@ class Session:
         """Prefill what waits, or else run one round; returns what every row that took part gained.
 
         After an exception every row is gone, and the target and the drafter are usable again.
+
+        Raises:
+            ForetokenError: another session took the target over; this one is lost.
         """
+        self._own()
         try:
             commits = self._prefill() if self.waiting else self._round()
         except BaseException:
@@ -189,6 +195,16 @@ class Session:
             raise
         self.stats.clock()
         return commits
+
+    def _own(self) -> None:
+        """Take the target over from the session that had it last, for instance that of an abandoned stream."""
+        if self.target.owner is self:
+            return
+        if self.rows:
+            raise ForetokenError("another generation began on this Speculator, which serves one at a time; this one ended there")
+        self.target.reset()
+        self.drafter.reset()
+        self.target.owner = self
 
     def _prefill(self) -> list[Commit]:
         rows, self.waiting = self.waiting, []
@@ -274,13 +290,26 @@ class Session:
         if request.depth < 1:
             return TokenTree.root(request.roots())
         tree = self.drafter.draft(request)
-        if not isinstance(tree, TokenTree) or tree.rows != len(rows):
-            got = f"a tree of {tree.rows} rows" if isinstance(tree, TokenTree) else type(tree).__name__
-            raise DrafterError(f"drafter {self.drafter.name!r} must return a TokenTree of {len(rows)} rows, got {got}")
-        refusal = None if greedy or tree.nodes == 1 else self.rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
-        if refusal:
-            raise DrafterError(f"drafter {self.drafter.name!r} proposed what the rule can not verify: {refusal}")
+        self._check_tree(tree, request, greedy)
         return self._within_limits(tree, limits)
+
+    def _check_tree(self, tree: TokenTree, request: DraftRequest, greedy: bool) -> None:
+        """What can be said without reading values; `_settle` looks at the tokens."""
+        rows, drafter = len(request.rows), f"drafter {self.drafter.name!r}"
+        if not isinstance(tree, TokenTree) or tree.rows != rows:
+            got = f"a tree of {tree.rows} rows" if isinstance(tree, TokenTree) else type(tree).__name__
+            raise DrafterError(f"{drafter} must return a TokenTree of {rows} rows, got {got}")
+        try:
+            tree.check_shapes(self.target.vocab_size)
+        except ValueError as error:
+            raise DrafterError(f"{drafter} returned a malformed tree: {error}") from None
+        if greedy or tree.nodes == 1:
+            return
+        refusal = self.rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
+        if refusal:
+            raise DrafterError(f"{drafter} proposed what the rule can not verify: {refusal}")
+        if request.needs_q and tree.q is None:
+            raise DrafterError(f"{drafter} returned no q, and rule {self.rule.name!r} compares with the draft's own distribution")
 
     def _within_limits(self, tree: TokenTree, limits: Sequence[int]) -> TokenTree:
         """``tree`` with nodes below a row's limit turned into filler; the depth alone decides, never a token's value."""
@@ -294,6 +323,7 @@ class Session:
         """The verdict, and ``[R, N, 2]`` the largest raw and processed score of each node, which tell NaN, infinity and an
         empty support once they are on the host."""
         logits = logits.to(tree.tokens.device)
+        tree = replace(tree, tokens=tree.tokens.clamp(0, self.target.vocab_size - 1))  # a wrong token is reported in `_settle`
         raw_best = logits.amax(-1)  # NaN wins here
         scores = sampler.scores(logits, tree)
         if sampler.greedy:
@@ -341,6 +371,11 @@ class Session:
                 raise DrafterError(
                     f"drafter {self.drafter.name!r} proposed {path[1:]} for row {row.slot}, with a token outside the target's "
                     f"vocabulary of {self.target.vocab_size}"
+                )
+            if path[0] != row.ids[-1]:
+                raise DrafterError(
+                    f"drafter {self.drafter.name!r} returned a tree for row {row.slot} whose root is {path[0]}; node 0 must be the "
+                    f"last committed token, {row.ids[-1]}"
                 )
             if any(faults[: accepted + 1]):
                 self._report(row, faults[: accepted + 1])
@@ -412,7 +447,8 @@ class Session:
 
     def _leave(self, done: Sequence[SessionRow]) -> None:
         keep = [index for index, row in enumerate(self.rows) if row not in done]
-        self.drafter.end(done)
-        self.target.compact(keep)
+        if self.target.owner is self:
+            self.drafter.end(done)
+            self.target.compact(keep)
         self.rows = [self.rows[index] for index in keep]
         self._committed = None

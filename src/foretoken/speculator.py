@@ -130,6 +130,7 @@ class Speculator:
     def release(self) -> None:
         """Give the memory of the cache back; the next call allocates again."""
         self.target.release()
+        self.target.owner = None
         self.drafter.reset()
 
 

@@ -104,6 +104,7 @@ class TableTarget:
         self.table, self.vocab_size, self.context = table, table.vocab_size, context
         self.device = torch.device("cpu")
         self.passes = 0
+        self.owner: object = None
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None
 

@@ -94,12 +94,25 @@ class TokenTree:
             nodes.append(parents[nodes[-1]])
         return nodes[::-1]
 
-    def check(self, vocab_size: int) -> None:
-        """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
+    def check_shapes(self, vocab_size: int) -> None:
+        """Raise ValueError unless the tensors fit together and into ``vocab_size`` (reads no values)."""
         if self.tokens.ndim != 2 or self.tokens.shape != self.parents.shape or self.nodes < 1:
             raise ValueError(f"tokens and parents must both be [B, N >= 1], got {list(self.tokens.shape)} and {list(self.parents.shape)}")
+        if self.tokens.dtype != torch.long or self.parents.dtype != torch.long:
+            raise ValueError(f"tokens and parents must be int64, got {self.tokens.dtype} and {self.parents.dtype}")
+        if self.valid is not None and self.valid.shape != self.tokens.shape:
+            raise ValueError(f"valid must be {list(self.tokens.shape)} like tokens, got {list(self.valid.shape)}")
         if self.proposal not in PROPOSALS:
             raise ValueError(f"unknown proposal {self.proposal!r}; one of {', '.join(PROPOSALS)}")
+        needed = self.nodes - 1 if self.chain else 0
+        if self.q is not None and (
+            self.q.ndim != 3 or self.q.shape[0] != self.rows or self.q.shape[1] < needed or self.q.shape[2] != vocab_size
+        ):
+            raise ValueError(f"q must be [B={self.rows}, M >= {needed}, V={vocab_size}], got {list(self.q.shape)}")
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
+        self.check_shapes(vocab_size)
         index = torch.arange(self.nodes, device=self.parents.device)
         if bool((self.parents[:, 0] != -1).any()) or bool((self.parents[:, 1:] < 0).any()):
             raise ValueError("node 0 must be the only root (parent -1) of every row")
@@ -118,8 +131,6 @@ class TokenTree:
             raise ValueError(
                 f"row {row}, node {node}: token {int(self.tokens[row, node])} is outside the target's vocabulary of {vocab_size}"
             )
-        if self.q is not None and (self.q.ndim != 3 or self.q.shape[0] != self.rows or self.q.shape[2] != vocab_size):
-            raise ValueError(f"q must be [B={self.rows}, M, V={vocab_size}], got {list(self.q.shape)}")
 
 
 def reach(parents: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class Target:
         self.device = self._input_device()
         self.prefill_chunk = prefill_chunk
         self.passes = 0
+        self.owner: object = None  # the session whose rows these are
         self.cache = TreeCache()
         parameters = inspect.signature(self.model.forward).parameters
         self._takes_positions = "position_ids" in parameters

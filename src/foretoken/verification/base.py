@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from foretoken.sampling import Randomness
-from foretoken.tree import TokenTree
+from foretoken.tree import Proposal, TokenTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +33,13 @@ class Verdict:
 class Rule:
     """Base of verification rules; a subclass sets the class variables and writes :meth:`verify`.
 
-    ``proposals`` are the sibling choices it is exact for, ``chains_only`` that a tree must be a chain, ``needs_q`` that
-    it compares with the draft's own distribution, ``lossless`` that the output law is the target's.
+    ``proposals`` are the sibling choices it is exact for, those it accepts most first, ``chains_only`` that a tree must be a
+    chain, ``needs_q`` that it compares with the draft's own distribution, ``lossless`` that the output law is the target's.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    proposals: ClassVar[frozenset[str]]
+    proposals: ClassVar[tuple[Proposal, ...]]
     chains_only: ClassVar[bool] = False
     needs_q: ClassVar[bool] = False
     lossless: ClassVar[bool] = True

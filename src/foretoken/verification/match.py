@@ -19,7 +19,7 @@ from foretoken.verification.base import Rule, Verdict
 class Match(Rule):
     name = "match"
     summary = "the target's own choice at every node, greedy or with keyed noise; exact for every proposal"
-    proposals = frozenset({"deterministic", "iid", "without-replacement", "keyed", "mixed"})
+    proposals = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
 
     def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
         return follow(tree, noise.race(p, tree.depths))

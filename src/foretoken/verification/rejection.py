@@ -21,7 +21,7 @@ from foretoken.verification.base import Rule, Verdict
 class Rejection(Rule):
     name = "rejection"
     summary = "accept with probability min(1, p/q), else resample from the residual; exact for sampled chains"
-    proposals = frozenset({"iid"})
+    proposals = ("iid",)
     chains_only = True
     needs_q = True
 
