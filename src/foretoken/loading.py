@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,11 @@ def load_model(source: str, *, dtype: str | torch.dtype | None = None, device: s
     if source.startswith("zoo:"):
         from foretoken import zoo
 
+        if source == zoo.PREFIX + zoo.NGRAM:
+            raise ConfigurationError(f"{source} is an n-gram table, not a model; use it as drafter 'ngram:{source}'")
         return zoo.load(source, dtype=parse_dtype(dtype), device=device)
+    if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
+        raise ConfigurationError(f"there is no model at {source!r}: no such path")
     from transformers import AutoModelForCausalLM
 
     where: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
@@ -39,8 +44,8 @@ def load_model(source: str, *, dtype: str | torch.dtype | None = None, device: s
     return model.eval() if device in (None, "auto") else model.to(device).eval()
 
 
-def load_tokenizer(source: str) -> Any:
-    """The tokenizer at ``source``: a path, a hub id or ``zoo:NAME``.
+def load_tokenizer(source: str, *, local: bool = False) -> Any:
+    """The tokenizer at ``source``: a path, a hub id or ``zoo:NAME``; ``local`` asks no network.
 
     Raises:
         ConfigurationError: there is none.
@@ -52,7 +57,7 @@ def load_tokenizer(source: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, local_files_only=local)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{source!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
 
@@ -92,7 +97,7 @@ def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
     if not source:
         return None
     try:
-        return dict(load_tokenizer(source).get_vocab())
+        return dict(load_tokenizer(source, local=True).get_vocab())
     except (ConfigurationError, ImportError):
         return None
 

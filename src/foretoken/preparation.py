@@ -136,20 +136,20 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
     defaults.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
     if (config.num_beams or 1) > 1:
         raise ConfigurationError(f"num_beams={config.num_beams}: beam search is not speculative decoding; use model.generate")
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ConfigurationError(f"generation mode {mode.value!r} is not supported; use greedy decoding or sampling")
     for name, why in REFUSED_CONFIG.items():
         value = getattr(config, name, None)
         if name.startswith(("cache_", "compile_")) and value == getattr(model.generation_config, name, None):
             continue
         if value not in (None, False, getattr(defaults, name, None)) and not (name == "guidance_scale" and value == 1):
             raise ConfigurationError(f"{name}={value!r} is not supported: {why}")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ConfigurationError(f"generation mode {mode.value!r} is not supported; use greedy decoding or sampling")
     if config.use_cache is False:
         raise ConfigurationError("use_cache=False is not supported: Foretoken verifies drafts against its cache")
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         raise ConfigurationError(f"past_key_values is not taken here: {REFUSED_ARGUMENTS['past_key_values']}")
-    odd = sorted(name for name, value in model_kwargs.items() if name not in EXPECTED_KWARGS and value not in (None, False))
+    odd = sorted(name for name, value in model_kwargs.items() if name not in EXPECTED_KWARGS and value is not None and value is not False)
     if odd:
         why = REFUSED_ARGUMENTS.get(odd[0], "it would have to reach every pass of the model")
         raise ConfigurationError(f"{', '.join(odd)} is not taken here: {why}")

@@ -116,7 +116,7 @@ class Speculator:
         run = Run(self, prepare(self.target.model, inputs, seed=seed, **arguments))
         return run.finish()
 
-    def stream(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> Iterator[Tokens]:
+    def stream(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> Stream:
         """As :meth:`generate`, yielding the tokens of each row as they are committed.
 
         The iterator can be abandoned at any point. Its ``stats`` attribute holds the statistics so far.
@@ -187,6 +187,8 @@ class Run:
 
     def _stacked(self, name: str, width: int) -> tuple[Tensor, ...]:
         """Per step ``[B, V]``, as transformers has them."""
+        if width == 0:
+            return ()
         vectors = [getattr(row, name) for row in self.rows]
         like = next(each[0] for each in vectors if each)
         over = torch.full_like(like, float("-inf"))

@@ -123,7 +123,7 @@ class TableTarget:
         return self.table.batch(prompts).log()
 
     def score(self, tree: TokenTree) -> Tensor:
-        """``[R, N, V]`` log probabilities at every node; filler is scored like any other."""
+        """``[R, N, V]`` log probabilities at every node; filler is certain of token 0."""
         self.passes += 1
         self._tree = tree
         texts: list[list[int]] = []
@@ -131,7 +131,8 @@ class TableTarget:
             first = len(texts)
             for token, parent in zip(tokens, parents):
                 texts.append([*(prefix if parent < 0 else texts[first + parent]), token])
-        return self.table.batch(texts).log().view(tree.rows, tree.nodes, -1)
+        scores = self.table.batch(texts).log().view(tree.rows, tree.nodes, -1)
+        return scores if tree.valid is None else certain(scores, ~tree.valid)
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         assert self._tree is not None, "commit comes after score"
@@ -181,23 +182,29 @@ class ScriptedDrafter(Drafter):
         lengths = [0] * len(texts)
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
-        growing = [row for row, limit in enumerate(limits) if limit > 0 and self.grow(texts[row])]
-        while growing:
-            tokens, q = request.choose(self.q.batch(texts).log(), drafted)
+        while growing := [row for row, limit in enumerate(limits) if lengths[row] == len(drafted) < limit and self.grow(texts[row])]:
+            filler = torch.ones(len(texts), dtype=torch.bool).index_fill_(0, torch.tensor(growing), False)
+            tokens, q = request.choose(certain(self.q.batch(texts).log(), filler), drafted)
             drafted.append(tokens)
             if q is not None:
-                qs.append(q)
-            for text, token in zip(texts, tokens.tolist()):
-                text.append(token)
+                qs.append(q.masked_fill(filler[:, None], 0.0))
             for row in growing:
+                texts[row].append(int(tokens[row]))
                 lengths[row] += 1
-            growing = [row for row in growing if lengths[row] < limits[row] and self.grow(texts[row])]
         return TokenTree.from_chain(
             torch.stack([request.roots(), *drafted], 1),
             valid=request.within(lengths, len(drafted)),
             proposal=request.proposal,
             q=torch.stack(qs, 1) if qs else None,
         )
+
+
+def certain(scores: Tensor, where: Tensor) -> Tensor:
+    """``scores`` ``[..., V]``, but all on token 0 ``where`` ``[...]``: filler leaves nothing to be drawn, so enumeration has
+    nothing to branch on that no verdict can depend on."""
+    only = torch.full_like(scores[..., :1, :], float("-inf"))
+    only[..., 0] = 0.0
+    return torch.where(where[..., None], only, scores)
 
 
 # -- enumeration ----------------------------------------------------------------------------------------------------------
@@ -245,15 +252,14 @@ class Enumeration:
     def __init__(self, worlds: Sequence[World], rows: int = 1):
         self.worlds = list(worlds)
         self.seeds = [(world, row) for world in range(len(worlds)) for row in range(rows)]
-        self._homes = {row_key(seed): self.worlds[seed[0]] for seed in self.seeds}
+        self._homes = {row_key((world, row)): (self.worlds[world], row) for world, row in self.seeds}
 
     def __call__(self, keys: Tensor, positions: Tensor) -> EnumeratedNoise:
-        return EnumeratedNoise([self._homes[key] for key in keys.tolist()], keys.tolist(), positions.tolist())
+        return EnumeratedNoise([(*self._homes[key], position) for key, position in zip(keys.tolist(), positions.tolist())])
 
     def noise(self, position: int = 0) -> EnumeratedNoise:
         """Noise for one round of all rows, with the root at ``position``."""
-        keys = torch.tensor([row_key(seed) for seed in self.seeds])
-        return self(keys, torch.full_like(keys, position))
+        return EnumeratedNoise([(self.worlds[world], row, position) for world, row in self.seeds])
 
 
 class EnumeratedNoise:
@@ -261,29 +267,32 @@ class EnumeratedNoise:
 
     Here ``race`` inverts the cumulative distribution where the real one takes the argmin of E / p. Both are functions of
     p and of noise keyed by position whose law is p, which is all that the match rule asks for.
+
+    Args:
+        rows: world, row in that world and position of the root, for each row of the round.
     """
 
-    def __init__(self, worlds: Sequence[World], keys: Sequence[int], positions: Sequence[int]):
-        self.worlds, self.keys, self.positions = worlds, keys, positions
+    def __init__(self, rows: Sequence[tuple[World, int, int]]):
+        self.rows = rows
 
     def race(self, p: Tensor, depths: Tensor) -> Tensor:
         below = depths.expand(p.shape[:2]).tolist()
         return torch.tensor(
             [
-                [world.choose((key, root + depth + 1, Purpose.MATCH, 0), weights) for depth, weights in zip(*line)]
-                for world, key, root, *line in zip(self.worlds, self.keys, self.positions, below, p.tolist())
+                [world.choose((row, root + depth + 1, Purpose.MATCH, 0), weights) for depth, weights in zip(*each)]
+                for (world, row, root), *each in zip(self.rows, below, p.tolist())
             ]
         )
 
     def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
-        rows = zip(self.worlds, self.keys, self.positions, weights.tolist())
-        return torch.tensor([world.choose((key, root, purpose, node), line) for world, key, root, line in rows])
+        lines = zip(self.rows, weights.tolist())
+        return torch.tensor([world.choose((row, root, purpose, node), line) for (world, row, root), line in lines])
 
     def accept(self, probability: Tensor, node: int = 0) -> Tensor:
         return torch.tensor(
             [
-                [world.choose((key, root, Purpose.ACCEPT, each), [value, 1 - value]) == 0 for each, value in enumerate(line, node)]
-                for world, key, root, line in zip(self.worlds, self.keys, self.positions, probability.clamp(0, 1).tolist())
+                [world.choose((row, root, Purpose.ACCEPT, each), [value, 1 - value]) == 0 for each, value in enumerate(line, node)]
+                for (world, row, root), line in zip(self.rows, probability.clamp(0, 1).tolist())
             ]
         )
 

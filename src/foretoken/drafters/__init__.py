@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from foretoken.drafters.base import Drafter
 
 REGISTRY = {
     "none": "foretoken.drafters.none:NoDrafter",
@@ -21,7 +24,7 @@ def names() -> list[str]:
     return list(REGISTRY)
 
 
-def find(name: str) -> type:
+def find(name: str) -> type[Drafter]:
     """The class of the drafter called ``name``.
 
     Raises:

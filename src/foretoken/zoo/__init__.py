@@ -13,9 +13,12 @@ the same function: a benchmark instrument, which shows real acceptance at a real
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from foretoken.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +62,7 @@ def path(name: str) -> Path:
     """The folder with an embedded model's files. An inflated model has none."""
     name = _canonical(name)
     if name == INFLATED:
-        raise ValueError(f"{name} has no files: it is built from {TARGET} when it is loaded; use foretoken.zoo.load({name!r})")
+        raise ConfigurationError(f"{name} has no files: it is built from {TARGET} when it is loaded; use foretoken.zoo.load({name!r})")
     return MODELS / name
 
 
@@ -81,7 +84,7 @@ def load(
         given = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         for option, value in given.items():
             if value is not None:
-                raise ValueError(f"{name} is an n-gram table and takes no {option}")
+                raise ConfigurationError(f"{name} is an n-gram table and takes no {option}")
         return NGramModel.load(path(name) / "ngram.safetensors")
 
     from transformers import AutoModelForCausalLM
@@ -122,5 +125,39 @@ def inflate(
 def _canonical(name: str) -> str:
     bare = name.removeprefix(PREFIX)
     if bare not in DESCRIPTIONS:
-        raise ValueError(f"there is no embedded model {name!r}; there are {', '.join(PREFIX + known for known in names())}")
+        raise ConfigurationError(f"there is no embedded model {name!r}; there are {', '.join(PREFIX + known for known in names())}")
     return bare
+
+
+def _describe(name: str) -> Embedded:
+    folder = path(TARGET if name == INFLATED else name)
+    figures_file = folder / "metrics.json"
+    figures: dict[str, Any] = json.loads(figures_file.read_text(encoding="utf-8")) if figures_file.is_file() else {}
+    held_out = figures.get("held_out", {})
+    return Embedded(
+        name=name,
+        kind=KINDS[name],
+        parameters=_parameters(name, figures),
+        size=0 if name == INFLATED else sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        bits_per_byte=held_out.get("bfloat16", held_out).get("bits_per_byte"),
+        description=DESCRIPTIONS[name],
+    )
+
+
+def _parameters(name: str, figures: dict[str, Any]) -> int:
+    """Counted from shapes alone: those of the weights file's header, or those that inflation will make."""
+    if name == INFLATED:
+        return _llama_parameters(json.loads((path(TARGET) / "config.json").read_text(encoding="utf-8")), **INFLATED_SIZE)
+    if name == NGRAM:
+        return int(figures.get("parameters", 0))
+    with (path(name) / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+
+
+def _llama_parameters(config: dict[str, Any], *, hidden_size: int, layers: int) -> int:
+    """Of a llama architecture with a tied head, widened from ``config`` to ``hidden_size``."""
+    ratio = hidden_size // config["hidden_size"]
+    heads = (config["num_attention_heads"] + config["num_key_value_heads"]) * ratio * config["head_dim"]
+    per_layer = 2 * heads + 3 * config["intermediate_size"] * ratio + 2  # q, o, k, v; gate, up, down; two norms
+    return hidden_size * (config["vocab_size"] + layers * per_layer + 1)

@@ -1,0 +1,208 @@
+"""The commands and their options. Each body only hands its options on; torch is imported inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foretoken import __version__
+from foretoken.cli.failures import FAILED, INTERRUPTED, exit_codes
+
+PROMPTS, MODELS, SPECULATION, SAMPLING, OUTPUT = "Prompts", "Models", "Speculation", "Decoding", "Output"
+
+app = typer.Typer(
+    help="Speculative decoding: text from an unmodified Hugging Face model, faster, with the same output distribution.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Target = Annotated[str, typer.Option(help="The model: a path, a hub id, or zoo:NAME (see foretoken models).", rich_help_panel=MODELS)]
+Dtype = Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.", rich_help_panel=MODELS)]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="cpu, cuda, cuda:1, …, or auto to spread it over what there is. [default: cuda if there is one, else cpu]",
+        rich_help_panel=MODELS,
+    ),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. [default: torch's choice]", rich_help_panel=MODELS)]
+
+
+def main() -> None:
+    """Entry point of the console script and of ``python -m foretoken``."""
+    app(prog_name="foretoken")
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foretoken {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="The text to continue. Without it, or with -, the whole of stdin is one prompt, exactly as it is.", show_default=False
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help='One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.', rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Run so many prompts at a time, at most.", rich_help_panel=PROMPTS)] = 8,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message; apply the chat template.", rich_help_panel=PROMPTS)
+    ] = False,
+    target: Target = "zoo:python-8m",
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:SOURCE]",
+            help="What proposes tokens (see foretoken drafters); none is plain decoding. [default: prompt-lookup; for zoo:python-300m, "
+            "draft-model:zoo:python-1m]",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None,
+    drafter_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="An option of the drafter; may be repeated. A value is read as a number, true, false or none where it can be.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None,
+    rule: Annotated[
+        str, typer.Option(help="What decides on proposed tokens: auto, or a name (see foretoken rules).", rich_help_panel=SPECULATION)
+    ] = "auto",
+    draft_length: Annotated[int, typer.Option(min=0, help="Propose so many tokens per round, at most.", rich_help_panel=SPECULATION)] = 5,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.", rich_help_panel=SAMPLING)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Above 0, sample; at 0, decode greedily.", rich_help_panel=SAMPLING)] = 0.0,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Sample from the k most likely tokens; 0 is all. [default: the model's, or transformers' 50]",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the likeliest tokens that hold this much probability. [default: the model's]",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="The same seed gives the same text. [default: drawn, and shown at the end]", rich_help_panel=SAMPLING),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Set off tokens that were drafted and accepted from the target's own.", rich_help_panel=OUTPUT)
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document with texts, tokens and statistics.", rich_help_panel=OUTPUT)
+    ] = False,
+) -> None:
+    """Continue a prompt, or many. Text goes to stdout as it is committed, figures to stderr.
+
+    Exit codes: 0 done, 1 failed while running, 2 cannot work as asked, 130 Ctrl-C (with what was generated).
+    """
+    from foretoken.cli.printers import make_printer
+    from foretoken.cli.progress import Progress
+    from foretoken.cli.prompts import read_prompts
+
+    with exit_codes():
+        texts = read_prompts(prompt, prompts)
+        with Progress(f"loading {target}") as progress:
+            printer = make_printer(progress, count=len(texts), show=show, as_json=as_json)
+            from foretoken.cli.generation import Configuration, Decoding, generate
+
+            configuration = Configuration(target, drafter, drafter_option or (), rule, draft_length, dtype, device, threads)
+            decoding = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch_size, chat)
+            try:
+                outcome = generate(texts, configuration, decoding, printer, progress)
+            finally:
+                printer.end_line()
+            printer.finished(outcome)
+        if outcome.interrupted:
+            raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def demo(
+    target: Target = "zoo:python-300m",
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:SOURCE]",
+            help="Compare this drafter with plain decoding; may be repeated. [default: prompt-lookup, and for zoo targets "
+            "draft-model:zoo:python-1m]",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    threads: Threads = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=SAMPLING)] = 48,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per prompt and drafter; their median counts.", rich_help_panel=SAMPLING)] = 3,
+) -> None:
+    """Decode three prompts plainly and speculatively, side by side: texts, speed, acceptance.
+
+    The default target, zoo:python-300m, is a benchmark instrument: the 8 M model inflated to the cost of 300 M parameters.
+    """
+    from foretoken.cli.progress import Progress
+
+    with exit_codes(), Progress(f"loading {target}") as progress:
+        from foretoken.cli.demo import Demo, Setting
+        from foretoken.cli.demo_report import show
+
+        if not show(Demo(Setting(target, drafter or (), dtype, device, max_new_tokens, repeats, threads)), progress):
+            raise typer.Exit(FAILED)
+
+
+@app.command()
+def models() -> None:
+    """List the models inside this package. Use them as zoo:NAME; they need no network."""
+    from foretoken.cli import tables
+
+    tables.console().print(tables.models())
+
+
+@app.command()
+def drafters(
+    name: Annotated[str | None, typer.Argument(help="Tell everything about this one.", show_default=False)] = None,
+) -> None:
+    """List drafters, what they do, and their options with defaults."""
+    from foretoken.cli import tables
+
+    with exit_codes():
+        tables.console().print(tables.all_drafters() if name is None else tables.one_drafter(name))
+
+
+@app.command()
+def rules() -> None:
+    """List verification rules, and for which proposals each keeps the target's distribution exactly."""
+    from foretoken.cli import tables
+
+    with exit_codes():
+        tables.console().print(tables.rules())

@@ -1,0 +1,311 @@
+"""The cache holds what a fresh prefill would, whatever was drafted and rejected; trees, chunks, reuse, long contexts."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from architectures import build
+from helpers import PAD, Oracle, added, alone, clone, generate, make_drafter, padded, prompts, repetitive, tiny, watched
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foretoken import RowParameters, Speculator, TokenTree
+from foretoken.target import Target
+from foretoken.target.cache import BLOCK, TreeCache, Window
+
+TOLERANCE = 1e-5  # largest difference, relative to the largest entry of the layer
+FAMILIES = ["llama", "gemma3_text", "deepseek_v3"]
+TREES = [*FAMILIES, "gpt2", "llama4_text", "gemma3n_text", "falcon", "opt"]
+
+
+def assert_cached(target, texts):
+    """Row by row and layer by layer, the cache of ``target`` is that of a fresh prefill of ``texts``."""
+    assert target.lengths == [len(text) for text in texts]
+    for row, text in enumerate(texts):
+        fresh = Target(target.model, test=False, reuse_prefix=False)
+        fresh.open([text])
+        with torch.inference_mode():
+            fresh.prefill([text], first=0)
+        assert len(fresh.cache.written) == len(target.cache.written) > 0
+        for mine, theirs in zip(target.cache.written, fresh.cache.written):
+            for name in ("keys", "values"):
+                wanted = getattr(theirs, name)[0, :, : len(text)]
+                got = getattr(mine, name)[row, :, : len(text)]
+                assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def open_target(model, texts, **options):
+    target = Target(model, test=False, **options)
+    target.open(texts)
+    with torch.inference_mode():
+        logits = target.prefill(texts, first=0)
+    return target, logits
+
+
+@torch.inference_mode()
+def plain_logits(model, tokens):
+    """``[L, V]`` of one pass with no cache at all."""
+    return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def assert_close(got, wanted):
+    assert (got - wanted).abs().max() <= 3e-5 * wanted.abs().max()
+
+
+# -- what is committed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["oracle", "draft-model", "ngram"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(family, drafter):
+    model, rows = tiny(family), repetitive((33, 20, 41))
+    texts = [alone(model, row, max_new_tokens=16) for row in rows]
+    oracle = Oracle([row + text for row, text in zip(rows, texts)])
+    speculator = Speculator(model, drafter=oracle if drafter == "oracle" else make_drafter(drafter, family))
+    session = speculator.session()
+    for index, row in enumerate(rows):
+        session.add(row, RowParameters(max_new_tokens=(16, 5, 12)[index]))
+    rounds = 0
+    while session.live:
+        session.step()
+        rounds += 1
+        if session.rows and rounds % 2:
+            assert_cached(speculator.target, [row.ids[:-1] for row in session.rows])
+    if drafter == "oracle":
+        assert session.stats.drafted > session.stats.accepted > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_draft_models_own_cache_too(family):
+    drafter = make_drafter("draft-model", family)
+    speculator = Speculator(tiny(family), drafter=drafter)
+    session = speculator.session()
+    rows = repetitive((33, 20))
+    for row in rows:
+        session.add(row, RowParameters(max_new_tokens=15))
+    for _ in range(5):
+        session.step()
+    held = drafter.model.lengths
+    assert all(0 < length < len(row.ids) for length, row in zip(held, session.rows))
+    assert_cached(drafter.model, [row.ids[:length] for length, row in zip(held, session.rows)])
+    session.close()
+
+
+# -- trees --------------------------------------------------------------------------------------------------------------
+
+
+def random_tree(rows: int, nodes: int, seed: int, vocabulary: int = 128) -> TokenTree:
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.tensor([[-1] + [int(torch.randint(0, node, (), generator=generator)) for node in range(1, nodes)] for _ in range(rows)])
+    return TokenTree(torch.randint(3, vocabulary, (rows, nodes), generator=generator), parents)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", TREES)
+def test_a_branching_tree_scores_like_its_paths(family, implementation):
+    model, texts = build(family, implementation), prompts((30, 17, 22))
+    target, _ = open_target(model, texts)
+    texts = [list(text) for text in texts]
+    for seed in (1, 2, 3):
+        tree = random_tree(3, 9, seed)
+        with torch.inference_mode():
+            logits = target.score(tree)
+        ends = []
+        for row, text in enumerate(texts):
+            tokens = tree.tokens[row].tolist()
+            leaves = set(range(tree.nodes)) - set(tree.parents[row].tolist())
+            for leaf in leaves:
+                path = tree.path(row, leaf)
+                wanted = plain_logits(model, text + [tokens[node] for node in path])[-len(path) :]
+                assert_close(logits[row, path], wanted)
+            ends.append(tree.path(row, min(max(leaves), 8 - row)))
+        width = max(map(len, ends))
+        kept = [len(path) - (row == 1 and len(path) > 1) for row, path in enumerate(ends)]
+        with torch.inference_mode():
+            target.commit(torch.tensor([path + [0] * (width - len(path)) for path in ends]), kept)
+        for row, (path, count) in enumerate(zip(ends, kept)):
+            texts[row] += [int(tree.tokens[row, node]) for node in path[:count]]
+        assert_cached(target, texts)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 14), st.integers(1, 3))
+def test_trees_of_any_shape(seed, nodes, rows):
+    model, texts = tiny("gemma3_text"), prompts((19, 25, 14)[:rows], seed=seed % 100)
+    target, _ = open_target(model, texts)
+    tree = random_tree(rows, nodes, seed)
+    with torch.inference_mode():
+        logits = target.score(tree)
+    for row, text in enumerate(texts):
+        path = tree.path(row, nodes - 1)
+        assert_close(logits[row, path], plain_logits(model, text + tree.tokens[row, path].tolist())[-len(path) :])
+
+
+# -- prefill --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text", "gpt2", "deepseek_v3"])
+def test_chunks_equal_one_pass(family, chunk):
+    model, texts = tiny(family), prompts((40, 3, 29))
+    whole, expected = open_target(model, texts)
+    target, logits = open_target(model, texts, prefill_chunk=chunk)
+    assert_close(logits, expected)
+    for row, text in enumerate(texts):
+        assert_close(logits[row], plain_logits(model, text)[-1])
+    assert_cached(target, texts)
+    assert target.passes >= 40 // chunk > whole.passes or chunk > 40
+
+
+def test_a_chunked_prompt_writes_the_same_text():
+    model, rows = tiny("gemma3_text"), repetitive()
+    expected = [alone(model, row, max_new_tokens=10) for row in rows]
+    assert generate(Speculator(model, drafter="prompt-lookup", prefill_chunk=8), rows, max_new_tokens=10) == expected
+
+
+# -- reuse across calls -----------------------------------------------------------------------------------------------
+
+
+def prefilled(speculator, rows, **options):
+    """New tokens, and how many prompt tokens went through the model before the first of them."""
+    sizes = []
+    with watched(speculator.model, lambda kwargs: sizes.append(kwargs["input_ids"].numel())):
+        out = speculator.generate(**padded(rows), max_new_tokens=6, pad_token_id=PAD, **options)
+    return added(out, max(map(len, rows))), sum(sizes[: len(sizes) - (out.stats.target_passes - 1)])
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "draft-model"])
+def test_a_prompt_that_begins_alike_reuses_the_cache(drafter):
+    model, row = tiny(), prompts((60,))[0]
+    speculator = Speculator(model, drafter=make_drafter(drafter))
+    first, cost = prefilled(speculator, [row])
+    assert first == [alone(model, row, max_new_tokens=6)] and cost == 60
+    follow_up = row + first[0] + prompts((5,), seed=9)[0]
+    text, cost = prefilled(speculator, [follow_up])
+    assert text == [alone(model, follow_up, max_new_tokens=6)]
+    assert cost <= 8, "only what is new, the last tokens of the answer among it"
+    again, cost = prefilled(speculator, [follow_up])
+    assert again == text and cost == 1
+    other = prompts((50,), seed=5)[0]
+    text, cost = prefilled(speculator, [other])
+    assert text == [alone(model, other, max_new_tokens=6)] and cost == 50
+    half = other[:30] + prompts((30,), seed=6)[0]
+    text, cost = prefilled(speculator, [half])
+    assert text == [alone(model, half, max_new_tokens=6)] and cost == 30
+
+
+def test_rows_of_a_batch_take_what_earlier_rows_left():
+    model, rows = tiny(), prompts((40, 50, 30))
+    expected = [alone(model, row, max_new_tokens=6) for row in rows]
+    together = Speculator(model, drafter="none")  # rows that end in the same round all stay where they are
+    assert prefilled(together, rows) == (expected, 150)
+    text, cost = prefilled(together, [rows[2], rows[0], rows[1]])
+    assert (text, cost) == ([expected[2], expected[0], expected[1]], 3)
+    speculator = Speculator(model, drafter="ngram")
+    for subset in ([0, 1, 2], [1], [0, 2], [2, 2, 0], [0, 1, 2]):
+        assert prefilled(speculator, [rows[index] for index in subset])[0] == [expected[index] for index in subset]
+
+
+def test_nothing_is_reused_once_the_weights_changed():
+    model, row = clone(tiny()), prompts((60,))[0]
+    speculator = Speculator(model, drafter="none")
+    before = prefilled(speculator, [row])[0]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    text, cost = prefilled(speculator, [row])
+    assert cost == 60 and text == [alone(model, row, max_new_tokens=6)]
+    model.load_state_dict(tiny().state_dict())
+    text, cost = prefilled(speculator, [row])
+    assert cost == 60 and text == before
+
+
+def test_reuse_can_be_switched_off():
+    speculator, row = Speculator(tiny(), drafter="none", reuse_prefix=False), prompts((60,))[0]
+    assert prefilled(speculator, [row]) == prefilled(speculator, [row])
+    assert prefilled(speculator, [row])[1] == 60
+
+
+# -- capacity -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_grows_and_keeps_what_it_holds():
+    model, texts = tiny(), prompts((5, 70), seed=2)
+    target = Target(model, test=False)
+    target.cache = TreeCache(reserve=1)
+    target.open(texts[:1])
+    with torch.inference_mode():
+        target.prefill(texts[:1], first=0)
+    small = target.cache.capacity
+    texts = [list(text) for text in texts]
+    for step in range(30):
+        if step == 10:
+            target.open(texts[1:])
+            with torch.inference_mode():
+                target.prefill(texts[1:], first=1)
+        rows = len(target.lengths)
+        tree = TokenTree.from_chain(torch.full((rows, 4), 7 + step))
+        with torch.inference_mode():
+            target.score(tree)
+            target.commit(None, [3, 2][:rows])
+        for text, count in zip(texts[:rows], (3, 2)):
+            text += [7 + step] * count
+    assert target.cache.capacity > small
+    assert_cached(target, texts)
+    target.compact([1])
+    assert_cached(target, texts[1:])
+    target.rewind([40])
+    assert_cached(target, [texts[1][:40]])
+    target.release()
+    assert target.cache.bytes == 0 and target.lengths == []
+
+
+def test_the_cache_on_its_own():
+    cache = TreeCache(reserve=1)
+    assert cache.capacity == BLOCK and cache.bytes == 0
+    cache.open([0, 0])
+    generator = torch.Generator().manual_seed(0)
+    held = [torch.zeros(2, 0, 4), torch.zeros(2, 0, 4)]
+    for step in range(40):
+        nodes, kept = 3 + step % 3, [1 + step % 3, 2]
+        cache.enter(Window(0, 2, tuple(cache.lengths), nodes))
+        new = torch.randn(2, 2, nodes, 4, generator=generator)
+        keys, values = cache.update(new, -new, 0)
+        assert keys.shape[2] == max(cache.lengths) + nodes and torch.equal(keys, -values)
+        path = torch.stack([torch.randperm(nodes, generator=generator).sort().values for _ in range(2)])
+        cache.commit(path if step % 2 else None, kept)
+        held = [torch.cat([old, row[:, path[index][:count] if step % 2 else slice(0, count)]], 1)
+                for index, (old, row, count) in enumerate(zip(held, new, kept))]  # fmt: skip
+        for row, wanted in enumerate(held):
+            assert cache.lengths[row] == wanted.shape[1]
+            assert torch.equal(cache.written[0].keys[row, :, : cache.lengths[row]], wanted)
+    assert cache.capacity >= max(cache.lengths) and cache.capacity % BLOCK == 0
+    with pytest.raises(RuntimeError, match="Target"):
+        cache.update(new, new, 0)
+
+
+def test_a_long_context():
+    """A prompt of 32,000 tokens: chunked, equal to transformers, and no logits but the last token's are ever made."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        max_position_embeddings=40_000, rope_theta=1e6, initializer_range=0.4, tie_word_embeddings=False, eos_token_id=None,
+        bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    row = (prompts((97,), vocabulary=64)[0] * 400)[:32_000]
+    expected = alone(model, row, max_new_tokens=8)
+    speculator = Speculator(model, drafter="prompt-lookup")
+    lengths, chunks = [], []
+    handle = model.lm_head.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    began = time.perf_counter()
+    with watched(model, lambda kwargs: chunks.append(kwargs["input_ids"].shape[1])):
+        out = speculator.generate(**padded([row]), max_new_tokens=8, pad_token_id=PAD)
+    handle.remove()
+    assert out.sequences[0, 32_000:].tolist() == expected
+    assert sum(chunks) >= 32_000 and max(chunks) == speculator.target.prefill_chunk
+    assert max(lengths) <= 6 and out.stats.drafted > 0
+    assert time.perf_counter() - began < 60

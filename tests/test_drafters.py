@@ -1,0 +1,290 @@
+"""Drafters against what their definition says: prompt lookup, the n-gram model online, a draft model that falls behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from helpers import alone, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny, watched
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foretoken import ConfigurationError, Speculator, drafters, zoo
+from foretoken.drafters.base import DraftRequest
+from foretoken.drafters.draft_model import DraftModel
+from foretoken.drafters.ngram import NGram
+from foretoken.drafters.ngram_model import NGramModel
+from foretoken.drafters.prompt_lookup import PromptLookup, SuffixIndex
+from foretoken.processors import Pipeline
+from foretoken.sampler import Sampler
+from foretoken.sampling import Noise
+
+
+@dataclass
+class Row:
+    ids: list[int]
+    slot: int = 0
+    prompt_length: int = 1
+    capacity: int = 500
+    children: list = field(default_factory=list)
+
+
+def request(rows, depth=5, vocabulary=128, **options) -> DraftRequest:
+    lengths = [len(row.ids) for row in rows]
+    noise = Noise(torch.tensor([row.slot for row in rows]), torch.tensor(lengths) - 1)
+    committed = torch.zeros(len(rows), 600, dtype=torch.long)
+    for line, row in zip(committed, rows):
+        line[: len(row.ids)] = torch.tensor(row.ids)
+    sampler = Sampler([Pipeline()] * len(rows), [options.get("proposal") in ("iid", "keyed")] * len(rows), lengths, noise, lambda: committed)
+    options = {"limits": [depth] * len(rows), "proposal": "deterministic", "needs_q": False, **options}
+    return DraftRequest(rows=rows, depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options)
+
+
+def drafted(tree) -> list[list[int]]:
+    tree.check(128)
+    valid = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
+    return [tokens[keep][1:].tolist() for tokens, keep in zip(tree.tokens, valid)]
+
+
+# -- prompt lookup ------------------------------------------------------------------------------------------------------
+
+
+def naive_lookup(ids, sizes, count):
+    """What followed the most recent earlier occurrence of the longest suffix that occurs earlier."""
+    for size in sizes:
+        for end in range(len(ids) - 1, size - 1, -1):
+            if len(ids) > size and ids[end - size : end] == ids[-size:]:
+                return ids[end : end + count]
+    return []
+
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(text=TEXTS, longest=st.integers(1, 4), shortest=st.integers(1, 4), count=st.integers(0, 6))
+def test_a_lookup_is_the_naive_search(text, longest, shortest, count):
+    sizes = range(max(longest, shortest), min(longest, shortest) - 1, -1)
+    assert list(SuffixIndex(sizes).lookup(text, count)) == naive_lookup(text, sizes, count)
+
+
+@settings(deadline=None)
+@given(text=TEXTS, steps=st.lists(st.integers(1, 6), max_size=12))
+def test_an_incremental_index_answers_like_a_fresh_one(text, steps):
+    sizes, index, length = range(3, 0, -1), SuffixIndex(range(3, 0, -1)), 1
+    for step in (0, *steps):
+        length = min(length + step, len(text))
+        assert list(index.lookup(text[:length], 5)) == list(SuffixIndex(sizes).lookup(text[:length], 5))
+
+
+def test_prompt_lookup_drafts_for_rows_that_come_and_go():
+    drafter = PromptLookup(max_ngram=2)
+    rows = [Row([1, 2, 3, 1, 2], slot=0), Row([5, 6, 7], slot=1), Row([4, 4, 4, 4], slot=2)]
+    drafter.begin(rows)
+    assert drafted(drafter.draft(request(rows))) == [[3, 1, 2], [], [4]]
+    assert drafted(drafter.draft(request(rows, limits=[2, 1, 0]))) == [[3, 1], [], []]
+    drafter.end(rows[:1])
+    rows[1].ids += [5, 6]
+    assert drafted(drafter.draft(request(rows[1:]))) == [[7, 5, 6], [4]]
+    drafter.reset()
+    drafter.begin([Row([8, 8], slot=1)])
+    assert drafted(drafter.draft(request([Row([8, 8], slot=1)]))) == [[8]]
+
+
+@pytest.mark.parametrize("options", [{"max_ngram": 0}, {"min_ngram": 0}, {"max_ngram": 2, "min_ngram": 3}])
+def test_prompt_lookup_options(options):
+    with pytest.raises(ConfigurationError, match="ngram"):
+        PromptLookup(**options)
+
+
+def test_prompt_lookup_copies_a_repetition_in_one_pass_per_draft():
+    """On a text that the target repeats for ever, everything that is drafted is accepted."""
+    config = LlamaConfig(vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.eos_token_id = None
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # the head looks up the token after the one that was read: 3, 4, …, 8, 3, 4, …
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
+        model.lm_head.weight[3] = model.model.embed_tokens.weight[8]
+        model.lm_head.weight[9] = 0
+    row = [*range(3, 9), *range(3, 9), 3, 4]
+    out = Speculator(model, drafter="prompt-lookup").generate(**padded([row]), max_new_tokens=24)
+    assert out.sequences[0, 14:].tolist() == [*range(5, 9), *range(3, 9), *range(3, 9), *range(3, 9), 3, 4]
+    assert out.stats.accepted == out.stats.drafted and out.stats.target_passes == 5
+
+
+# -- n-grams ------------------------------------------------------------------------------------------------------------
+
+
+def test_ngram_learns_online():
+    model, rows = tiny(), prompts((30, 12))
+    drafter = NGram(order=3)
+    speculator = Speculator(model, drafter=drafter)
+    options = {**padded(rows), "max_new_tokens": 20, "pad_token_id": 0}
+    first, second = speculator.generate(**options), speculator.generate(**options)
+    assert first.sequences.tolist() == second.sequences.tolist()
+    assert second.stats.accepted > first.stats.accepted
+    assert second.stats.target_passes < first.stats.target_passes
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(TEXTS, min_size=1, max_size=3), growth=st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5))
+def test_ngram_counts_every_committed_token_once(rows, growth):
+    drafter = NGram(order=3)
+    live = [Row(list(ids), slot=index) for index, ids in enumerate(rows)]
+    drafter.begin(live)
+    for more in growth:
+        for row in live:
+            row.ids += more
+        drafter.observe(live, [0] * len(live))
+    reference = NGramModel.from_tokens([row.ids for row in live], 3)
+    for context in ([], [0], [1, 2], [3, 3], [0, 1, 2]):
+        assert drafter.model.candidates(context, 9) == reference.candidates(context, 9)
+    assert drafter.model.ngrams == reference.ngrams
+
+
+def test_ngram_drafts_the_most_frequent_successors():
+    model = NGramModel.from_tokens([[1, 2, 3, 4, 1, 2, 3, 5, 9, 2, 3, 4]], 3)
+    drafter = NGram(source=model, learn=False)
+    rows = [Row([1, 2]), Row([7, 7, 2], slot=1), Row([77], slot=2)]
+    drafter.begin(rows)
+    before = model.ngrams
+    assert drafted(drafter.draft(request(rows, depth=3))) == [[3, 4, 1], [3, 4, 1], []]
+    safe = NGram(source=model, learn=False, min_context=2)
+    assert drafted(safe.draft(request(rows, depth=3))) == [[3, 4, 1], [], []]
+    assert model.ngrams == before
+    assert drafted(NGram(source=model, learn=False, min_context=0).draft(request(rows[2:], depth=1)))[0]
+    assert drafted(drafter.draft(request(rows[:1], depth=3, vocabulary=4))) == [[3]], "ids past the target's vocabulary end a draft"
+
+
+def test_ngram_is_saved_and_loaded(tmp_path):
+    model, rows = tiny(), prompts((30, 12))
+    drafter = NGram(order=4)
+    speculator = Speculator(model, drafter=drafter)
+    text = generate(speculator, rows, max_new_tokens=15)
+    drafter.save(tmp_path / "counts.safetensors")
+    loaded = Speculator(model, drafter=f"ngram:{tmp_path}/counts.safetensors")
+    assert loaded.drafter.model.order == 4 and not loaded.drafter.learn
+    out = loaded.generate(**padded(rows), max_new_tokens=15, pad_token_id=0)
+    assert [row[: len(new)] for row, new in zip(out.sequences[:, 30:].tolist(), text)] == text
+    assert out.stats.accepted > 0
+    with pytest.raises(ConfigurationError, match="order 4"):
+        NGram(source=tmp_path / "counts.safetensors", order=3)
+
+
+def test_ngram_from_a_text(tmp_path):
+    tokenizer = zoo.load_tokenizer("python-8m")
+    text = tmp_path / "text.py"
+    text.write_text("for i in range(10):\n    print(i)\n" * 3, encoding="utf-8")
+    for given_tokenizer in (tokenizer, tokenizer.encode):
+        drafter = drafters.create(f"ngram:{text}", {"tokenizer": given_tokenizer, "order": 5})
+        ids = tokenizer.encode("for i in range(")
+        tree = drafter.draft(request([Row(ids)], depth=4, vocabulary=5000))
+        assert tokenizer.decode(ids + tree.tokens[0, 1:].tolist()).startswith("for i in range(10):")
+    with pytest.raises(ConfigurationError, match="tokenizer"):
+        NGram(source=text)
+    with pytest.raises(ConfigurationError, match="there is no file"):
+        drafters.create("ngram:nowhere.safetensors")
+    with pytest.raises(ConfigurationError, match="min_context"):
+        NGram(min_context=-1)
+
+
+def test_ngram_of_another_vocabulary():
+    with pytest.raises(ConfigurationError, match="vocab|token ids"):
+        Speculator(tiny(), drafter=NGram(source=NGramModel.from_tokens([[1, 2, 300]], 2, vocab_size=301)))
+    unknown = NGram(source=NGramModel.from_tokens([[1, 2, 300, 1, 2, 300]], 2))
+    row = [5, 1, 2]
+    assert generate(Speculator(tiny(), drafter=unknown), [row], max_new_tokens=6) == [alone(tiny(), row, max_new_tokens=6)]
+
+
+# -- draft models -------------------------------------------------------------------------------------------------------
+
+
+class Sometimes(DraftModel):
+    """Drafts in every third round only, so that its cache falls behind by several tokens."""
+
+    def draft(self, request):
+        self.rounds = getattr(self, "rounds", 0) + 1
+        if self.rounds % 3:
+            from foretoken import TokenTree
+
+            return TokenTree.root(request.roots())
+        return super().draft(request)
+
+
+def test_a_draft_model_catches_up_after_rounds_without_a_draft():
+    rows = repetitive()
+    expected = [alone(tiny(), row, max_new_tokens=20) for row in rows]
+    drafter = Sometimes(perturbed())
+    out = Speculator(tiny(), drafter=drafter).generate(**padded(rows), max_new_tokens=20, pad_token_id=0)
+    assert [row[-20:] for row in out.sequences.tolist()] == expected
+    assert out.stats.accepted > 0
+    same = Sometimes(tiny())
+    stats = Speculator(tiny(), drafter=same).generate(**padded(rows[:1]), max_new_tokens=20, pad_token_id=0).stats
+    assert stats.accepted == stats.drafted > 0, "a draft model that is the target is always right, also after a pause"
+
+
+def test_a_draft_that_is_the_target_is_always_right():
+    rows = repetitive()
+    for options in ({}, {"do_sample": True, "seed": 1, "temperature": 1.3, "repetition_penalty": 1.2, "top_p": 0.9}):
+        for rule in ("match", "rejection"):
+            out = Speculator(tiny(), drafter=DraftModel(tiny()), rule=rule, draft_length=4).generate(
+                **padded(rows), max_new_tokens=21, pad_token_id=0, **options
+            )
+            assert out.stats.accepted == out.stats.drafted
+            assert out.stats.target_passes == 5
+            assert out.stats.acceptance_length == 5
+
+
+def test_a_draft_model_feeds_only_what_it_has_not_seen():
+    """One token a step, after the prompt; a rejected draft costs no second prefill."""
+    row, shapes = repetitive()[0], []
+    drafter = make_drafter("draft-model")
+    speculator = Speculator(tiny(), drafter=drafter, draft_length=4)
+    with watched(drafter.model.model, lambda kwargs: shapes.append(kwargs["input_ids"].shape[1])):
+        out = speculator.generate(**padded([row]), max_new_tokens=20)
+    assert shapes[0] == len(row) + 1
+    assert max(shapes[1:]) <= 2 and out.stats.accepted < out.stats.drafted
+
+
+def test_top_k_siblings_draft_the_most_likely_token():
+    out = Speculator(tiny(), drafter=make_drafter("draft-model", siblings="top-k")).generate(
+        **padded(repetitive()), max_new_tokens=12, do_sample=True, seed=0, temperature=0.5, pad_token_id=0
+    )
+    assert out.stats.rule == "match" and out.stats.accepted > 0
+    with pytest.raises(ConfigurationError, match="siblings"):
+        DraftModel(tiny(), siblings="best")
+
+
+def test_a_draft_model_that_belongs_to_no_speculator_says_so():
+    with pytest.raises(ConfigurationError, match="Speculator"):
+        DraftModel(tiny()).model  # noqa: B018
+
+
+# -- the registry -------------------------------------------------------------------------------------------------------
+
+
+def test_every_registered_drafter_can_be_made_by_name_and_lists_its_options():
+    for name in drafters.names():
+        found = drafters.find(name)
+        assert found.name == name and found.summary
+        assert found.proposals
+        assert set(drafters.options(name)) >= ({"source"} if name == "draft-model" else set())
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "message"),
+    [
+        ("promt-lookup", {}, "prompt-lookup"),
+        ("prompt-lookup:x", {}, "takes no source"),
+        ("prompt-lookup", {"max_ngrams": 3}, "max_ngrams.*max_ngram"),
+        ("draft-model", {}, "draft-model:SOURCE"),
+        ("none", {"order": 3}, "no option 'order'.*none"),
+    ],
+)
+def test_what_a_drafter_does_not_take_is_refused_by_name(spec, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        drafters.create(spec, options)
