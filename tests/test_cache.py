@@ -232,6 +232,7 @@ def test_reuse_can_be_switched_off():
 # -- capacity -----------------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def test_the_cache_grows_and_keeps_what_it_holds():
     model, texts = tiny(), prompts((5, 70), seed=2)
     target = Target(model, test=False)

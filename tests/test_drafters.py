@@ -37,7 +37,9 @@ def request(rows, depth=5, vocabulary=128, **options) -> DraftRequest:
     committed = torch.zeros(len(rows), 600, dtype=torch.long)
     for line, row in zip(committed, rows):
         line[: len(row.ids)] = torch.tensor(row.ids)
-    sampler = Sampler([Pipeline()] * len(rows), [options.get("proposal") in ("iid", "keyed")] * len(rows), lengths, noise, lambda: committed)
+    sampler = Sampler(
+        [Pipeline()] * len(rows), [options.get("proposal") in ("iid", "keyed")] * len(rows), lengths, noise, lambda: committed
+    )
     options = {"limits": [depth] * len(rows), "proposal": "deterministic", "needs_q": False, **options}
     return DraftRequest(rows=rows, depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options)
 
@@ -193,7 +195,7 @@ def test_ngram_from_a_text(tmp_path):
 
 
 def test_ngram_of_another_vocabulary():
-    with pytest.raises(ConfigurationError, match="vocab|token ids"):
+    with pytest.raises(ConfigurationError, match="token ids"):
         Speculator(tiny(), drafter=NGram(source=NGramModel.from_tokens([[1, 2, 300]], 2, vocab_size=301)))
     unknown = NGram(source=NGramModel.from_tokens([[1, 2, 300, 1, 2, 300]], 2))
     row = [5, 1, 2]

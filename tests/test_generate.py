@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from helpers import PAD, Oracle, added, alone, clone, drafter_names, generate, make_drafter, padded, perturbed, repetitive, tiny, watched
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria, StopStringCriteria, TextStreamer
-from transformers import WatermarkingConfig
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    StoppingCriteria,
+    StopStringCriteria,
+    TextStreamer,
+    WatermarkingConfig,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import foretoken
-from foretoken import ConfigurationError, Interrupted, Speculator, SpeculativeOutput
+from foretoken import ConfigurationError, Interrupted, SpeculativeOutput, Speculator
 
 NEW = 14
 ROWS = repetitive((23, 9, 15))
@@ -203,6 +210,18 @@ def test_several_ends():
         reasons = [row.finish_reason for row in out.stats.rows]
         assert reasons == ["eos" if text[-1] in ends else "length" for text in expected]
         assert [row.tokens for row in out.stats.rows] == [len(text) for text in expected]
+
+
+def test_only_what_is_returned_counts_as_accepted():
+    """A right draft of twelve that an end cuts after six: six are accepted and kept."""
+    row, text = ROWS[0], greedy()[0]
+    end = text[6]
+    assert end not in text[:6]
+    speculator = Speculator(tiny(), drafter=Oracle([row + text], wrong=10**9), draft_length=12)
+    out = speculator.generate(**padded([row]), max_new_tokens=NEW, eos_token_id=end, pad_token_id=PAD)
+    assert (out.stats.drafted, out.stats.accepted, out.stats.kept, out.stats.row_passes) == (12, 6, 6, 1)
+    assert out.stats.accepted_by_depth == [1] * 6 and out.stats.drafted_by_depth == [1] * 12
+    assert out.stats.rows[0].finish_reason == "eos"
 
 
 # -- seeds --------------------------------------------------------------------------------------------------------------
@@ -397,11 +416,10 @@ def test_what_is_not_honoured_is_refused_by_name(name, entry):
     calls = []
     if entry == "custom_generate" and name == "inputs_embeds":
         options.pop("input_ids")
+    through = {"custom_generate": foretoken.custom_generate("none", self_test=False)}
+    call = partial(tiny().generate, **through) if entry == "custom_generate" else getattr(plain(), entry)
     with watched(tiny(), lambda kwargs: calls.append(1)), pytest.raises(ValueError, match=name):
-        if entry == "custom_generate":
-            tiny().generate(**options, custom_generate=foretoken.custom_generate("none", self_test=False))
-        else:
-            getattr(plain(), entry)(**options)
+        call(**options)
     assert not calls, "refused before the first pass"
     assert generate(plain(), ROWS[:1], max_new_tokens=NEW) == [greedy()[0]]
 
@@ -481,9 +499,12 @@ def _close(stream, count):
 
 
 def _raise(stream, count):
-    with pytest.raises(ZeroDivisionError):
+    def consume():
         for index, _ in enumerate(stream):
-            1 / (index - count)
+            assert 1 / (index - count)
+
+    with pytest.raises(ZeroDivisionError):
+        consume()
 
 
 @pytest.mark.parametrize("leave", [_break, _close, _raise])

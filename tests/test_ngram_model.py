@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 
@@ -101,7 +102,7 @@ def test_counting_in_pieces_equals_counting_at_once(order, sequence, cuts, conte
     model, reference = NGramModel(order), Reference(order)
     reference.update(sequence, 0)
     edges = [0, *sorted(min(cut, len(sequence)) for cut in cuts), len(sequence)]
-    for start, end in zip(edges, edges[1:]):
+    for start, end in itertools.pairwise(edges):
         model.update(sequence[:end], start)
     assert_same_answers(model, reference, contexts)
 
@@ -110,9 +111,7 @@ def test_counting_in_pieces_equals_counting_at_once(order, sequence, cuts, conte
 @given(order=ORDERS, bulk=SEQUENCES, online=SEQUENCES, sequence=st.lists(st.integers(0, 4), min_size=1, max_size=20))
 def test_log_probs_are_witten_bell_and_sum_to_one(order, bulk, online, sequence):
     model, reference = both(order, bulk, online)
-    expected = [
-        math.log(reference.probability(tuple(sequence[max(0, i - order + 1) : i]), token, 5)) for i, token in enumerate(sequence)
-    ]
+    expected = [math.log(reference.probability(tuple(sequence[max(0, i - order + 1) : i]), token, 5)) for i, token in enumerate(sequence)]
     np.testing.assert_allclose(model.log_probs(sequence), expected, rtol=1e-12)
     law = [math.exp(model.log_probs([*sequence, token])[-1]) for token in range(5)]
     assert sum(law) == pytest.approx(1.0)
@@ -193,7 +192,7 @@ def test_files_of_another_kind_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not a safetensors file"):
         NGramModel.load(path)
     save_file({"weight": np.zeros(1)}, path)
-    with pytest.raises(ValueError, match="not written by NGramModel.save"):
+    with pytest.raises(ValueError, match=r"not written by NGramModel\.save"):
         NGramModel.load(path)
     save_file({"weight": np.zeros(1)}, path, {"format": "foretoken-ngram", "version": "99"})
     with pytest.raises(ValueError, match="version 99"):

@@ -32,8 +32,7 @@ def load_model(source: str, *, dtype: str | torch.dtype | None = None, device: s
         if source == zoo.PREFIX + zoo.NGRAM:
             raise ConfigurationError(f"{source} is an n-gram table, not a model; use it as drafter 'ngram:{source}'")
         return zoo.load(source, dtype=parse_dtype(dtype), device=device)
-    if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
-        raise ConfigurationError(f"there is no model at {source!r}: no such path")
+    _check_path(source)
     from transformers import AutoModelForCausalLM
 
     where: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
@@ -54,6 +53,7 @@ def load_tokenizer(source: str, *, local: bool = False) -> Any:
         from foretoken import zoo
 
         return zoo.load_tokenizer(source)
+    _check_path(source)
     from transformers import AutoTokenizer
 
     try:
@@ -100,6 +100,12 @@ def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
         return dict(load_tokenizer(source, local=True).get_vocab())
     except (ConfigurationError, ImportError):
         return None
+
+
+def _check_path(source: str) -> None:
+    """Say so plainly, where transformers would take a path that does not exist for a malformed hub id."""
+    if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
+        raise ConfigurationError(f"there is no model at {source!r}: no such path")
 
 
 def _first_line(error: Exception) -> str:

@@ -85,7 +85,7 @@ class Prepared:
             padded_length=width,
             min_new_tokens=config.min_new_tokens,
             prompts=[torch.tensor(prompt) for prompt in prompts],
-            device=model.device,
+            device=input_ids.device if model.device.type == "meta" else model.device,
         )
         eos, criteria = split_criteria(stopping_criteria)
         seeds, reported = row_seeds(seed, len(prompts))

@@ -166,8 +166,7 @@ def row_seeds(seed: int | Sequence[Seed] | None, rows: int) -> tuple[list[tuple[
 
 
 def _pair(entry: Seed) -> tuple[int, int]:
-    if isinstance(entry, int) and not isinstance(entry, bool):
-        return (entry, 0)
-    if isinstance(entry, (tuple, list)) and len(entry) == 2 and all(isinstance(part, int) for part in entry):
-        return (entry[0], entry[1])
+    pair = entry if isinstance(entry, (tuple, list)) else (entry, 0)
+    if len(pair) == 2 and all(isinstance(part, int) and not isinstance(part, bool) for part in pair):
+        return (pair[0], pair[1])
     raise ValueError(f"a row's seed must be an int or a pair of ints; got {entry!r}")

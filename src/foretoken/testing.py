@@ -187,7 +187,7 @@ class ScriptedDrafter(Drafter):
             tokens, q = request.choose(certain(self.q.batch(texts).log(), filler), drafted)
             drafted.append(tokens)
             if q is not None:
-                qs.append(q.masked_fill(filler[:, None], 0.0))
+                qs.append(q)
             for row in growing:
                 texts[row].append(int(tokens[row]))
                 lengths[row] += 1
@@ -200,8 +200,8 @@ class ScriptedDrafter(Drafter):
 
 
 def certain(scores: Tensor, where: Tensor) -> Tensor:
-    """``scores`` ``[..., V]``, but all on token 0 ``where`` ``[...]``: filler leaves nothing to be drawn, so enumeration has
-    nothing to branch on that no verdict can depend on."""
+    """``scores`` ``[..., V]``, but certain of token 0 ``where`` ``[...]``: on filler, which no verdict depends on, enumeration
+    then does not branch."""
     only = torch.full_like(scores[..., :1, :], float("-inf"))
     only[..., 0] = 0.0
     return torch.where(where[..., None], only, scores)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foretoken import __version__
-from foretoken.cli.failures import FAILED, INTERRUPTED, exit_codes
+from foretoken.cli.failures import FAILED, INTERRUPTED, exit_codes, note
 
 PROMPTS, MODELS, SPECULATION, SAMPLING, OUTPUT = "Prompts", "Models", "Speculation", "Decoding", "Output"
 
@@ -25,11 +25,12 @@ Dtype = Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, 
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cpu, cuda, cuda:1, …, or auto to spread it over what there is. [default: cuda if there is one, else cpu]",
+        help="cpu, cuda, cuda:1, …, or auto to spread it over what there is.",
+        show_default="cuda if there is one, else cpu",
         rich_help_panel=MODELS,
     ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. [default: torch's choice]", rich_help_panel=MODELS)]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice", rich_help_panel=MODELS)]
 
 
 def main() -> None:
@@ -76,8 +77,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME[:SOURCE]",
-            help="What proposes tokens (see foretoken drafters); none is plain decoding. [default: prompt-lookup; for zoo:python-300m, "
-            "draft-model:zoo:python-1m]",
+            help="What proposes tokens (see foretoken drafters); none is plain decoding.",
+            show_default="prompt-lookup; for zoo:python-300m, draft-model:zoo:python-1m",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
@@ -99,7 +100,8 @@ def generate(
         int | None,
         typer.Option(
             min=0,
-            help="Sample from the k most likely tokens; 0 is all. [default: the model's, or transformers' 50]",
+            help="Sample from the k most likely tokens; 0 is all.",
+            show_default="the model's, or transformers' 50",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
@@ -108,13 +110,16 @@ def generate(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Sample from the likeliest tokens that hold this much probability. [default: the model's]",
+            help="Sample from the likeliest tokens that hold this much probability.",
+            show_default="the model's",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, help="The same seed gives the same text. [default: drawn, and shown at the end]", rich_help_panel=SAMPLING),
+        typer.Option(
+            min=0, help="The same seed gives the same text.", show_default="drawn, and shown at the end", rich_help_panel=SAMPLING
+        ),
     ] = None,
     show: Annotated[
         bool, typer.Option("--show", help="Set off tokens that were drafted and accepted from the target's own.", rich_help_panel=OUTPUT)
@@ -133,6 +138,8 @@ def generate(
 
     with exit_codes():
         texts = read_prompts(prompt, prompts)
+        if temperature == 0 and not (top_k is None and top_p is None):
+            note("note: --top-k and --top-p change nothing at temperature 0, which is greedy decoding")
         with Progress(f"loading {target}") as progress:
             printer = make_printer(progress, count=len(texts), show=show, as_json=as_json)
             from foretoken.cli.generation import Configuration, Decoding, generate
@@ -155,15 +162,15 @@ def demo(
         list[str] | None,
         typer.Option(
             metavar="NAME[:SOURCE]",
-            help="Compare this drafter with plain decoding; may be repeated. [default: prompt-lookup, and for zoo targets "
-            "draft-model:zoo:python-1m]",
+            help="Compare this drafter with plain decoding; may be repeated.",
+            show_default="prompt-lookup; for zoo targets draft-model:zoo:python-1m too",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
     threads: Threads = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=SAMPLING)] = 48,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=SAMPLING)] = 40,
     repeats: Annotated[int, typer.Option(min=1, help="Runs per prompt and drafter; their median counts.", rich_help_panel=SAMPLING)] = 3,
 ) -> None:
     """Decode three prompts plainly and speculatively, side by side: texts, speed, acceptance.

@@ -64,7 +64,7 @@ class Setting:
     drafters: Sequence[str] = ()
     dtype: str = "bfloat16"
     device: str | None = None
-    max_new_tokens: int = 48
+    max_new_tokens: int = 40
     repeats: int = 3
     threads: int | None = None
 

@@ -41,18 +41,14 @@ def introduce(out: Console, demo: Demo) -> None:
     dtype, device = str(demo.model.dtype).removeprefix("torch."), demo.model.device
     threads = f", {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     out.print(Text(f"Target {setting.target}{label}, {dtype}, {device}{threads}, torch {torch.__version__}."))
-    out.print(
-        Text(
-            f"{counted(len(PROMPTS), 'prompt')} of Python, {counted(setting.max_new_tokens, 'new token')} each, greedy. The ways take turns, "
-            f"after a warm-up; figures are medians of {setting.repeats}, prefill included."
-        )
-    )
+    job = f"{counted(len(PROMPTS), 'prompt')} of Python, {counted(setting.max_new_tokens, 'new token')} each, greedy."
+    out.print(Text(f"{job} The drafters take turns, after a warm-up; figures are medians of {setting.repeats}, prefill included."))
 
 
 def report(out: Console, index: int, comparison: Comparison) -> None:
     out.print()
     out.print(Text(f"── prompt {index} of {len(PROMPTS)}", style="bold"))
-    out.print(Text.assemble((comparison.prompt, "dim"), comparison.text.rstrip()))
+    out.print(Text.assemble((comparison.prompt, "dim"), comparison.text.rstrip()), soft_wrap=True)
     out.print()
     _table(out, [comparison])
     if not comparison.differences:

@@ -27,7 +27,7 @@ def _added(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
     return [sum(pair) for pair in zip_longest(ours, theirs, fillvalue=0)]
 
 
-def figures_line(stats: Stats, *, drafter: str, sampled: bool) -> str:
+def figures_line(stats: Stats, *, drafter: str, sampled: bool, interrupted: bool = False) -> str:
     """One line for people; ``Stats.to_dict`` has it all."""
     first = stats.time_to_first_token
     figures = [
@@ -43,6 +43,8 @@ def figures_line(stats: Stats, *, drafter: str, sampled: bool) -> str:
     ]
     if not stats.lossless and sampled:
         figures.append(f"LOSSY: rule {stats.rule} changes the output distribution")
+    if interrupted:
+        figures.insert(0, "interrupted")
     return " · ".join(figures)
 
 

@@ -41,7 +41,8 @@ class Printer:
 
     def finished(self, outcome: Outcome) -> None:
         self.end_line()
-        note(figures_line(outcome.stats, drafter=outcome.configuration.drafter_name, sampled=outcome.sampled))
+        drafter = outcome.configuration.drafter_name
+        note(figures_line(outcome.stats, drafter=drafter, sampled=outcome.sampled, interrupted=outcome.interrupted))
         if any(result.finish_reason == "context" for result in outcome.results):
             note("the model's context is full")
 
@@ -59,8 +60,8 @@ class StreamPrinter(Printer):
             self._begun = True
         text = self.mark(pieces)
         if text:
+            self._line_open = not result.text.endswith("\n")  # before writing: Ctrl-C may come in between
             write(text)
-            self._line_open = not result.text.endswith("\n")
 
     def end_line(self) -> None:
         self.progress.clear()

@@ -22,12 +22,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 FORMAT, VERSION = "foretoken-ngram", "1"
 ROOT = 0
+
+Ids = Sequence[int] | NDArray[np.integer[Any]]
+
 _SHIFT = 32
 _IDS = 1 << _SHIFT
 
@@ -48,9 +52,7 @@ class NGramModel:
         self._set_table(_Table.empty())
 
     @classmethod
-    def from_tokens(
-        cls, sequences: Iterable[Sequence[int]], order: int = 4, *, min_count: int = 1, vocab_size: int | None = None
-    ) -> NGramModel:
+    def from_tokens(cls, sequences: Iterable[Ids], order: int = 4, *, min_count: int = 1, vocab_size: int | None = None) -> NGramModel:
         """Counts sequences in bulk (about a million tokens a second); no context reaches across two sequences."""
         model = cls(order, vocab_size)
         arrays = [model._checked(sequence) for sequence in sequences]
@@ -62,11 +64,11 @@ class NGramModel:
 
     # Counting
 
-    def count(self, ids: Sequence[int]) -> None:
+    def count(self, ids: Ids) -> None:
         """Counts one sequence."""
         self.update(ids, 0)
 
-    def update(self, sequence: Sequence[int], start: int) -> None:
+    def update(self, sequence: Ids, start: int) -> None:
         """Counts the tokens of `sequence` from position `start` on, each after the contexts that precede it.
 
         Calling this with the whole sequence so far and the first new position counts every token exactly once.
@@ -99,7 +101,7 @@ class NGramModel:
 
     # Answers
 
-    def predict(self, context: Sequence[int]) -> int | None:
+    def predict(self, context: Ids) -> int | None:
         """The most frequent successor of the longest suffix of `context` that was seen; ties go to the smallest id.
 
         None only if nothing was counted at all.
@@ -113,7 +115,7 @@ class NGramModel:
             return int(self._table.tokens[start]) if start < end else None
         return best[1]
 
-    def candidates(self, context: Sequence[int], k: int) -> list[int]:
+    def candidates(self, context: Ids, k: int) -> list[int]:
         """Up to `k` different successors: those of the longest context by frequency, then those of shorter ones."""
         found: dict[int, None] = {}
         for node in reversed([ROOT, *self._walk(context)]):
@@ -122,11 +124,11 @@ class NGramModel:
                 break
         return list(found)[:k]
 
-    def matched(self, context: Sequence[int]) -> int:
+    def matched(self, context: Ids) -> int:
         """How many of the last tokens of `context` the model has seen in a row: the length of the context that `predict` uses."""
         return sum(1 for _ in self._walk(context))
 
-    def log_probs(self, ids: Sequence[int]) -> NDArray[np.float64]:
+    def log_probs(self, ids: Ids) -> NDArray[np.float64]:
         """Natural log probability of every token of `ids` given those before it, interpolated by Witten and Bell (1991):
 
             P(w | h) = (c(h, w) + T(h) · P(w | h')) / (c(h) + T(h))
@@ -193,7 +195,7 @@ class NGramModel:
         self._delta: dict[int, dict[int, int]] = {}  # node -> successor -> count beyond the table's
         self._best: dict[int, tuple[int, int]] = {}  # node -> (-count, token) of the best successor, for nodes that grew
 
-    def _checked(self, ids: Sequence[int]) -> NDArray[np.int64]:
+    def _checked(self, ids: Ids) -> NDArray[np.int64]:
         array = np.asarray(ids, dtype=np.int64)
         if array.ndim != 1:
             raise ValueError(f"token ids must form one sequence, not an array of shape {array.shape}")
@@ -203,7 +205,7 @@ class NGramModel:
             raise ValueError(f"token id {wrong} is outside the vocabulary of {limit}")
         return array
 
-    def _walk(self, context: Sequence[int]) -> Iterator[int]:
+    def _walk(self, context: Ids) -> Iterator[int]:
         """The nodes of the contexts that match, shortest first, without the root."""
         node = ROOT
         for index in range(len(context) - 1, max(len(context) - self.order, -1), -1):
@@ -310,8 +312,8 @@ class _Table:
             if depth:
                 inside = history[positions] >= depth
                 positions, node = positions[inside], node[inside]
-                level, node = np.unique(node << np.uint64(_SHIFT) | stream[positions - depth], return_inverse=True)
-                node = node.astype(np.uint64) + np.uint64(nodes)
+                level, inverse = np.unique(node << np.uint64(_SHIFT) | stream[positions - depth], return_inverse=True)
+                node = inverse.astype(np.uint64) + np.uint64(nodes)
                 nodes += len(level)
                 edges.append(level)
             pair, repeat = np.unique(node << np.uint64(_SHIFT) | stream[positions], return_counts=True)
@@ -403,7 +405,7 @@ class _Table:
 
     # Files
 
-    def to_arrays(self) -> dict[str, NDArray]:
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
         parent, token = _split(self.edges)
         arrays = {
             "children": np.bincount(parent, minlength=self.nodes),
@@ -415,7 +417,7 @@ class _Table:
         return {name: _narrow(array) for name, array in arrays.items()}
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, NDArray]) -> _Table:
+    def from_arrays(cls, arrays: dict[str, NDArray[Any]]) -> _Table:
         children = arrays["children"].astype(np.int64)
         parent = np.repeat(np.arange(len(children), dtype=np.uint64), children)
         edges = parent << np.uint64(_SHIFT) | arrays["edges"].astype(np.uint64)
@@ -435,6 +437,6 @@ def _find(keys: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> tuple[NDArray
     return keys[index] == wanted, index
 
 
-def _narrow(array: NDArray) -> NDArray:
+def _narrow(array: NDArray[Any]) -> NDArray[Any]:
     largest = int(array.max(initial=0))
     return array.astype(next(kind for kind in (np.uint8, np.uint16, np.uint32, np.uint64) if largest <= np.iinfo(kind).max))

@@ -228,8 +228,11 @@ class Target:
     def _input_device(self) -> torch.device:
         """Where input ids go: the device of the embeddings, also under a device map."""
         embeddings = self.model.get_input_embeddings()
-        device = embeddings.weight.device if embeddings is not None else self.model.device
-        return self.model.device if device.type == "meta" else device
+        device: torch.device = embeddings.weight.device if embeddings is not None else self.model.device
+        if device.type != "meta":
+            return device
+        hook = getattr(embeddings, "_hf_hook", None)  # accelerate: an offloaded weight is nowhere until it is needed
+        return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
 def unwrap(model: Any) -> PreTrainedModel:

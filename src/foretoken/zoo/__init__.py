@@ -113,9 +113,7 @@ def describe() -> list[Embedded]:
     return [_describe(name) for name in names()]
 
 
-def inflate(
-    model: PreTrainedModel, *, hidden_size: int, layers: int, intermediate_size: int | None = None
-) -> PreTrainedModel:
+def inflate(model: PreTrainedModel, *, hidden_size: int, layers: int, intermediate_size: int | None = None) -> PreTrainedModel:
     """A larger model with the same function; see `foretoken.zoo.inflation`."""
     from foretoken.zoo.inflation import inflate
 

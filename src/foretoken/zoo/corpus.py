@@ -24,9 +24,10 @@ import re
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,7 +81,7 @@ class Corpus:
 
     train: tuple[SourceFile, ...]
     held_out: tuple[SourceFile, ...]
-    manifest: dict
+    manifest: dict[str, Any]
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -112,8 +113,9 @@ def build() -> Corpus:
     files = []
     for package, path, location in discover():
         text = read(location)
-        reason = "unreadable" if text is None else rejection(text)
-        if reason:
+        if text is None:
+            drop("unreadable")
+        elif reason := rejection(text):
             drop(reason)
         else:
             files.append(SourceFile(package, path, text))
@@ -121,7 +123,8 @@ def build() -> Corpus:
     # Held-out files first: a near-duplicate pair across the split then costs the training half, never the held-out one.
     # Within a half, the order is by hash, so that the cap takes a sample of a package and not the head of its alphabet.
     files.sort(key=lambda file: (not file.held_out, hashlib.sha256(file.path.encode()).digest()))
-    kept, used = [], {}
+    kept: list[SourceFile] = []
+    used: dict[str, int] = {}
     for file, duplicate in zip(files, near_duplicates(file.text for file in files)):
         top = "stdlib" if file.package.startswith("stdlib:") else file.package
         if duplicate:
@@ -148,9 +151,9 @@ def discover() -> Iterator[tuple[str, str, Path]]:
             listed = importlib.metadata.files(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        for path in sorted(path for path in listed if path.suffix == ".py"):
-            if not SKIPPED_FOLDERS.intersection(path.parts[:-1]) and ".." not in path.parts:
-                yield name, path.as_posix(), Path(str(path.locate()))
+        for member in sorted(member for member in listed if member.suffix == ".py"):
+            if not SKIPPED_FOLDERS.intersection(member.parts[:-1]) and ".." not in member.parts:
+                yield name, member.as_posix(), Path(str(member.locate()))
 
 
 def read(location: Path) -> str | None:
@@ -214,9 +217,9 @@ def minhash(text: str) -> np.ndarray:
 _HASHES = np.random.Generator(np.random.PCG64(0)).integers(0, 2**64, size=(2, BANDS * ROWS), dtype=np.uint64) | np.uint64(1)
 
 
-def _manifest(train: tuple[SourceFile, ...], held_out: tuple[SourceFile, ...], dropped: dict[str, int]) -> dict:
-    def account(files: tuple[SourceFile, ...]) -> dict:
-        packages: dict[str, dict] = {}
+def _manifest(train: tuple[SourceFile, ...], held_out: tuple[SourceFile, ...], dropped: dict[str, int]) -> dict[str, Any]:
+    def account(files: tuple[SourceFile, ...]) -> dict[str, Any]:
+        packages: dict[str, dict[str, Any]] = {}
         for file in files:
             entry = packages.setdefault(file.package, {"files": 0, "bytes": 0, **_provenance(file.package)})
             entry["files"] += 1
@@ -234,7 +237,7 @@ def _provenance(package: str) -> dict[str, str]:
     if package.startswith("stdlib:"):
         return {}
     try:
-        metadata = importlib.metadata.metadata(package)
+        metadata: Mapping[str, str] = importlib.metadata.metadata(package)  # type: ignore[assignment]
     except importlib.metadata.PackageNotFoundError:
         return {}
     licence = metadata.get("License-Expression") or (metadata.get("License") or "").partition("\n")[0]

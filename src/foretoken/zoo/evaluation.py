@@ -37,8 +37,8 @@ class Score:
 def score_model(model: PreTrainedModel, held_out: Encoded, *, rows: int = 8) -> Score:
     nats = hits = count = 0.0
     with torch.inference_mode():
-        for ids, first in _batches(held_out, rows):
-            ids = torch.from_numpy(ids)
+        for batch, first in _batches(held_out, rows):
+            ids = torch.from_numpy(batch)
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()[:, first:]
             labels = ids[:, first + 1 :]
             nats += F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").item()
@@ -63,7 +63,7 @@ def _bits_per_byte(nats: float, held_out: Encoded) -> float:
 
 def _batches(held_out: Encoded, rows: int) -> Iterator[tuple[NDArray[np.int64], int]]:
     """([rows, S + 1] ids, index of the first prediction that counts): every token but the separators counts exactly once."""
-    groups: dict[tuple[int, int], list[NDArray]] = {}
+    groups: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
     for document in held_out.documents():
         for start in range(0, max(len(document) - 1 - OVERLAP, 1), WINDOW - OVERLAP):
             window = document[start : start + WINDOW + 1].astype(np.int64)

@@ -29,10 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from foretoken.zoo.recipe import CONTEXT, SEED
+from foretoken.zoo.recipe import CONTEXT, SEED, Batch, Rates
 
 QUERY_BLOCK = 256
 CHECKPOINT = "checkpoint.pt"
+
+Loss = Callable[[PreTrainedModel, Tensor], Tensor]  # of a model on ids [B, S + 1]: mean nats per token
 
 
 @dataclass(frozen=True)
@@ -41,35 +43,19 @@ class Schedule:
 
     budget: int
     warmup: int = 500_000
-    cooldown: float = 0.22  # share of the budget
+    cooldown: float = 0.2  # share of the budget
 
     @property
     def cooldown_start(self) -> int:
         return int(self.budget * (1 - self.cooldown))
 
+    def cooled(self, tokens: int) -> float:
+        """How much of the cool-down is over, from 0 to 1."""
+        return min(max(tokens - self.cooldown_start, 0) / (self.budget - self.cooldown_start), 1.0)
+
     def rate(self, tokens: int) -> float:
         """The learning rate after this many tokens, relative to its peak."""
-        if tokens < self.warmup:
-            return (tokens + 1) / self.warmup
-        if tokens < self.cooldown_start:
-            return 1.0
-        progress = (tokens - self.cooldown_start) / (self.budget - self.cooldown_start)
-        return max(0.0, 1.0 - progress**0.5)
-
-
-@dataclass(frozen=True)
-class Batch:
-    rows: int = 16
-    length: int = 512
-    cooldown_length: int = 1024
-    micro_tokens: int = 2048  # per backward pass: small enough that activations stay in the cache
-
-
-@dataclass(frozen=True)
-class Rates:
-    matrices: float = 0.01  # Muon
-    rest: float = 3e-3  # AdamW
-    weight_decay: float = 0.1
+        return min((tokens + 1) / self.warmup, 1.0 - self.cooled(tokens) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,9 @@ class Progress:
     seconds: float = 0.0
 
 
-def blocked_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
+def blocked_attention(
+    module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: object
+) -> tuple[Tensor, None]:
     """Causal attention over queries [B, H, S, D], one block of queries at a time; never looks at keys that are masked anyway."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -125,14 +113,13 @@ def groups(tokens: np.ndarray, rows: int, first: int) -> Iterator[Tensor]:
     blocks = (len(tokens) - 1) // CONTEXT
     per_epoch = blocks // rows
     offsets = np.arange(CONTEXT + 1)
-    number = first
+    epoch, start = divmod(first, per_epoch)
     while True:
-        epoch, index = divmod(number, per_epoch)
         order = np.random.default_rng((SEED, epoch)).permutation(blocks)
-        for index in range(index, per_epoch):
+        for index in range(start, per_epoch):
             chosen = order[index * rows : (index + 1) * rows]
             yield torch.from_numpy(tokens[chosen[:, None] * CONTEXT + offsets].astype(np.int64))
-            number += 1
+        epoch, start = epoch + 1, 0
 
 
 def optimizers(model: PreTrainedModel, rates: Rates) -> list[torch.optim.Optimizer]:
@@ -154,7 +141,7 @@ def cross_entropy(model: PreTrainedModel, ids: Tensor) -> Tensor:  # [B, S + 1] 
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def distillation(teacher: PreTrainedModel, *, weight: float = 0.7) -> Callable[[PreTrainedModel, Tensor], Tensor]:
+def distillation(teacher: PreTrainedModel, *, weight: float = 0.7) -> Loss:
     """A loss that mixes the data's cross-entropy with the cross-entropy to the teacher's distribution."""
     teacher.requires_grad_(False).eval().set_attn_implementation("zoo_blocked")
 
@@ -181,7 +168,7 @@ class Run:
         self.model = build(config)
         self.optimizers = optimizers(self.model, rates)
         self.progress = Progress()
-        self._compiled: set[int] = set()  # sequence lengths
+        self._compiled: set[tuple[Callable[[Tensor], Tensor], int]] = set()  # losses and the lengths they were called with
         self._stop = False
 
     @property
@@ -211,24 +198,30 @@ class Run:
         validation: np.ndarray,
         schedule: Schedule,
         *,
-        loss: Callable[[PreTrainedModel, Tensor], Tensor] = cross_entropy,
+        cooldown_loss: Loss | None = None,
         report_every: float = 20.0,
         save_every: float = 150.0,
     ) -> None:
-        """Trains until the schedule's budget is spent, or until SIGTERM or Ctrl-C; saves either way."""
+        """Trains until the schedule's budget is spent, or until SIGTERM or Ctrl-C; saves either way.
+
+        The loss is `cross_entropy`, and in the cool-down `cooldown_loss` where one is given.
+        """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        compiled = torch.compile(lambda ids: loss(self.model, ids), dynamic=False)
+        losses = [
+            torch.compile(lambda ids, loss=loss: loss(self.model, ids), dynamic=False)
+            for loss in (cross_entropy, cooldown_loss or cross_entropy)
+        ]
         previous = [signal.signal(number, self._request_stop) for number in (signal.SIGTERM, signal.SIGINT)]
         start = reported = saved = time.monotonic()
         already, since, recent = self.progress.seconds, self.progress.tokens, []
         try:
             for group in groups(tokens, self.batch.rows, self.progress.groups):
-                cooling = self.progress.tokens >= schedule.cooldown_start
-                length = self.batch.cooldown_length if cooling else self.batch.length
+                cooled = schedule.cooled(self.progress.tokens)
+                loss, length = losses[cooled > 0], self.batch.length(cooled)
                 for column in range(0, CONTEXT, length):
-                    recent.append(self._step(pool, compiled, group[:, column : column + length + 1], schedule))
+                    recent.append(self._step(pool, loss, group[:, column : column + length + 1], schedule))
                 now = time.monotonic()
                 self.progress = replace(self.progress, groups=self.progress.groups + 1, seconds=already + now - start)
                 done = self._stop or self.progress.tokens >= schedule.budget
@@ -248,20 +241,18 @@ class Run:
             for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous):
                 signal.signal(number, handler)
 
-    def _step(
-        self, pool: ThreadPoolExecutor, compiled: Callable[[Tensor], Tensor], ids: Tensor, schedule: Schedule
-    ) -> float:
+    def _step(self, pool: ThreadPoolExecutor, loss: Callable[[Tensor], Tensor], ids: Tensor, schedule: Schedule) -> float:
         """One optimizer step over ids [rows, S + 1]; returns the mean loss."""
         length = ids.shape[1] - 1
         parameters = list(self.model.parameters())
-        parts = [part.contiguous() for part in ids.split(max(1, self.batch.micro_tokens // length))]
+        parts = [part.contiguous() for part in torch.split(ids, max(1, self.batch.micro_tokens // length))]
 
         def backward(part: Tensor) -> tuple[float, tuple[Tensor, ...]]:
-            value = compiled(part)
+            value = loss(part)
             return value.item(), torch.autograd.grad(value, parameters)
 
-        first = [backward(parts.pop())] if length not in self._compiled else []  # compilation is not for several threads
-        self._compiled.add(length)
+        first = [backward(parts.pop())] if (loss, length) not in self._compiled else []  # compilation is not for several threads
+        self._compiled.add((loss, length))
         losses, gradients = zip(*first, *pool.map(backward, parts))
         for parameter, *shares in zip(parameters, *gradients):
             parameter.grad = torch.stack(shares).mean(0)
@@ -288,11 +279,11 @@ class Run:
     def _validate(self, validation: np.ndarray, length: int = 512, rows: int = 64) -> None:
         spread = np.linspace(0, len(validation) - length - 1, rows).astype(np.int64)
         ids = torch.from_numpy(validation[spread[:, None] + np.arange(length + 1)].astype(np.int64))
-        values = [cross_entropy(self.model, part).item() for part in ids.split(8)]
+        values = [cross_entropy(self.model, part).item() for part in torch.split(ids, 8)]
         line = {**asdict(self.progress), "held_out_nats_per_token": float(np.mean(values))}
         with open(self.folder / "validation.jsonl", "a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
         print(f"{'':8} held out: {line['held_out_nats_per_token']:.4f} nats per token", flush=True)
 
-    def _request_stop(self, *_) -> None:
+    def _request_stop(self, *_: object) -> None:
         self._stop = True

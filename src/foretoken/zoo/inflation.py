@@ -26,7 +26,7 @@ import re
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 SILENT = ("embed_tokens", "lm_head", "o_proj", "down_proj")  # outside the old corner these must be zero
 FREE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # outside the old corner any number will do
@@ -63,7 +63,7 @@ def inflate(
     return inflated.train(model.training).requires_grad_(False)
 
 
-def _inflated_config(model: PreTrainedModel, hidden_size: int, layers: int, intermediate_size: int | None):
+def _inflated_config(model: PreTrainedModel, hidden_size: int, layers: int, intermediate_size: int | None) -> PretrainedConfig:
     config = copy.deepcopy(model.config)
     if config.model_type != "llama":
         raise ValueError(f"only llama-architecture models can be inflated, not {config.model_type!r}")
@@ -102,9 +102,7 @@ def _source_tensor(name: str, source: dict[str, Tensor], origin: dict[int, int])
     return None if old is None else source[name.replace(layer[0], f"model.layers.{old}.")]
 
 
-def _extended(
-    name: str, old: Tensor | None, shape: torch.Size, ratio: int, generator: torch.Generator, model: PreTrainedModel
-) -> Tensor:
+def _extended(name: str, old: Tensor | None, shape: torch.Size, ratio: int, generator: torch.Generator, model: PreTrainedModel) -> Tensor:
     part = name.split(".")[-2]
     new = torch.empty(shape, dtype=model.dtype, device=model.device)
     if part in SILENT:

@@ -7,42 +7,38 @@ import platform
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foretoken.drafters.ngram_model import NGramModel
 from foretoken.zoo import DRAFT, MODELS, NGRAM, TARGET
 from foretoken.zoo.recipe import NGRAM_ORDER
 
+VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
 
-def package_model(name: str, run: Path, tokenizer: PreTrainedTokenizerFast, figures: dict, manifest: dict) -> Path:
-    """Writes bfloat16 weights from a run's checkpoint, and what belongs beside them."""
+Figures = dict[str, Any]  # what becomes JSON
+
+
+def package_model(name: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, figures: Figures, manifest: Figures) -> Path:
+    """Writes bfloat16 weights and what belongs beside them."""
     folder = _fresh(name)
-    model = load_run(run).to(torch.bfloat16)
+    model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=1)
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     figures = {"parameters": model.num_parameters(), **figures}
-    _write_figures(folder, figures, manifest)
-    (folder / "README.md").write_text(_model_card(name, model.config, figures, manifest), encoding="utf-8")
+    _finish(folder, _model_card(name, model.config, figures, manifest), figures, manifest)
     return folder
 
 
-def package_ngram(model: NGramModel, figures: dict, manifest: dict) -> Path:
+def package_ngram(model: NGramModel, figures: Figures, manifest: Figures) -> Path:
     folder = _fresh(NGRAM)
     model.save(folder / "ngram.safetensors")
     figures = {"parameters": model.ngrams, "contexts": model.contexts, **figures}
-    _write_figures(folder, figures, manifest)
-    (folder / "README.md").write_text(_ngram_card(figures, manifest), encoding="utf-8")
+    _finish(folder, _ngram_card(figures, manifest), figures, manifest)
     return folder
-
-
-def load_run(run: Path) -> LlamaForCausalLM:
-    """The model of a run's checkpoint, in float32."""
-    from foretoken.zoo.fit import load_weights
-
-    return load_weights(run)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -50,6 +46,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     # The generic class name, so that older readers of the format know the file too.
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for local in ("is_local", "local_files_only"):
+        settings.pop(local, None)
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -60,15 +58,17 @@ def _fresh(name: str) -> Path:
     return folder
 
 
-def _write_figures(folder: Path, figures: dict, manifest: dict) -> None:
+def _finish(folder: Path, card: str, figures: Figures, manifest: Figures) -> None:
+    (folder / "README.md").write_text(card, encoding="utf-8")
     corpus = {half: {key: manifest[half][key] for key in ("files", "bytes", "sha256")} for half in ("train", "held_out")}
-    versions = {name: version(name) for name in ("torch", "transformers", "tokenizers", "numpy")}
-    versions["python"] = platform.python_version()
+    versions = {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}}
     document = {**figures, "corpus": corpus, "versions": versions}
     (folder / "metrics.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors makes its files private
 
 
-def _data_section(manifest: dict) -> str:
+def _data_section(manifest: Figures) -> str:
     def names(half: str) -> str:
         packages = manifest[half]["packages"]
         distributions = [f"{name} {entry['version']}" for name, entry in packages.items() if "version" in entry]
@@ -90,13 +90,21 @@ Each package keeps its own licence; `metrics.json` has the digests of both halve
 """
 
 
-def _model_card(name: str, config, figures: dict, manifest: dict) -> str:
+def _model_card(name: str, config: LlamaConfig, figures: Figures, manifest: Figures) -> str:
     held_out, trained, baseline = figures["held_out"], figures["training"], figures["baseline"]
     role = {
         TARGET: "A small language model of Python source, for demonstrations, tests and benchmarks of speculative decoding: the target.",
         DRAFT: f"The draft model for `{TARGET}`: same tokenizer, a ninth of the parameters, distilled from it.",
     }[name]
+    objective = "Next-token cross-entropy" + (
+        ", in the cool-down mixed with the cross-entropy to the target's distribution (0.3 to 0.7)" if trained["distilled"] else ""
+    )
     command = {TARGET: "target", DRAFT: "draft"}[name]
+    command += f" --budget {trained['tokens'] / 1e6:.1f} --cooldown {trained['cooldown']}"
+
+    def row(label: str, score: Figures) -> str:
+        return f"| {label} | {score['bits_per_byte']:.4f} | {score['nats_per_token']:.4f} | {score['accuracy']:.1%} |"
+
     return f"""# {name}
 
 {role} It has seen nothing but Python source and is good for nothing else.
@@ -110,10 +118,9 @@ Weights in bfloat16.
 
 | | bits per byte | nats per token | next token right |
 | --- | --- | --- | --- |
-| float32 weights | {held_out["float32"]["bits_per_byte"]:.4f} | {held_out["float32"]["nats_per_token"]:.4f} | {held_out["float32"]["accuracy"]:.1%} |
-| bfloat16 weights, as packaged | {held_out["bfloat16"]["bits_per_byte"]:.4f} | {held_out["bfloat16"]["nats_per_token"]:.4f} | \
-{held_out["bfloat16"]["accuracy"]:.1%} |
-| n-gram baseline | {baseline["bits_per_byte"]:.4f} | | |
+{row("float32 weights", held_out["float32"])}
+{row("bfloat16 weights, as packaged", held_out["bfloat16"])}
+{row("n-gram baseline", baseline)}
 
 The baseline is an {baseline["what"]}. This model is {1 - held_out["bfloat16"]["bits_per_byte"] / baseline["bits_per_byte"]:.1%} below it.
 
@@ -129,8 +136,8 @@ python -m foretoken.zoo.train package --out RUN
 ```
 
 {trained["tokens"]:,} training tokens ({trained["epochs"]:.2f} epochs) in {trained["seconds"] / 60:.0f} minutes on {trained["machine"]}. \
-{trained["objective"]}; Muon and AdamW, warm-up, stable and decay; bfloat16 autocast over float32 weights; \
-sequences of {trained["lengths"][0]} tokens, of {trained["lengths"][1]} in the cool-down.
+{objective}; Muon and AdamW, warm-up, stable and decay over the last {trained["cooldown"]:.0%}; bfloat16 autocast over float32 weights; \
+sequences of {trained["lengths"][0]} tokens, of {trained["lengths"][1]} and then {trained["lengths"][2]} in the cool-down.
 
 ## Limits
 
@@ -138,15 +145,16 @@ The text looks like Python and is often wrong. The training data holds names of 
 """
 
 
-def _ngram_card(figures: dict, manifest: dict) -> str:
+def _ngram_card(figures: Figures, manifest: Figures) -> str:
     return f"""# {NGRAM}
 
-Which tokens follow which in Python source: a back-off table of order {NGRAM_ORDER} (contexts of up to {NGRAM_ORDER - 1} tokens) for the `ngram`
-drafter, with the tokenizer of `{TARGET}`. {figures["parameters"]:,} n-grams in {figures["contexts"]:,} contexts: those seen at least \
-{figures["min_count"]} times in training, at most {figures["successors"]} per context.
+Which tokens follow which in Python source: a back-off table of order {NGRAM_ORDER} (contexts of up to {NGRAM_ORDER - 1} tokens) for \
+the `ngram` drafter, with the tokenizer of `{TARGET}`. {figures["parameters"]:,} n-grams in {figures["contexts"]:,} contexts: \
+those seen at least {figures["min_count"]} times in training, at most {figures["successors"]} per context.
 
-On the held-out packages the most likely next token is right {figures["held_out"]["accuracy"]:.1%} of the time. As a probability model
-(interpolated Witten-Bell) the table needs {figures["held_out"]["bits_per_byte"]:.4f} bits per byte; before pruning, {figures["baseline"]["bits_per_byte"]:.4f}.
+On the held-out packages the most likely next token is right {figures["held_out"]["accuracy"]:.1%} of the time; before pruning it was \
+{figures["baseline"]["accuracy"]:.1%}, and as a probability model (interpolated Witten-Bell) the whole table needed \
+{figures["baseline"]["bits_per_byte"]:.4f} bits per byte. The pruned one is for ranking, not for probabilities.
 
 {_data_section(manifest)}
 ## Recipe

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -9,7 +15,7 @@ CONTEXT = 2048
 SEED = 0
 
 
-def llama_config(*, hidden: int, heads: int, kv_heads: int, layers: int, intermediate: int):
+def llama_config(*, hidden: int, heads: int, kv_heads: int, layers: int, intermediate: int) -> LlamaConfig:
     """A llama architecture with heads of 64 and tied embeddings."""
     from transformers import LlamaConfig
 
@@ -31,12 +37,35 @@ def llama_config(*, hidden: int, heads: int, kv_heads: int, layers: int, interme
     )
 
 
-def target_config():
+def target_config() -> LlamaConfig:
     return llama_config(hidden=256, heads=4, kv_heads=2, layers=8, intermediate=768)
 
 
-def draft_config():
+def draft_config() -> LlamaConfig:
     return llama_config(hidden=128, heads=2, kv_heads=1, layers=2, intermediate=352)
+
+
+@dataclass(frozen=True)
+class Batch:
+    rows: int = 16
+    lengths: tuple[int, int, int] = (512, 1024, 2048)  # until the cool-down, in its first 60 %, and at its end
+    micro_tokens: int = 2048  # per backward pass: small enough that activations stay in the cache
+
+    def length(self, cooled: float) -> int:
+        return self.lengths[0 if cooled == 0 else 1 if cooled < 0.6 else 2]
+
+
+@dataclass(frozen=True)
+class Rates:
+    matrices: float = 0.01  # Muon
+    rest: float = 3e-3  # AdamW
+    weight_decay: float = 0.1
+
+
+TARGET_BATCH, TARGET_RATES = Batch(), Rates()
+TARGET_BUDGET, TARGET_COOLDOWN = 16.5, 0.13  # million tokens, and the share of them that the cool-down takes
+DRAFT_BATCH, DRAFT_RATES = Batch(lengths=(512, 1024, 1024)), Rates(matrices=0.015, rest=4e-3)
+DRAFT_BUDGET, DRAFT_COOLDOWN = 16.0, 0.3
 
 NGRAM_ORDER = 4
 NGRAM_SUCCESSORS = 4  # kept per context

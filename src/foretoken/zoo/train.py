@@ -11,20 +11,29 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from foretoken.zoo import recipe
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from foretoken.zoo.fit import Loss, Schedule
+    from foretoken.zoo.tokenization import Encoded
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the corpus, checkpoints and figures.", file_okay=False)]
 Budget = Annotated[float, typer.Option("--budget", help="Training tokens in millions; the cool-down ends exactly there.")]
+Cooldown = Annotated[float, typer.Option("--cooldown", help="Share of the budget over which the learning rate falls to zero.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's checkpoint; the budget may be another one.")]
-
-TARGET_BUDGET, DRAFT_BUDGET = 28.0, 40.0
 
 
 @app.command()
@@ -56,27 +65,44 @@ def tokenizer(out: Out) -> None:
 
 
 @app.command()
-def target(out: Out, budget: Budget = TARGET_BUDGET, resume: Resume = False) -> None:
+def target(out: Out, budget: Budget = recipe.TARGET_BUDGET, cooldown: Cooldown = recipe.TARGET_COOLDOWN, resume: Resume = False) -> None:
     """Train the target on the corpus (an hour and more)."""
-    from foretoken.zoo import fit, recipe
+    from foretoken.zoo import fit
 
-    _fit(out / "target", recipe.target_config(), recipe.TARGET_RATES, fit.cross_entropy, out, budget, resume)
+    _fit(
+        out,
+        "target",
+        recipe.target_config(),
+        recipe.TARGET_BATCH,
+        recipe.TARGET_RATES,
+        fit.Schedule(int(budget * 1e6), cooldown=cooldown),
+        resume,
+    )
 
 
 @app.command()
-def draft(out: Out, budget: Budget = DRAFT_BUDGET, resume: Resume = False) -> None:
-    """Train the draft on the corpus and on the target's distribution (a quarter of an hour)."""
-    from foretoken.zoo import fit, recipe
+def draft(out: Out, budget: Budget = recipe.DRAFT_BUDGET, cooldown: Cooldown = recipe.DRAFT_COOLDOWN, resume: Resume = False) -> None:
+    """Train the draft on the corpus, and in the cool-down on the target's distribution (a quarter of an hour)."""
+    from foretoken.zoo import fit
 
     teacher = fit.load_weights(_needed(out / "target", "target"))
-    _fit(out / "draft", recipe.draft_config(), recipe.DRAFT_RATES, fit.distillation(teacher), out, budget, resume)
+    _fit(
+        out,
+        "draft",
+        recipe.draft_config(),
+        recipe.DRAFT_BATCH,
+        recipe.DRAFT_RATES,
+        fit.Schedule(int(budget * 1e6), cooldown=cooldown),
+        resume,
+        fit.distillation(teacher),
+    )
 
 
 @app.command()
 def ngram(out: Out) -> None:
     """Count the n-gram table, prune it to its size limit, and measure the n-gram baseline (a few minutes)."""
     from foretoken.drafters.ngram_model import NGramModel
-    from foretoken.zoo import evaluation, recipe
+    from foretoken.zoo import evaluation
 
     _keep_freed_memory()
     train, held_out = _tokens(out)
@@ -96,7 +122,8 @@ def ngram(out: Out) -> None:
         "min_count": min_count,
         "successors": recipe.NGRAM_SUCCESSORS,
         "baseline": baseline,
-        "held_out": asdict(evaluation.score_ngram(table, held_out)),
+        # Pruning takes the probabilities apart and leaves the ranks, which is all that a draft needs.
+        "held_out": {"accuracy": evaluation.score_ngram(table, held_out).accuracy},
     }
     _write(out / "ngram" / "figures.json", figures)
     typer.echo(f"table: {table.ngrams:,} n-grams seen at least {min_count} times")
@@ -127,7 +154,7 @@ def package(out: Out) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from foretoken.drafters.ngram_model import NGramModel
-    from foretoken.zoo import DRAFT, TARGET, packaging
+    from foretoken.zoo import DRAFT, TARGET, fit, packaging
 
     manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
     learnt = PreTrainedTokenizerFast.from_pretrained(_needed(out / "tokenizer", "tokenizer"))
@@ -138,48 +165,55 @@ def package(out: Out) -> None:
             "held_out": _read(_needed(out / run / "scores.json", "evaluate")),
             "baseline": ngram_figures["baseline"],
         }
-        typer.echo(packaging.package_model(name, out / run, learnt, figures, manifest))
+        typer.echo(packaging.package_model(name, fit.load_weights(out / run), learnt, figures, manifest))
     table = NGramModel.load(out / "ngram" / "ngram.safetensors")
     typer.echo(packaging.package_ngram(table, ngram_figures, manifest))
 
 
 @app.command(name="all")
-def everything(out: Out, target_budget: float = TARGET_BUDGET, draft_budget: float = DRAFT_BUDGET) -> None:
-    """All steps in order; budgets in millions of tokens."""
+def everything(out: Out) -> None:
+    """All steps in order, with the budgets of the recipe."""
     corpus(out)
     tokenizer(out)
     ngram(out)
-    target(out, target_budget)
-    draft(out, draft_budget)
+    target(out)
+    draft(out)
     evaluate(out)
     package(out)
 
 
-def _fit(folder: Path, config, rates, loss, out: Path, budget: float, resume: bool) -> None:
+def _fit(
+    out: Path,
+    name: str,
+    config: LlamaConfig,
+    batch: recipe.Batch,
+    rates: recipe.Rates,
+    schedule: Schedule,
+    resume: bool,
+    cooldown_loss: Loss | None = None,
+) -> None:
     from foretoken.zoo import fit
 
     _keep_freed_memory()
+    folder = out / name
     if not resume and (folder / fit.CHECKPOINT).exists():
         raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
     train, held_out = _tokens(out)
-    batch = fit.Batch()
     run = fit.Run(config, folder, batch=batch, rates=rates)
     if resume:
         run.resume()
     typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")
-    run.train(train.tokens, held_out.tokens, fit.Schedule(int(budget * 1e6)), loss=loss)
-    _write(
-        folder / "training.json",
-        {
-            "tokens": run.progress.tokens,
-            "epochs": run.progress.tokens / len(train.tokens),
-            "seconds": run.progress.seconds,
-            "lengths": [batch.length, batch.cooldown_length],
-            "objective": "Next-token cross-entropy" if loss is fit.cross_entropy else "Cross-entropy to the target's distribution "
-            "(weight 0.7) and to the data (0.3)",
-            "machine": fit.machine(),
-        },
-    )
+    run.train(train.tokens, held_out.tokens, schedule, cooldown_loss=cooldown_loss)
+    account = {
+        "tokens": run.progress.tokens,
+        "epochs": run.progress.tokens / len(train.tokens),
+        "seconds": run.progress.seconds,
+        "cooldown": schedule.cooldown,
+        "lengths": batch.lengths,
+        "distilled": cooldown_loss is not None,
+        "machine": f"{os.cpu_count()} cores ({platform.machine()})",
+    }
+    _write(folder / "training.json", account)
 
 
 def _keep_freed_memory() -> None:
@@ -192,7 +226,7 @@ def _keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
-def _tokens(out: Path):
+def _tokens(out: Path) -> tuple[Encoded, Encoded]:
     from foretoken.zoo.tokenization import Encoded
 
     folder = _needed(out / "tokens", "tokenizer")
@@ -205,11 +239,11 @@ def _needed(path: Path, step: str) -> Path:
     return path
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _write(path: Path, document: dict) -> None:
+def _write(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -1,0 +1,93 @@
+"""The command line of the benchmarks; each suite is a command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+WIDE = 180  # columns, where the tables go to a file or a pipe
+
+app = typer.Typer(help="Benchmarks of Foretoken, each beside a peer in one run.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def suites() -> None:
+    """Benchmarks of Foretoken, each beside a peer in one run."""
+
+
+@app.command()
+def overhead(
+    target: Annotated[str, typer.Option(help="A path, a hub id or zoo:NAME.")] = "zoo:python-300m",
+    draft: Annotated[str, typer.Option(help="The draft model, with the target's tokenizer.")] = "zoo:python-1m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 64,
+    prompts: Annotated[int, typer.Option(min=1, max=5, help="How many of the five prompts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after the warm-up.")] = 5,
+    draft_length: Annotated[int, typer.Option(min=1, help="γ, tokens drafted per round.")] = 5,
+    max_ngram: Annotated[int, typer.Option(min=1, help="Longest match that prompt lookup tries, on both sides.")] = 3,
+    noise_vocab_size: Annotated[int, typer.Option(min=2, help="Vocabulary of the noise section.")] = 150_000,
+    noise_repeats: Annotated[int, typer.Option(min=0, help="Repeats of the noise section; 0 leaves it out.")] = 20,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write overhead.json and overhead.md into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 also when a claim is missed.")] = False,
+) -> None:
+    """What a round costs outside the model's forward passes, beside transformers' own generation.
+
+    Exits with 1 when something could not be measured; it is then listed as a failure and has no figures.
+    """
+    given = locals()
+    from transformers.utils import logging
+
+    from foretoken.bench import environment, overhead_report, report
+    from foretoken.bench.overhead import Run, Settings
+    from foretoken.errors import ForetokenError
+
+    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
+    logging.disable_progress_bar()
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDE)
+    try:
+        run, where = _with_progress(settings, Run, environment.describe)
+    except ForetokenError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(2) from None
+    said: dict[str, Any] = {"command": _command(), "environment": where}
+    document, tables, notes = overhead_report.document(run, **said), overhead_report.tables(run), overhead_report.notes(run, **said)
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+    else:
+        report.show(tables, notes, console)
+    if out is not None:
+        for path in report.write(out, overhead_report.SUITE, document, tables, notes, overhead_report.TITLE):
+            console.print(f"wrote {path}", markup=False, highlight=False)
+    missed = strict and any(claim.verdict == "missed" for claim in overhead_report.made(run))
+    raise typer.Exit(1 if run.failures or missed else 0)
+
+
+def _with_progress(settings: Any, run_class: Any, describe: Any) -> tuple[Any, dict[str, Any]]:
+    """Run, with a bar on the error stream that is drawn between measurements only: a drawing thread would disturb them."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("overhead")
+
+        def advance() -> None:
+            progress.update(task, advance=1, refresh=True)
+
+        run = run_class(settings, advance)
+        progress.update(task, total=run.steps, refresh=True)
+        where = {**describe(settings.device), "threads": settings.threads}
+        run.run()
+        return run, where
+
+
+def _command() -> str:
+    return shlex.join(["python", "-m", "foretoken.bench", *sys.argv[1:]])

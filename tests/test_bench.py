@@ -1,0 +1,244 @@
+"""The benchmarks: their arithmetic, their document, and that what fails is never given another's figures."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from foretoken.bench import environment, overhead_report, prompts, verdicts
+from foretoken.bench.app import app
+from foretoken.bench.contestants import Contestant, contestants, of_transformers
+from foretoken.bench.overhead import Measurement, Run, Settings, measurement, turned
+from foretoken.bench.passes import Pass, PassRecorder
+from foretoken.bench.report import Table, write
+from foretoken.bench.verdicts import Claim, Spread
+from foretoken.errors import ConfigurationError
+
+QUICK = Settings(target="zoo:python-8m", threads=1, tokens=8, prompts=2, repeats=2, noise_vocab_size=500, noise_repeats=2, dtype="float32")
+OPTIONS = [
+    argument
+    for name in ("target", "threads", "tokens", "prompts", "repeats", "noise_vocab_size", "noise_repeats", "dtype")
+    for argument in (f"--{name.replace('_', '-')}", str(getattr(QUICK, name)))
+]
+WHO = {"contestant": "c", "repeat": 0, "prompt": 0, "same_as_plain": True}
+
+
+def tiny_llama(vocab_size):
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+# -- arithmetic ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_starts_after_the_prefill():
+    """A prompt of 10, prefilled alone, then rounds of 3 and 1 tokens; drafts between."""
+    passes = [
+        Pass("target", 1.0, 2.0, 10, 0),
+        Pass("draft", 2.1, 2.2, 1, 10),
+        Pass("target", 2.5, 3.0, 4, 10),
+        Pass("target", 3.5, 4.0, 4, 13),
+    ]
+    got = measurement(passes, 10, 5, 0.5, 4.25, **WHO)
+    assert (got.rounds, got.round_tokens, got.target_passes, got.draft_passes) == (2, 4, 3, 1)
+    assert got.first_pass_at == pytest.approx(1.5)
+    assert got.round_wall == pytest.approx(2.25)
+    assert got.round_outside == pytest.approx(2.25 - 1.0 - 0.1)
+    assert got.outside == pytest.approx(3.75 - 2.0 - 0.1)
+
+
+def test_a_first_pass_that_verifies_a_draft_yields_tokens_of_its_own():
+    """transformers drafts before the prefill: two of its drafts survive, so three tokens come from the first pass."""
+    passes = [Pass("draft", 0.1, 0.2, 10, 0), Pass("target", 1.0, 2.0, 15, 0), Pass("target", 3.0, 4.0, 6, 12)]
+    got = measurement(passes, 10, 5, 0.0, 4.5, **WHO)
+    assert (got.rounds, got.round_tokens) == (1, 2)
+    assert got.round_outside == pytest.approx(1.5)  # the draft before the prefill is no part of a round
+
+
+def test_a_prefill_in_chunks_is_no_round():
+    passes = [Pass("target", 0.0, 1.0, 8, 0), Pass("target", 1.0, 2.0, 2, 8), Pass("target", 2.0, 3.0, 1, 10)]
+    assert measurement(passes, 10, 2, 0.0, 3.0, **WHO).rounds == 1
+
+
+def sample(contestant, repeat, **changes):
+    like = Measurement(contestant, repeat, 0, 64, 20, 0, 2.0, 1.0, 0.0, 0.1, 20, 63, 1.9, 0.5, True)
+    return replace(like, **changes)
+
+
+def test_ratios_are_paired_within_a_repeat():
+    """Each repeat is half as slow again as the last on both sides; the ratio does not see it."""
+    rows = [sample("transformers plain", n, round_outside=0.4 * (n + 1)) for n in range(3)]
+    rows += [sample("foretoken plain", n, round_outside=0.1 * (n + 1)) for n in range(3)]
+    ratio = verdicts.ratios(rows)["plain"]["outside_per_round"]
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((0.25, 0.25, 0.25))
+
+
+def test_a_contestant_that_missed_a_call_has_no_median():
+    rows = [sample("transformers plain", n) for n in range(3)] + [sample("foretoken plain", n) for n in range(2)]
+    assert list(verdicts.summaries(rows)) == ["transformers plain"]
+    assert set(verdicts.ratios(rows)["plain"].values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("at_most", "spread", "verdict"),
+    [
+        (True, Spread(0.4, 0.3, 0.7), "met"),
+        (True, Spread(0.6, 0.4, 0.7), "within noise"),
+        (True, Spread(0.6, 0.55, 0.7), "missed"),
+        (False, Spread(0.4, 0.3, 0.6), "within noise"),
+        (False, Spread(0.6, 0.3, 0.7), "met"),
+        (False, Spread(0.4, 0.3, 0.45), "missed"),
+        (True, None, "not measured"),
+    ],
+)
+def test_verdicts(at_most, spread, verdict):
+    assert Claim("c", 0.5, at_most, spread).verdict == verdict
+
+
+def test_nobody_always_follows_the_same():
+    assert {tuple(turned(["a", "b", "c"], by)) for by in range(6)} == {("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")}
+
+
+# -- recording ----------------------------------------------------------------------------------------------------------------
+
+
+def test_passes_are_recorded_and_the_hooks_taken_off():
+    model = tiny_llama(50)
+    before = dict(vars(model))
+    with PassRecorder(target=model) as recorder:
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert [(each.model, each.start, each.nodes) for each in recorder.passes] == [("target", 0, 3), ("target", 3, 1), ("target", 4, 1)]
+    assert all(each.begin < each.end for each in recorder.passes)
+    assert vars(model) == before and not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_prompts_share_no_beginning_worth_reusing():
+    assert len({text[:30] for text in prompts.PYTHON}) == len(prompts.PYTHON)
+
+
+def test_the_environment_names_no_place():
+    described = environment.describe()
+    assert described["packages"]["torch"] and described["threads"] >= 1
+    assert str(Path.home()) not in json.dumps(described) and str(Path.cwd()) not in json.dumps(described)
+
+
+# -- a run --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    result = CliRunner().invoke(app, ["overhead", *OPTIONS, "--out", str(folder)])
+    assert result.exit_code == 0, result.output
+    return json.loads((folder / "overhead.json").read_text()), (folder / "overhead.md").read_text()
+
+
+def test_the_document_has_its_schema(written):
+    document, _ = written
+    names = {entrant.name for entrant in contestants()}
+    assert (document["schema"], document["suite"], document["failures"]) == (1, "overhead", [])
+    assert document["settings"]["tokens"] == QUICK.tokens and document["command"].startswith("python -m foretoken.bench")
+    assert {"commit", "dirty", "cpu", "threads", "packages", "date"} <= document["environment"].keys()
+    assert document["medians"].keys() == names == document["mismatches"].keys()
+    assert len(document["measurements"]) == len(names) * QUICK.repeats * QUICK.prompts
+    assert {each["nodes"] for each in document["noise"]} == {1, QUICK.draft_length + 1}
+    assert [claim["verdict"] in ("met", "within noise", "missed") for claim in document["claims"]] == [True] * 7
+
+
+def test_both_sides_do_the_same_work(written):
+    """float32: the same tokens everywhere, and as many passes as the definition of each mode says."""
+    document, _ = written
+    assert set(document["mismatches"].values()) == {0}
+    for each in document["measurements"]:
+        assert each["tokens"] == QUICK.tokens
+        assert 0 < each["round_outside"] < each["outside"] < each["wall"]
+        if each["contestant"].endswith("plain"):
+            assert each["rounds"] == QUICK.tokens - 1 and each["draft_passes"] == 0
+        if each["contestant"].endswith("draft-model"):
+            assert each["draft_passes"] > each["rounds"] and each["draft_seconds"] > 0
+
+
+def test_the_markdown_holds_the_tables(written):
+    _, text = written
+    assert text.startswith("# Overhead") and "| foretoken prompt-lookup |" in text and "returned the tokens of plain transformers" in text
+
+
+# -- failures -----------------------------------------------------------------------------------------------------------------
+
+
+def broken(side, mode, when):
+    """A contestant that fails at set-up, in the warm-up, or in its last call."""
+
+    def build(field):
+        if when == "set-up":
+            raise ValueError("no such thing")
+        decode, calls = of_transformers(field), []
+
+        def fail(prompt):
+            calls.append(prompt)
+            if when == "warm-up" or len(calls) == 4:
+                raise ValueError("no such thing")
+            return decode(prompt)
+
+        return fail
+
+    return Contestant(side, mode, build)
+
+
+@pytest.mark.parametrize("when", ["set-up", "warm-up", "measurement"])
+def test_a_failure_stays_a_failure(when, tmp_path):
+    settings = replace(QUICK, prompts=1, repeats=3, noise_repeats=0)
+    entrants = [contestants()[0], broken("foretoken", "plain", when)]
+    run = Run(settings, entrants=entrants)
+    run.run()
+    said = {"command": "c", "environment": environment.describe()}
+    document = overhead_report.document(run, **said)
+    assert [(each["contestant"], each["stage"], each["message"]) for each in document["failures"]] == [
+        ("foretoken plain", when, "ValueError: no such thing")
+    ]
+    assert list(document["medians"]) == ["transformers plain"]
+    assert set(document["ratios"]["plain"].values()) == {None}
+    assert all(claim["verdict"] == "not measured" for claim in document["claims"])
+    write(tmp_path, "overhead", document, overhead_report.tables(run), overhead_report.notes(run, **said), overhead_report.TITLE)
+    assert "| foretoken plain |" in (tmp_path / "overhead.md").read_text()
+
+
+def test_without_the_reference_no_tokens_are_compared():
+    run = Run(
+        replace(QUICK, prompts=1, repeats=1, noise_repeats=0), entrants=[broken("transformers", "plain", "warm-up"), contestants()[1]]
+    )
+    run.run()
+    assert [each.same_as_plain for each in run.measurements] == [None]
+    assert "not compared" in overhead_report.notes(run, command="c", environment=environment.describe())[-1]
+
+
+def test_a_failure_makes_the_exit_code_1(tmp_path):
+    """A draft of another vocabulary: both sides refuse it, the other modes are measured."""
+    tiny_llama(50).save_pretrained(tmp_path / "draft")
+    quick = [*OPTIONS, "--prompts", "1", "--repeats", "1", "--noise-repeats", "0"]
+    result = CliRunner().invoke(app, ["overhead", *quick, "--draft", str(tmp_path / "draft"), "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    document = json.loads((tmp_path / "overhead.json").read_text())
+    assert {each["contestant"] for each in document["failures"]} == {"transformers draft-model", "foretoken draft-model"}
+    assert len(document["medians"]) == 4
+
+
+def test_too_few_tokens_are_refused():
+    with pytest.raises(ConfigurationError, match="7 or more"):
+        Run(replace(QUICK, tokens=6)).run()
+    assert CliRunner().invoke(app, ["overhead", "--tokens", "6"]).exit_code == 2
+
+
+def test_a_model_that_is_none_is_an_error_of_the_caller():
+    result = CliRunner().invoke(app, ["overhead", "--target", "./no-such-model"])
+    assert result.exit_code == 2 and "no-such-model" in result.output
+
+
+def test_tables_are_written_as_markdown():
+    assert Table("T", ("a", "b"), [("x", "1")]).markdown() == "## T\n\n| a | b |\n| --- | ---: |\n| x | 1 |\n"

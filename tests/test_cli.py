@@ -1,0 +1,500 @@
+"""The command line, as a person meets it: what it prints where, what it refuses and how, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from foretoken import __version__, drafters, verification, zoo
+from foretoken.cli import app, demo_report, printers
+from foretoken.cli.demo import Demo, Difference, Setting
+from foretoken.cli.detokenizer import UNFINISHED, Detokenizer
+from foretoken.cli.figures import combine, figures_line
+from foretoken.cli.generation import Configuration, parse_options
+from foretoken.drafters.prompt_lookup import PromptLookup
+from foretoken.stats import Stats
+
+POISON = "~"  # the tiny model answers this token with NaN
+EXACT = ("--dtype", "float32", "--max-new-tokens", "24")
+
+
+def cli(*arguments, stdin=None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, prog_name="foretoken")
+
+
+def generate(*arguments, stdin=None):
+    result = cli("generate", *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def process(*arguments, **options):
+    command = [sys.executable, "-m", "foretoken", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, **options)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return zoo.load_tokenizer("python-8m")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, tokenizer):
+    """A random model that never ends by itself, with a chat template and without a pad token."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, max_position_embeddings=32768, eos_token_id=None, **sizes))
+    model.get_input_embeddings().weight.data[tokenizer(POISON)["input_ids"]] = float("nan")
+    model.save_pretrained(folder)
+    own = zoo.load_tokenizer("python-8m")
+    own.chat_template = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    own.pad_token = None
+    own.save_pretrained(folder)
+    return folder
+
+
+# -- help and lists -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("demo",), ("models",), ("drafters",), ("rules",)])
+def test_help(command):
+    result = cli(*command, "--help")
+    assert result.exit_code == 0 and "Usage: foretoken" in result.stdout and "--help" in result.stdout
+
+
+def test_every_option_of_generate_is_explained():
+    text = process("generate", "--help", env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}).communicate()[0]
+    options = (
+        "target drafter drafter-option rule draft-length temperature top-k top-p seed max-new-tokens batch-size prompts chat dtype device"
+    )
+    for option in [*options.split(), "threads", "json", "show"]:
+        line = next(line for line in text.splitlines() if f"--{option} " in line)
+        assert line.rstrip("│ ").endswith((".", ")", "]")), line
+
+
+def test_version_and_lists_of_files_need_no_torch():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom foretoken.cli import app\n"
+        "for arguments in (['--version'], ['models'], ['generate', '--help']):\n"
+        "    assert CliRunner().invoke(app, arguments).exit_code == 0\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert cli("--version").stdout == f"foretoken {__version__}\n"
+
+
+def test_models_lists_all_and_labels_the_instrument():
+    lines = cli("models").stdout.splitlines()
+    for model in zoo.describe():
+        line = next(line for line in lines if line.startswith(f"zoo:{model.name} "))
+        assert f"{model.parameters:,}" in line
+        assert ("benchmark instrument" in line) == (model.kind == "inflated")
+
+
+def test_drafters_lists_all_with_options_and_defaults():
+    text = cli("drafters").stdout
+    for name in drafters.names():
+        details = cli("drafters", name).stdout
+        assert f"\n{name} " in text and drafters.find(name).summary in text and drafters.find(name).summary in details
+        for option in drafters.options(name).values():
+            shown = f"{option.name} (required)" if option.default is option.empty else f"{option.name}={option.default!r}"
+            assert shown in text and shown in details
+    unknown = cli("drafters", "nope")
+    assert unknown.exit_code == 2 and "unknown drafter 'nope'" in unknown.stderr
+
+
+def test_rules_lists_all():
+    lines = cli("rules").stdout.splitlines()
+    for name in verification.names():
+        rule = verification.create(name)
+        line = next(line for line in lines if line.startswith(f"{name} "))
+        assert all(proposal in line for proposal in rule.proposals)
+        assert ("LOSSY" in line) == (not rule.lossless)
+
+
+class Registered(PromptLookup):
+    name = "registered"
+    summary = "a drafter of this test"
+
+    def __init__(self, *, depth: int = 2):
+        super().__init__(max_ngram=depth)
+
+
+def test_a_registered_drafter_is_found_by_name(monkeypatch):
+    monkeypatch.setitem(drafters.REGISTRY, "registered", f"{__name__}:Registered")
+    assert "a drafter of this test" in cli("drafters").stdout
+    result = generate("a b a b", "--drafter", "registered", "--drafter-option", "depth=3", "--max-new-tokens", 4)
+    assert "drafter registered" in result.stderr
+
+
+# -- generate -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_from_argument_and_stdin_give_the_same_text():
+    prompt = "def area(radius):\n"
+    given = generate(prompt, *EXACT)
+    assert given.stdout.strip() and given.stdout.endswith("\n")
+    assert generate(*EXACT, stdin=prompt).stdout == generate("-", *EXACT, stdin=prompt).stdout == given.stdout
+
+
+def test_figures_go_to_stderr_in_one_line():
+    result = generate("def area(radius):\n", *EXACT, "--drafter", "draft-model:zoo:python-1m")
+    (line,) = result.stderr.splitlines()
+    for words in (" tokens/s", "acceptance length ", "target pass", " drafted, ", " accepted", "first token after", "rule match", "greedy"):
+        assert words in line
+    assert "drafter draft-model:zoo:python-1m" in line and "LOSSY" not in line and "seed" not in line
+
+
+def test_libraries_keep_quiet(tiny):
+    running = process("generate", "x", "--target", tiny, "--max-new-tokens", 4)
+    stdout, stderr = running.communicate(timeout=60)
+    assert running.returncode == 0 and stdout.strip()
+    assert len(stderr.splitlines()) == 1 and stderr.startswith("4 tokens")
+
+
+def test_greedy_text_does_not_depend_on_the_drafter():
+    texts = {
+        generate("class Stack:\n    def push(self, item):\n", *EXACT, "--drafter", spec).stdout
+        for spec in ("none", "prompt-lookup", "ngram", "draft-model:zoo:python-1m")
+    }
+    assert len(texts) == 1
+
+
+def test_prompts_from_a_text_file_come_back_under_headers(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("def first():\n\ndef second():\nclass Third:\n")
+    text = generate("--prompts", file, *EXACT, "--batch-size", 2).stdout
+    for header in ("── 1 of 3: def first():", "── 2 of 3: def second():", "── 3 of 3: class Third:"):
+        assert text.count(header) == 1
+
+
+def test_json_has_texts_tokens_and_statistics(tmp_path, tokenizer):
+    file = tmp_path / "prompts.jsonl"
+    prompts = ["def first():\n    return", "import os\nimport", "x"]
+    file.write_text("".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in prompts))
+    result = generate("--prompts", file, *EXACT, "--batch-size", 2, "--json")
+    document = json.loads(result.stdout)
+    assert result.stderr == ""
+    assert [entry["prompt"] for entry in document["results"]] == prompts
+    for entry in document["results"]:
+        assert entry["text"] == tokenizer.decode(entry["tokens"], skip_special_tokens=True)
+        assert entry["finish_reason"] in ("eos", "length")
+        assert entry["stats"]["tokens"] == len(entry["tokens"]) <= 24
+    stats = document["stats"]
+    assert stats["new_tokens"] == sum(len(entry["tokens"]) for entry in document["results"])
+    assert stats["target_passes"] >= 2 and stats["rule"] == "match" and stats["lossless"] is True and stats["seed"] is None
+    assert len(stats["rows"]) == 3
+
+
+def test_json_says_null_where_there_is_no_figure():
+    stats = json.loads(generate("x", "--max-new-tokens", 1, "--json").stdout)["stats"]
+    assert stats["acceptance_length"] is None
+
+
+def test_a_seed_gives_its_text_whatever_the_drafter_and_the_batch(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def one():\n", "import re\n", "class Two:\n")))
+
+    def texts(*arguments):
+        document = json.loads(generate("--prompts", file, *EXACT, "--temperature", 0.9, "--top-p", 0.95, *arguments, "--json").stdout)
+        return [entry["text"] for entry in document["results"]], document["stats"]["seed"]
+
+    reference = texts("--seed", 5, "--drafter", "none", "--batch-size", 1)
+    assert reference[1] == 5
+    assert texts("--seed", 5, "--drafter", "prompt-lookup", "--batch-size", 3) == reference
+    assert texts("--seed", 6, "--drafter", "none")[0] != reference[0]
+
+
+def test_without_a_seed_one_is_drawn_and_shown():
+    first, second = (generate("def a", *EXACT, "--temperature", 1).stderr for _ in range(2))
+    seeds = [line.rpartition("seed ")[2].split()[0] for line in (first, second)]
+    assert seeds[0] != seeds[1] and all(seed.isdecimal() for seed in seeds)
+
+
+def test_show_sets_accepted_tokens_off_in_brackets_and_changes_nothing_else():
+    arguments = ("a = 1\nb = 2\na = 1\nb = 2\na =", *EXACT)
+    shown, bare = generate(*arguments, "--show"), generate(*arguments)
+    assert "⟦" in shown.stdout and "⟦drafted and accepted⟧" in shown.stderr and "\x1b" not in shown.stdout
+    assert shown.stdout.replace("⟦", "").replace("⟧", "") == bare.stdout
+    document = json.loads(generate(*arguments, "--json").stdout)
+    assert document["stats"]["accepted"] > 0
+
+
+@pytest.mark.parametrize(("environment", "opening"), [({}, "\x1b[4;32m"), ({"NO_COLOR": "1"}, "⟦"), ({"TERM": "dumb"}, "⟦")])
+def test_colour_on_a_terminal_unless_refused(monkeypatch, environment, opening):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True, encoding="utf-8"))
+    mark = printers.Marking(show=True)
+    assert mark([("own ", False), ("draf", True), ("ted", True)]) == f"own {opening}drafted{mark.close}"
+    assert mark([("\x1b]0;evil\x07\tb\n", False)]) == f"{UNFINISHED}]0;evil{UNFINISHED}\tb\n"
+
+
+def test_chat_applies_the_template(tiny):
+    document = json.loads(generate("hello", "--target", tiny, "--chat", "--max-new-tokens", 8, "--json").stdout)
+    plain = json.loads(generate("# user: hello\n", "--target", tiny, "--max-new-tokens", 8, "--json").stdout)
+    assert document["results"][0]["tokens"] == plain["results"][0]["tokens"]
+
+
+def test_a_batch_without_a_pad_token(tiny, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a\nsome longer prompt\n")
+    document = json.loads(generate("--prompts", file, "--target", tiny, "--max-new-tokens", 6, "--json").stdout)
+    alone = json.loads(generate("a", "--target", tiny, "--max-new-tokens", 6, "--json").stdout)
+    assert document["results"][0]["tokens"] == alone["results"][0]["tokens"]
+
+
+def test_the_ngram_drafter_counts_a_text_with_the_targets_tokenizer(tmp_path):
+    file = tmp_path / "counted.txt"
+    file.write_text("import os\nimport sys\n" * 20)
+    generate("import os\n", "--drafter", f"ngram:{file}", "--drafter-option", "order=3", "--max-new-tokens", 8)
+
+
+def test_greedy_decoding_says_that_filters_change_nothing():
+    assert "--top-k and --top-p change nothing" in generate("x", "--top-k", 5, "--max-new-tokens", 2).stderr
+
+
+# -- refusals and failures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x", "--drafter", "nope"), "unknown drafter 'nope'; choose none, prompt-lookup"),
+        (("x", "--drafter", "draft-model"), "needs source; write 'draft-model:SOURCE'"),
+        (("x", "--drafter", "draft-model:/no/such/path"), "no model at '/no/such/path'"),
+        (("x", "--drafter-option", "nope=1"), "has no option 'nope'; its options: max_ngram, min_ngram"),
+        (("x", "--drafter-option", "nope"), "takes KEY=VALUE, got 'nope'"),
+        (("x", "--drafter-option", "max_ngram=many"), "drafter 'prompt-lookup' cannot take these options"),
+        (("x", "--rule", "nope"), "unknown rule 'nope'; choose auto, match"),
+        (("x", "--rule", "rejection"), "not exact for deterministic proposals"),
+        (("x", "--target", "/no/such/path"), "no model at '/no/such/path'"),
+        (("x", "--target", "zoo:nope"), "no embedded model 'zoo:nope'; there are zoo:python-8m"),
+        (("x", "--target", "zoo:python-ngram"), "is an n-gram table, not a model"),
+        (("x", "--dtype", "int8"), "unknown dtype 'int8'"),
+        (("x", "--device", "nope"), "device 'nope' cannot be used here"),
+        (("x", "--chat"), "no chat template"),
+        (("x", "--show", "--json"), "--show is for reading"),
+        (("x", "--draft-length", "-1"), "--draft-length"),
+        (("x", "--top-p", "1.5"), "--top-p"),
+        (("x", "--max-new-tokens", "0"), "--max-new-tokens"),
+        (("",), "the prompt is empty"),
+        (("a " * 4000,), "the model's context holds 2048"),
+        (("x", "--prompts", "x.txt"), "not both"),
+        (("--prompts", "/no/such/file"), "cannot read '/no/such/file'"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_exit_code_2(arguments, message):
+    result = cli("generate", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split()) and "Traceback" not in result.output and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a"}\n{"text": "b"}\n', ':2: expected an object with a text "prompt"'),
+        (b"{\n", ":1: no JSON"),
+        (b'{"prompt": "\\ud800"}', "the prompt is not UTF-8"),
+        (b'{"prompt": ""}\n{"prompt": "a"}\n', "prompt 1 is empty"),
+        (b"\n\n", "holds no prompt"),
+        (b"\xff", "is not UTF-8 (byte 0)"),
+    ],
+)
+def test_bad_files_of_prompts(tmp_path, content, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    result = cli("generate", "--prompts", file)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_target_that_answers_nan_is_a_failure_while_running(tiny):
+    result = cli("generate", f"a {POISON}", "--target", tiny)
+    assert result.exit_code == 1 and "logits are NaN for row 0" in result.stderr and "Traceback" not in result.output
+
+
+def test_out_of_memory_is_a_message(monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr("foretoken.cli.generation.Speculator", fail)
+    result = cli("generate", "x")
+    assert result.exit_code == 1 and "error: out of memory" in result.stderr
+
+
+def test_a_full_context_ends_the_text_and_is_said(tiny, tokenizer):
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    try:
+        result = generate("a b c d", "--target", tiny, "--max-new-tokens", 100)
+    finally:
+        (tiny / "config.json").write_text(json.dumps(config))
+    expected = 32 - len(tokenizer("a b c d")["input_ids"])
+    assert result.stderr.startswith(f"{expected} tokens") and "the model's context is full" in result.stderr
+
+
+# -- Ctrl-C -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_interrupt_prints_what_was_generated_and_the_figures(tiny):
+    running = process("generate", "x", "--target", tiny, "--max-new-tokens", 30000, "--drafter", "none", restore_signals=True)
+    begin = os.read(running.stdout.fileno(), 1)
+    running.send_signal(signal.SIGINT)
+    rest, stderr = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert begin and rest.endswith("\n")
+    assert stderr.startswith("interrupted · ") and " tokens/s" in stderr and len(stderr.splitlines()) == 1
+
+
+def test_interrupt_with_json_still_gives_the_document(tiny, monkeypatch):
+    calls = []
+
+    def committed(self, result, pieces):
+        calls.append(result)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(printers.JsonPrinter, "committed", committed)
+    result = cli("generate", "x", "--target", tiny, "--max-new-tokens", 500, "--drafter", "none", "--json")
+    document = json.loads(result.stdout)
+    assert result.exit_code == 130 and document["interrupted"] is True
+    assert document["results"][0]["finish_reason"] == "interrupted" and len(document["results"][0]["tokens"]) == 3
+
+
+def test_interrupt_while_loading(monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("foretoken.cli.generation.load_tokenizer", interrupt)
+    result = cli("generate", "x")
+    assert result.exit_code == 130 and result.stderr == "interrupted\n"
+
+
+# -- streaming without half characters ----------------------------------------------------------------------------------
+
+
+def test_streamed_text_holds_no_half_characters(tokenizer):
+    text = "naïve = '日本語 🙂👩‍🚀' # …\n" * 5
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert any(UNFINISHED in tokenizer.decode([token]) for token in ids), "the text must have characters of several tokens"
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.feed([token]) for token in ids]
+    assert "".join(pieces) == text and not any(UNFINISHED in piece for piece in pieces)
+    assert detokenizer.flush() == ""
+
+
+def test_a_character_that_stays_unfinished_comes_out_at_the_end(tokenizer):
+    ids = tokenizer("ok 🙂", add_special_tokens=False)["input_ids"][:-1]
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(detokenizer.feed([token]) for token in ids) == tokenizer.decode(ids).rstrip(UNFINISHED)
+    assert detokenizer.flush() == UNFINISHED
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_pieces_add_up_to_the_decoded_text(data, tokenizer):
+    ids = data.draw(st.lists(st.integers(0, 4095) | st.integers(2, 257), max_size=80))
+    cut = data.draw(st.integers(0, len(ids)))
+    whole, begun = tokenizer.decode(ids, skip_special_tokens=True), tokenizer.decode(ids[:cut], skip_special_tokens=True)
+    if begun.endswith(UNFINISHED):
+        return  # prompts are whole texts
+    detokenizer = Detokenizer(tokenizer, ids[:cut])
+    assert "".join(detokenizer.feed([token]) for token in ids[cut:]) + detokenizer.flush() == whole[len(begun) :]
+
+
+def test_spaces_and_bytes_of_a_sentencepiece_tokenizer():
+    words = ["▁a", "▁b", "c", "<0xE6>", "<0x97>", "<0xA5>"]
+    raw = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    detokenizer = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), [0])
+    assert [detokenizer.feed([token]) for token in (1, 2, 3, 4, 5, 1)] == [" b", "c", "", "", "日", " b"]
+
+
+# -- parts --------------------------------------------------------------------------------------------------------------
+
+
+def test_option_values():
+    given = ["a=1", "b=0.5", "c=true", "d=None", "e=zoo:x=y", "f-g=-3"]
+    assert parse_options(given) == {"a": 1, "b": 0.5, "c": True, "d": None, "e": "zoo:x=y", "f_g": -3}
+
+
+def test_default_drafters():
+    assert Configuration("zoo:python-8m").drafter_name == "prompt-lookup"
+    assert Configuration("zoo:python-300m").drafter_name == "draft-model:zoo:python-1m"
+    assert Configuration("zoo:python-300m", drafter="none").drafter_name == "none"
+
+
+def test_figures_of_several_calls_add_up():
+    first = Stats(
+        target_passes=3, row_passes=2, new_tokens=5, kept=4, drafted=6, accepted=2, drafted_by_depth=[2, 1], accepted_by_depth=[2]
+    )
+    second = Stats(target_passes=2, row_passes=1, new_tokens=2, kept=1, drafted=1, accepted=0, drafted_by_depth=[1], accepted_by_depth=[])
+    first.seconds["total"], second.seconds["total"], first.time_to_first_token = 1.0, 2.5, 0.25
+    total = combine([first, second], seed=9)
+    assert (total.target_passes, total.new_tokens, total.drafted_by_depth, total.accepted_by_depth) == (5, 7, [3, 1], [2])
+    assert total.acceptance_length == 5 / 3 and total.tokens_per_second == 2.0 and total.time_to_first_token == 0.25
+    assert "7 tokens · 2.0 tokens/s · acceptance length 1.67 · 5 target passes" in figures_line(total, drafter="none", sampled=True)
+
+
+def test_a_lossy_rule_is_called_lossy():
+    stats = Stats(rule="typical", lossless=False, seed=1)
+    assert "LOSSY: rule typical" in figures_line(stats, drafter="none", sampled=True)
+
+
+# -- demo ---------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_shows_text_speed_and_acceptance():
+    result = cli("demo", "--target", "zoo:python-8m", "--dtype", "float32", "--max-new-tokens", 6, "--repeats", 1)
+    assert result.exit_code == 0, result.output
+    for words in ("none (plain)", "draft-model:zoo:python-1m", "prompt-lookup", "tokens/s", "acceptance length", "target passes"):
+        assert result.stdout.count(words) >= 4
+    assert result.stdout.count("The text is the same in all 3 ways, token for token.") == 3
+    assert result.stdout.count("times the speed of plain decoding") == 2
+    assert "benchmark instrument" not in result.stdout
+
+
+def test_demo_labels_the_benchmark_instrument(capsys):
+    model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
+    demo_report.introduce(Console(width=200), SimpleNamespace(setting=Setting(), model=model))
+    assert "benchmark instrument: the same 8 M model inflated to the cost of 300 M" in capsys.readouterr().out
+
+
+def test_demo_does_not_hide_a_wrong_text(monkeypatch):
+    run = Demo._run
+
+    def tampered(self, way, prompt):
+        done = run(self, way, prompt)
+        if way == "prompt-lookup":
+            done.tokens[2] = (done.tokens[2] + 1234) % 4096
+        return done
+
+    monkeypatch.setattr(Demo, "_run", tampered)
+    monkeypatch.setattr("foretoken.cli.demo.ROUNDING", 0)
+    result = cli("demo", "--target", "zoo:python-8m", "--drafter", "prompt-lookup", "--max-new-tokens", 4, "--repeats", 1)
+    assert result.exit_code == 1 and "This is a defect" in " ".join(result.stdout.split())
+    assert "leaves the plain one at new token 3" in result.stdout
+
+
+def test_demo_explains_ties_and_says_what_is_slower():
+    tie = Difference("prompt-lookup", 21, 0.0625, 0.0625)
+    assert tie.explained and "new token 22" in demo_report.explanation(tie) and "tie" in demo_report.explanation(tie)
+    assert not Difference("prompt-lookup", 21, 1.5, 0.0625).explained
+    assert demo_report.verdict("ngram", 0.8).endswith("so SLOWER here.") and "SLOWER" not in demo_report.verdict("ngram", 1.2)

@@ -1,0 +1,380 @@
+"""Exactness of the verification rules, computed: the law of whole continuations, several rounds deep, against the target's.
+
+The real Session, rules and draws run on probability tables with every outcome of every draw enumerated. Draws keep their
+keys, so noise that is shared by mistake, within a round or between two, changes the law here too. Each property is paired
+with a fault of the kind seen in practice, which must move the law by a stated amount: a test that can not fail shows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.drafters.base import Drafter, DraftRequest
+from foretoken.drafters.none import NoDrafter
+from foretoken.sampling import Purpose, Randomness
+from foretoken.session import RowParameters, Session
+from foretoken.testing import (
+    Enumeration,
+    Law,
+    ProbabilityTable,
+    ScriptedDrafter,
+    TableTarget,
+    continuation_law,
+    continuations,
+    distance,
+    enumerate_law,
+    plain_law,
+)
+from foretoken.tree import Proposal, TokenTree
+from foretoken.verification import Rule, create, names
+from foretoken.verification import rejection as rejection_module
+
+EXACT = 1e-9
+PROMPT = [0, 1]
+
+
+def tempered(table: ProbabilityTable, temperature: float) -> ProbabilityTable:
+    return ProbabilityTable(
+        lambda context: torch.softmax(table(context).log() / temperature, 0).tolist(), table.vocab_size, order=table.order
+    )
+
+
+def without_one(table: ProbabilityTable) -> ProbabilityTable:
+    """``table`` with probability 0 for one token of each context."""
+
+    def zeroed(context: tuple[int, ...]) -> list[float]:
+        weights = table(context)
+        weights[sum(context) % table.vocab_size] = 0
+        return (weights / weights.sum()).tolist()
+
+    return ProbabilityTable(zeroed, table.vocab_size, order=table.order)
+
+
+P = ProbabilityTable.random(3, seed=1)
+Q = ProbabilityTable.random(3, seed=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of the loop; ``count`` new tokens are more than one round can yield."""
+
+    rule: str
+    q: ProbabilityTable | None = None  # None: nothing is drafted
+    proposal: Proposal = "iid"
+    p: ProbabilityTable = P
+    draft_length: int = 2
+    count: int = 5
+    depth: int | None = None
+    grow: Callable[[Sequence[int]], bool] = lambda text: True
+
+    def drafter(self) -> Drafter:
+        return NoDrafter() if self.q is None else ScriptedDrafter(self.q, proposal=self.proposal, depth=self.depth, grow=self.grow)
+
+    def law(self, *, drafter: Drafter | None = None, rule: Rule | None = None, randomness: Callable[..., Randomness] | None = None) -> Law:
+        """The law of the continuation; ``randomness(enumeration, keys, positions)`` replaces the plain enumeration."""
+
+        def session(enumeration: Callable[[Tensor, Tensor], Randomness]) -> Session:
+            return Session(
+                TableTarget(self.p),
+                drafter or self.drafter(),
+                rule or create(self.rule),
+                proposal=self.proposal,
+                draft_length=self.draft_length,
+                randomness=enumeration if randomness is None else lambda *state: randomness(enumeration, *state),
+            )
+
+        return continuation_law(session, PROMPT, self.count)
+
+    def error(self, **fault) -> float:
+        return distance(self.law(**fault), plain_law(self.p, PROMPT, self.count))
+
+
+def on_an_even_sum(text: Sequence[int]) -> bool:
+    """A depth that depends on the committed text and on the drafted tokens."""
+    return sum(text) % 2 == 0
+
+
+CASES = {
+    "rejection": Case("rejection", Q),
+    "rejection, one draft": Case("rejection", Q, draft_length=1),
+    "rejection, longer than the rest": Case("rejection", Q, draft_length=4, count=4),
+    "rejection, four tokens": Case("rejection", ProbabilityTable.random(4, seed=4), p=ProbabilityTable.random(4, seed=3), count=4),
+    "rejection, q = p": Case("rejection", P),
+    "rejection, zeros in q": Case("rejection", without_one(Q)),
+    "rejection, zeros in p": Case("rejection", Q, p=without_one(P)),
+    "rejection, zeros in both": Case("rejection", without_one(Q), p=without_one(tempered(P, 2.0))),
+    "rejection, ragged depth": Case("rejection", Q, grow=on_an_even_sum, draft_length=3),
+    "rejection, nothing drafted": Case("rejection", Q, depth=0),
+    "rejection, no drafter": Case("rejection"),
+    "match, no drafter": Case("match"),
+    "match, deterministic": Case("match", Q, "deterministic", draft_length=3),
+    "match, deterministic, ragged depth": Case("match", Q, "deterministic", draft_length=3, grow=on_an_even_sum),
+    "match, iid": Case("match", Q, "iid", count=4),
+    "match, keyed": Case("match", Q, "keyed"),
+    "match, keyed, q = p": Case("match", P, "keyed"),
+    "match, keyed, zeros in both": Case("match", without_one(Q), "keyed", p=without_one(P), grow=on_an_even_sum, draft_length=3),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_law_of_continuations_is_the_targets(case: Case):
+    law = case.law()
+    assert sum(law.values()) == pytest.approx(1, abs=EXACT)
+    assert distance(law, plain_law(case.p, PROMPT, case.count)) < EXACT
+
+
+def test_every_rule_has_a_case():
+    assert {case.rule for case in CASES.values()} == set(names())
+
+
+# -- faults that must be seen --------------------------------------------------------------------------------------------
+
+
+BASE = Case("rejection", Q, count=4)
+RAGGED = Case("rejection", Q, count=4, grow=on_an_even_sum)
+
+
+@dataclass(eq=False)
+class Tampering(Drafter):
+    """Another drafter, whose trees are changed on their way."""
+
+    drafter: Drafter
+    change: Callable[[TokenTree], TokenTree]
+
+    name = "tampering"
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        return self.change(self.drafter.draft(request))
+
+
+def drop_the_last_when(unwanted: int) -> Callable[[TokenTree], TokenTree]:
+    """Takes the last drafted token back if it is ``unwanted``, as a drafter does that stops at a token and leaves it out."""
+
+    def change(tree: TokenTree) -> TokenTree:
+        if tree.nodes == 1:
+            return tree
+        valid = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid.clone()
+        last = valid.sum(1, keepdim=True) - 1
+        dropped = (tree.tokens.gather(1, last) == unwanted) & (last > 0)
+        return replace(tree, valid=valid.scatter(1, last, ~dropped))
+
+    return change
+
+
+@pytest.mark.parametrize(("temperature", "amount"), [(0.5, 0.1), (1.1, 0.01), (2.0, 0.05)])
+def test_a_q_that_was_not_drawn_from_is_seen(temperature: float, amount: float):
+    assert BASE.q is not None
+
+    class Misreporting(ScriptedDrafter):
+        def draft(self, request: DraftRequest) -> TokenTree:
+            tree = super().draft(request)
+            return tree if tree.q is None else replace(tree, q=torch.softmax(tree.q.log() / temperature, -1).nan_to_num())
+
+    assert BASE.error(drafter=Misreporting(BASE.q)) > amount
+
+
+def test_a_drawn_token_that_is_dropped_is_seen_by_rejection_and_harmless_to_match():
+    assert BASE.error(drafter=Tampering(BASE.drafter(), drop_the_last_when(2))) > 0.05
+    match = replace(BASE, rule="match")
+    assert match.error(drafter=Tampering(match.drafter(), drop_the_last_when(2))) < EXACT
+
+
+def residual_is_p(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
+    return p[torch.arange(tree.rows), accepted]
+
+
+def residual_of_the_root(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
+    return rejection_residual(tree, p, q, torch.zeros_like(accepted))
+
+
+def residual_one_too_deep(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
+    return rejection_residual(tree, p, q, (accepted + 1).clamp(max=tree.nodes - 1))
+
+
+def residual_without_bonus(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
+    """[p - q]+ even where the chain ended without a rejection."""
+    return rejection_residual(replace(tree, valid=None), p, q, accepted)
+
+
+rejection_residual = rejection_module.residual
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "amount"),
+    [
+        (residual_is_p, BASE, 0.1),
+        (residual_of_the_root, BASE, 0.1),
+        (residual_one_too_deep, BASE, 0.1),
+        (residual_without_bonus, RAGGED, 0.1),
+    ],
+)
+def test_a_wrong_residual_is_seen(monkeypatch: pytest.MonkeyPatch, fault, case: Case, amount: float):
+    monkeypatch.setattr(rejection_module, "residual", fault)
+    assert case.error() > amount
+
+
+@dataclass
+class Rekeyed:
+    """Randomness that mistakes one key for another."""
+
+    noise: Randomness
+    purposes: dict[Purpose, Purpose]
+
+    def race(self, p: Tensor, depths: Tensor) -> Tensor:
+        return self.noise.race(p, depths)
+
+    def accept(self, probability: Tensor, node: int = 0) -> Tensor:
+        return self.noise.accept(probability, node)
+
+    def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
+        return self.noise.draw(weights, self.purposes.get(purpose, purpose), node)
+
+
+def residual_with_the_drafts_noise(enumeration: Enumeration, keys: Tensor, positions: Tensor) -> Randomness:
+    return Rekeyed(enumeration(keys, positions), {Purpose.RESIDUAL: Purpose.DRAFT})
+
+
+def the_same_noise_every_round(enumeration: Enumeration, keys: Tensor, positions: Tensor) -> Randomness:
+    return enumeration(keys, torch.zeros_like(positions))
+
+
+def noise_of_the_root_before(enumeration: Enumeration, keys: Tensor, positions: Tensor) -> Randomness:
+    """Off by one wherever a round follows one that committed a single token: both then have the same noise."""
+    return enumeration(keys, positions - positions % 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "amount"),
+    [
+        (residual_with_the_drafts_noise, BASE, 0.1),
+        (the_same_noise_every_round, BASE, 0.1),
+        (noise_of_the_root_before, BASE, 0.05),
+        (the_same_noise_every_round, Case("match", count=4), 0.1),
+        (the_same_noise_every_round, Case("match", Q, "deterministic", count=4), 0.1),
+    ],
+)
+def test_noise_that_is_used_twice_is_seen(fault, case: Case, amount: float):
+    assert case.error(randomness=fault) > amount
+
+
+# -- several rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "proposal", "draft_length"), [("rejection", "iid", 1), ("match", "keyed", 1), ("match", "deterministic", 2)]
+)
+def test_rows_of_a_batch_are_independent(rule: str, proposal: Proposal, draft_length: int):
+    """The joint law of two rows with seeds of their own is the product of their laws; with one seed for both it is not.
+
+    The rows have prompts and limits of their own: one drafts less, and leaves earlier, than the other.
+    """
+    prompts, counts = [[0, 1], [2]], [2, 3]
+
+    def joint(seed_of: Callable[[tuple[int, int]], tuple[int, int]]) -> Law:
+        def run(enumeration: Enumeration) -> list[tuple[int, ...]]:
+            worlds = len(enumeration.worlds)
+            drafter = ScriptedDrafter(Q, proposal=proposal)
+            session = Session(TableTarget(P), drafter, create(rule), proposal=proposal, draft_length=draft_length, randomness=enumeration)
+            parameters = [
+                RowParameters(max_new_tokens=count, do_sample=True, seed=seed_of(seed))
+                for seed, count in zip(enumeration.seeds, counts * worlds)
+            ]
+            texts = continuations(session, prompts * worlds, parameters)
+            return [texts[2 * world] + texts[2 * world + 1] for world in range(worlds)]
+
+        return enumerate_law(run, rows=2)
+
+    laws = [plain_law(P, prompt, count) for prompt, count in zip(prompts, counts)]
+    product = {first + second: a * b for first, a in laws[0].items() for second, b in laws[1].items()}
+    assert distance(joint(lambda seed: seed), product) < EXACT
+    assert distance(joint(lambda seed: (seed[0], 0)), product) > 0.1
+
+
+# -- the rules as functions ----------------------------------------------------------------------------------------------
+
+
+def random_distributions(generator: torch.Generator, *shape: int, zeros: float) -> Tensor:
+    """``[*shape]`` float64 rows that sum to 1, each entry 0 with probability ``zeros``, but never a whole row."""
+    weights = torch.rand(*shape, generator=generator, dtype=torch.float64) + 1e-3
+    dead = torch.rand(*shape, generator=generator) < zeros
+    dead[..., 0] &= ~dead.all(-1)
+    weights = weights.masked_fill(dead, 0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def chain_law(rule: Rule, p: Tensor, q: Tensor, *, proposal: Proposal) -> tuple[Law, dict[int, float]]:
+    """One round on a chain whose distributions ``p`` ``[γ + 1, V]`` and ``q`` ``[γ, V]`` depend on the depth alone.
+
+    Returns:
+        The law of the γ + 1 tokens that come of it, where those after the round's last follow p; and of the number accepted.
+    """
+    depth, vocab = q.shape
+
+    def run(enumeration: Enumeration) -> list[tuple[tuple[int, ...], int]]:
+        noise, worlds = enumeration.noise(), len(enumeration.worlds)
+        drafted = [noise.draw(q[at].expand(worlds, -1), Purpose.DRAFT, at) for at in range(depth)]
+        tokens = torch.stack([torch.zeros(worlds, dtype=torch.long), *drafted], 1)
+        tree = TokenTree.from_chain(tokens, proposal=proposal, q=q.expand(worlds, -1, -1))
+        verdict = rule.verify(tree, p.expand(worlds, -1, -1), noise)
+        tokens = tokens.gather(1, verdict.path)
+        lines = zip(tokens.tolist(), verdict.accepted.tolist(), verdict.next_token.tolist())
+        return [((*line[1 : accepted + 1], bonus), accepted) for line, accepted, bonus in lines]
+
+    text: Law = {}
+    accepted: dict[int, float] = {}
+    for (emitted, count), weight in enumerate_law(run).items():
+        accepted[count] = accepted.get(count, 0.0) + weight
+        rest = {emitted: weight}
+        for at in range(len(emitted), depth + 1):
+            rest = {(*line, token): mass * float(p[at, token]) for line, mass in rest.items() for token in range(vocab)}
+        for line, mass in rest.items():
+            text[line] = text.get(line, 0.0) + mass
+    return text, accepted
+
+
+def product_law(p: Tensor) -> Law:
+    law: Law = {(): 1.0}
+    for line in p.tolist():
+        law = {(*text, token): mass * value for text, mass in law.items() for token, value in enumerate(line)}
+    return law
+
+
+@pytest.mark.parametrize("name", ["match", "rejection"])
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+def test_one_round_on_random_distributions(name: str, zeros: float):
+    generator = torch.Generator().manual_seed(5)
+    for vocab, depth in [(3, 1), (4, 1), (4, 2), (3, 2)] * 3:
+        p = random_distributions(generator, depth + 1, vocab, zeros=zeros)
+        q = random_distributions(generator, depth, vocab, zeros=zeros)
+        law, _ = chain_law(create(name), p, q, proposal="iid")
+        assert distance(law, product_law(p)) < EXACT
+
+
+def test_rejection_accepts_as_often_as_the_total_variation_allows():
+    """α = 1 - TV(p, q) per token, and a chain of depth two keeps α₁ + α₁α₂ tokens (Leviathan et al. 2023, Corollary 3.6)."""
+    generator = torch.Generator().manual_seed(6)
+    for zeros in (0.0, 0.4):
+        p, q = random_distributions(generator, 3, 4, zeros=zeros), random_distributions(generator, 2, 4, zeros=zeros)
+        alpha = (1 - (p[:2] - q).abs().sum(-1) / 2).tolist()
+        _, accepted = chain_law(create("rejection"), p, q, proposal="iid")
+        assert accepted.get(0, 0.0) == pytest.approx(1 - alpha[0], abs=EXACT)
+        assert accepted.get(1, 0.0) == pytest.approx(alpha[0] * (1 - alpha[1]), abs=EXACT)
+        assert accepted.get(2, 0.0) == pytest.approx(alpha[0] * alpha[1], abs=EXACT)
+
+
+def test_match_accepts_independent_draws_only_as_often_as_two_samples_agree():
+    p, q = P(PROMPT).expand(2, -1), Q(PROMPT)[None]
+    _, accepted = chain_law(create("match"), p, q, proposal="iid")
+    assert accepted[1] == pytest.approx(float((p[0] * q[0]).sum()), abs=EXACT)
+    assert accepted[1] < float(torch.minimum(p[0], q[0]).sum()) - 0.1  # which rejection reaches
+
+
+def test_rejection_needs_q():
+    tree = TokenTree.from_chain(torch.tensor([[0, 1]]), proposal="iid")
+    with pytest.raises(ValueError, match="needs the draft's q"):
+        create("rejection").verify(tree, torch.full((1, 2, 3), 1 / 3), Enumeration([]).noise())
