@@ -376,6 +376,12 @@ def test_a_draft_that_is_too_long_is_cut():
     out = Speculator(tiny(), drafter=long).generate(**padded(ROWS[:1]), **options)
     assert added(out, 23) == expected
     assert len(out.stats.drafted_by_depth) == 5, "what lies deeper than draft_length was never proposed"
+    text = alone(tiny(), ROWS[0], max_new_tokens=7)
+    assert len(set(text)) == 7
+    right = Misbehaving(lambda root: chain(*text[text.index(root) :]))
+    out = Speculator(tiny(), drafter=right, draft_length=2).generate(**padded(ROWS[:1]), max_new_tokens=7, pad_token_id=PAD)
+    assert added(out, 23) == [text]
+    assert out.stats.accepted_by_depth == out.stats.drafted_by_depth == [2, 2]
 
 
 def test_a_drafter_that_raises_leaves_the_speculator_usable():

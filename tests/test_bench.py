@@ -173,7 +173,7 @@ def test_the_markdown_holds_the_tables(written):
 
 
 def broken(side, mode, when):
-    """A contestant that fails at set-up, in the warm-up, or in its last call."""
+    """A contestant that fails at set-up, in the warm-up, or once in its second repeat."""
 
     def build(field):
         if when == "set-up":
@@ -182,7 +182,7 @@ def broken(side, mode, when):
 
         def fail(prompt):
             calls.append(prompt)
-            if when == "warm-up" or len(calls) == 4:
+            if when == "warm-up" or len(calls) == 3:
                 raise ValueError("no such thing")
             return decode(prompt)
 
@@ -202,6 +202,8 @@ def test_a_failure_stays_a_failure(when, tmp_path):
     assert [(each["contestant"], each["stage"], each["message"]) for each in document["failures"]] == [
         ("foretoken plain", when, "ValueError: no such thing")
     ]
+    measured = [each["contestant"] for each in document["measurements"]]
+    assert measured.count("foretoken plain") == (when == "measurement")  # the repeat before; after a failure it is out
     assert list(document["medians"]) == ["transformers plain"]
     assert set(document["ratios"]["plain"].values()) == {None}
     assert all(claim["verdict"] == "not measured" for claim in document["claims"])

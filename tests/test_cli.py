@@ -207,14 +207,14 @@ def test_json_says_null_where_there_is_no_figure():
 
 def test_a_seed_gives_its_text_whatever_the_drafter_and_the_batch(tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def one():\n", "import re\n", "class Two:\n")))
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def one():\n", "import re\n", "def one():\n")))
 
     def texts(*arguments):
         document = json.loads(generate("--prompts", file, *EXACT, "--temperature", 0.9, "--top-p", 0.95, *arguments, "--json").stdout)
         return [entry["text"] for entry in document["results"]], document["stats"]["seed"]
 
     reference = texts("--seed", 5, "--drafter", "none", "--batch-size", 1)
-    assert reference[1] == 5
+    assert reference[1] == 5 and reference[0][0] != reference[0][2], "each prompt has randomness of its own"
     assert texts("--seed", 5, "--drafter", "prompt-lookup", "--batch-size", 3) == reference
     assert texts("--seed", 6, "--drafter", "none")[0] != reference[0]
 
@@ -425,6 +425,7 @@ def test_spaces_and_bytes_of_a_sentencepiece_tokenizer():
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     detokenizer = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), [0])
     assert [detokenizer.feed([token]) for token in (1, 2, 3, 4, 5, 1)] == [" b", "c", "", "", "日", " b"]
+    assert "".join(detokenizer.feed([token]) for token in (3, 4, 5) * 30) == "日" * 30  # longer than any window
 
 
 # -- parts --------------------------------------------------------------------------------------------------------------

@@ -164,6 +164,25 @@ def test_bad_rows_are_refused_and_disturb_nothing():
     assert session.step() == []
 
 
+def test_after_an_error_in_a_step_nothing_is_left():
+    plan = Plan(0, 0, 6, False, False, 0, None)
+    drafter = make_drafter("prompt-lookup")
+    broken = Speculator(tiny(), drafter=drafter)
+    session = broken.session()
+    session.add(PROMPTS[0], plan.parameters())
+    session.step()
+    drafter.draft = lambda request: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        session.step()
+    assert not session.live and broken.target.lengths == [] and broken.target.cache.bytes == 0
+    del drafter.draft
+    session.add(PROMPTS[0], plan.parameters())
+    text = []
+    while session.live:
+        text += session.step()[0].tokens
+    assert text == alone("llama", plan)
+
+
 def test_a_row_that_waits_can_be_removed():
     plan = Plan(0, 0, 6, False, False, 0, None)
     session = speculator("llama", "prompt-lookup", "match").session()

@@ -62,7 +62,10 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help='One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.', rich_help_panel=PROMPTS
+            metavar="FILE",
+            show_default=False,
+            help='One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.',
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Run so many prompts at a time, at most.", rich_help_panel=PROMPTS)] = 8,
@@ -86,6 +89,7 @@ def generate(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
+            show_default=False,
             help="An option of the drafter; may be repeated. A value is read as a number, true, false or none where it can be.",
             rich_help_panel=SPECULATION,
         ),

@@ -35,7 +35,7 @@ INFLATED_SIZE = {"hidden_size": 1024, "layers": 24}
 
 DESCRIPTIONS = {
     TARGET: "target: a llama-architecture model of Python source",
-    DRAFT: "draft for python-8m, distilled from it",
+    DRAFT: "draft for python-8m: same corpus, same tokenizer",
     INFLATED: "benchmark instrument: python-8m inflated, same function at the cost of 300 M parameters; built on the fly",
     NGRAM: "n-gram table of the same corpus, for the ngram drafter",
 }

@@ -20,6 +20,7 @@ from foretoken.drafters.ngram_model import NGramModel
 from foretoken.zoo.tokenization import Encoded
 
 WINDOW = 1024  # tokens a model sees at once
+ROUNDING_SAMPLE = 8  # float32 and bfloat16 weights are compared on every eighth document: float32 is six times slower
 OVERLAP = 128  # of which the first so many were scored in the window before, and only give context
 BASELINE = (
     "interpolated Witten-Bell token n-gram of order {order}, unpruned, counted on the same training tokens, "

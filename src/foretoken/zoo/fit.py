@@ -34,8 +34,6 @@ from foretoken.zoo.recipe import CONTEXT, SEED, Batch, Rates
 QUERY_BLOCK = 256
 CHECKPOINT = "checkpoint.pt"
 
-Loss = Callable[[PreTrainedModel, Tensor], Tensor]  # of a model on ids [B, S + 1]: mean nats per token
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -141,23 +139,6 @@ def cross_entropy(model: PreTrainedModel, ids: Tensor) -> Tensor:  # [B, S + 1] 
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def distillation(teacher: PreTrainedModel, *, weight: float = 0.7) -> Loss:
-    """A loss that mixes the data's cross-entropy with the cross-entropy to the teacher's distribution."""
-    teacher.requires_grad_(False).eval().set_attn_implementation("zoo_blocked")
-
-    def loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                p = teacher(input_ids=ids[:, :-1], use_cache=False).logits.float().softmax(-1)
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        log_q = logits.float().log_softmax(-1)
-        soft = -(p * log_q).sum(-1).mean()
-        hard = F.nll_loss(log_q.flatten(0, 1), ids[:, 1:].flatten())
-        return weight * soft + (1 - weight) * hard
-
-    return loss
-
-
 class Run:
     """A resumable training run whose whole state lives in one file of its folder."""
 
@@ -168,7 +149,7 @@ class Run:
         self.model = build(config)
         self.optimizers = optimizers(self.model, rates)
         self.progress = Progress()
-        self._compiled: set[tuple[Callable[[Tensor], Tensor], int]] = set()  # losses and the lengths they were called with
+        self._compiled: set[int] = set()  # the lengths that the loss was compiled for
         self._stop = False
 
     @property
@@ -198,28 +179,20 @@ class Run:
         validation: np.ndarray,
         schedule: Schedule,
         *,
-        cooldown_loss: Loss | None = None,
         report_every: float = 20.0,
         save_every: float = 150.0,
     ) -> None:
-        """Trains until the schedule's budget is spent, or until SIGTERM or Ctrl-C; saves either way.
-
-        The loss is `cross_entropy`, and in the cool-down `cooldown_loss` where one is given.
-        """
+        """Trains until the schedule's budget is spent, or until SIGTERM or Ctrl-C; saves either way."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        losses = [
-            torch.compile(lambda ids, loss=loss: loss(self.model, ids), dynamic=False)
-            for loss in (cross_entropy, cooldown_loss or cross_entropy)
-        ]
+        loss = torch.compile(lambda ids: cross_entropy(self.model, ids), dynamic=False)
         previous = [signal.signal(number, self._request_stop) for number in (signal.SIGTERM, signal.SIGINT)]
         start = reported = saved = time.monotonic()
         already, since, recent = self.progress.seconds, self.progress.tokens, []
         try:
             for group in groups(tokens, self.batch.rows, self.progress.groups):
-                cooled = schedule.cooled(self.progress.tokens)
-                loss, length = losses[cooled > 0], self.batch.length(cooled)
+                length = self.batch.length(schedule.cooled(self.progress.tokens))
                 for column in range(0, CONTEXT, length):
                     recent.append(self._step(pool, loss, group[:, column : column + length + 1], schedule))
                 now = time.monotonic()
@@ -251,8 +224,8 @@ class Run:
             value = loss(part)
             return value.item(), torch.autograd.grad(value, parameters)
 
-        first = [backward(parts.pop())] if (loss, length) not in self._compiled else []  # compilation is not for several threads
-        self._compiled.add((loss, length))
+        first = [backward(parts.pop())] if length not in self._compiled else []  # compilation is not for several threads
+        self._compiled.add(length)
         losses, gradients = zip(*first, *pool.map(backward, parts))
         for parameter, *shares in zip(parameters, *gradients):
             parameter.grad = torch.stack(shares).mean(0)

@@ -52,6 +52,11 @@ class Encoded:
         for start, end in zip(self.starts[:-1], self.starts[1:]):
             yield self.tokens[start:end]
 
+    def sample(self, every: int) -> Encoded:
+        """Every so-many-th document."""
+        chosen = [document for index, document in enumerate(self.documents()) if index % every == 0]
+        return Encoded(np.concatenate(chosen), np.cumsum([0, *map(len, chosen)]), self.sizes[::every])
+
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path, tokens=self.tokens, starts=self.starts, sizes=self.sizes)

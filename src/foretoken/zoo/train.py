@@ -25,7 +25,7 @@ from foretoken.zoo import recipe
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-    from foretoken.zoo.fit import Loss, Schedule
+    from foretoken.zoo.fit import Schedule
     from foretoken.zoo.tokenization import Encoded
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -82,10 +82,9 @@ def target(out: Out, budget: Budget = recipe.TARGET_BUDGET, cooldown: Cooldown =
 
 @app.command()
 def draft(out: Out, budget: Budget = recipe.DRAFT_BUDGET, cooldown: Cooldown = recipe.DRAFT_COOLDOWN, resume: Resume = False) -> None:
-    """Train the draft on the corpus, and in the cool-down on the target's distribution (a quarter of an hour)."""
+    """Train the draft on the corpus (a quarter of an hour)."""
     from foretoken.zoo import fit
 
-    teacher = fit.load_weights(_needed(out / "target", "target"))
     _fit(
         out,
         "draft",
@@ -94,7 +93,6 @@ def draft(out: Out, budget: Budget = recipe.DRAFT_BUDGET, cooldown: Cooldown = r
         recipe.DRAFT_RATES,
         fit.Schedule(int(budget * 1e6), cooldown=cooldown),
         resume,
-        fit.distillation(teacher),
     )
 
 
@@ -131,7 +129,7 @@ def ngram(out: Out) -> None:
 
 @app.command()
 def evaluate(out: Out) -> None:
-    """Measure bits per byte on the held-out packages, with float32 and bfloat16 weights (ten minutes)."""
+    """Measure bits per byte on the held-out packages, with bfloat16 weights; float32 ones on a sample (minutes)."""
     import torch
 
     from foretoken.zoo import evaluation, fit
@@ -140,11 +138,12 @@ def evaluate(out: Out) -> None:
     _, held_out = _tokens(out)
     for name in ("target", "draft"):
         model = fit.load_weights(_needed(out / name, name))
-        scores = {}
-        for kind in (torch.float32, torch.bfloat16):
-            score = evaluation.score_model(model.to(kind), held_out)
-            scores[str(kind).removeprefix("torch.")] = asdict(score)
-            typer.echo(f"{name}, {kind}: {score.bits_per_byte:.4f} bits per byte, next token right {score.accuracy:.1%}")
+        sample = held_out.sample(evaluation.ROUNDING_SAMPLE)
+        scores: dict[str, Any] = {"sample": {"float32": asdict(evaluation.score_model(model, sample))}}
+        model.to(torch.bfloat16)
+        scores["sample"]["bfloat16"] = asdict(evaluation.score_model(model, sample))
+        scores["bfloat16"] = asdict(evaluation.score_model(model, held_out))
+        typer.echo(f"{name}: {scores['bfloat16']['bits_per_byte']:.4f} bits per byte")
         _write(out / name / "scores.json", scores)
 
 
@@ -190,7 +189,6 @@ def _fit(
     rates: recipe.Rates,
     schedule: Schedule,
     resume: bool,
-    cooldown_loss: Loss | None = None,
 ) -> None:
     from foretoken.zoo import fit
 
@@ -203,14 +201,14 @@ def _fit(
     if resume:
         run.resume()
     typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")
-    run.train(train.tokens, held_out.tokens, schedule, cooldown_loss=cooldown_loss)
+    run.train(train.tokens, held_out.tokens, schedule)
     account = {
         "tokens": run.progress.tokens,
         "epochs": run.progress.tokens / len(train.tokens),
         "seconds": run.progress.seconds,
+        "budget": schedule.budget,
         "cooldown": schedule.cooldown,
         "lengths": batch.lengths,
-        "distilled": cooldown_loss is not None,
         "machine": f"{os.cpu_count()} cores ({platform.machine()})",
     }
     _write(folder / "training.json", account)
