@@ -107,10 +107,10 @@ class Stats:
                 counts[level] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Everything as plain values, for JSON; None where a figure has no meaning yet."""
         plain = asdict(self)
         del plain["started"]
-        plain["acceptance_length"] = self.acceptance_length
+        plain["acceptance_length"] = self.acceptance_length if self.row_passes else None
         for row, values in zip(self.rows, plain["rows"]):
-            values["acceptance_length"] = row.acceptance_length
+            values["acceptance_length"] = row.acceptance_length if row.passes else None
         return plain

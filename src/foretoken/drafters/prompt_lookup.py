@@ -1,7 +1,7 @@
 """Prompt lookup: find the last n tokens earlier in the text and propose what followed (Saxena 2023).
 
 The longest match wins, n from ``max_ngram`` down to ``min_ngram``, and among equally long ones the most recent that has
-something to copy. Good where the output repeats the input: summaries, edits, code. Costs no model.
+something to copy. A copy may run into itself, so that a text in a loop is proposed to go round again. Good where the output repeats the input: summaries, edits, code. Costs no model.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SuffixIndex:
             if len(ids) > size and count > 0:
                 end = ends.get(tuple(ids[-size:]))
                 if end is not None:
-                    return ids[end : end + count]
+                    return _copy(ids, end, count)
         return ()
 
     def _extend(self, ids: Sequence[int]) -> None:
@@ -64,3 +64,11 @@ class SuffixIndex:
             for end in range(max(self._indexed, size), len(ids)):
                 ends[tuple(ids[end - size : end])] = end
         self._indexed = max(self._indexed, len(ids))
+
+
+def _copy(ids: Sequence[int], start: int, count: int) -> list[int]:
+    """``count`` tokens from ``start`` on; behind the end of the text the copy goes on with what it has copied itself."""
+    copied = list(ids[start : start + count])
+    for source in range(len(copied) + start - len(ids), count - (len(ids) - start)):
+        copied.append(copied[source])
+    return copied
