@@ -89,14 +89,14 @@ def _widen(model: PreTrainedModel, std: float) -> None:
                 weight.normal_(0.0, 0.2, generator=generator)
 
 
-_UNTIED = dict(tie_word_embeddings=False)  # where a tied head would only echo the last token
-_IDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+_UNTIED = {"tie_word_embeddings": False}  # where a tied head would only echo the last token
+_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _SIZE = dict(_IDS, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, hidden_size=32)
 _MULTI_HEAD = dict(_SIZE, num_hidden_layers=2, num_attention_heads=4)
 _HEADS = dict(_MULTI_HEAD, intermediate_size=64)
 _GROUPED = dict(_HEADS, num_key_value_heads=2)
 _GPT = dict(_IDS, vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4)
-_NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _LATENT = dict(
     _HEADS,
     num_hidden_layers=3,
@@ -115,18 +115,22 @@ _LATENT = dict(
     first_k_dense_replace=1,
 )
 _INDEXED = dict(_LATENT, index_topk=8, index_head_dim=16, index_n_heads=2)
-_MAMBA = dict(  # the state-space sublayers of bamba, falcon_h1 and granitemoehybrid
-    mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16, mamba_expand=2
-)
-_DELTA = dict(  # the linear-attention layers of qwen3_next and qwen3_5
-    head_dim=8,
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
-    num_hidden_layers=3,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-)
+_MAMBA = {  # the state-space sublayers of bamba, falcon_h1 and granitemoehybrid
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "mamba_expand": 2,
+}
+_DELTA = {  # the linear-attention layers of qwen3_next and qwen3_5
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 _WINDOW = 12
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -278,9 +282,7 @@ _FULL_ATTENTION = (
 
 _WINDOWED = (
     _windowed("mistral", "MistralForCausalLM", _GROUPED),
-    _windowed(
-        "mixtral", "MixtralForCausalLM", _GROUPED, num_local_experts=4, num_experts_per_tok=2
-    ),
+    _windowed("mixtral", "MixtralForCausalLM", _GROUPED, num_local_experts=4, num_experts_per_tok=2),
     _windowed("phi3", "Phi3ForCausalLM", _GROUPED),
     _windowed("starcoder2", "Starcoder2ForCausalLM", _GROUPED),
     _windowed(
@@ -542,9 +544,7 @@ _REFUSED = (
         num_hidden_layers=3,
         lru_width=32,
     ),
-    _refused(
-        "minimax", "MiniMaxForCausalLM", _GROUPED, head_dim=8, num_local_experts=4, block_size=16
-    ),
+    _refused("minimax", "MiniMaxForCausalLM", _GROUPED, head_dim=8, num_local_experts=4, block_size=16),
     _refused(
         "xlstm",
         "xLSTMForCausalLM",
@@ -578,6 +578,5 @@ _REFUSED = (
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.name: architecture
-    for architecture in (*_FULL_ATTENTION, *_WINDOWED, *_CHAIN, *_REFUSED)
+    architecture.name: architecture for architecture in (*_FULL_ATTENTION, *_WINDOWED, *_CHAIN, *_REFUSED)
 }

@@ -48,14 +48,9 @@ def test_greedy_text_is_finite_and_varied(name):
     assert (best - second > 1e-3).float().mean() > 0.9
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if len(ARCHITECTURES[name].implementations) > 1]
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if len(ARCHITECTURES[name].implementations) > 1])
 def test_every_implementation_writes_the_same_text(name):
-    first, *others = (
-        greedy(build(name, implementation), new_tokens=8)[0]
-        for implementation in ARCHITECTURES[name].implementations
-    )
+    first, *others = (greedy(build(name, implementation), new_tokens=8)[0] for implementation in ARCHITECTURES[name].implementations)
     if name == "falcon_alibi":  # eager adds the slot distances a second time
         assert others != [first]
     else:
@@ -64,11 +59,7 @@ def test_every_implementation_writes_the_same_text(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in NAMES
-        if ARCHITECTURES[name].window and ARCHITECTURES[name].support == "tree"
-    ],
+    [name for name in NAMES if ARCHITECTURES[name].window and ARCHITECTURES[name].support == "tree"],
 )
 def test_the_window_hides_part_of_the_prompt(name):
     architecture = ARCHITECTURES[name]

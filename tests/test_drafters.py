@@ -88,14 +88,14 @@ def test_prompt_lookup_drafts_for_rows_that_come_and_go():
     drafter = PromptLookup(max_ngram=2)
     rows = [Row([1, 2, 3, 1, 2], slot=0), Row([5, 6, 7], slot=1), Row([4, 4, 4, 4], slot=2)]
     drafter.begin(rows)
-    assert drafted(drafter.draft(request(rows))) == [[3, 1, 2], [], [4, 4, 4]]
+    assert drafted(drafter.draft(request(rows))) == [[3, 1, 2, 3, 1], [], [4] * 5]
     assert drafted(drafter.draft(request(rows, limits=[2, 1, 0]))) == [[3, 1], [], []]
     drafter.end(rows[:1])
     rows[1].ids += [5, 6]
-    assert drafted(drafter.draft(request(rows[1:]))) == [[7, 5, 6], [4, 4, 4]]
+    assert drafted(drafter.draft(request(rows[1:]))) == [[7, 5, 6, 7, 5], [4] * 5]
     drafter.reset()
     drafter.begin([Row([8, 8], slot=1)])
-    assert drafted(drafter.draft(request([Row([8, 8], slot=1)]))) == [[8, 8, 8]]
+    assert drafted(drafter.draft(request([Row([8, 8], slot=1)]))) == [[8] * 5]
 
 
 @pytest.mark.parametrize("options", [{"max_ngram": 0}, {"min_ngram": 0}, {"max_ngram": 2, "min_ngram": 3}])

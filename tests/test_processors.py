@@ -282,7 +282,7 @@ def test_refused_by_name(name):
     with pytest.raises(ConfigurationError, match=f"{name}.*without Foretoken"):
         row_pipelines([cls.__new__(cls)], prompt_lengths=[2], padded_length=2)
     derived = type("Derived", (cls,), {})
-    with pytest.raises(ConfigurationError, match="Derived.*without Foretoken"):
+    with pytest.raises(ConfigurationError, match=r"Derived.*without Foretoken"):
         row_pipelines([derived.__new__(derived)], prompt_lengths=[2], padded_length=2)
 
 
@@ -305,7 +305,7 @@ def test_what_is_no_processor_is_refused():
         def __call__(self, input_ids, scores, hidden_states):
             return scores
 
-    with pytest.raises(ConfigurationError, match="Greedy.*hidden_states"):
+    with pytest.raises(ConfigurationError, match=r"Greedy.*hidden_states"):
         row_pipelines([Greedy()], prompt_lengths=[2], padded_length=2)
     with pytest.raises(TypeError, match="int"):
         row_pipelines([3], prompt_lengths=[2], padded_length=2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from foretoken.sampling import Noise, Purpose, _open_unit, row_key, row_seeds
+from foretoken.sampling import Noise, Purpose, _unit, row_key, row_seeds
 
 ALPHA = 1e-4
 BINS = 16
@@ -136,7 +136,7 @@ def test_the_noise_of_a_key_never_changes():
 def test_uniforms_lie_in_the_open_interval():
     """Whatever the bits: u is float32, above 0 and below 1, so that no exponential is 0 or infinite."""
     ends = [0, 1, -1, 2**31 - 1, 2**31 - 2, -(2**31), -(2**31) + 1, *(2**31 - 1 - 2**shift for shift in range(31))]
-    u = _open_unit(torch.tensor(ends, dtype=torch.int32))
+    u = -_unit(torch.tensor(ends, dtype=torch.int32))
     assert u.dtype == torch.float32 and float(u.min()) > 0 and float(u.max()) < 1
     assert float(u.min()) < 1e-9  # fine where a race is won
     e = -torch.log1p(-u)

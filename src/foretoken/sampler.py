@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,22 +42,31 @@ class Sampler:
     noise: Randomness | None
     committed: Callable[[], Tensor]
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """No row samples."""
         return not any(self.sampled)
 
-    @property
+    @cached_property
+    def plain(self) -> bool:
+        """No row has a processor."""
+        return all(pipeline.empty for pipeline in self.pipelines)
+
+    @cached_property
     def needs_history(self) -> bool:
         return any(pipeline.needs_history for pipeline in self.pipelines)
 
     def scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
         """``[R, N, V]`` float32 processed logits at the nodes of ``tree``."""
+        if self.plain:
+            return _widen(logits)
         histories = NodeHistories(self.committed(), self.lengths, tree) if self.needs_history else None
         return process(self.pipelines, logits, histories)
 
     def scores_below(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
         """``[R, V]`` float32 processed ``logits`` ``[R, V]`` after the root and the drafted ``tokens``, each ``[R]``."""
+        if self.plain:
+            return _widen(logits)
         if not self.needs_history:
             return process(self.pipelines, logits[:, None])[:, 0]
         committed = self.committed()
@@ -76,8 +86,15 @@ class Sampler:
         return p
 
 
+def _widen(logits: Tensor) -> Tensor:
+    """As transformers, processors see float32; float64 stays, so that laws can be computed exactly."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """``logits`` ``[..., V']`` cut or padded with -inf to ``vocab_size``: models of one family pad their vocabularies differently."""
-    if logits.shape[-1] >= vocab_size:
+    if logits.shape[-1] == vocab_size:
+        return logits
+    if logits.shape[-1] > vocab_size:
         return logits[..., :vocab_size]
     return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))

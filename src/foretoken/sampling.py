@@ -19,6 +19,7 @@ from torch import Tensor
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
+ALONE = 1 << 15  # values from which on work on a CPU is bound by memory, not by calls
 Seed = int | tuple[int, int]
 
 
@@ -72,10 +73,10 @@ def _token_hashes(vocab_size: int, device: torch.device) -> Tensor:
         return _mix(torch.arange(1, vocab_size + 1, device=device) * _signed(GOLDEN)).to(torch.int32)
 
 
-def _open_unit(bits: Tensor) -> Tensor:
-    """float32 in the open interval (0, 1) from int32 words, fine near 0: a w that rounded to 0 or 1 would let an
+def _unit(bits: Tensor) -> Tensor:
+    """float32 in the open interval (-1, 0) from int32 words, fine near 0: a number that rounded to 0 or -1 would let an
     arbitrary token win the race."""
-    return bits.bitwise_and(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return bits.bitwise_and(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
 
 
 class Randomness(Protocol):
@@ -106,33 +107,45 @@ class Noise:
 
     def exponentials(self, words: Tensor, vocab_size: int) -> Tensor:
         """``[R, K, V]`` float32 Exp(1) noise, one stream per word of ``words`` ``[R, K]``."""
-        low, high = words.to(torch.int32)[..., None], (words >> 32).to(torch.int32)[..., None]
-        bits = _token_hashes(vocab_size, words.device) ^ low
-        bits.mul_(high | 1)
-        bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x2C1B3C6D)
-        bits.bitwise_xor_((bits >> 12).bitwise_and_(0xFFFFF))
-        return _open_unit(bits).neg_().log1p_().neg_()
+        return _negative_exponentials(words, vocab_size).neg_()
 
     def race(self, p: Tensor, depths: Tensor) -> Tensor:
         """``[R, N]`` tokens y = argmin E / p for ``p`` ``[R, N, V]`` at ``depths`` ``[R, N]`` below the root.
 
         The noise depends on the position of the token being chosen, root + depth + 1, and on nothing else.
         """
-        return _win(p, self.exponentials(self.words(Purpose.MATCH, depths + 1), p.shape[-1]))
+        return _run(p, self.words(Purpose.MATCH, depths + 1))
 
     def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
         """``[R]`` tokens drawn in proportion to ``weights`` ``[R, V]`` with fresh noise."""
-        return _win(weights[:, None], self.exponentials(self.words(purpose, 0, node), weights.shape[-1]))[:, 0]
+        return _run(weights[:, None], self.words(purpose, 0, node))[:, 0]
 
     def accept(self, probability: Tensor, node: int = 0) -> Tensor:
         """``[R, K]`` bool, True with ``probability`` ``[R, K]``: u < probability, strictly, so that 0 never passes."""
         nodes = torch.arange(node, node + probability.shape[1], device=probability.device)[None]
-        return _open_unit(self.words(Purpose.ACCEPT, 0, nodes).to(torch.int32)) < probability
+        return _unit(self.words(Purpose.ACCEPT, 0, nodes).to(torch.int32)).neg_() < probability
 
 
-def _win(weights: Tensor, noise: Tensor) -> Tensor:
-    """argmax of weights / noise over the vocabulary; weight 0 never wins while any weight is positive."""
-    return argmax(torch.div(weights, noise, out=noise) if weights.dtype == torch.float32 else weights / noise)
+def _negative_exponentials(words: Tensor, vocab_size: int) -> Tensor:
+    low, high = words.to(torch.int32)[..., None], (words >> 32).to(torch.int32)[..., None]
+    bits = _token_hashes(vocab_size, words.device) ^ low
+    bits.mul_(high | 1)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x2C1B3C6D)
+    bits.bitwise_xor_((bits >> 12).bitwise_and_(0xFFFFF))
+    return _unit(bits).log1p_()
+
+
+def _run(weights: Tensor, words: Tensor) -> Tensor:
+    """``[R, K]`` winners argmax weights / E over ``[R, K, V]``; weight 0 never wins while any weight is positive.
+
+    On a CPU large vocabularies run one race at a time, so that the noise stays in the processor's cache.
+    """
+    rows, races, vocab_size = weights.shape
+    if rows * races > 1 and weights.device.type == "cpu" and vocab_size >= ALONE:
+        winners = [_run(weights[row, race, None, None], words[row, race, None, None]) for row in range(rows) for race in range(races)]
+        return torch.cat(winners).view(rows, races)
+    noise = _negative_exponentials(words, vocab_size)
+    return argmin(torch.div(weights, noise, out=noise) if weights.dtype == torch.float32 else weights / noise)
 
 
 def argmax(values: Tensor) -> Tensor:
@@ -140,9 +153,17 @@ def argmax(values: Tensor) -> Tensor:
 
     As ``values.argmax(-1)``; on a CPU NumPy's is vectorised and an order of magnitude faster over a large vocabulary.
     """
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and values.ndim > 1:
-        return torch.from_numpy(np.argmax(values.numpy(), -1))
-    return values.argmax(-1)
+    return torch.from_numpy(np.argmax(values.numpy(), -1)) if _for_numpy(values) else values.argmax(-1)
+
+
+def argmin(values: Tensor) -> Tensor:
+    """The same for the smallest value."""
+    return torch.from_numpy(np.argmin(values.numpy(), -1)) if _for_numpy(values) else values.argmin(-1)
+
+
+def _for_numpy(values: Tensor) -> bool:
+    floats = values.dtype in (torch.float32, torch.float64)
+    return values.device.type == "cpu" and floats and values.ndim > 1 and values.numel() >= ALONE
 
 
 def row_seeds(seed: int | Sequence[Seed] | None, rows: int) -> tuple[list[tuple[int, int]], int | list[Seed] | None]:

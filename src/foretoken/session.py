@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -177,7 +178,6 @@ class Session:
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def step(self) -> list[Commit]:
         """Prefill what waits, or else run one round; returns what every row that took part gained.
 
@@ -188,13 +188,14 @@ class Session:
         """
         self._own()
         try:
-            commits = self._prefill() if self.waiting else self._round()
+            if torch.is_inference_mode_enabled():
+                return self._prefill() if self.waiting else self._round()
+            with torch.inference_mode():
+                return self._prefill() if self.waiting else self._round()
         except BaseException:
             self.target.release()
             self.close()
             raise
-        self.stats.clock()
-        return commits
 
     def _own(self) -> None:
         """Take the target over from the session that had it last, for instance that of an abandoned stream."""
@@ -216,8 +217,7 @@ class Session:
             self.rows += rows
             self._committed = None
             tree = TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
-            verdict, best = self._verify(rows, tree, logits, self._sampler(rows))
-            packet = self._to_host(tree, verdict, best)
+            packet, _ = self._judge(rows, tree, logits, self._sampler(rows))
         self.stats.target_passes += self.target.passes - passes
         commits = self._settle(rows, packet, chain=True)
         self.drafter.begin(rows)
@@ -228,21 +228,25 @@ class Session:
         rows = self.rows
         if not rows:
             return []
+        seconds, clock = self.stats.seconds, time.perf_counter
+        begin = clock()
         sampler = self._sampler(rows)
-        with self.stats.timing("draft"):
-            tree = self._draft(rows, sampler)
-        with self.stats.timing("target"):
-            logits = self.target.score(tree)
-        verdict, best = self._verify(rows, tree, logits, sampler)
-        with self.stats.timing("target"):  # on a GPU this is where the pass is waited for
-            packet = self._to_host(tree, verdict, best)
+        tree = self._draft(rows, sampler)
+        drafted = clock()
+        logits = self.target.score(tree)
+        scored = clock()
+        packet, path = self._judge(rows, tree, logits, sampler)  # on a GPU the pass is waited for in here
+        judged = clock()
         self.stats.target_passes += 1
         accepted = [line[0] for line in packet]
-        self.target.commit(None if tree.chain else verdict.path, [count + 1 for count in accepted])
+        self.target.commit(path, [count + 1 for count in accepted])
         commits = self._settle(rows, packet, chain=tree.chain, counted=True)
-        with self.stats.timing("draft"):
-            self.drafter.observe(rows, accepted)
+        settled = clock()
+        self.drafter.observe(rows, accepted)
+        seconds["draft"] += drafted - begin + clock() - settled
+        seconds["target"] += (judged if logits.is_cuda else scored) - drafted
         self._depart()
+        self.stats.clock()
         return commits
 
     def _sampler(self, rows: Sequence[SessionRow]) -> Sampler:
@@ -251,7 +255,7 @@ class Session:
             pipelines=[row.parameters.pipeline for row in rows],
             sampled=sampled,
             lengths=[len(row.ids) for row in rows],
-            noise=self._noise(rows) if any(sampled) else None,
+            noise=self._noise(rows) if True in sampled else None,
             committed=lambda: self._committed_ids(rows),
         )
 
@@ -319,6 +323,43 @@ class Session:
         valid = allowed if tree.valid is None else tree.valid & allowed
         return replace(tree, valid=valid)
 
+    def _judge(
+        self, rows: Sequence[SessionRow], tree: TokenTree, logits: Tensor, sampler: Sampler
+    ) -> tuple[list[list[int]], Tensor | None]:
+        """The verdict on the host, the round's one synchronisation, and the surviving paths unless they are in node order.
+
+        Per row: accepted, bonus, drafted, whether a token lies outside the vocabulary, the tokens of the path, and what is
+        wrong with the scores at its nodes.
+        """
+        if sampler.greedy and sampler.plain and tree.chain and not self.record:
+            packet = self._match_on_host(tree, sampler.scores(logits, tree))
+            if packet is not None:
+                return packet, None
+        verdict, best = self._verify(rows, tree, logits, sampler)
+        return self._to_host(tree, verdict, best), None if tree.chain else verdict.path
+
+    def _match_on_host(self, tree: TokenTree, scores: Tensor) -> list[list[int]] | None:
+        """Greedy chains, the common case: comparing a few integers is quicker here than a dozen tensor calls. None if some
+        score is not finite."""
+        choices = argmax(scores)
+        best = scores.gather(-1, choices[..., None])[..., 0]
+        columns = [tree.tokens, choices.to(tree.tokens.device), best.isfinite().to(tree.tokens.device)]
+        if tree.valid is not None:
+            columns.append(tree.valid)
+        nodes, vocab_size = tree.nodes, self.target.vocab_size
+        packet = []
+        for line in torch.cat(columns, 1).tolist():
+            tokens, chosen, finite, valid = line[:nodes], line[nodes : 2 * nodes], line[2 * nodes : 3 * nodes], line[3 * nodes :]
+            if not all(finite):
+                return None
+            drafted = sum(valid) - 1 if valid else nodes - 1
+            accepted = 0
+            while accepted < drafted and tokens[accepted + 1] == chosen[accepted]:
+                accepted += 1
+            outside = not 0 <= min(tokens[: drafted + 1]) <= max(tokens[: drafted + 1]) < vocab_size
+            packet.append([accepted, chosen[accepted], drafted, outside, *tokens, *[0] * nodes])
+        return packet
+
     def _verify(self, rows: Sequence[SessionRow], tree: TokenTree, logits: Tensor, sampler: Sampler) -> tuple[Verdict, Tensor]:
         """The verdict, and ``[R, N, 2]`` the largest raw and processed score of each node, which tell NaN, infinity and an
         empty support once they are on the host."""
@@ -346,8 +387,7 @@ class Session:
                 getattr(row, name).extend(along.unbind(0))
 
     def _to_host(self, tree: TokenTree, verdict: Verdict, best: Tensor) -> list[list[int]]:
-        """The round's one synchronisation: per row accepted, bonus, drafted, whether a token lies outside the vocabulary, the
-        tokens of the path, and what is wrong with the scores at its nodes."""
+        """A verdict as :meth:`_judge` returns it."""
         tokens = tree.tokens
         outside = (tokens < 0) | (tokens >= self.target.vocab_size)
         if tree.valid is not None:

@@ -169,8 +169,9 @@ class Run:
 
     def finish(self) -> SpeculativeOutput:
         try:
-            for _ in self.steps():
-                pass
+            with torch.inference_mode():
+                for _ in self.steps():
+                    pass
         except KeyboardInterrupt:
             raise Interrupted(self.output()) from None
         return self.output()

@@ -57,7 +57,9 @@ class TokenTree:
     ) -> TokenTree:
         """A chain per row: ``tokens`` ``[B, γ + 1]`` starts with the root. ``valid`` must be a prefix of each row."""
         rows, nodes = tokens.shape
-        parents = chain_parents(nodes, tokens.device).expand(rows, nodes)
+        parents = chain_parents(nodes, tokens.device)
+        if rows > 1:
+            parents = parents.expand(rows, nodes)
         return TokenTree(tokens, parents, valid, proposal, q, pruned, chain=True)
 
     @property

@@ -56,6 +56,7 @@ class DraftModel(Drafter):
         self.source, self.dtype, self.device = source, dtype, device
         self._target: Target | None = None
         self._slots: list[int] = []
+        self._smaller = False
 
     @property
     def model(self) -> Target:
@@ -72,6 +73,7 @@ class DraftModel(Drafter):
         if difference:
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
         self._target = Target(draft)
+        self._smaller = self._target.vocab_size < target.vocab_size
 
     def begin(self, rows: Sequence[Row]) -> None:
         self.model.open([row.ids for row in rows], reserve=[row.capacity for row in rows])
@@ -84,7 +86,8 @@ class DraftModel(Drafter):
             return TokenTree.root(request.roots())
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
-        logits = self.model.prefill([row.ids for row in request.rows], first=0)  # what this cache lacks: mostly one token
+        roots = request.roots()
+        logits = self._after(request.rows, roots)
         while True:
             token, q = request.choose(fit_vocabulary(logits.to(request.device), request.vocab_size), drafted)
             drafted.append(token)
@@ -92,12 +95,23 @@ class DraftModel(Drafter):
                 qs.append(q)
             if len(drafted) == depth:
                 break
-            logits = self.model.score(TokenTree.root(token.to(self.model.device)))[:, 0]
-            self.model.commit(None, [1] * len(limits))
-        tokens = torch.stack([request.roots(), *drafted], 1)
+            logits = self._feed(token)
+        tokens = torch.stack([roots, *drafted], 1)
         return TokenTree.from_chain(
             tokens, valid=request.within(limits, depth), proposal=request.proposal, q=torch.stack(qs, 1) if qs else None
         )
+
+    def _after(self, rows: Sequence[Row], roots: Tensor) -> Tensor:
+        """``[R, V]`` logits after each row's text, whatever this cache lacks of it: mostly the root alone."""
+        if all(len(row.ids) == length + 1 for row, length in zip(rows, self.model.lengths)):
+            return self._feed(roots)
+        return self.model.prefill([row.ids for row in rows], first=0)
+
+    def _feed(self, tokens: Tensor) -> Tensor:
+        """``[R, V]`` logits after one more token ``[R]`` per row; one that only the target's padding knows is fed as another."""
+        if self._smaller:
+            tokens = tokens.clamp(max=self.model.vocab_size - 1)
+        return self.model.advance(tokens.to(self.model.device))
 
     def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
         """Forget what was rejected: the text but for its last token is the longest beginning that the cache can share."""

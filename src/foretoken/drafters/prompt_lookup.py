@@ -1,7 +1,8 @@
 """Prompt lookup: find the last n tokens earlier in the text and propose what followed (Saxena 2023).
 
-The longest match wins, n from ``max_ngram`` down to ``min_ngram``, and among equally long ones the most recent that has
-something to copy. A copy may run into itself, so that a text in a loop is proposed to go round again. Good where the output repeats the input: summaries, edits, code. Costs no model.
+The longest match wins, n from ``max_ngram`` down to ``min_ngram``, and among equally long ones the most recent. A copy may
+run into itself, so that a text in a loop is proposed to go round again. Good where the output repeats the input:
+summaries, edits, code. Costs no model.
 """
 
 from __future__ import annotations

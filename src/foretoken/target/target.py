@@ -62,6 +62,7 @@ class Target:
         self._masks = MaskBuilder(config, config._attn_implementation, self.model.dtype)
         self._alibi = uses_alibi(self.model)
         self.reuse_prefix = reuse_prefix
+        self._counting = torch.arange(1024, device=self.device)
         self._texts: list[Sequence[int]] = []  # of live rows
         self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones still hold
         self._weights: object = None
@@ -130,14 +131,21 @@ class Target:
             row = last
         return torch.cat(logits)
 
-    def score(self, tree: TokenTree, *, rows: tuple[int, int] | None = None) -> Tensor:
+    def score(self, tree: TokenTree) -> Tensor:
         """``[R, N, V]`` logits at every node of ``tree``, behind the cached prefix of each row. Advances nothing.
 
-        ``rows`` limits the pass to physical rows ``first`` to ``last`` (excluded).
+        A token outside the vocabulary is scored as one inside: whoever made the tree has to be told, but not by a crash
+        that takes a GPU with it.
         """
-        first, last = rows or (0, len(self.lengths))
-        window = Window(first, last, tuple(self.lengths[first:last]), tree.nodes)
-        return self._forward(tree, window)
+        window = Window(0, len(self.lengths), tuple(self.lengths), tree.nodes)
+        return self._forward(tree, window, tokens=tree.tokens.clamp(0, self.vocab_size - 1))
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Append one token ``[R]`` to every row; returns the logits after it, ``[R, V]``."""
+        window = Window(0, len(self.lengths), tuple(self.lengths), 1)
+        logits = self._forward(TokenTree.root(tokens), window)[:, 0]
+        self.cache.commit(None, [1] * len(tokens))
+        return logits
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         """Keep the first ``kept[r]`` nodes of ``path`` ``[R, D]`` (None: the first nodes in order) of the last pass."""
@@ -178,14 +186,14 @@ class Target:
             counts = [min(len(prompt) - start, self.prefill_chunk) for prompt, start in zip(prompts, starts)]
             width = max(counts)
             chunk = [list(p[s : s + c]) + [0] * (width - c) for p, s, c in zip(prompts, starts, counts)]
-            tokens = torch.tensor(chunk, device=self.device)
+            tokens = torch.tensor(chunk, device=self.device).clamp(max=self.vocab_size - 1)  # a draft may know fewer than its target
             logits = self._forward(TokenTree.from_chain(tokens), Window(row, last, starts, width), keep=[c - 1 for c in counts])
             self.commit(None, counts)
             if self.lengths[row] == len(prompts[0]):
                 return logits[:, 0]
 
-    def _forward(self, tree: TokenTree, window: Window, keep: Sequence[int] | None = None) -> Tensor:
-        """One pass. ``keep`` asks for the logits of one node per row only, ``[R, 1, V]``."""
+    def _forward(self, tree: TokenTree, window: Window, *, tokens: Tensor | None = None, keep: Sequence[int] | None = None) -> Tensor:
+        """One pass over ``tokens`` (None: the tree's). ``keep`` asks for the logits of one node per row only, ``[R, 1, V]``."""
         self.cache.enter(window)
         arguments: dict[str, Any] = {}
         bias: AbstractContextManager[None] = nullcontext()
@@ -201,9 +209,10 @@ class Target:
         if keep is not None and self._takes_logits_to_keep:
             arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
         self.passes += 1
-        tokens = tree.tokens.clamp(0, self.vocab_size - 1)  # a wrong token is reported later; here it must not crash a GPU
         with bias:
-            logits: Tensor = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **arguments).logits
+            logits: Tensor = self.model(
+                input_ids=tree.tokens if tokens is None else tokens, past_key_values=self.cache, use_cache=True, **arguments
+            ).logits
         if keep is None:
             return logits
         return logits[:, -1:] if last_only else self._pick(logits, keep)
@@ -218,7 +227,11 @@ class Target:
         """``[R, N]`` positions, filler kept inside the context so that learned position tables are not overrun."""
         if tree.chain and window.uniform:
             start = window.starts[0]
-            positions = torch.arange(start, start + window.nodes, device=self.device)[None].expand(tree.rows, -1)
+            if start + window.nodes > len(self._counting):
+                self._counting = torch.arange(2 * (start + window.nodes), device=self.device)
+            positions = self._counting[None, start : start + window.nodes]
+            if tree.rows > 1:
+                positions = positions.expand(tree.rows, -1)
         else:
             positions = torch.tensor(window.starts, device=self.device)[:, None] + tree.depths
         if self.context is not None and window.width > self.context:

@@ -102,6 +102,8 @@ def _model_card(name: str, config: LlamaConfig, figures: Figures, manifest: Figu
     command += f" --budget {trained['budget'] / 1e6} --cooldown {trained['cooldown']}"
     stopped = ", stopped there by hand" if trained["tokens"] < trained["budget"] else ""
 
+    note = f" {trained['note']}" if "note" in trained else ""  # what the command alone does not tell, written by hand
+
     def row(label: str, score: Figures) -> str:
         return f"| {label} | {score['bits_per_byte']:.4f} | {score['nats_per_token']:.4f} | {score['accuracy']:.1%} |"
 
@@ -138,7 +140,7 @@ python -m foretoken.zoo.train package --out RUN
 ```
 
 {trained["tokens"]:,} training tokens ({trained["epochs"]:.2f} epochs) in {trained["seconds"] / 60:.0f} minutes on \
-{trained["machine"]}{stopped}.
+{trained["machine"]}{stopped}.{note}
 Next-token cross-entropy; Muon and AdamW; warm-up, stable and decay over the last {trained["cooldown"]:.0%}; bfloat16 autocast over
 float32 weights; sequences of {trained["lengths"][0]} tokens, of {trained["lengths"][1]} and then {trained["lengths"][2]} in the cool-down.
 
