@@ -96,7 +96,7 @@ def _model_card(name: str, config: LlamaConfig, figures: Figures, manifest: Figu
     sample = held_out["sample"]
     role = {
         TARGET: "A small language model of Python source, for demonstrations, tests and benchmarks of speculative decoding: the target.",
-        DRAFT: f"The draft model for `{TARGET}`: same tokenizer, a ninth of the parameters, trained on the same corpus.",
+        DRAFT: f"The draft model for `{TARGET}`: same tokenizer, an eighth of the parameters, trained on the same corpus.",
     }[name]
     command = {TARGET: "target", DRAFT: "draft"}[name]
     command += f" --budget {trained['budget'] / 1e6} --cooldown {trained['cooldown']}"
