@@ -15,6 +15,7 @@ LAYERS = [
     {"histories", "known_processors", "processors"},
     {"sampler"},
     {"target", "verification", "loading"},
+    {"judgement"},
     {"drafters"},
     {"session", "testing"},
     {"preparation"},

@@ -16,19 +16,17 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest
 from foretoken.errors import ConfigurationError, DrafterError, ForetokenError, TargetOutputError
+from foretoken.judgement import EMPTY, INFINITE, NAN, Judgement, Line, judge
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
-from foretoken.sampling import Noise, Randomness, argmax, row_key
+from foretoken.sampling import Noise, Randomness, row_key
 from foretoken.stats import RowStats, Stats
 from foretoken.target import Target
 from foretoken.tree import Proposal, TokenTree
-from foretoken.verification import Rule, Verdict
-from foretoken.verification.match import follow
+from foretoken.verification import Rule
 
 if TYPE_CHECKING:
     from transformers import StoppingCriteria
-
-NAN, INFINITE, EMPTY = 1, 2, 4  # what can be wrong with a node's scores: raw, raw, after the processors
 
 
 @dataclass(frozen=True)
@@ -217,9 +215,9 @@ class Session:
             self.rows += rows
             self._committed = None
             tree = TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
-            packet, _ = self._judge(rows, tree, logits, self._sampler(rows))
+            judgement = judge(self.rule, tree, logits, self._sampler(rows), record=self.record)
         self.stats.target_passes += self.target.passes - passes
-        commits = self._settle(rows, packet, chain=True)
+        commits = self._settle(rows, judgement)
         self.drafter.begin(rows)
         self._depart()
         return commits
@@ -235,12 +233,12 @@ class Session:
         drafted = clock()
         logits = self.target.score(tree)
         scored = clock()
-        packet, path = self._judge(rows, tree, logits, sampler)  # on a GPU the pass is waited for in here
+        judgement = judge(self.rule, tree, logits, sampler, record=self.record)  # on a GPU the pass is waited for in here
         judged = clock()
         self.stats.target_passes += 1
-        accepted = [line[0] for line in packet]
-        self.target.commit(path, [count + 1 for count in accepted])
-        commits = self._settle(rows, packet, chain=tree.chain, counted=True)
+        accepted = [line.accepted for line in judgement.lines]
+        self.target.commit(judgement.path, [count + 1 for count in accepted])
+        commits = self._settle(rows, judgement, counted=True)
         settled = clock()
         self.drafter.observe(rows, accepted)
         seconds["draft"] += drafted - begin + clock() - settled
@@ -323,107 +321,37 @@ class Session:
         valid = allowed if tree.valid is None else tree.valid & allowed
         return replace(tree, valid=valid)
 
-    def _judge(
-        self, rows: Sequence[SessionRow], tree: TokenTree, logits: Tensor, sampler: Sampler
-    ) -> tuple[list[list[int]], Tensor | None]:
-        """The verdict on the host, the round's one synchronisation, and the surviving paths unless they are in node order.
-
-        Per row: accepted, bonus, drafted, whether a token lies outside the vocabulary, the tokens of the path, and what is
-        wrong with the scores at its nodes.
-        """
-        if sampler.greedy and sampler.plain and tree.chain and not self.record:
-            packet = self._match_on_host(tree, sampler.scores(logits, tree))
-            if packet is not None:
-                return packet, None
-        verdict, best = self._verify(rows, tree, logits, sampler)
-        return self._to_host(tree, verdict, best), None if tree.chain else verdict.path
-
-    def _match_on_host(self, tree: TokenTree, scores: Tensor) -> list[list[int]] | None:
-        """Greedy chains, the common case: comparing a few integers is quicker here than a dozen tensor calls. None if some
-        score is not finite."""
-        choices = argmax(scores)
-        best = scores.gather(-1, choices[..., None])[..., 0]
-        columns = [tree.tokens, choices.to(tree.tokens.device), best.isfinite().to(tree.tokens.device)]
-        if tree.valid is not None:
-            columns.append(tree.valid)
-        nodes, vocab_size = tree.nodes, self.target.vocab_size
-        packet = []
-        for line in torch.cat(columns, 1).tolist():
-            tokens, chosen, finite, valid = line[:nodes], line[nodes : 2 * nodes], line[2 * nodes : 3 * nodes], line[3 * nodes :]
-            if not all(finite):
-                return None
-            drafted = sum(valid) - 1 if valid else nodes - 1
-            accepted = 0
-            while accepted < drafted and tokens[accepted + 1] == chosen[accepted]:
-                accepted += 1
-            outside = not 0 <= min(tokens[: drafted + 1]) <= max(tokens[: drafted + 1]) < vocab_size
-            packet.append([accepted, chosen[accepted], drafted, outside, *tokens, *[0] * nodes])
-        return packet
-
-    def _verify(self, rows: Sequence[SessionRow], tree: TokenTree, logits: Tensor, sampler: Sampler) -> tuple[Verdict, Tensor]:
-        """The verdict, and ``[R, N, 2]`` the largest raw and processed score of each node, which tell NaN, infinity and an
-        empty support once they are on the host."""
-        logits = logits.to(tree.tokens.device)
-        tree = replace(tree, tokens=tree.tokens.clamp(0, self.target.vocab_size - 1))  # a wrong token is reported in `_settle`
-        raw_best = logits.amax(-1)  # NaN wins here
-        scores = sampler.scores(logits, tree)
-        if sampler.greedy:
-            choices = argmax(scores)
-            verdict = follow(tree, choices)
-            best = scores.gather(-1, choices[..., None])[..., 0]
-        else:
-            best = scores.amax(-1)
-            assert sampler.noise is not None
-            verdict = self.rule.verify(tree, sampler.distribution(scores), sampler.noise)
-        if self.record:
-            self._remember(rows, verdict, scores=scores, logits=logits)
-        return verdict, torch.stack([raw_best.to(best.dtype), best], -1)
-
-    def _remember(self, rows: Sequence[SessionRow], verdict: Verdict, **values: Tensor) -> None:
-        """Keep the vectors along each surviving path; `_settle` cuts them to the tokens that are returned."""
-        for name in self.record:
-            chosen = values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, values[name].shape[-1]))
-            for row, along in zip(rows, chosen):
-                getattr(row, name).extend(along.unbind(0))
-
-    def _to_host(self, tree: TokenTree, verdict: Verdict, best: Tensor) -> list[list[int]]:
-        """A verdict as :meth:`_judge` returns it."""
-        tokens = tree.tokens
-        outside = (tokens < 0) | (tokens >= self.target.vocab_size)
-        if tree.valid is not None:
-            outside = outside & tree.valid
-        raw, processed = best.unbind(-1)
-        faults = raw.isnan() * NAN + raw.isinf() * INFINITE + ~processed.isfinite() * EMPTY  # [R, N]
-        if not tree.chain:
-            tokens, faults = tokens.gather(1, verdict.path), faults.gather(1, verdict.path)
-        head = torch.stack([verdict.accepted, verdict.next_token, tree.drafted, outside.any(1)], 1)
-        return torch.cat([head, tokens, faults], 1).tolist()
-
-    def _settle(self, rows: Sequence[SessionRow], packet: list[list[int]], *, chain: bool, counted: bool = False) -> list[Commit]:
+    def _settle(self, rows: Sequence[SessionRow], judgement: Judgement, *, counted: bool = False) -> list[Commit]:
         """Append to every row what its verdict keeps; ``counted`` says that the pass is a row-pass of the statistics."""
         now = self.stats.clock()
         if self.stats.time_to_first_token is None:
             self.stats.time_to_first_token = now
+        for name, vectors in judgement.vectors.items():  # along whole paths; `_append` cuts them to what is returned
+            for row, along in zip(rows, vectors):
+                getattr(row, name).extend(along.unbind(0))
         commits = []
-        for row, (accepted, bonus, drafted, outside, *along) in zip(rows, packet):
-            path, faults = along[: len(along) // 2], along[len(along) // 2 :]
-            if outside:
-                raise DrafterError(
-                    f"drafter {self.drafter.name!r} proposed {path[1:]} for row {row.slot}, with a token outside the target's "
-                    f"vocabulary of {self.target.vocab_size}"
-                )
-            if path[0] != row.ids[-1]:
-                raise DrafterError(
-                    f"drafter {self.drafter.name!r} returned a tree for row {row.slot} whose root is {path[0]}; node 0 must be the "
-                    f"last committed token, {row.ids[-1]}"
-                )
-            if any(faults[: accepted + 1]):
-                self._report(row, faults[: accepted + 1])
-            commit = self._append(row, [*path[1 : accepted + 1], bonus], accepted)
+        for row, line in zip(rows, judgement.lines):
+            self._check_line(row, line)
+            commit = self._append(row, [*line.tokens[1 : line.accepted + 1], line.bonus], line.accepted)
             row.stats.token_times += [now] * len(commit.tokens)
-            self._count(row, commit, drafted if chain else 0, drafted, counted)
+            self._count(row, commit, line.drafted if judgement.path is None else 0, line.drafted, counted)
             commits.append(commit)
         return commits
+
+    def _check_line(self, row: SessionRow, line: Line) -> None:
+        """Refuse tokens that can not be, and scores that no token can be chosen from."""
+        if line.outside:
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} proposed {line.tokens[1:]} for row {row.slot}, with a token outside the target's "
+                f"vocabulary of {self.target.vocab_size}"
+            )
+        if line.tokens[0] != row.ids[-1]:
+            raise DrafterError(
+                f"drafter {self.drafter.name!r} returned a tree for row {row.slot} whose root is {line.tokens[0]}; node 0 must be the "
+                f"last committed token, {row.ids[-1]}"
+            )
+        if any(line.faults[: line.accepted + 1]):
+            self._report(row, line.faults[: line.accepted + 1])
 
     def _report(self, row: SessionRow, faults: Sequence[int]) -> None:
         """Raise what is wrong with the scores along a path, unless a processor of the row replaces NaN and infinity."""
