@@ -222,14 +222,20 @@ def custom_generate(
 ) -> Callable[..., Any]:
     """A function for ``model.generate(..., custom_generate=...)``: the same loop through transformers' own entry point.
 
-    ``seed`` and ``streamer`` are bound here, because transformers does not pass them on to such a function; ``options`` are
-    those of :class:`Speculator`. The Speculator is built at the first call and kept, with its model, in the function. Stop strings need
+    ``streamer`` is bound here, because transformers does not pass it on to such a function; ``seed`` is bound here or given per
+    call, ``model.generate(..., seed=7)``; ``options`` are those of :class:`Speculator`. The Speculator is built at the first call and kept, with its model, in the function. Stop strings need
     a tokenizer, which transformers does not pass on either: give a ``StopStringCriteria`` as ``stopping_criteria``.
     """
     speculator: Speculator | None = None
 
     def decode(
-        model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **model_kwargs: Any
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        seed: Seed | Sequence[Seed] | None = seed,
+        **model_kwargs: Any,
     ) -> Any:
         nonlocal speculator
         refuse_arguments(model, generation_config, model_kwargs)

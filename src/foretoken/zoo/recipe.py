@@ -65,7 +65,7 @@ class Rates:
 TARGET_BATCH, TARGET_RATES = Batch(), Rates()
 TARGET_BUDGET, TARGET_COOLDOWN = 16.5, 0.13  # million tokens, and the share of them that the cool-down takes
 DRAFT_BATCH, DRAFT_RATES = Batch(lengths=(512, 2048, 2048)), Rates(matrices=0.015, rest=4e-3)
-DRAFT_BUDGET, DRAFT_COOLDOWN = 8.0, 0.3
+DRAFT_BUDGET, DRAFT_COOLDOWN = 16.0, 0.3
 
 NGRAM_ORDER = 4
 NGRAM_SUCCESSORS = 4  # kept per context
