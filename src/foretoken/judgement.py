@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -65,26 +66,45 @@ def judge(rule: Rule, tree: TokenTree, logits: Tensor, sampler: Sampler, *, reco
 def match_on_host(tree: TokenTree, scores: Tensor) -> list[Line] | None:
     """Greedy chains, the common case: comparing a few integers is quicker here than a dozen tensor calls.
 
-    None if some score is not finite, which takes a closer look. An argmax finds NaN, +inf, and -inf where there is nothing else.
+    None if a score that counts is not finite, which takes a closer look. An argmax finds NaN, +inf, and -inf where there is
+    nothing else.
     """
-    choices = argmax(scores)
-    best = scores.gather(-1, choices[..., None])[..., 0]
-    columns = [tree.tokens, choices.to(tree.tokens.device), best.isfinite().to(tree.tokens.device)]
-    if tree.valid is not None:
-        columns.append(tree.valid)
-    nodes, vocab_size, faults = tree.nodes, scores.shape[-1], [0] * tree.nodes
+    tokens, choices, finite, lengths = (chain_on_cpu if scores.device.type == "cpu" else chain_on_device)(tree, scores)
+    vocab_size, faults = scores.shape[-1], [0] * tree.nodes
     lines = []
-    for line in torch.cat(columns, 1).tolist():
-        tokens, chosen, finite, valid = line[:nodes], line[nodes : 2 * nodes], line[2 * nodes : 3 * nodes], line[3 * nodes :]
-        if not all(finite):
-            return None
-        drafted = sum(valid) - 1 if valid else nodes - 1
+    for drafted, drafts, chosen, fine in zip(lengths, tokens, choices, finite):
         accepted = 0
-        while accepted < drafted and tokens[accepted + 1] == chosen[accepted]:
+        while accepted < drafted and drafts[accepted + 1] == chosen[accepted]:
             accepted += 1
-        proposed = tokens[: drafted + 1]
-        lines.append(Line(accepted, chosen[accepted], drafted, min(proposed) < 0 or max(proposed) >= vocab_size, tokens, faults))
+        if not all(fine[: accepted + 1]):
+            return None
+        proposed = drafts[: drafted + 1]
+        lines.append(Line(accepted, chosen[accepted], drafted, min(proposed) < 0 or max(proposed) >= vocab_size, drafts, faults))
     return lines
+
+
+def chain_on_cpu(tree: TokenTree, scores: Tensor) -> tuple[list[list[int]], list[list[int]], list[list[bool]], list[int]]:
+    """Tokens, choices, whether their scores are finite, and drafted lengths, without a tensor call more than it takes."""
+    values = scores.numpy()
+    choices = values.argmax(-1).tolist()
+    finite = [[isfinite(values.item(row, node, token)) for node, token in enumerate(chosen)] for row, chosen in enumerate(choices)]
+    lengths = [tree.nodes - 1] * tree.rows if tree.valid is None else [sum(valid) - 1 for valid in tree.valid.tolist()]
+    return tree.tokens.tolist(), choices, finite, lengths
+
+
+def chain_on_device(tree: TokenTree, scores: Tensor) -> tuple[list[list[int]], list[list[int]], list[list[bool]], list[int]]:
+    """The same with one copy to the host."""
+    choices = scores.argmax(-1)
+    best = scores.gather(-1, choices[..., None])[..., 0]
+    columns = torch.cat([tree.tokens, choices.to(tree.tokens.device), best.isfinite().to(tree.tokens.device), tree.drafted[:, None]], 1)
+    nodes = tree.nodes
+    packet = columns.tolist()
+    return (
+        [line[:nodes] for line in packet],
+        [line[nodes : 2 * nodes] for line in packet],
+        [line[2 * nodes : 3 * nodes] for line in packet],
+        [line[-1] for line in packet],
+    )
 
 
 def verify(rule: Rule, tree: TokenTree, scores: Tensor, sampler: Sampler) -> tuple[Verdict, Tensor]:

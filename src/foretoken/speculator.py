@@ -223,8 +223,9 @@ def custom_generate(
     """A function for ``model.generate(..., custom_generate=...)``: the same loop through transformers' own entry point.
 
     ``streamer`` is bound here, because transformers does not pass it on to such a function; ``seed`` is bound here or given per
-    call, ``model.generate(..., seed=7)``; ``options`` are those of :class:`Speculator`. The Speculator is built at the first call and kept, with its model, in the function. Stop strings need
-    a tokenizer, which transformers does not pass on either: give a ``StopStringCriteria`` as ``stopping_criteria``.
+    call, ``model.generate(..., seed=7)``; ``options`` are those of :class:`Speculator`. The Speculator is built at the first call
+    and kept, with its model, in the function. Stop strings need a tokenizer, which transformers does not pass on either: give a
+    ``StopStringCriteria`` as ``stopping_criteria``.
     """
     speculator: Speculator | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,12 +30,16 @@ class Window:
     starts: tuple[int, ...]
     nodes: int
 
-    @property
+    @cached_property
+    def rows(self) -> int:
+        return self.last - self.first
+
+    @cached_property
     def width(self) -> int:
         """How many slots the keys returned to the model span."""
         return max(self.starts) + self.nodes
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """Every row starts at the same slot."""
         return self.starts.count(self.starts[0]) == len(self.starts)
@@ -109,16 +114,17 @@ class TreeCache(Cache):
         layer = self.layers[layer_idx]
         if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity:
             self._allocate(layer, key_states, value_states)
-        keys, values = layer.keys[window.first : window.last], layer.values[window.first : window.last]
+        keys, values = layer.keys, layer.values
+        if window.rows < len(keys):
+            keys, values = keys.narrow(0, window.first, window.rows), values.narrow(0, window.first, window.rows)
         if window.uniform:
-            start = window.starts[0]
-            keys[:, :, start : window.width] = key_states
-            values[:, :, start : window.width] = value_states
+            keys.narrow(2, window.starts[0], window.nodes).copy_(key_states)
+            values.narrow(2, window.starts[0], window.nodes).copy_(value_states)
         else:
             rows, slots = self._write_indices(key_states.device)
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)
-        return keys[:, :, : window.width], values[:, :, : window.width]
+        return keys.narrow(2, 0, window.width), values.narrow(2, 0, window.width)
 
     # -- what the target asks between forward passes ----------------------------------------------------------------
 

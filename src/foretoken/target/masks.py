@@ -21,6 +21,7 @@ from foretoken.target.cache import TreeCache, Window
 from foretoken.tree import TokenTree
 
 NAME = "foretoken_positions"
+CHAIN = 64  # longest chain whose mask is cut out of the band
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,11 @@ class MaskBuilder:
         self.config.__dict__["_attn_implementation_internal"] = NAME
         self.additive = implementation == "eager"
         self.dtype = dtype
+        kinds = getattr(config, "layer_types", None)
+        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        self.full = set(kinds) == {"full_attention"} if kinds else windows == [None, None]
+        self._keyed = bool(kinds)
+        self._band: Tensor | None = None  # [CHAIN, 2 capacity]
 
     def __call__(self, where: Layout, cache: TreeCache) -> Tensor | dict[str, Tensor]:
         self.config.__dict__["foretoken_layout"] = where
@@ -77,6 +83,20 @@ class MaskBuilder:
         if isinstance(masks, dict):
             return {kind: self._finish(mask) for kind, mask in masks.items()}
         return self._finish(masks)
+
+    def for_chain(self, window: Window, device: torch.device) -> Tensor | dict[str, Tensor] | None:
+        """The mask of a short chain behind prefixes of one length, cut out of a band made once; None where the model has to
+        build its own (windows, long chains) or needs none (a single token, an empty cache)."""
+        start, nodes = window.starts[0], window.nodes
+        if not self.full or not 1 < nodes <= CHAIN or start == 0:
+            return None
+        if self._band is None or 2 * window.width > self._band.shape[1] or self._band.device != device:
+            capacity = 2 * window.width
+            slots = torch.arange(2 * capacity, device=device)
+            self._band = self._finish(slots <= capacity + torch.arange(CHAIN, device=device)[:, None])
+        middle = self._band.shape[1] // 2  # query i sees up to slot middle + i here, and up to start + i in the cache
+        mask = self._band[:nodes, middle - start : middle + nodes].expand(window.rows, 1, nodes, window.width)
+        return {"full_attention": mask} if self._keyed else mask
 
     def _finish(self, mask: Tensor) -> Tensor:
         """sdpa takes the bool mask; eager adds to the scores, where a bool mask would be silently wrong."""

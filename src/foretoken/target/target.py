@@ -62,7 +62,7 @@ class Target:
         self._masks = MaskBuilder(config, config._attn_implementation, self.model.dtype)
         self._alibi = uses_alibi(self.model)
         self.reuse_prefix = reuse_prefix
-        self._counting = torch.arange(1024, device=self.device)
+        self._counting = torch.arange(1024, device=self.device)[None]
         self._texts: list[Sequence[int]] = []  # of live rows
         self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones still hold
         self._weights: object = None
@@ -206,6 +206,8 @@ class Target:
             arguments["attention_mask"] = self._masks(where, self.cache)
             if self._alibi:
                 bias = alibi_from(self.model, where.keys)
+        elif not self._alibi and (mask := self._masks.for_chain(window, self.device)) is not None:
+            arguments["attention_mask"] = mask
         if keep is not None and self._takes_logits_to_keep:
             arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
         self.passes += 1
@@ -227,9 +229,9 @@ class Target:
         """``[R, N]`` positions, filler kept inside the context so that learned position tables are not overrun."""
         if tree.chain and window.uniform:
             start = window.starts[0]
-            if start + window.nodes > len(self._counting):
-                self._counting = torch.arange(2 * (start + window.nodes), device=self.device)
-            positions = self._counting[None, start : start + window.nodes]
+            if start + window.nodes > self._counting.shape[1]:
+                self._counting = torch.arange(2 * (start + window.nodes), device=self.device)[None]
+            positions = self._counting.narrow(1, start, window.nodes)
             if tree.rows > 1:
                 positions = positions.expand(tree.rows, -1)
         else:
