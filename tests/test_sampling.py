@@ -269,7 +269,7 @@ def test_acceptance_never_passes_0_and_always_passes_1():
 def test_acceptance_is_strict():
     """A token is accepted iff u < p/q, so that no rounding of u lets one pass whose p is 0."""
     noise, nodes = noise_of_rows(50), torch.arange(6)[None]
-    u = _open_unit(noise.words(Purpose.ACCEPT, 0, nodes).to(torch.int32))
+    u = -_unit(noise.words(Purpose.ACCEPT, 0, nodes).to(torch.int32))
     assert not bool(noise.accept(u).any())
     assert bool(noise.accept(torch.nextafter(u, torch.ones(()))).all())
 
