@@ -43,7 +43,7 @@ def build_parser():
     parser = argparse.ArgumentParser(description="Resize pictures.")
     parser.add_argument("--width", type=int, default=640, help="width in pixels")
     parser.add_argument("--height", type=int, default=480, help="height in pixels")
-""",
+    parser.add_argument(""",
     """import unittest
 
 
