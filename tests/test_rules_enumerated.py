@@ -24,6 +24,7 @@ from foretoken.testing import (
     ProbabilityTable,
     ScriptedDrafter,
     TableTarget,
+    World,
     continuation_law,
     continuations,
     distance,
@@ -32,6 +33,7 @@ from foretoken.testing import (
 )
 from foretoken.tree import Proposal, TokenTree
 from foretoken.verification import Rule, create, names
+from foretoken.verification import match as match_module
 from foretoken.verification import rejection as rejection_module
 
 EXACT = 1e-9
@@ -126,6 +128,26 @@ def test_the_law_of_continuations_is_the_targets(case: Case):
     law = case.law()
     assert sum(law.values()) == pytest.approx(1, abs=EXACT)
     assert distance(law, plain_law(case.p, PROMPT, case.count)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["match, no drafter", "match, deterministic, ragged depth", "match, keyed, zeros in both"])
+def test_so_is_that_of_races_that_stop_where_the_drafts_end(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Over a large vocabulary the match rule chooses only as far as some draft survives; here over a small one."""
+    monkeypatch.setattr(match_module, "ALONE", 1)
+    assert CASES[name].error() < EXACT
+
+
+def test_a_keyed_draft_that_equals_the_target_is_accepted_whole():
+    """Only draft and verifier that share each position's noise agree always; the law alone would not tell."""
+    enumeration = Enumeration([World({})])
+    target, drafter = TableTarget(P), ScriptedDrafter(P, proposal="keyed")
+    session = Session(target, drafter, create("match"), proposal="keyed", draft_length=3, randomness=enumeration)
+    continuations(session, [PROMPT], [RowParameters(max_new_tokens=12, do_sample=True)])
+    assert session.stats.accepted == session.stats.drafted > 6
+    for seed in range(20):
+        session = Session(target, drafter, create("match"), proposal="keyed", draft_length=3)
+        continuations(session, [PROMPT], [RowParameters(max_new_tokens=12, do_sample=True, seed=(seed, 0))])
+        assert session.stats.accepted == session.stats.drafted > 6
 
 
 def test_every_rule_has_a_case():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from foretoken import sampling
 from foretoken.sampling import Noise, Purpose, _unit, row_key, row_seeds
 
 ALPHA = 1e-4
@@ -70,6 +71,17 @@ def test_a_row_draws_the_same_in_any_batch(rows: list[tuple[int, int, int]], dat
         assert torch.equal(batch.accept(p[..., 0], node)[one], alone.accept(p[one, :, 0], node))
         for purpose in FRESH:
             assert torch.equal(batch.draw(p[:, 0], purpose, node)[one], alone.draw(p[one, 0], purpose, node))
+
+
+def test_a_vocabulary_that_races_one_by_one_draws_the_same(monkeypatch: pytest.MonkeyPatch):
+    """On a CPU races over a large vocabulary run one at a time, which must not show."""
+    noise, p, depths = noise_of_rows(3), distributions(3, 4, 300), torch.tensor([[0, 1, 1, 4], [2, 0, 1, 1], [0, 0, 0, 0]])
+    results = []
+    for alone in (1, 1 << 30):
+        monkeypatch.setattr(sampling, "ALONE", alone)
+        results.append([noise.race(p, depths), noise.race(p.double(), depths), noise.draw(p[:, 2], Purpose.DRAFT, 1)])
+    for one_by_one, together in zip(*results):
+        assert torch.equal(one_by_one, together)
 
 
 def test_nothing_touches_the_global_generator():
