@@ -124,7 +124,10 @@ def test_right_padding_leaves_nothing_of_the_prompt_to_ignore():
 
 
 def test_own_ignored_prompt_lengths_are_rebased():
-    own = hf.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor([7, 7, 5]))  # of a padded batch of width 7
+    try:
+        own = hf.RepetitionPenaltyLogitsProcessor(1.3, torch.tensor([7, 7, 5]))  # of a padded batch of width 7
+    except ValueError:
+        pytest.skip("this version of transformers takes one length for all rows")
     pipelines = row_pipelines([own], prompt_lengths=LENGTHS, padded_length=7)
     assert [p.stages[0].processor.prompt_ignore_length for p in pipelines] == [7, 1, 2]
 

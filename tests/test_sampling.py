@@ -120,8 +120,11 @@ def test_each_part_of_the_key_changes_the_noise(change: str):
     assert exponentials[0].ne(exponentials[1:]).float().mean() > 0.99
 
 
-def test_purposes_are_numbered_apart():
-    assert len({purpose.value for purpose in Purpose}) == len(Purpose) == len({int(noise_of_rows(1).words(each, 0)) for each in Purpose})
+def test_no_two_keys_share_a_word():
+    """All purposes at 200 nodes and 50 positions of 4 rows: no (purpose, node) runs into another one's."""
+    noise, offsets = noise_of_rows(4), torch.arange(50)[None]
+    words = torch.stack([noise.words(purpose, offsets, node) for purpose in Purpose for node in range(200)])
+    assert len(words.unique()) == words.numel() == len(Purpose) * 200 * 50 * 4
 
 
 def test_a_token_keeps_its_noise_when_the_vocabulary_grows():

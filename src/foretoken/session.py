@@ -414,7 +414,8 @@ class Session:
             self._leave(done)
 
     def _leave(self, done: Sequence[SessionRow]) -> None:
-        keep = [index for index, row in enumerate(self.rows) if row not in done]
+        gone = {row.slot for row in done}
+        keep = [index for index, row in enumerate(self.rows) if row.slot not in gone]
         if self.target.owner is self:
             self.drafter.end(done)
             self.target.compact(keep)

@@ -72,7 +72,7 @@ class DraftModel(Drafter):
         difference = vocabulary_difference(target.model, unwrap(draft))
         if difference:
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
-        self._target = Target(draft)
+        self._target = Target(draft, reuse_prefix=target.reuse_prefix)
         self._smaller = self._target.vocab_size < target.vocab_size
 
     def begin(self, rows: Sequence[Row]) -> None:

@@ -27,6 +27,7 @@ PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
 WORTH_COPYING = 16  # a shorter shared beginning is computed again
+CANDIDATES = 8  # rows compared with a prompt that begins as they do
 
 
 class Target:
@@ -87,7 +88,7 @@ class Target:
             reserve: tokens each row will hold in the end, as far as that is known, so that the cache need not grow.
         """
         first = len(self.lengths)
-        sources = [self._longest_prefix(text, first) for text in texts]
+        sources = self._shared_beginnings(texts, first)
         self.cache.open([length for _, length in sources])
         self.cache.reserve(min(max(reserve, default=0), RESERVE))
         self.cache.gather([row for row, _ in sources], [length for _, length in sources], first)
@@ -153,18 +154,26 @@ class Target:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _longest_prefix(self, text: Sequence[int], first: int) -> tuple[int, int]:
-        """The physical row that shares the longest beginning with ``text``, and how long it is; at least one token stays
-        to be computed, because its logits are wanted."""
+    def _shared_beginnings(self, texts: Sequence[Sequence[int]], first: int) -> list[tuple[int, int]]:
+        """For each text the physical row that shares the longest beginning with it, and how long it is; at least one token
+        stays to be computed, because its logits are wanted."""
         if not self.reuse_prefix:
-            return first, 0
+            return [(first, 0)] * len(texts)
         if (weights := fingerprint(self.model)) != self._weights:
             self._weights, self._dropped = weights, {}
-        held = {row: (ids, self.lengths[row]) for row, ids in enumerate(self._texts)}
-        held |= {row: (ids, len(ids)) for row, ids in self._dropped.items()}
-        shared = {row: common(ids, text, min(length, len(text) - 1)) for row, (ids, length) in held.items()}
-        row = max(shared, key=lambda each: shared[each], default=first)
-        return (row, shared[row]) if shared and shared[row] >= WORTH_COPYING else (first, 0)
+        held = [(row, ids, self.lengths[row]) for row, ids in enumerate(self._texts)]
+        held += [(row, ids, len(ids)) for row, ids in self._dropped.items()]
+        alike: dict[tuple[int, ...], list[tuple[int, Sequence[int], int]]] = {}
+        for row, ids, length in held:
+            if length >= WORTH_COPYING:
+                alike.setdefault(tuple(ids[:WORTH_COPYING]), []).append((row, ids, length))
+        found = []
+        for text in texts:
+            candidates = alike.get(tuple(text[:WORTH_COPYING]), [])[-CANDIDATES:]
+            shared = [(common(ids, text, min(length, len(text) - 1)), row) for row, ids, length in candidates]
+            length, row = max(shared, default=(0, first))
+            found.append((row, length) if length >= WORTH_COPYING else (first, 0))
+        return found
 
     def _group(self, prompts: Sequence[Sequence[int]], row: int, first: int) -> int:
         """Rows from ``row`` that go through one pass together: short ones batched, a long one alone in chunks."""

@@ -85,8 +85,9 @@ AttentionInterface.register("zoo_blocked", blocked_attention)
 
 
 def build(config: LlamaConfig) -> LlamaForCausalLM:
-    torch.manual_seed(SEED)
-    model = LlamaForCausalLM(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = LlamaForCausalLM(config)
     depth = config.num_hidden_layers
     for name, weight in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):  # residual branches start small (GPT-2)
