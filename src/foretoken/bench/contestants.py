@@ -103,10 +103,7 @@ def of_foretoken(field: Field, drafter: Drafter | str, options: dict[str, Any] |
 def _draft_of_foretoken(field: Field) -> Decode:
     from foretoken.drafters.draft_model import DraftModel
 
-    drafter = DraftModel(field.draft)
-    decode = of_foretoken(field, drafter)
-    drafter.model.reuse_prefix = False
-    return decode
+    return of_foretoken(field, DraftModel(field.draft))
 
 
 def _lookup_of_transformers(field: Field) -> Decode:
