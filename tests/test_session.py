@@ -189,3 +189,18 @@ def test_a_row_that_waits_can_be_removed():
     session.remove(session.add(PROMPTS[0], plan.parameters()))
     assert not session.live
     assert session.stats.rows[0].finish_reason == "removed"
+
+
+def test_a_row_may_leave_before_the_draft_model_has_seen_the_next():
+    """The one that joined has been prefilled by the target and has no place in the draft's buffers yet."""
+    model = Speculator(tiny(), drafter=make_drafter("draft-model", "llama"), rule="match", draft_length=3)
+    session = model.session()
+    first, _ = (session.add(PROMPTS[row], RowParameters(max_new_tokens=8)) for row in (0, 1))
+    session.step()
+    session.step()
+    last = session.add(PROMPTS[3], RowParameters(max_new_tokens=8))
+    text = session.step()[0].tokens
+    session.remove(first)
+    while session.live:
+        text += [token for commit in session.step() if commit.slot == last for token in commit.tokens]
+    assert text == alone("llama", Plan(0, 3, 8, False, False, 0, None))

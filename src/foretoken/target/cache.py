@@ -163,8 +163,8 @@ class TreeCache(Cache):
     def compact(self, keep: Sequence[int]) -> None:
         """Drop every row not in ``keep`` (ascending physical indices), moving later rows forward."""
         for goal, source in enumerate(keep):
-            if goal != source:
-                length = self.lengths[source]
+            length = self.lengths[source]
+            if goal != source and length:  # a row that was opened and never written may lie beyond the buffers
                 for layer in self.written:
                     layer.keys[goal, :, :length] = layer.keys[source, :, :length]
                     layer.values[goal, :, :length] = layer.values[source, :, :length]
