@@ -102,6 +102,16 @@ def on_an_even_sum(text: Sequence[int]) -> bool:
 
 
 CASES = {
+    **{
+        f"{rule}{name}": case
+        for rule in ("block", "multi-candidate", "k-seq", "traversal")
+        for name, case in {
+            "": Case(rule, Q, count=4),
+            ", zeros in both": Case(rule, without_one(Q), p=without_one(tempered(P, 2.0)), count=4),
+            ", ragged depth": Case(rule, Q, grow=on_an_even_sum, draft_length=3, count=4),
+            ", no drafter": Case(rule, count=3),
+        }.items()
+    },
     "rejection": Case("rejection", Q),
     "rejection, one draft": Case("rejection", Q, draft_length=1),
     "rejection, longer than the rest": Case("rejection", Q, draft_length=4, count=4),

@@ -84,7 +84,7 @@ class Randomness(Protocol):
 
     def race(self, p: Tensor, depths: Tensor) -> Tensor: ...
 
-    def accept(self, probability: Tensor, node: int = 0) -> Tensor: ...
+    def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor: ...
 
     def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor: ...
 
@@ -120,9 +120,13 @@ class Noise:
         """``[R]`` tokens drawn in proportion to ``weights`` ``[R, V]`` with fresh noise."""
         return _run(weights[:, None], self.words(purpose, 0, node))[:, 0]
 
-    def accept(self, probability: Tensor, node: int = 0) -> Tensor:
-        """``[R, K]`` bool, True with ``probability`` ``[R, K]``: u < probability, strictly, so that 0 never passes."""
-        nodes = torch.arange(node, node + probability.shape[1], device=probability.device)[None]
+    def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor:
+        """``[R, K]`` bool, True with ``probability`` ``[R, K]``: u < probability, strictly, so that 0 never passes.
+
+        The draws are for nodes ``node``, ``node + 1``, …, one number for all rows or ``[R]``.
+        """
+        first = node[:, None] if isinstance(node, Tensor) else node
+        nodes = first + torch.arange(probability.shape[1], device=probability.device)[None]
         return _unit(self.words(Purpose.ACCEPT, 0, nodes).to(torch.int32)).neg_() < probability
 
 

@@ -288,11 +288,12 @@ class EnumeratedNoise:
         lines = zip(self.rows, weights.tolist())
         return torch.tensor([world.choose((row, root, purpose, node), line) for (world, row, root), line in lines])
 
-    def accept(self, probability: Tensor, node: int = 0) -> Tensor:
+    def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor:
+        first = node.tolist() if isinstance(node, Tensor) else [node] * len(self.rows)
         return torch.tensor(
             [
-                [world.choose((row, root, Purpose.ACCEPT, each), [value, 1 - value]) == 0 for each, value in enumerate(line, node)]
-                for (world, row, root), line in zip(self.rows, probability.clamp(0, 1).tolist())
+                [world.choose((row, root, Purpose.ACCEPT, each), [value, 1 - value]) == 0 for each, value in enumerate(line, start)]
+                for (world, row, root), line, start in zip(self.rows, probability.clamp(0, 1).tolist(), first)
             ]
         )
 

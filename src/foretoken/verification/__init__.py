@@ -13,6 +13,10 @@ __all__ = ["Randomness", "Rule", "Verdict", "create", "names"]
 REGISTRY = {
     "match": "foretoken.verification.match:Match",
     "rejection": "foretoken.verification.rejection:Rejection",
+    "block": "foretoken.verification.block:Block",
+    "multi-candidate": "foretoken.verification.multi_candidate:MultiCandidate",
+    "k-seq": "foretoken.verification.k_seq:KSeq",
+    "traversal": "foretoken.verification.traversal:Traversal",
 }
 
 # The exact rule that accepts most, for each kind of proposal.

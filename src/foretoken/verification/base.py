@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from foretoken.sampling import Randomness
@@ -57,3 +58,22 @@ class Rule:
         if self.chains_only and not chain:
             return f"rule {self.name!r} verifies chains only"
         return None
+
+
+def walk(tree: TokenTree, passes: Tensor) -> Verdict:
+    """From the root to the first child that ``passes`` ``[R, N]``, and on from there; the verdict's next token is left 0."""
+    nothing = torch.zeros_like(tree.tokens[:, 0])
+    if tree.valid is not None:
+        passes = passes & tree.valid
+    if tree.chain:
+        return Verdict(tree.depths, passes[:, 1:].cumprod(1).sum(1), nothing)
+    at, accepted = nothing, nothing  # [R] current node
+    alive = torch.ones_like(at, dtype=torch.bool)
+    path = [at]
+    for _ in range(tree.nodes - 1):
+        child = (tree.parents == at[:, None]) & passes  # [R, N]
+        alive = alive & child.any(1)
+        at = torch.where(alive, child.to(torch.int8).argmax(1), at)
+        accepted = accepted + alive
+        path.append(at)
+    return Verdict(torch.stack(path, 1), accepted, nothing)

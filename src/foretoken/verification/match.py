@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.sampling import ALONE, Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Rule, Verdict
+from foretoken.verification.base import Rule, Verdict, walk
 
 
 class Match(Rule):
@@ -48,29 +48,7 @@ def choices_as_needed(tree: TokenTree, p: Tensor, noise: Randomness) -> Tensor:
 
 def follow(tree: TokenTree, choices: Tensor) -> Verdict:
     """Walk from the root along the drafted tokens that equal the target's ``choices`` ``[R, N]``."""
-    if tree.chain:
-        return _follow_chain(tree, choices)
-    at = torch.zeros(tree.rows, dtype=torch.long, device=choices.device)  # [R] current node
-    accepted, alive = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool)
-    path = [at]
-    for _ in range(tree.nodes - 1):
-        choice = choices.gather(1, at[:, None])
-        child = (tree.parents == at[:, None]) & (tree.tokens == choice)  # [R, N]
-        if tree.valid is not None:
-            child &= tree.valid
-        alive = alive & child.any(1)
-        at = torch.where(alive, child.to(torch.int8).argmax(1), at)
-        accepted = accepted + alive
-        path.append(at)
-    return Verdict(torch.stack(path, 1), accepted, choices.gather(1, at[:, None])[:, 0])
-
-
-def _follow_chain(tree: TokenTree, choices: Tensor) -> Verdict:
-    if tree.nodes == 1:
-        none = torch.zeros(tree.rows, dtype=torch.long, device=choices.device)
-        return Verdict(tree.depths, none, choices[:, 0])
-    hit = tree.tokens[:, 1:] == choices[:, :-1]  # [R, N - 1]
-    if tree.valid is not None:
-        hit = hit & tree.valid[:, 1:]
-    accepted = hit.cumprod(1).sum(1)
-    return Verdict(tree.depths, accepted, choices.gather(1, accepted[:, None])[:, 0])
+    chosen = choices.roll(1, 1) if tree.chain else choices.gather(1, tree.parents.clamp(min=0))
+    verdict = walk(tree, tree.tokens == chosen)
+    last = verdict.accepted[:, None] if tree.chain else verdict.path.gather(1, verdict.accepted[:, None])
+    return Verdict(verdict.path, verdict.accepted, choices.gather(1, last)[:, 0])
