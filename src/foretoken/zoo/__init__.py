@@ -105,7 +105,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     _canonical(name)
-    return AutoTokenizer.from_pretrained(MODELS / TARGET, local_files_only=True)
+    return AutoTokenizer.from_pretrained(MODELS / TARGET, local_files_only=True, padding_side="left")
 
 
 def describe() -> list[Embedded]:
