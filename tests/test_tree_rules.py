@@ -10,6 +10,7 @@ from foretoken.sampling import Purpose
 from foretoken.testing import Enumeration, Law, distance, enumerate_law
 from foretoken.tree import TokenTree
 from foretoken.verification import Rule, create
+from foretoken.verification import k_seq as k_seq_module
 from foretoken.verification import traversal as traversal_module
 
 VOCAB = 3
@@ -122,6 +123,23 @@ def test_a_leaf_that_reads_the_original_p_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(traversal_module, "_State", Faulty)
     law, _ = law_of(create("traversal"), TREES["two siblings"], "iid")
+    assert distance(law, continued({(): 1.0}, 2)) > 0.01
+
+
+def test_block_that_stops_at_the_first_failure_is_found():
+    class Stopping(type(create("block"))):
+        def compare(self, tree, p, q, noise):
+            accept = noise.accept
+            noise.accept = lambda *arguments: accept(*arguments).cumprod(1).bool()
+            return super().compare(tree, p, q, noise)
+
+    law, _ = law_of(Stopping(), TREES["chain of 2"], "iid")
+    assert distance(law, continued({(): 1.0}, 3)) > 0.01
+
+
+def test_a_threshold_below_its_root_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(k_seq_module, "threshold", lambda p, q, k: torch.ones_like(p[..., 0]))
+    law, _ = law_of(create("k-seq"), TREES["three siblings"], "iid")
     assert distance(law, continued({(): 1.0}, 2)) > 0.01
 
 

@@ -16,21 +16,17 @@ from torch import Tensor
 
 from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Rule, Verdict
-from foretoken.verification.ratios import at_node, chain_q, chain_ratios, residual, safe_ratio
+from foretoken.verification.base import Verdict
+from foretoken.verification.ratios import ComparesWithQ, at_node, chain_ratios, residual, safe_ratio
 
 
-class Block(Rule):
+class Block(ComparesWithQ):
     name = "block"
     summary = "judges the whole draft at once; keeps at least what rejection keeps; exact for sampled chains"
     proposals = ("iid",)
     chains_only = True
-    needs_q = True
 
-    def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
-        if tree.nodes == 1:
-            return Verdict(tree.depths, torch.zeros_like(tree.tokens[:, 0]), noise.draw(p[:, 0], Purpose.RESIDUAL))
-        q = chain_q(tree, self.name)
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
         P = survival(chain_ratios(tree, p, q))  # [R, γ + 1]
         drafted = tree.drafted[:, None]
         index = torch.arange(1, tree.nodes, device=p.device)[None]  # [1, γ]

@@ -16,25 +16,20 @@ from torch import Tensor
 
 from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Rule, Verdict, walk
-from foretoken.verification.ratios import at_node, safe_ratio
+from foretoken.verification.base import Verdict, walk
+from foretoken.verification.ratios import ComparesWithQ, at_node, safe_ratio
 
 BISECTIONS = 60
 
 
-class KSeq(Rule):
+class KSeq(ComparesWithQ):
     name = "k-seq"
     summary = "one threshold for all k siblings (SpecTr); exact for i.i.d. trees"
     proposals = ("iid",)
-    needs_q = True
 
-    def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
-        if tree.nodes == 1:
-            return Verdict(tree.depths, torch.zeros_like(tree.tokens[:, 0]), noise.draw(p[:, 0], Purpose.RESIDUAL))
-        if tree.q is None:
-            raise ValueError(f"rule {self.name!r} needs the draft's q at every node that has a child")
-        inner = min(tree.q.shape[1], tree.nodes)
-        q, p_inner = tree.q[:, :inner], p[:, :inner]
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
+        inner = min(q.shape[1], tree.nodes)
+        q, p_inner = q[:, :inner], p[:, :inner]
         k = children(tree)[:, :inner]  # [R, M]
         rho = threshold(p_inner, q, k)  # [R, M]
         kept = torch.minimum(q, p_inner / rho[..., None])  # [R, M, V]

@@ -16,19 +16,16 @@ from torch import Tensor
 
 from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Rule, Verdict
-from foretoken.verification.ratios import at_node, residual, safe_ratio
+from foretoken.verification.base import Verdict
+from foretoken.verification.ratios import ComparesWithQ, at_node, residual, safe_ratio
 
 
-class MultiCandidate(Rule):
+class MultiCandidate(ComparesWithQ):
     name = "multi-candidate"
     summary = "tries siblings one after the other against what is left of p; exact for sampled trees"
     proposals = ("without-replacement", "iid")
-    needs_q = True
 
-    def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
-        if tree.nodes > 1 and tree.q is None:
-            raise ValueError(f"rule {self.name!r} needs the draft's q at every node that has a child")
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
         at = torch.zeros_like(tree.tokens[:, 0])  # [R] node reached
         accepted, path = torch.zeros_like(at), torch.zeros_like(tree.tokens)
         p_at, q_at = (
@@ -37,7 +34,6 @@ class MultiCandidate(Rule):
         )  # [R, V] what is left of p, and what the next child was drawn from
         # Parents come before children and siblings in draw order, so one pass over the nodes visits every trial in order.
         for node in range(1, tree.nodes):
-            assert tree.q is not None
             x = tree.tokens[:, node, None]
             tried = tree.parents[:, node] == at
             if tree.valid is not None:
@@ -51,7 +47,7 @@ class MultiCandidate(Rule):
             if tree.proposal == "without-replacement":
                 q_at = torch.where(lost, without(q_at, x), q_at)
             p_at = torch.where(won[:, None], p[:, node], p_at)
-            q_at = torch.where(won[:, None], at_node(tree.q, torch.full_like(at, node)), q_at)
+            q_at = torch.where(won[:, None], at_node(q, torch.full_like(at, node)), q_at)
             accepted = accepted + won
             at = torch.where(won, node, at)
             path = torch.where(won[:, None], path.scatter(1, accepted[:, None], node), path)

@@ -1,11 +1,30 @@
-"""What the rules that compare p with q share: ratios, residuals, and reading a value at each row's node."""
+"""What the rules that compare p with q share: the round without a draft, ratios, residuals, a value at each row's node."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
+from foretoken.verification.base import Rule, Verdict
+
+
+class ComparesWithQ(Rule):
+    """Base of rules that need the draft's own distribution; a subclass writes :meth:`compare`."""
+
+    needs_q = True
+
+    def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
+        if tree.nodes == 1:
+            return Verdict(tree.depths, torch.zeros_like(tree.tokens[:, 0]), noise.draw(p[:, 0], Purpose.RESIDUAL))
+        if tree.q is None:
+            raise ValueError(f"rule {self.name!r} needs the draft's q at every node that has a child")
+        return self.compare(tree, p, tree.q[:, : tree.nodes - 1] if tree.chain else tree.q, noise)
+
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
+        """Verdict for a tree that was drafted, with ``q`` ``[R, M, V]`` at its first M nodes (a chain: all but the leaf)."""
+        raise TypeError(f"{type(self).__name__} must define compare(tree, p, q, noise)")
 
 
 def safe_ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -17,17 +36,6 @@ def at_node(values: Tensor, node: Tensor) -> Tensor:
     """``[R, V]`` of ``values`` ``[R, M, V]`` at ``node`` ``[R]``; nodes beyond M, which have no children, read the last one."""
     index = node.clamp(max=values.shape[1] - 1)[:, None, None].expand(-1, 1, values.shape[2])
     return values.gather(1, index)[:, 0]
-
-
-def chain_q(tree: TokenTree, rule: str) -> Tensor:
-    """``[R, γ, V]`` the distributions that a chain's γ tokens were drawn from.
-
-    Raises:
-        ValueError: the tree carries none.
-    """
-    if tree.q is None:
-        raise ValueError(f"rule {rule!r} needs the draft's q at every node that has a child")
-    return tree.q[:, : tree.nodes - 1]
 
 
 def chain_ratios(tree: TokenTree, p: Tensor, q: Tensor) -> Tensor:

@@ -18,23 +18,18 @@ from torch import Tensor
 
 from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Rule, Verdict
+from foretoken.verification.base import Verdict
 from foretoken.verification.multi_candidate import without
-from foretoken.verification.ratios import safe_ratio
+from foretoken.verification.ratios import ComparesWithQ, safe_ratio
 
 
-class Traversal(Rule):
+class Traversal(ComparesWithQ):
     name = "traversal"
     summary = "block verification for trees, leaves first; exact for sampled trees"
     proposals = ("without-replacement", "iid")
-    needs_q = True
 
-    def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
-        if tree.nodes == 1:
-            return Verdict(tree.depths, torch.zeros_like(tree.tokens[:, 0]), noise.draw(p[:, 0], Purpose.RESIDUAL))
-        if tree.q is None:
-            raise ValueError(f"rule {self.name!r} needs the draft's q at every node that has a child")
-        state = _State(tree, p, tree.q)
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
+        state = _State(tree, p, q)
         for nodes, leaving in schedule(tree):
             if not all(leaving):
                 state.enter(nodes, leaving)
