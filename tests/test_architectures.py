@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from architectures import ARCHITECTURES, build
-from helpers import LENGTHS, PAD, Oracle, alone, drafter_names, generate, make_drafter, padded, prompts, repetitive, tiny
+from helpers import LENGTHS, PAD, Oracle, alone, drafter_names, make_drafter, padded, prompts, repetitive, tiny
 
-from foretoken import Speculator, UnsupportedModelError
+from foretoken import RowParameters, Speculator, TokenTree, UnsupportedModelError
 
 TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "tree" for how in entry.implementations]
-REFUSED = ["gpt_neo", "falcon_alibi", "mpt"] + [name for name, entry in ARCHITECTURES.items() if entry.support == "refused"]
+CHAIN = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "chain" for how in entry.implementations]
+REFUSED = [name for name, entry in ARCHITECTURES.items() if entry.support == "refused"]
 NEW = 25
 
 
@@ -55,16 +57,43 @@ def test_what_cannot_roll_back_is_refused_by_name(name):
         Speculator(model, drafter="none", self_test=False)
 
 
+def continued(speculator, rows, **options):
+    """New tokens per row of a session, and its statistics."""
+    session = speculator.session()
+    for row in rows:
+        session.add(row, RowParameters(max_new_tokens=NEW))
+    live = list(session.waiting)
+    while session.live:
+        session.step()
+    return [row.ids[row.prompt_length :] for row in live], session.stats
+
+
+@pytest.mark.parametrize(("name", "implementation"), CHAIN)
+def test_chains_only_text_is_that_of_transformers(name, implementation):
+    model, rows = build(name, implementation), prompts()
+    expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
+    speculator = Speculator(model, drafter=Oracle([row + text for row, text in zip(rows, expected)]))
+    assert type(model).__name__ in speculator.target.chains_only
+    for count in (1, len(rows)):
+        texts, stats = continued(speculator, rows[:count])
+        assert texts == expected[:count]
+        assert 0 < stats.accepted < stats.drafted
+
+
 @pytest.mark.parametrize("name", [name for name, entry in ARCHITECTURES.items() if entry.support == "chain"])
-def test_a_recurrent_model_is_exact_or_refused(name):
-    """Architectures that could be verified along a chain only: either the text is right, or the model is refused by name."""
-    model, rows = build(name, ARCHITECTURES[name].implementations[0]), prompts()
-    refusal = ""
-    try:
-        texts = generate(Speculator(model, drafter="ngram"), rows, max_new_tokens=10)
-    except UnsupportedModelError as error:
-        refusal = str(error)
-    assert type(model).__name__ in refusal or texts == [alone(model, row, max_new_tokens=10) for row in rows]
+def test_a_tree_is_refused_where_only_chains_work(name):
+    model = build(name, ARCHITECTURES[name].implementations[0])
+    target = Speculator(model, drafter="none").target
+    target.open([[5, 6, 7]])
+    target.prefill([[5, 6, 7]], first=0)
+    tree = TokenTree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]))
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__}.*only verify chains.*(recurrent state|cache slots)"):
+        target.score(tree)
+
+
+@pytest.mark.parametrize(("name", "implementation"), TREE)
+def test_what_takes_trees_says_so(name, implementation):
+    assert Speculator(build(name, implementation), drafter="none").target.chains_only is None
 
 
 @pytest.mark.nightly

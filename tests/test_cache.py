@@ -131,6 +131,59 @@ def test_a_branching_tree_scores_like_its_paths(family, implementation):
         assert_cached(target, texts)
 
 
+def grown(tree: TokenTree, nodes: int) -> TokenTree:
+    """The first ``nodes`` nodes of ``tree``, as it was when it had no more."""
+    return TokenTree(tree.tokens[:, :nodes], tree.parents[:, :nodes])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("levels", [(0, 1, 4, 9), (0, 5), (1, 3, 6)])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "opt", "bloom"])
+def test_a_tree_scored_level_by_level_is_scored_at_once(family, levels):
+    model, texts = build(family, "eager" if family == "bloom" else "sdpa"), prompts((30, 17, 22))
+    at_once, _ = open_target(model, texts)
+    target, _ = open_target(model, texts)
+    texts = [list(text) for text in texts]
+    for seed in (1, 2):
+        tree = random_tree(3, 12, seed)
+        wanted = at_once.score(tree)
+        if levels[0]:  # the root is in the cache already, written by a pass of its own
+            target.advance(tree.tokens[:, 0])
+            target.rewind([len(text) for text in texts])
+        for first, end in zip(levels, [*levels[1:], 12]):
+            assert_close(target.score(grown(tree, end), first=first), wanted[:, first:end])
+        ends = [tree.path(row, 11 - row) for row in range(3)]
+        width = max(map(len, ends))
+        path, kept = torch.tensor([each + [0] * (width - len(each)) for each in ends]), [len(each) for each in ends]
+        for each in (target, at_once):
+            each.commit(path, kept)
+        for row, nodes in enumerate(ends):
+            texts[row] += tree.tokens[row, nodes].tolist()
+        assert_cached(target, texts)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 13)])
+def test_a_chain_scored_token_by_token(lengths):
+    model, texts = tiny("gemma3_text"), prompts(lengths)
+    target, _ = open_target(model, texts)
+    chain = TokenTree.from_chain(random_tree(2, 6, 1).tokens)
+    wanted = target.score(chain)
+    for first, end in ((0, 2), (2, 3), (3, 6)):
+        assert_close(target.score(TokenTree.from_chain(chain.tokens[:, :end]), first=first), wanted[:, first:end])
+    target.commit(None, [5, 2])
+    assert_cached(target, [text + chain.tokens[row, :count].tolist() for row, (text, count) in enumerate(zip(texts, (5, 2)))])
+
+
+def test_a_tree_that_can_not_be_scored_is_refused():
+    target, _ = open_target(tiny(), prompts((5,)))
+    tree = random_tree(1, tiny().config.max_position_embeddings + 1, 0)
+    with pytest.raises(ValueError, match="513 nodes per row and the model's context holds 512"):
+        target.score(tree)
+    with pytest.raises(ValueError, match="one of the 3 nodes of the tree, got 3"):
+        target.score(random_tree(1, 3, 0), first=3)
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(1, 14), st.integers(1, 3))
 def test_trees_of_any_shape(seed, nodes, rows):
@@ -236,7 +289,7 @@ def test_reuse_can_be_switched_off():
 def test_the_cache_grows_and_keeps_what_it_holds():
     model, texts = tiny(), prompts((5, 70), seed=2)
     target = Target(model, test=False)
-    target.cache = TreeCache(reserve=1)
+    target._execution.cache = TreeCache(reserve=1)
     target.open(texts[:1])
     with torch.inference_mode():
         target.prefill(texts[:1], first=0)

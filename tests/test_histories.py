@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processor_cases import EOS, assert_same, committed_rows, node_history, prepared, random_logits, random_prompts, random_tree
-from transformers import LogitsProcessorList
+from processor_cases import EOS, assert_same, committed_rows, node_history, prepared, random_logits, random_prompts, random_tree, reached
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from foretoken.histories import NodeHistories
 from foretoken.processors import Pipeline, process, row_pipelines
+from foretoken.sampler import Sampler
 from foretoken.tree import TokenTree
 
 
@@ -72,6 +75,81 @@ def test_filler_may_hold_anything(data):
     assert_same(scores, reference, valid)
 
 
+class Ban(LogitsProcessor):
+    """A user's processor: after a history of odd sum no even token may follow, and the other way round every third."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.extend(map(tuple, input_ids.tolist()))
+        odd = (input_ids.sum(1, keepdim=True) % 2).bool()  # [G, 1]
+        tokens = torch.arange(scores.shape[1])
+        return scores.masked_fill(torch.where(odd, tokens % 2 == 0, tokens % 3 == 2), -torch.inf)
+
+
+def sampler_of(pipelines, committed, lengths):
+    return Sampler(pipelines, [True] * len(lengths), lengths, None, lambda: committed)
+
+
+def part(tree, first, end):
+    valid = None if tree.valid is None else tree.valid[:, :end]
+    return TokenTree(tree.tokens[:, :end], tree.parents[:, :end], valid, chain=tree.chain), slice(first, end)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_level_by_level_equals_at_once(data):
+    """Cut anywhere: built-in and users' processors see the same histories whether the tree is there or grows."""
+    rows, nodes = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 9))
+    prompts = random_prompts(data.draw(st.lists(st.integers(1, 5), min_size=rows, max_size=rows)))
+    chain = data.draw(st.booleans())
+    parents = [[-1, *(node - 1 if chain else data.draw(st.integers(0, node - 1)) for node in range(1, nodes))] for _ in range(rows)]
+    committed, lengths = committed_rows(prompts, [0] * rows)
+    tree = random_tree(committed, lengths, torch.tensor(parents))
+    guards = [Ban() if data.draw(st.booleans()) else None for _ in prompts]
+    own = [hf.RepetitionPenaltyLogitsProcessor(1.3), hf.NoRepeatNGramLogitsProcessor(2), hf.MinLengthLogitsProcessor(5, EOS)]
+    lists = [LogitsProcessorList([*own, guard] if guard else own) for guard in guards]
+    logits = random_logits(tree)
+    valid = reached(lists, logits, committed, lengths, tree)  # as a drafter that draws from q would have it
+    tree = TokenTree(tree.tokens.masked_fill(~valid, -1), tree.parents, valid, chain=chain and bool(valid.all()))
+    sampler = sampler_of([Pipeline.alone(own, prompt_length=1) for own in lists], committed, lengths)
+    for guard in filter(None, guards):
+        guard.seen.clear()
+    whole = sampler.scores(logits, tree)
+    seen = [sorted(guard.seen) if guard else None for guard in guards]
+    for guard in filter(None, guards):
+        guard.seen.clear()
+    cuts = sorted({0, nodes, *data.draw(st.lists(st.integers(1, nodes - 1)))})
+    parts = []
+    for first, end in pairwise(cuts):
+        grown_so_far, fresh = part(tree, first, end)
+        parts.append(sampler.scores(logits[:, fresh], grown_so_far, first))
+        assert parts[-1].shape == (rows, end - first, logits.shape[-1])
+    assert_same(torch.cat(parts, 1), whole, valid)
+    assert [sorted(guard.seen) if guard else None for guard in guards] == seen
+
+
+def test_a_level_asks_users_code_about_valid_nodes_only():
+    """A token that q gave no probability is filler, and so is what hangs below it: decoding cannot get there."""
+    guard = Ban()
+    tree = TokenTree(torch.tensor([[2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 2]]), torch.tensor([[True, True, False, True, False]]))
+    sampler = sampler_of([Pipeline.alone([guard], prompt_length=1)], torch.tensor([[2]]), [1])
+    sampler.scores(random_logits(tree)[:, 1:3], part(tree, 1, 3)[0], 1)
+    assert guard.seen == [(2, 3)]
+    sampler.scores(random_logits(tree)[:, 3:], tree, 3)
+    assert guard.seen == [(2, 3), (2, 3, 5)]
+
+
+def test_distribution_of_a_level():
+    sampler = Sampler([Pipeline()] * 2, [True, False], [1, 1], None, lambda: torch.zeros(2, 1, dtype=torch.long))
+    scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
+    q = sampler.distribution(scores)
+    assert torch.equal(q[0], scores[0].softmax(-1))
+    assert torch.equal(q[1], torch.nn.functional.one_hot(scores[1].argmax(-1), 7).float())
+    assert torch.equal(q[:, 1], sampler.distribution(scores[:, 1]))
+
+
 def test_users_code_is_not_called_at_filler():
     seen = []
 
@@ -118,6 +196,8 @@ def test_arguments_that_disagree():
     tree = TokenTree.root(torch.tensor([2]))
     with pytest.raises(ValueError, match="disagree"):
         NodeHistories(torch.tensor([[2], [3]]), [1, 1], tree)
+    with pytest.raises(ValueError, match="first 1 is none of the tree's 1 nodes"):
+        NodeHistories(torch.tensor([[2]]), [1], tree, 1)
     for length in (0, 2):
         with pytest.raises(ValueError, match="between 1 and 1"):
             NodeHistories(torch.tensor([[2]]), [length], tree)

@@ -225,7 +225,26 @@ def test_length_stages_are_not_called_where_they_do_nothing(monkeypatch):
     tree = random_tree(committed, lengths)
     pipeline = Pipeline.alone([cls(5, 3, EOS)], prompt_length=5)
     process([pipeline], random_logits(tree), NodeHistories(committed, lengths, tree))
-    assert calls == [6, 7]
+    assert calls == [6], "one call for the two lengths at which it acts"
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "no_repeat_ngram", "bad_words", "sequence_bias", "encoder_no_repeat_ngram"])
+@pytest.mark.parametrize("joined", [True, False], ids=["one call", "one per length"])
+def test_histories_of_several_lengths_in_one_call(name, joined, monkeypatch):
+    """Padded where blocks fit a CPU's cache; 16 nodes of 4 ragged rows, long histories, as transformers has them alone."""
+    monkeypatch.setattr("foretoken.processors.CACHED", 1 << 20 if joined else 0)
+    prompts = random_prompts((9, 23, 14, 18))
+    committed, lengths = committed_rows(prompts, (1, 0, 2, 0))
+    tree = random_tree(committed, lengths, torch.tensor([[-1, 0, 0, 0, 0, 1, 1, 2, 2, 5, 5, 6, 7, 9, 10, 13]] * 4))
+    logits, pipelines = random_logits(tree), batch_pipelines(prompts, CASES[name])
+    reference = expected(references(prompts, CASES[name]), logits, committed, lengths, tree)
+    stages, calls = {stage for pipeline in pipelines for stage in pipeline.stages}, []
+    cls = type(pipelines[0].stages[0].processor)
+    original = cls.__call__
+    monkeypatch.setattr(cls, "__call__", lambda self, ids, scores: calls.append(ids.shape) or original(self, ids, scores))
+    assert_same(process(pipelines, logits, NodeHistories(committed, lengths, tree)), reference)
+    assert len(stages) == (4 if name.startswith("encoder") else 1)  # the encoder's n-grams are each row's own
+    assert len(calls) == len(stages) if joined else len(calls) >= 16
 
 
 def test_properties():

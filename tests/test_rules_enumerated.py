@@ -86,7 +86,7 @@ class Case:
                 drafter or self.drafter(),
                 rule or create(self.rule),
                 proposal=self.proposal,
-                draft_length=self.draft_length,
+                shape=f"chain({self.draft_length})",
                 randomness=enumeration if randomness is None else lambda *state: randomness(enumeration, *state),
             )
 
@@ -151,11 +151,11 @@ def test_a_keyed_draft_that_equals_the_target_is_accepted_whole():
     """Only draft and verifier that share each position's noise agree always; the law alone would not tell."""
     enumeration = Enumeration([World({})])
     target, drafter = TableTarget(P), ScriptedDrafter(P, proposal="keyed")
-    session = Session(target, drafter, create("match"), proposal="keyed", draft_length=3, randomness=enumeration)
+    session = Session(target, drafter, create("match"), proposal="keyed", shape="chain(3)", randomness=enumeration)
     continuations(session, [PROMPT], [RowParameters(max_new_tokens=12, do_sample=True)])
     assert session.stats.accepted == session.stats.drafted > 6
     for seed in range(20):
-        session = Session(target, drafter, create("match"), proposal="keyed", draft_length=3)
+        session = Session(target, drafter, create("match"), proposal="keyed", shape="chain(3)")
         continuations(session, [PROMPT], [RowParameters(max_new_tokens=12, do_sample=True, seed=(seed, 0))])
         assert session.stats.accepted == session.stats.drafted > 6
 
@@ -311,7 +311,7 @@ def test_rows_of_a_batch_are_independent(rule: str, proposal: Proposal, draft_le
         def run(enumeration: Enumeration) -> list[tuple[int, ...]]:
             worlds = len(enumeration.worlds)
             drafter = ScriptedDrafter(Q, proposal=proposal)
-            session = Session(TableTarget(P), drafter, create(rule), proposal=proposal, draft_length=draft_length, randomness=enumeration)
+            session = Session(TableTarget(P), drafter, create(rule), proposal=proposal, shape=f"chain({draft_length})", randomness=enumeration)
             parameters = [
                 RowParameters(max_new_tokens=count, do_sample=True, seed=seed_of(seed))
                 for seed, count in zip(enumeration.seeds, counts * worlds)

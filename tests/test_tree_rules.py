@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from foretoken.sampling import Purpose
-from foretoken.testing import Enumeration, Law, distance, enumerate_law
-from foretoken.tree import TokenTree
-from foretoken.verification import Rule, create
+from foretoken.testing import EnumeratedNoise, Enumeration, Law, World, distance, enumerate_law
+from foretoken.tree import TokenTree, depths_of
+from foretoken.verification import Rule, create, names
 from foretoken.verification import k_seq as k_seq_module
+from foretoken.verification import match as match_module
 from foretoken.verification import traversal as traversal_module
+from foretoken.verification.match import follow, level_by_level
+from foretoken.verification.ratios import at_node
 
 VOCAB = 3
 EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``filler`` nodes are invalid. ``grows`` says below which node the last one hangs, by the first two tokens that were drawn."""
+
+    parents: tuple[int, ...]
+    filler: frozenset[int] = frozenset()
+    grows: Callable[[int, int], int] | None = None
+    known: bool = True  # the host knows the parents
+
+    @property
+    def depth(self) -> int:
+        return 2 if self.grows else max(depths_of(self.parents))
+
+
 TREES = {
-    "chain of 2": [-1, 0, 1],
-    "two siblings": [-1, 0, 0],
-    "three siblings": [-1, 0, 0, 0],
-    "a pair of chains": [-1, 0, 0, 1, 2],
-    "a bush on the first": [-1, 0, 0, 1, 1],
+    "root": Shape((-1,)),
+    "chain of 2": Shape((-1, 0, 1)),
+    "two siblings": Shape((-1, 0, 0)),
+    "three siblings": Shape((-1, 0, 0, 0)),
+    "a pair of chains": Shape((-1, 0, 0, 1, 2)),
+    "a bush on the first": Shape((-1, 0, 0, 1, 1)),
+    "a bush on the second": Shape((-1, 0, 0, 2, 2), known=False),
+    "depth three": Shape((-1, 0, 0, 1, 3)),
+    "filler in the middle": Shape((-1, 0, 0, 0, 1, 1, 2), frozenset({2, 4, 6})),
+    "filler in the middle, not known": Shape((-1, 0, 0, 0, 1, 1), frozenset({1, 4, 5}), known=False),
+    "grown by what was drawn": Shape((-1, 0, 0, -2), grows=lambda first, second: 1 if first >= second else 2),
+    "another sibling, by what was drawn": Shape((-1, 0, 0, -2), grows=lambda first, second: 0 if first >= second else 2),
 }
 
 
@@ -38,44 +67,82 @@ def q_after(text: tuple[int, ...]) -> Tensor:
     return table(2, text)
 
 
-def grown(parents: list[int], proposal: str, enumeration: Enumeration, *, changed_q: bool = True) -> tuple[TokenTree, Tensor]:
-    """One tree per world, each node drawn from q at its parent, and p ``[worlds, N, V]``."""
+def chosen(proposal: str, noise: EnumeratedNoise, left: Tensor, node: int, depths: Tensor) -> Tensor:
+    """``[worlds]`` tokens of ``node`` at ``depths`` ``[worlds]``, from what is ``left`` ``[worlds, V]`` of q above it."""
+    if proposal == "deterministic" or (proposal == "mixed" and node % 2 == 0):
+        return left.argmax(1)
+    if proposal == "keyed":
+        return noise.race(left[:, None], depths[:, None] - 1)[:, 0]
+    return noise.draw(left, Purpose.DRAFT, node)
+
+
+def grown(shape: Shape, proposal: str, enumeration: Enumeration, *, kind: str | None = None, dropped: int | None = None):
+    """One tree per world, its nodes chosen by q at their parents, and p ``[worlds, N, V]``.
+
+    The faults: ``kind`` is what is claimed of the proposal, and nodes with the token ``dropped`` are taken out afterwards.
+    """
     noise, worlds = enumeration.noise(), len(enumeration.worlds)
-    texts: list[list[tuple[int, ...]]] = [[()] * worlds]
-    left: list[Tensor] = []  # what siblings may still be drawn from, per node
-    for node, parent in enumerate(parents):
-        if node:
-            token = noise.draw(left[parent], Purpose.DRAFT, node)
-            texts.append([(*text, value) for text, value in zip(texts[parent], token.tolist())])
-            if proposal == "without-replacement":
-                left[parent] = left[parent].scatter(1, token[:, None], 0)
-        left.append(torch.stack([q_after(text) for text in texts[node]]))
-    tokens = torch.tensor([[text[-1] if text else 0 for text in line] for line in texts]).T
-    q = torch.stack([torch.stack([q_after(text) for text in line]) for line in texts], 1)
-    p = torch.stack([torch.stack([p_after(text) for text in line]) for line in texts], 1)
-    chain = parents == list(range(-1, len(parents) - 1))
-    kind = proposal if changed_q else "iid"  # the fault: siblings drawn without replacement, verified with an unchanged q
-    return TokenTree(tokens, torch.tensor(parents).expand(worlds, -1), proposal=kind, q=q, chain=chain), p
+    parents = torch.tensor(shape.parents).repeat(worlds, 1)
+    tokens = torch.zeros_like(parents)
+    valid = torch.ones_like(parents, dtype=torch.bool)
+    texts: list[list[tuple[int, ...]]] = [[()] for _ in range(worlds)]
+    left = torch.zeros(worlds, len(shape.parents), VOCAB, dtype=torch.float64)  # what siblings may still be chosen from
+    rows = torch.arange(worlds)
+    left[:, 0] = q_after(())
+    for node in range(1, len(shape.parents)):
+        if shape.parents[node] < -1:
+            parents[:, node] = torch.tensor([shape.grows(*pair) for pair in tokens[:, 1:3].tolist()])
+        above = parents[:, node]
+        if node in shape.filler:
+            valid[:, node] = False
+        else:
+            depths = torch.tensor([len(text[at]) + 1 for text, at in zip(texts, above.tolist())])
+            tokens[:, node] = chosen(proposal, noise, left[rows, above], node, depths)
+            if proposal not in ("iid", "mixed"):
+                left[rows, above] = left[rows, above].scatter(1, tokens[:, node, None], 0)
+        for world, (token, at) in enumerate(zip(tokens[:, node].tolist(), above.tolist())):
+            texts[world].append((*texts[world][at], token))
+            left[world, node] = q_after(texts[world][-1])
+    q = torch.stack([torch.stack([q_after(text) for text in line]) for line in texts])
+    p = torch.stack([torch.stack([p_after(text) for text in line]) for line in texts])
+    if dropped is not None:
+        valid[:, 1:] &= tokens[:, 1:] != dropped
+        valid = valid & valid.gather(1, parents.clamp(min=0)) & valid.gather(1, parents.gather(1, parents.clamp(min=0)).clamp(min=0))
+    chain = shape.parents == tuple(range(-1, len(shape.parents) - 1)) and shape.known
+    return TokenTree(
+        tokens,
+        parents,
+        valid if shape.filler or dropped is not None else None,
+        proposal=kind or proposal,
+        q=q,
+        pruned=dropped is not None,
+        chain=chain,
+        layout=None if shape.grows or not shape.known else shape.parents,
+    ), p
 
 
-def law_of(rule: Rule, parents: list[int], proposal: str, **fault: bool) -> tuple[Law, float]:
+def law_of(rule: Rule, shape: Shape, proposal: str, **fault) -> tuple[Law, float]:
     """The law of depth + 1 tokens, those after the round's last following p, and the expected number accepted."""
 
     def run(enumeration: Enumeration) -> list[tuple[int, ...]]:
-        tree, p = grown(parents, proposal, enumeration, **fault)
+        tree, p = grown(shape, proposal, enumeration, **fault)
         verdict = rule.verify(tree, p, enumeration.noise())
         path = tree.tokens.gather(1, verdict.path).tolist()
         lines = zip(path, verdict.accepted.tolist(), verdict.next_token.tolist())
         return [(*line[1 : accepted + 1], bonus) for line, accepted, bonus in lines]
 
-    depth = max(len(TokenTree(*[torch.tensor([parents])] * 2).path(0, node)) for node in range(len(parents))) - 1
     law: Law = {}
     accepted = 0.0
     for emitted, weight in enumerate_law(run).items():
         accepted += weight * (len(emitted) - 1)
-        for text, mass in continued({emitted: weight}, depth + 1).items():
+        for text, mass in continued({emitted: weight}, shape.depth + 1).items():
             law[text] = law.get(text, 0.0) + mass
     return law, accepted
+
+
+def error_of(rule: Rule, shape: Shape, proposal: str, **fault) -> float:
+    law, _ = law_of(rule, shape, proposal, **fault)
+    return distance(law, continued({(): 1.0}, len(next(iter(law)))))
 
 
 def continued(law: Law, count: int) -> Law:
@@ -89,68 +156,125 @@ def continued(law: Law, count: int) -> Law:
     return law
 
 
+LOSSLESS = [create(name) for name in names() if create(name).lossless]
+ON_TREES = [(rule.name, proposal) for rule in LOSSLESS if not rule.chains_only for proposal in rule.proposals]
+ON_CHAINS = [(rule.name, proposal) for rule in LOSSLESS if rule.chains_only for proposal in rule.proposals]
+
+
+BY_SIBLINGS = "another sibling, by what was drawn"
+
+
 @pytest.mark.parametrize("shape", TREES)
-@pytest.mark.parametrize(
-    ("name", "proposal"),
-    [
-        ("multi-candidate", "iid"),
-        ("multi-candidate", "without-replacement"),
-        ("k-seq", "iid"),
-        ("traversal", "iid"),
-        ("traversal", "without-replacement"),
-    ],
-)
+@pytest.mark.parametrize(("name", "proposal"), ON_TREES)
 def test_the_law_is_the_targets(name: str, proposal: str, shape: str):
-    parents = TREES[shape]
-    law, _ = law_of(create(name), parents, proposal)
-    assert distance(law, continued({(): 1.0}, len(next(iter(law))))) < EXACT
+    if name == "k-seq" and shape == BY_SIBLINGS:
+        assert error_of(create(name), TREES[shape], proposal) > 0.001  # k must not depend on the siblings, as it says
+        return
+    assert error_of(create(name), TREES[shape], proposal) < EXACT
+
+
+@pytest.mark.parametrize(("name", "proposal"), ON_CHAINS)
+@pytest.mark.parametrize("shape", ["root", "chain of 2"])
+def test_so_it_is_on_chains(name: str, proposal: str, shape: str):
+    assert error_of(create(name), TREES[shape], proposal) < EXACT
+
+
+@pytest.mark.parametrize("shape", ["two siblings", "depth three", "filler in the middle", "grown by what was drawn"])
+@pytest.mark.parametrize("proposal", create("match").proposals)
+def test_so_it_is_when_only_nodes_that_are_reached_choose(proposal: str, shape: str, monkeypatch: pytest.MonkeyPatch):
+    """Over a large vocabulary the match rule goes level by level; here over a small one."""
+    monkeypatch.setattr(match_module, "ALONE", 1)
+    assert error_of(create("match"), TREES[shape], proposal) < EXACT
+
+
+@pytest.mark.parametrize("proposal", create("match").proposals)
+def test_nodes_may_be_dropped_by_value_under_match(proposal: str):
+    assert error_of(create("match"), TREES["depth three"], proposal, dropped=2) < EXACT
+
+
+# -- faults that must be seen --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "amount"), [("multi-candidate", 0.05), ("k-seq", 0.05), ("traversal", 0.05)])
+def test_nodes_dropped_by_value_are_seen_by_rules_that_use_q(name: str, amount: float):
+    """Which is why these refuse such trees."""
+    rule = create(name)
+    assert error_of(rule, TREES["a bush on the first"], "iid", dropped=2) > amount
+    assert rule.refusal("iid", chain=False, pruned=True)
 
 
 @pytest.mark.parametrize("name", ["multi-candidate", "traversal"])
-def test_an_unchanged_q_is_found(name: str):
-    law, _ = law_of(create(name), TREES["a bush on the first"], "without-replacement", changed_q=False)
-    assert distance(law, continued({(): 1.0}, 3)) > 0.003
+def test_an_unchanged_q_is_seen(name: str):
+    assert error_of(create(name), TREES["a bush on the first"], "without-replacement", kind="iid") > 0.003
 
 
-def test_a_leaf_that_reads_the_original_p_is_found(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["multi-candidate", "k-seq", "traversal"])
+def test_siblings_that_were_not_drawn_are_seen(name: str):
+    """The most likely tokens, verified as if they had been drawn."""
+    assert error_of(create(name), TREES["two siblings"], "deterministic", kind="iid") > 0.01
+
+
+def test_a_leaf_that_reads_the_original_p_is_seen(monkeypatch: pytest.MonkeyPatch):
     """Traversal's next token comes from what is left of p at the survivor, not from p itself."""
-
-    class Faulty(traversal_module._State):
-        def leave(self, *arguments):
-            before = self.p.clone()
-            super().leave(*arguments)
-            self.p = before
-
-    monkeypatch.setattr(traversal_module, "_State", Faulty)
-    law, _ = law_of(create("traversal"), TREES["two siblings"], "iid")
-    assert distance(law, continued({(): 1.0}, 2)) > 0.01
+    monkeypatch.setattr(traversal_module._Walk, "weights_at_survivor", lambda self: at_node(self.p, self.last))
+    assert error_of(create("traversal"), TREES["two siblings"], "iid") > 0.01
 
 
-def test_block_that_stops_at_the_first_failure_is_found():
+def test_duplicates_that_are_merged_are_seen(monkeypatch: pytest.MonkeyPatch):
+    """An i.i.d. sibling with the token of an earlier one still is a trial."""
+
+    def merging(self, tree, p, q, noise):
+        same = (tree.tokens[:, :, None] == tree.tokens[:, None]) & (tree.parents[:, :, None] == tree.parents[:, None])
+        return compare(self, replace(tree, valid=~same.tril(-1).any(-1)), p, q, noise)
+
+    rule = type(create("multi-candidate"))
+    compare = rule.compare
+    monkeypatch.setattr(rule, "compare", merging)
+    assert error_of(rule(), Shape((-1, 0, 1, 1, 1)), "iid") > 0.001
+
+
+def test_block_that_stops_at_the_first_failure_is_seen():
     class Stopping(type(create("block"))):
         def compare(self, tree, p, q, noise):
             accept = noise.accept
             noise.accept = lambda *arguments: accept(*arguments).cumprod(1).bool()
             return super().compare(tree, p, q, noise)
 
-    law, _ = law_of(Stopping(), TREES["chain of 2"], "iid")
-    assert distance(law, continued({(): 1.0}, 3)) > 0.01
+    assert error_of(Stopping(), TREES["chain of 2"], "iid") > 0.01
 
 
-def test_a_threshold_below_its_root_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(k_seq_module, "threshold", lambda p, q, k: torch.ones_like(p[..., 0]))
-    law, _ = law_of(create("k-seq"), TREES["three siblings"], "iid")
-    assert distance(law, continued({(): 1.0}, 2)) > 0.01
+def test_a_threshold_below_its_root_is_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(k_seq_module, "threshold", lambda p, q, k: torch.ones_like(p[:, 0]))
+    assert error_of(create("k-seq"), TREES["three siblings"], "iid") > 0.01
+
+
+# -- how much is kept ----------------------------------------------------------------------------------------------------
 
 
 def test_who_keeps_most():
     """Traversal is block verification on a chain, and keeps at least what trying siblings one by one keeps."""
     chain, pair = TREES["chain of 2"], TREES["a pair of chains"]
-    kept = {name: law_of(create(name), chain, "iid")[1] for name in ("rejection", "block", "multi-candidate", "traversal")}
+    kept = {name: law_of(create(name), chain, "iid")[1] for name in ("rejection", "block", "multi-candidate", "k-seq", "traversal")}
     assert kept["block"] == pytest.approx(kept["traversal"], abs=EXACT)
     assert kept["block"] > kept["rejection"] == pytest.approx(kept["multi-candidate"], abs=EXACT)
+    assert kept["rejection"] == pytest.approx(kept["k-seq"], abs=1e-6)
     for proposal in ("iid", "without-replacement"):
         assert law_of(create("traversal"), pair, proposal)[1] > law_of(create("multi-candidate"), pair, proposal)[1]
+
+
+def test_match_follows_the_longer_of_two_equal_siblings():
+    """Both say the same text, so that either may be kept; the first alone would end the round a token early."""
+    tokens = torch.tensor([[0, 1, 1, 2]])
+    tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2]]), proposal="iid")
+    for choices in (
+        follow(tree, torch.tensor([[1, 2, 2, 0]])),
+        level_by_level(tree, certain_of([1, 2, 2, 0]), Enumeration([World({})]).noise()),
+    ):
+        assert (choices.accepted.tolist(), choices.path[0, :3].tolist(), choices.next_token.tolist()) == ([2], [0, 2, 3], [0])
+
+
+def certain_of(tokens: list[int]) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor([tokens]), VOCAB).double()
 
 
 def test_the_toy_case_of_block_verification():

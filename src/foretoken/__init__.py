@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         TargetOutputError,
         UnsupportedModelError,
     )
+    from foretoken.logprobs import LogProbs
     from foretoken.session import Commit, RowParameters, Session
     from foretoken.speculator import SpeculativeOutput, Speculator, Tokens, custom_generate
     from foretoken.stats import RowStats, Stats
@@ -41,6 +42,7 @@ _HOMES = {
     "Interrupted": "foretoken.errors:Interrupted",
     "TargetOutputError": "foretoken.errors:TargetOutputError",
     "UnsupportedModelError": "foretoken.errors:UnsupportedModelError",
+    "LogProbs": "foretoken.logprobs:LogProbs",
     "Commit": "foretoken.session:Commit",
     "RowParameters": "foretoken.session:RowParameters",
     "Session": "foretoken.session:Session",
@@ -67,6 +69,7 @@ __all__ = [
     "DrafterError",
     "ForetokenError",
     "Interrupted",
+    "LogProbs",
     "RowParameters",
     "RowStats",
     "Rule",

@@ -13,6 +13,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from foretoken.logprobs import LogProbs, log_probabilities
 from foretoken.sampler import Sampler
 from foretoken.sampling import argmax
 from foretoken.tree import TokenTree
@@ -37,19 +38,24 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """The verdicts of R rows; ``path`` ``[R, D]`` unless paths are in node order; ``vectors`` ``[R, D, V]`` asked for by name."""
+    """The verdicts of R rows; ``path`` ``[R, D]`` unless paths are in node order; ``vectors`` ``[R, D, V]`` asked for by name;
+    ``logprobs`` per row along its whole path, the bonus token included."""
 
     lines: list[Line]
     path: Tensor | None = None
     vectors: dict[str, Tensor] = field(default_factory=dict)
+    logprobs: Sequence[LogProbs] | None = None
 
 
-def judge(rule: Rule, tree: TokenTree, logits: Tensor, sampler: Sampler, *, record: frozenset[str] = frozenset()) -> Judgement:
+def judge(
+    rule: Rule, tree: TokenTree, logits: Tensor, sampler: Sampler, *, record: frozenset[str] = frozenset(), top: int | None = None
+) -> Judgement:
     """Apply ``rule``, or greedy matching if no row samples, to ``logits`` ``[R, N, V]``.
 
-    ``record`` names vectors to keep along the paths: ``scores`` (processed) and ``logits`` (raw).
+    ``record`` names vectors to keep along the paths: ``scores`` (processed) and ``logits`` (raw). ``top`` asks for log-probabilities,
+    with so many of the likeliest tokens.
     """
-    if sampler.greedy and sampler.plain and tree.chain and not record:
+    if sampler.greedy and sampler.plain and tree.chain and not record and top is None:
         lines = match_on_host(tree, sampler.scores(logits, tree))
         if lines is not None:
             return Judgement(lines)
@@ -60,7 +66,8 @@ def judge(rule: Rule, tree: TokenTree, logits: Tensor, sampler: Sampler, *, reco
     lines = to_host(tree, verdict, torch.stack([logits.amax(-1).to(best.dtype), best], -1), logits.shape[-1])
     values = {"scores": scores, "logits": logits}
     vectors = {name: values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])) for name in record}
-    return Judgement(lines, None if tree.chain else verdict.path, vectors)
+    logprobs = None if top is None else log_probabilities(inside, verdict, logits, top)
+    return Judgement(lines, None if tree.chain else verdict.path, vectors, logprobs)
 
 
 def match_on_host(tree: TokenTree, scores: Tensor) -> list[Line] | None:

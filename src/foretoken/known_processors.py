@@ -46,6 +46,19 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """How histories of at least ``least`` tokens can be padded on the left without changing any score.
+
+    Attributes:
+        least: shorter ones take a call per length.
+        fill: -1, which is no token, or None for the history's own last token, where every token is looked up in the scores.
+    """
+
+    least: int
+    fill: int | None
+
+
+@dataclass(frozen=True)
 class Kind:
     """What is known about one processor class of `transformers`.
 
@@ -53,6 +66,8 @@ class Kind:
         reads: what it looks at: nothing of the history, only its length, or its tokens.
         rebase: attributes to replace for one row; None means that every row can share the processor.
         active: for ``reads="length"``, whether it changes any score at this length.
+        alike: for ``reads="length"``, it does the same at all lengths at which it is active, so one call serves them.
+        padding: for ``reads="tokens"``, how one call can serve histories of different lengths; None where it can not.
         guarded: it calls the user's code, so it must only see histories that decoding can reach.
         strict: it raises on NaN scores.
     """
@@ -60,6 +75,8 @@ class Kind:
     reads: Reads
     rebase: Callable[[Any, Row], dict[str, Any]] | None = None
     active: Callable[[Any, int], bool] | None = None
+    alike: bool = False
+    padding: Callable[[Any], Padding | None] | None = None
     guarded: bool = False
     strict: bool = False
 
@@ -130,8 +147,23 @@ def row_prefix(processor: Any, row: Row) -> dict[str, Any]:
     return {"_prefix_allowed_tokens_fn": RowPrefix(processor._prefix_allowed_tokens_fn, row.index // beams), "_num_beams": 1}
 
 
+def unordered(processor: Any) -> Padding | None:
+    """Which tokens occur is all that counts, unless the first few are to be ignored."""
+    return Padding(1, None) if processor.prompt_ignore_length is None else None
+
+
+def ngrams(processor: Any) -> Padding | None:
+    """An n-gram that holds -1 is never met; a single -1 would be taken for the last token of the vocabulary."""
+    return Padding(processor.ngram_size, -1) if processor.ngram_size > 1 else None
+
+
+def sequences(processor: Any) -> Padding:
+    """Versions differ at histories that are as short as what comes before a sequence's last token."""
+    return Padding(max(map(len, processor.sequence_bias)), -1)
+
+
 FREE = Kind("nothing")
-BIASED = Kind("tokens", lambda processor, row: {"prepared_bias_variables": False})  # its caches stay off the caller's object
+BIASED = Kind("tokens", lambda processor, row: {"prepared_bias_variables": False}, padding=sequences)  # caches stay off the caller's
 KNOWN: dict[str, Kind] = {
     "TemperatureLogitsWarper": FREE,
     "TopKLogitsWarper": FREE,
@@ -145,17 +177,17 @@ KNOWN: dict[str, Kind] = {
     "InfNanRemoveLogitsProcessor": FREE,
     "LogitNormalization": FREE,
     "EncoderRepetitionPenaltyLogitsProcessor": Kind("nothing", encoder_ids),
-    "MinLengthLogitsProcessor": Kind("length", min_length, lambda p, length: length < p.min_length),
+    "MinLengthLogitsProcessor": Kind("length", min_length, lambda p, length: length < p.min_length, alike=True),
     "MinNewTokensLengthLogitsProcessor": Kind(
-        "length", shifted("prompt_length_to_skip"), lambda p, length: length - p.prompt_length_to_skip < p.min_new_tokens
+        "length", shifted("prompt_length_to_skip"), lambda p, length: length - p.prompt_length_to_skip < p.min_new_tokens, alike=True
     ),
     "ForcedBOSTokenLogitsProcessor": Kind("length", None, lambda p, length: length == 1),
     "ForcedEOSTokenLogitsProcessor": Kind("length", shifted("max_length"), lambda p, length: length == p.max_length - 1),
     "ExponentialDecayLengthPenalty": Kind("length", shifted("regulation_start"), lambda p, length: length > p.regulation_start),
     "SuppressTokensAtBeginLogitsProcessor": Kind("length", begin_index, lambda p, length: length == p.begin_index),
-    "RepetitionPenaltyLogitsProcessor": Kind("tokens", ignored_prompt),
-    "NoRepeatNGramLogitsProcessor": Kind("tokens"),
-    "EncoderNoRepeatNGramLogitsProcessor": Kind("tokens", encoder_ngrams),
+    "RepetitionPenaltyLogitsProcessor": Kind("tokens", ignored_prompt, padding=unordered),
+    "NoRepeatNGramLogitsProcessor": Kind("tokens", padding=ngrams),
+    "EncoderNoRepeatNGramLogitsProcessor": Kind("tokens", encoder_ngrams, padding=ngrams),
     "SequenceBiasLogitsProcessor": BIASED,
     "NoBadWordsLogitsProcessor": BIASED,
     "PrefixConstrainedLogitsProcessor": Kind("tokens", row_prefix, guarded=True),

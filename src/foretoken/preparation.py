@@ -71,6 +71,7 @@ class Prepared:
         *,
         seed: Seed | Sequence[Seed] | None,
         streamer: Any = None,
+        output_logprobs: int | None = None,
     ) -> Prepared:
         """From what transformers hands to a custom decoding function."""
         mask = model_kwargs.get("attention_mask")
@@ -97,6 +98,7 @@ class Prepared:
                 seed=pair,
                 eos=eos,
                 criteria=criteria,
+                logprobs=output_logprobs,
             )
             for pipeline, pair in zip(pipelines, seeds)
         ]
@@ -107,7 +109,14 @@ class Prepared:
 
 
 def prepare(
-    model: Any, inputs: Tensor | None, *, seed: Seed | Sequence[Seed] | None, streamer: Any = None, tokenizer: Any = None, **arguments: Any
+    model: Any,
+    inputs: Tensor | None,
+    *,
+    seed: Seed | Sequence[Seed] | None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    output_logprobs: int | None = None,
+    **arguments: Any,
 ) -> Prepared:
     """Let transformers prepare a call of ``model.generate`` and stop it before the first pass."""
     for name, why in REFUSED_ARGUMENTS.items():
@@ -120,7 +129,8 @@ def prepare(
         model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
     ) -> Prepared:
         refuse_arguments(model, generation_config, kwargs)
-        return Prepared.of(model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, seed=seed, streamer=streamer)
+        given = (model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        return Prepared.of(*given, seed=seed, streamer=streamer, output_logprobs=output_logprobs)
 
     return model.generate(inputs, custom_generate=stop, **arguments)
 

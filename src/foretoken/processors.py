@@ -7,13 +7,15 @@ committed ids (the root is the last of them) and the tokens on the path from the
 
 Processors are called in their own order with full histories, never reimplemented. What is saved is the calls: those that
 ignore the history run once over all nodes, those that look only at its length are skipped while they do nothing, and the
-others run once per history length.
+others run once per history length, or once in all where padding the histories changes nothing and it pays.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable, Sequence
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from .errors import ConfigurationError
 from .histories import NodeHistories, put, take
 from .known_processors import FOREIGN, Kind, Processor, Row, kind_of
 
+CACHED = 1 << 17  # float32 values that stay in a CPU's cache: larger blocks are quicker in parts, though that takes more calls
 UNDERFLOW = -104.0  # exp(x) is 0 in float32 below this: a token this far under the best one is never chosen
 
 
@@ -180,16 +183,37 @@ def on_device(processor: Processor, device: torch.device | None) -> Processor:
     return processor if device is None else replaced(processor, {name: value.to(device) for name, value in tensors.items()})
 
 
-def process(pipelines: Sequence[Pipeline], logits: Tensor, histories: NodeHistories | None = None) -> Tensor:
-    """Scores at every node: those of each row's pipeline called with the node's own history.
+@dataclass(eq=False)
+class Stopwatch:
+    """Seconds spent in the user's own code; what the device still had to do before it is not counted."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+
+def process(
+    pipelines: Sequence[Pipeline], logits: Tensor, histories: NodeHistories | None = None, *, watch: Stopwatch | None = None
+) -> Tensor:
+    """Scores at every node of ``histories``: those of each row's pipeline called with the node's own history.
 
     As in `transformers` the logits are cast to float32 first. Filler nodes, and below a stage that calls the user's code also
-    nodes that decoding cannot reach (a token above them got probability 0), may keep raw logits: no rule looks at them.
+    nodes that decoding cannot reach (a token above them got probability 0), may keep raw logits: no rule looks at them. Where the
+    parents' scores belong to an earlier call (``histories.first``) a valid node counts as reachable.
 
     Args:
         pipelines: one per row.
         logits: ``[R, N, V]`` in the model's dtype; never modified.
         histories: of the same R rows and N nodes; may be None when no pipeline needs it.
+        watch: runs while the user's own processors do.
 
     Returns:
         ``[R, N, V]`` float32; the caller's own tensor when all pipelines are empty and it is float32 already.
@@ -205,13 +229,14 @@ def process(pipelines: Sequence[Pipeline], logits: Tensor, histories: NodeHistor
     scores = logits.to(wide, copy=True).contiguous()
     plain = [row for row, pipeline in enumerate(pipelines) if not pipeline.guarded]
     guarded = [row for row, pipeline in enumerate(pipelines) if pipeline.guarded]
-    if histories is not None and histories.tree.valid is not None and any(pipeline.strict for pipeline in pipelines):
-        scores.masked_fill_(~histories.tree.valid[..., None], 0)
+    if histories is not None and histories.valid is not None and any(pipeline.strict for pipeline in pipelines):
+        scores.masked_fill_(~histories.valid[..., None], 0)
+    watch = watch or Stopwatch()
     if plain:
-        scores = run(scores, pipelines, histories, plain)
+        scores = run(scores, pipelines, histories, plain, watch)
     if guarded:
         assert histories is not None
-        scores = run_guarded(scores, pipelines, histories, guarded)
+        scores = run_guarded(scores, pipelines, histories, guarded, watch)
     return scores
 
 
@@ -229,6 +254,7 @@ def run(
     pipelines: Sequence[Pipeline],
     histories: NodeHistories | None,
     rows: Sequence[int],
+    watch: Stopwatch,
     cells: Sequence[int] | None = None,
 ) -> Tensor:
     """Run the pipelines of ``rows`` over ``cells``, or over all their nodes; returns ``scores`` ``[R, N, V]``.
@@ -248,7 +274,7 @@ def run(
                 scores = run_free(stage, scores.flatten(0, 1), mine).view(scores.shape)
             else:
                 assert histories is not None
-                run_reading(stage, scores.view(-1, scores.shape[-1]), histories, mine)
+                run_reading(stage, scores.view(-1, scores.shape[-1]), histories, mine, watch)
     return scores
 
 
@@ -271,38 +297,52 @@ def run_free(stage: Stage, block: Tensor, index: Sequence[int]) -> Tensor:
     return block
 
 
-def run_reading(stage: Stage, flat: Tensor, histories: NodeHistories, cells: Sequence[int]) -> None:
-    """Run a stage that looks at the history over ``flat[cells]``, ``[R * N, V]``, in place: one call per history length."""
-    for length, group in histories.by_length(cells).items():
-        if not stage.idle(length):
-            tokens = stage.kind.reads == "tokens"
-            input_ids = histories.gather(group, length) if tokens else histories.blank(len(group), length)
-            put(flat, group, stage(input_ids, take(flat, group)))
+def run_reading(stage: Stage, flat: Tensor, histories: NodeHistories, cells: Sequence[int], watch: Stopwatch) -> None:
+    """Run a stage that looks at the history over ``flat[cells]``, ``[R * N, V]``, in place."""
+    for group, input_ids in calls(stage, histories, cells, flat):
+        with watch.running(flat.device) if stage.kind.guarded else nullcontext():
+            scores = stage(input_ids, take(flat, group))
+        put(flat, group, scores)
 
 
-def run_guarded(scores: Tensor, pipelines: Sequence[Pipeline], histories: NodeHistories, rows: Sequence[int]) -> Tensor:
+def calls(stage: Stage, histories: NodeHistories, cells: Sequence[int], flat: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+    """Cells, and their ``input_ids [G, L]``: one call per history length, or for all lengths where that is allowed and quicker."""
+    groups = {length: group for length, group in histories.by_length(cells).items() if not stage.idle(length)}
+    padding = stage.kind.padding(stage.processor) if stage.kind.padding else None
+    joined = [length for length in groups if stage.kind.alike or (padding and length >= padding.least)]
+    if len(joined) > 1 and (flat.device.type != "cpu" or flat.numel() <= CACHED):
+        group = sorted(cell for length in joined for cell in groups.pop(length))
+        yield group, histories.padded(group, padding.fill) if padding else histories.blank(len(group), joined[0])
+    for length, group in groups.items():
+        yield group, histories.gather(group, length) if stage.kind.reads == "tokens" else histories.blank(len(group), length)
+
+
+def run_guarded(scores: Tensor, pipelines: Sequence[Pipeline], histories: NodeHistories, rows: Sequence[int], watch: Stopwatch) -> Tensor:
     """Run pipelines that call the user's code, depth by depth, only at nodes that decoding could reach.
 
     A draft may break the rule that such a stage enforces. Plain decoding never asks it what follows a broken rule, and a
     `prefix_allowed_tokens_fn` that walks a trie has no answer. Costs one host read per depth.
     """
     kept: set[int] = set()
-    for depth, cells in enumerate(histories.levels(rows)):
-        if depth:
-            cells = reachable(scores.view(-1, scores.shape[-1]), histories, [cell for cell in cells if histories.parent(cell) in kept])
-        if not cells:
-            break
-        members = sorted({cell // histories.nodes for cell in cells})
-        scores = run(scores, pipelines, histories, members, cells)
-        kept.update(cells)
+    for level in histories.levels(rows):
+        parents = {cell: histories.parent(cell) for cell in level}
+        cells = [cell for cell, parent in parents.items() if parent is None]
+        cells += reachable(
+            scores.view(-1, scores.shape[-1]),
+            histories,
+            {cell: parent for cell, parent in parents.items() if parent is not None and parent in kept},
+        )
+        if cells:
+            cells.sort()
+            scores = run(scores, pipelines, histories, sorted({cell // histories.nodes for cell in cells}), watch, cells)
+            kept.update(cells)
     return scores
 
 
-def reachable(flat: Tensor, histories: NodeHistories, cells: Sequence[int]) -> list[int]:
-    """The ``cells`` whose token has a probability above 0 under the scores ``[R * N, V]`` of their parents."""
-    if not cells:
+def reachable(flat: Tensor, histories: NodeHistories, parents: Mapping[int, int]) -> list[int]:
+    """The cells, given with their ``parents``, whose token has a probability above 0 under the parent's scores in ``flat [R * N, V]``."""
+    if not parents:
         return []
-    parents = take(flat, [histories.parent(cell) for cell in cells])  # [G, V]
-    tokens = take(histories.tokens.reshape(-1, 1), cells)  # [G, 1]
-    gap = parents.gather(1, tokens) - parents.amax(-1, keepdim=True)
+    cells, above = list(parents), take(flat, list(parents.values()))  # [G, V]
+    gap = above.gather(1, histories.token(cells)[:, None]) - above.amax(-1, keepdim=True)
     return [cell for cell, possible in zip(cells, (gap > UNDERFLOW).squeeze(1).tolist(), strict=True) if possible]

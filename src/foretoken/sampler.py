@@ -8,7 +8,7 @@ batch can hold greedy and sampled rows under any rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.histories import NodeHistories
-from foretoken.processors import Pipeline, process
+from foretoken.processors import Pipeline, Stopwatch, process
 from foretoken.sampling import Randomness
 from foretoken.tree import TokenTree
 
@@ -34,6 +34,7 @@ class Sampler:
         lengths: committed tokens per row, the root included.
         noise: the round's randomness; None if no row samples.
         committed: gives ``[R, capacity]`` committed ids with room for drafts behind; called only if a pipeline reads them.
+        watch: adds up the seconds that the user's own processors take, for the draft as for the target.
     """
 
     pipelines: Sequence[Pipeline]
@@ -41,6 +42,7 @@ class Sampler:
     lengths: Sequence[int]
     noise: Randomness | None
     committed: Callable[[], Tensor]
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
     @cached_property
     def greedy(self) -> bool:
@@ -56,12 +58,17 @@ class Sampler:
     def needs_history(self) -> bool:
         return any(pipeline.needs_history for pipeline in self.pipelines)
 
-    def scores(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """``[R, N, V]`` float32 processed logits at the nodes of ``tree``."""
+    def scores(self, logits: Tensor, tree: TokenTree, first: int = 0) -> Tensor:
+        """``[R, N - first, V]`` float32 processed ``logits`` of that shape, at the nodes ``first``.. of ``tree``.
+
+        A drafter grows its tree level by level: the nodes before ``first`` are there as the history of the new ones. A processor
+        of the user's own is asked about every new node that is ``valid``, so a token that the processed distribution above it
+        rules out has to be filler.
+        """
         if self.plain:
             return _widen(logits)
-        histories = NodeHistories(self.committed(), self.lengths, tree) if self.needs_history else None
-        return process(self.pipelines, logits, histories)
+        histories = NodeHistories(self.committed(), self.lengths, tree, first) if self.needs_history else None
+        return process(self.pipelines, logits, histories, watch=self.watch)
 
     def scores_below(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
         """``[R, V]`` float32 processed ``logits`` ``[R, V]`` after the root and the drafted ``tokens``, each ``[R]``."""
@@ -75,10 +82,11 @@ class Sampler:
             rows = torch.arange(len(lengths), device=committed.device)
             committed[rows, torch.tensor(lengths, device=committed.device) - 1] = tokens[-1]
         last = committed[:, 0] if not tokens else tokens[-1]  # a tree of one node: its token is the last committed one
-        return process(self.pipelines, logits[:, None], NodeHistories(committed, lengths, TokenTree.root(last)))[:, 0]
+        histories = NodeHistories(committed, lengths, TokenTree.root(last))
+        return process(self.pipelines, logits[:, None], histories, watch=self.watch)[:, 0]
 
     def distribution(self, scores: Tensor) -> Tensor:
-        """``scores`` ``[R, ..., V]`` as probabilities; one-hot where the row is greedy."""
+        """``scores`` ``[R, V]`` or ``[R, n, V]`` as probabilities; one-hot where the row is greedy."""
         p = torch.softmax(scores, -1)
         for row, sampled in enumerate(self.sampled):
             if not sampled:

@@ -88,6 +88,10 @@ class Randomness(Protocol):
 
     def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor: ...
 
+    def rank(self, weights: Tensor, k: int, purpose: Purpose, nodes: Tensor) -> Tensor: ...
+
+    def race_order(self, p: Tensor, depths: Tensor, k: int) -> Tensor: ...
+
 
 class Noise:
     """The randomness of R rows in one round.
@@ -120,6 +124,18 @@ class Noise:
         """``[R]`` tokens drawn in proportion to ``weights`` ``[R, V]`` with fresh noise."""
         return _run(weights[:, None], self.words(purpose, 0, node))[:, 0]
 
+    def rank(self, weights: Tensor, k: int, purpose: Purpose, nodes: Tensor) -> Tensor:
+        """``[R, K, k]`` tokens drawn without replacement in proportion to ``weights`` ``[R, K, V]``, in the order of the draw.
+
+        Gumbel-top-k (Kool et al. 2019): the k largest weights / E are such a draw. The noise is fresh, one stream for each of
+        ``nodes`` ``[K]``. Tokens of weight 0 come last.
+        """
+        return _first(weights, self.words(purpose, 0, nodes[None]), k)
+
+    def race_order(self, p: Tensor, depths: Tensor, k: int) -> Tensor:
+        """``[R, N, k]`` the first k tokens of :meth:`race`, the winner first; ``depths`` ``[1, 1]`` stand for all nodes."""
+        return _first(p, self.words(Purpose.MATCH, depths + 1), k)
+
     def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor:
         """``[R, K]`` bool, True with ``probability`` ``[R, K]``: u < probability, strictly, so that 0 never passes.
 
@@ -150,6 +166,14 @@ def _run(weights: Tensor, words: Tensor) -> Tensor:
         return torch.cat(winners).view(rows, races)
     noise = _negative_exponentials(words, vocab_size)
     return argmin(torch.div(weights, noise, out=noise) if weights.dtype == torch.float32 else weights / noise)
+
+
+def _first(weights: Tensor, words: Tensor, k: int) -> Tensor:
+    """``[R, K, k]`` the first k of each race."""
+    if k == 1 and words.shape == weights.shape[:2]:
+        return _run(weights, words)[..., None]
+    ratios = weights / _negative_exponentials(words, weights.shape[-1])
+    return argmin(ratios)[..., None] if k == 1 else ratios.topk(k, largest=False).indices
 
 
 def argmax(values: Tensor) -> Tensor:

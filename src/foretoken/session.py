@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter, DraftRequest
+from foretoken.drafters.base import Drafter, DraftRequest, Feedback
 from foretoken.errors import ConfigurationError, DrafterError, ForetokenError, TargetOutputError
 from foretoken.judgement import EMPTY, INFINITE, NAN, Judgement, Line, judge
+from foretoken.logprobs import LogProbs, check_logprobs
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
 from foretoken.sampling import Noise, Randomness, row_key
+from foretoken.shapes import TreeShape
 from foretoken.stats import RowStats, Stats
 from foretoken.target import Target
 from foretoken.tree import Proposal, TokenTree
@@ -40,6 +42,7 @@ class RowParameters:
         seed: the pair that keys all of the row's randomness.
         eos: token ids that end the row; the one met is kept.
         criteria: further stopping criteria, judged after every committed token on ``[1, L]`` unpadded ids.
+        logprobs: record the log-probabilities of the row's tokens, and of so many of the likeliest at each place; None for none.
     """
 
     max_new_tokens: int
@@ -48,6 +51,7 @@ class RowParameters:
     seed: tuple[int, int] = (0, 0)
     eos: frozenset[int] = frozenset()
     criteria: Sequence[StoppingCriteria] = ()
+    logprobs: int | None = None
 
 
 @dataclass(eq=False)
@@ -63,6 +67,7 @@ class SessionRow:
     key: int
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[LogProbs] = field(default_factory=list)
 
     @property
     def remaining(self) -> int:
@@ -71,12 +76,14 @@ class SessionRow:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a step added to one row: ``tokens``, the first ``accepted`` of them drafted; ``finish_reason`` once it is over."""
+    """What a step added to one row: ``tokens``, the first ``accepted`` of them drafted; ``finish_reason`` once it is over;
+    ``logprobs`` of the tokens where the row's parameters ask for them."""
 
     slot: int
     tokens: list[int]
     accepted: int
     finish_reason: str | None
+    logprobs: LogProbs | None = None
 
 
 class Session:
@@ -84,7 +91,7 @@ class Session:
 
     Args:
         target, drafter, rule: the configuration; ``proposal`` is how the drafter chooses tokens when a row samples.
-        draft_length: γ, how deep a draft may go.
+        shape: the largest tree that is drafted, a :class:`~foretoken.shapes.TreeShape` or a string.
         stats: where counts and times go.
         record: which per-token vectors to keep on the rows, ``scores`` (processed) and ``logits`` (raw).
         randomness: makes a round's draws from row keys and root positions; another than :class:`Noise` only in tests.
@@ -97,13 +104,13 @@ class Session:
         rule: Rule,
         *,
         proposal: Proposal,
-        draft_length: int,
+        shape: TreeShape | str,
         stats: Stats | None = None,
         record: frozenset[str] = frozenset(),
         randomness: Callable[[Tensor, Tensor], Randomness] = Noise,
     ):
         self.target, self.drafter, self.rule = target, drafter, rule
-        self.proposal, self.draft_length, self.record = proposal, draft_length, record
+        self.proposal, self.shape, self.record = proposal, TreeShape.parse(shape), record
         self.randomness = randomness
         self.stats = Stats() if stats is None else stats
         self.rows: list[SessionRow] = []
@@ -127,6 +134,7 @@ class Session:
             raise ConfigurationError(f"prompt token {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
         if context is not None and len(ids) >= context:
             raise ConfigurationError(f"the prompt has {len(ids)} tokens and the model's context holds {context}; shorten the prompt")
+        check_logprobs(parameters.logprobs, self.target.vocab_size)
         if parameters.max_new_tokens < 1:
             raise ConfigurationError(f"max_new_tokens must be at least 1, got {parameters.max_new_tokens}")
         capacity = len(ids) + parameters.max_new_tokens
@@ -210,12 +218,14 @@ class Session:
         passes, first = self.target.passes, len(self.rows)
         with self.stats.timing("prefill"):
             texts = [row.ids for row in rows]
-            self.target.open(texts, reserve=[row.capacity + self.draft_length + 1 for row in rows])
+            self.target.open(texts, reserve=[row.capacity + self.shape.nodes + 1 for row in rows])
             logits = self.target.prefill(texts, first=first)[:, None]
             self.rows += rows
             self._committed = None
             tree = TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
-            judgement = judge(self.rule, tree, logits, self._sampler(rows), record=self.record)
+            sampler = self._sampler(rows)
+            judgement = judge(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))
+        self.stats.seconds["prefill"] -= sampler.watch.seconds
         self.stats.target_passes += self.target.passes - passes
         commits = self._settle(rows, judgement)
         self.drafter.begin(rows)
@@ -230,19 +240,19 @@ class Session:
         begin = clock()
         sampler = self._sampler(rows)
         tree = self._draft(rows, sampler)
-        drafted = clock()
+        drafted, asked = clock(), sampler.watch.seconds
         logits = self.target.score(tree)
         scored = clock()
-        judgement = judge(self.rule, tree, logits, sampler, record=self.record)  # on a GPU the pass is waited for in here
+        judgement = judge(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))  # on a GPU waits for the pass
         judged = clock()
         self.stats.target_passes += 1
         accepted = [line.accepted for line in judgement.lines]
         self.target.commit(judgement.path, [count + 1 for count in accepted])
         commits = self._settle(rows, judgement, counted=True)
         settled = clock()
-        self.drafter.observe(rows, accepted)
-        seconds["draft"] += drafted - begin + clock() - settled
-        seconds["target"] += (judged if logits.is_cuda else scored) - drafted
+        self.drafter.observe(rows, Feedback(tree, accepted, judgement.path, logits))
+        seconds["draft"] += drafted - begin + clock() - settled - asked
+        seconds["target"] += judged - drafted - (sampler.watch.seconds - asked) if logits.is_cuda else scored - drafted
         self._depart()
         self.stats.clock()
         return commits
@@ -257,6 +267,11 @@ class Session:
             committed=lambda: self._committed_ids(rows),
         )
 
+    @staticmethod
+    def _top(rows: Sequence[SessionRow]) -> int | None:
+        """How many of the likeliest tokens any row wants log-probabilities of; None if no row wants any."""
+        return max((row.parameters.logprobs for row in rows if row.parameters.logprobs is not None), default=None)
+
     def _noise(self, rows: Sequence[SessionRow]) -> Randomness:
         device = self.target.device
         keys = torch.tensor([row.key for row in rows], device=device)
@@ -265,7 +280,7 @@ class Session:
     def _committed_ids(self, rows: Sequence[SessionRow]) -> Tensor:
         """``[R, capacity]`` ids of ``rows`` with room for a draft behind; kept up to date from round to round."""
         if self._committed is None or rows is not self.rows:
-            width = max(row.capacity for row in rows) + self.draft_length + 1
+            width = max(row.capacity for row in rows) + self.shape.depth + 1
             committed = torch.zeros(len(rows), width, dtype=torch.long)
             for line, row in zip(committed, rows):
                 line[: len(row.ids)] = torch.tensor(row.ids)
@@ -276,24 +291,25 @@ class Session:
         return self._committed
 
     def _draft(self, rows: Sequence[SessionRow], sampler: Sampler) -> TokenTree:
-        """Plan and draft: as deep as γ, the rows' limits and the context allow; nothing where there is no room."""
-        limits = [min(self.draft_length, row.remaining - 1) for row in rows]
+        """Plan and draft: as deep as the shape, the rows' limits and the context allow; nothing where there is no room."""
+        limits = [min(self.shape.depth, row.remaining - 1) for row in rows]
         greedy = sampler.greedy
+        if max(limits) < 1:
+            return TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
         request = DraftRequest(
             rows=rows,
+            shape=self.shape.within(max(limits)),
             depth=max(limits),
             limits=limits,
-            proposal="deterministic" if greedy and self.proposal in ("iid", "keyed") else self.proposal,
+            proposal="deterministic" if greedy and self.proposal != "mixed" else self.proposal,
             needs_q=self.rule.needs_q and not greedy,
             vocab_size=self.target.vocab_size,
             device=self.target.device,
             sampler=sampler,
         )
-        if request.depth < 1:
-            return TokenTree.root(request.roots())
         tree = self.drafter.draft(request)
         self._check_tree(tree, request, greedy)
-        return self._within_limits(tree, limits)
+        return tree.within(limits)
 
     def _check_tree(self, tree: TokenTree, request: DraftRequest, greedy: bool) -> None:
         """What can be said without reading values; `_settle` looks at the tokens."""
@@ -313,14 +329,6 @@ class Session:
         if request.needs_q and tree.q is None:
             raise DrafterError(f"{drafter} returned no q, and rule {self.rule.name!r} compares with the draft's own distribution")
 
-    def _within_limits(self, tree: TokenTree, limits: Sequence[int]) -> TokenTree:
-        """``tree`` with nodes below a row's limit turned into filler; the depth alone decides, never a token's value."""
-        if tree.nodes - 1 <= min(limits):
-            return tree
-        allowed = tree.depths <= torch.tensor(limits, device=tree.tokens.device)[:, None]
-        valid = allowed if tree.valid is None else tree.valid & allowed
-        return replace(tree, valid=valid)
-
     def _settle(self, rows: Sequence[SessionRow], judgement: Judgement, *, counted: bool = False) -> list[Commit]:
         """Append to every row what its verdict keeps; ``counted`` says that the pass is a row-pass of the statistics."""
         now = self.stats.clock()
@@ -330,9 +338,12 @@ class Session:
             for row, along in zip(rows, vectors):
                 getattr(row, name).extend(along.unbind(0))
         commits = []
-        for row, line in zip(rows, judgement.lines):
+        for index, (row, line) in enumerate(zip(rows, judgement.lines)):
             self._check_line(row, line)
             commit = self._append(row, [*line.tokens[1 : line.accepted + 1], line.bonus], line.accepted)
+            if judgement.logprobs is not None and row.parameters.logprobs is not None:
+                row.logprobs.append(judgement.logprobs[index].cut(len(commit.tokens), row.parameters.logprobs))
+                commit = replace(commit, logprobs=row.logprobs[-1])
             row.stats.token_times += [now] * len(commit.tokens)
             self._count(row, commit, line.drafted if judgement.path is None else 0, line.drafted, counted)
             commits.append(commit)

@@ -19,9 +19,11 @@ from foretoken import drafters, verification
 from foretoken.drafters.base import Drafter
 from foretoken.errors import ConfigurationError, Interrupted
 from foretoken.loading import load_model
+from foretoken.logprobs import LogProbs
 from foretoken.preparation import Prepared, prepare, refuse_arguments
 from foretoken.sampling import Seed
 from foretoken.session import Commit, Session
+from foretoken.shapes import StaticShape, TreeShape
 from foretoken.stats import Stats
 from foretoken.target import Target
 from foretoken.tree import Proposal
@@ -33,9 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What transformers returns for a decoder-only model, and ``stats`` (:class:`foretoken.Stats`)."""
+    """What transformers returns for a decoder-only model, ``stats`` (:class:`foretoken.Stats`), and ``logprobs`` per row
+    (:class:`foretoken.LogProbs`) where asked for."""
 
     stats: Stats | None = None
+    logprobs: tuple[LogProbs, ...] | None = None
 
 
 class Tokens(list[int]):
@@ -45,11 +49,13 @@ class Tokens(list[int]):
         row: index in the batch.
         accepted: how many of them, from the first, were drafted and accepted.
         finish_reason: eos, stop, length or context once the row is over, else None.
+        logprobs: their log-probabilities (:class:`foretoken.LogProbs`) if asked for, else None.
     """
 
     def __init__(self, commit: Commit):
         super().__init__(commit.tokens)
         self.row, self.accepted, self.finish_reason = commit.slot, commit.accepted, commit.finish_reason
+        self.logprobs = commit.logprobs
 
 
 class Speculator:
@@ -60,7 +66,10 @@ class Speculator:
         drafter: a :class:`~foretoken.drafters.base.Drafter`, a registered name, or ``"NAME:SOURCE"``.
         drafter_options: keyword arguments of the drafter, when it is given by name.
         rule: ``"auto"``, a registered name, or a :class:`~foretoken.verification.Rule`.
-        draft_length: γ, how many tokens are drafted per round at most.
+        shape: the largest tree drafted per round, a :class:`~foretoken.shapes.TreeShape` or a string such as ``"chain(5)"``,
+            ``"product(4,2,1)"`` or ``"dynamic(depth=5,k=4,total=16)"``; chain(5) unless given.
+        draft_length: γ, short for ``shape="chain(γ)"``.
+        lossless: False consents to a rule that changes the output law, such as ``typical``.
         dtype, device: where and how to load a model that is given by name.
         self_test: check at load that the model can roll back (a few passes over a handful of tokens).
         reuse_prefix: keep the cache between calls for prompts that begin alike; costs the memory of the cache.
@@ -78,23 +87,24 @@ class Speculator:
         *,
         drafter_options: dict[str, Any] | None = None,
         rule: Rule | str = "auto",
-        draft_length: int = 5,
+        shape: TreeShape | str | None = None,
+        draft_length: int | None = None,
+        lossless: bool = True,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         self_test: bool = True,
         reuse_prefix: bool = True,
         prefill_chunk: int = 1024,
     ):
-        if isinstance(draft_length, bool) or not isinstance(draft_length, int) or draft_length < 0:
-            raise ConfigurationError(f"draft_length must be a whole number from 0 on, got {draft_length!r}")
+        self.shape = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
             raise ConfigurationError("dtype and device say how to load a model by name; a model that is given is used as it is")
         self.drafter = _drafter(drafter, drafter_options)
-        self.rule, self.proposal = choose_rule(rule, self.drafter)
+        self.rule, self.proposal = choose_rule(rule, self.drafter, self.shape, lossless=lossless)
         self.model = load_model(model, dtype=dtype, device=device) if isinstance(model, str) else model
         self.target = Target(self.model, test=self_test, prefill_chunk=prefill_chunk, reuse_prefix=reuse_prefix)
-        self.draft_length = draft_length
         self.drafter.bind(self.target)
+        check_shape(self.shape, self.target, self.drafter)
 
     def generate(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> SpeculativeOutput:
         """As ``model.generate``: the same arguments, the same defaults, the same padding of ``sequences``.
@@ -102,11 +112,13 @@ class Speculator:
         Args:
             inputs: ``[B, L]`` prompt ids, or ``input_ids=`` with ``attention_mask=``, padded on either side.
             seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator.
-            arguments: whatever ``model.generate`` takes; what Foretoken can not honour is refused by name.
+            arguments: whatever ``model.generate`` takes; what Foretoken can not honour is refused by name. Besides,
+                ``output_logprobs=k`` records the log-probability of every new token and of the k likeliest at its place (k = 0:
+                its own alone), from the target's raw logits, before temperature and every other processor.
 
         Returns:
-            ``sequences`` ``[B, L + new]``, ``stats``, and ``scores`` and ``logits`` where asked for. In these, rows that
-            are over hold 0 for the padding token and -inf elsewhere.
+            ``sequences`` ``[B, L + new]``, ``stats``, and ``scores``, ``logits`` and ``logprobs`` where asked for. In scores
+            and logits, rows that are over hold 0 for the padding token and -inf elsewhere; logprobs are as long as each row.
 
         Raises:
             ConfigurationError: an argument that can not be honoured.
@@ -125,7 +137,7 @@ class Speculator:
 
     def session(self, **options: Any) -> Session:
         """A :class:`~foretoken.session.Session` of this configuration, for a server that adds and removes rows itself."""
-        return Session(self.target, self.drafter, self.rule, proposal=self.proposal, draft_length=self.draft_length, **options)
+        return Session(self.target, self.drafter, self.rule, proposal=self.proposal, shape=self.shape, **options)
 
     def release(self) -> None:
         """Give the memory of the cache back; the next call allocates again."""
@@ -184,7 +196,8 @@ class Run:
         tail = [tokens + [pad] * (width - len(tokens)) for tokens in new]
         sequences = torch.cat([prompts, torch.tensor(tail, dtype=torch.long, device=prompts.device).reshape(len(new), width)], 1)
         vectors = {name: self._stacked(name, width) for name in self.prepared.record}
-        return SpeculativeOutput(sequences=sequences, stats=self.stats, **vectors)
+        logprobs = tuple(LogProbs.joined(row.logprobs) for row in self.rows) if all(row.logprobs for row in self.rows) else None
+        return SpeculativeOutput(sequences=sequences, stats=self.stats, logprobs=logprobs, **vectors)
 
     def _stacked(self, name: str, width: int) -> tuple[Tensor, ...]:
         """Per step ``[B, V]``, as transformers has them."""
@@ -223,9 +236,9 @@ def custom_generate(
     """A function for ``model.generate(..., custom_generate=...)``: the same loop through transformers' own entry point.
 
     ``streamer`` is bound here, because transformers does not pass it on to such a function; ``seed`` is bound here or given per
-    call, ``model.generate(..., seed=7)``; ``options`` are those of :class:`Speculator`. The Speculator is built at the first call
-    and kept, with its model, in the function. Stop strings need a tokenizer, which transformers does not pass on either: give a
-    ``StopStringCriteria`` as ``stopping_criteria``.
+    call, ``model.generate(..., seed=7)``; ``output_logprobs`` is given per call; ``options`` are those of :class:`Speculator`.
+    The Speculator is built at the first call and kept, with its model, in the function. Stop strings need a tokenizer, which
+    transformers does not pass on either: give a ``StopStringCriteria`` as ``stopping_criteria``.
     """
     speculator: Speculator | None = None
 
@@ -236,39 +249,81 @@ def custom_generate(
         stopping_criteria: Any,
         generation_config: Any,
         seed: Seed | Sequence[Seed] | None = seed,
+        output_logprobs: int | None = None,
         **model_kwargs: Any,
     ) -> Any:
         nonlocal speculator
         refuse_arguments(model, generation_config, model_kwargs)
+        if output_logprobs is not None and not generation_config.return_dict_in_generate:
+            raise ConfigurationError("output_logprobs come with return_dict_in_generate=True; without it only the ids are returned")
         if speculator is None or speculator.model is not model:
             speculator = Speculator(model, drafter, **options)
-        prepared = Prepared.of(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed=seed, streamer=streamer
-        )
+        given = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        prepared = Prepared.of(*given, seed=seed, streamer=streamer, output_logprobs=output_logprobs)
         output = Run(speculator, prepared).finish()
         return output if generation_config.return_dict_in_generate else output.sequences
 
     return decode
 
 
-def choose_rule(rule: Rule | str, drafter: Drafter) -> tuple[Rule, Proposal]:
+def choose_shape(shape: TreeShape | str | None, draft_length: int | None) -> TreeShape:
+    """The shape asked for, by ``shape`` or as a chain of ``draft_length`` tokens."""
+    if draft_length is None:
+        return TreeShape.parse("chain(5)" if shape is None else shape)
+    if shape is not None:
+        raise ConfigurationError(f"draft_length={draft_length!r} means shape='chain({draft_length})'; give one of draft_length and shape")
+    if isinstance(draft_length, bool) or not isinstance(draft_length, int) or draft_length < 0:
+        raise ConfigurationError(f"draft_length must be a whole number from 0 on, got {draft_length!r}")
+    return TreeShape.chain(draft_length)
+
+
+def choose_rule(rule: Rule | str, drafter: Drafter, shape: TreeShape, *, lossless: bool = True) -> tuple[Rule, Proposal]:
     """The rule, and how the drafter is to choose its tokens so that the rule is exact.
 
     Raises:
-        ConfigurationError: no way of proposing that the drafter has is exact under the rule.
+        ConfigurationError: no way of proposing that the drafter has in this shape is exact under the rule, or the rule is lossy and
+            ``lossless`` was not given as False.
     """
+    offered, chain = drafter.proposals_for(shape), drafter.makes_chains(shape)
+    pruned = not shape.static
     if rule == "auto":
-        return verification.automatic(drafter.proposals[0]), drafter.proposals[0]
+        automatic = verification.automatic(offered[0], chain=chain)
+        if automatic.refusal(offered[0], chain=chain, pruned=pruned) is None:
+            return automatic, offered[0]
+        return verification.create("match"), offered[0]
     chosen = verification.create(rule) if isinstance(rule, str) else rule
     if not isinstance(chosen, Rule):
         raise ConfigurationError(f"rule must be 'auto', one of {', '.join(verification.names())}, or a Rule; got {rule!r}")
+    if lossless and not chosen.lossless:
+        raise ConfigurationError(
+            f"rule {chosen.name!r} is lossy: it changes the distribution of the text; pass lossless=False to accept that"
+        )
     for proposal in chosen.proposals:
-        if proposal in drafter.proposals:
+        if proposal in offered and chosen.refusal(proposal, chain=chain, pruned=pruned) is None:
             return chosen, proposal
+    fitting = next((proposal for proposal in chosen.proposals if proposal in offered), offered[0])
     raise ConfigurationError(
-        f"{chosen.refusal(drafter.proposals[0], chain=True)}; drafter {drafter.name!r} makes {', '.join(drafter.proposals)} "
-        "proposals. Use rule='auto'"
+        f"{chosen.refusal(fitting, chain=chain, pruned=pruned)}; drafter {drafter.name!r} makes {', '.join(offered)} "
+        f"proposals in shape {shape}. Use rule='auto'"
     )
+
+
+def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
+    """Refuse a shape that the target or the drafter can not do.
+
+    Raises:
+        ConfigurationError: says which, why, and what would do.
+    """
+    refusal = drafter.refusal(shape)
+    if refusal:
+        raise ConfigurationError(refusal)
+    if target.chains_only and not drafter.makes_chains(shape):
+        raise ConfigurationError(f"the target can only verify chains: {target.chains_only}; use shape='chain({shape.depth})'")
+    if target.context is not None and shape.nodes >= target.context:
+        raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes and the model's context holds {target.context}; draft fewer")
+    siblings = 1 + max((max(level.ranks) for level in shape.levels), default=0) if isinstance(shape, StaticShape) else 1
+    if siblings > target.vocab_size:
+        raise ConfigurationError(f"shape {shape} wants {siblings} different siblings and the vocabulary holds {target.vocab_size} tokens")
 
 
 def _drafter(drafter: Drafter | str, options: dict[str, Any] | None) -> Drafter:

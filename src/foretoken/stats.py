@@ -41,7 +41,8 @@ class Stats:
         kept: tokens returned out of row-passes.
         drafted: proposed tokens; ``drafted_by_depth[d]`` those at depth d + 1.
         accepted: proposed tokens returned; ``accepted_by_depth[d]`` those at depth d + 1.
-        seconds: ``prefill``, ``draft``, ``target``, ``overhead`` and their sum ``total``.
+        seconds: ``prefill``, ``draft``, ``target``, ``overhead`` and their sum ``total``. The user's own logits processors count as
+            overhead wherever they are called, also while a draft or the prefill is under way.
         time_to_first_token: seconds from the call to the first token of any row, None if there was none.
         seed: the seed in use, as given, or as drawn.
         rule, drafter, lossless: the configuration in use.

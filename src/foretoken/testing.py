@@ -7,7 +7,7 @@ once for every outcome of every draw and adds up probabilities in float64::
     target = TableTarget(ProbabilityTable.random(3, seed=1))
     drafter = ScriptedDrafter(ProbabilityTable.random(3, seed=2), proposal="iid")
     law = continuation_law(
-        lambda randomness: Session(target, drafter, Rejection(), proposal="iid", draft_length=2, randomness=randomness),
+        lambda randomness: Session(target, drafter, Rejection(), proposal="iid", shape="chain(2)", randomness=randomness),
         prompt=[0],
         count=4,
     )
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest
+from foretoken.drafters.growth import grow
 from foretoken.sampling import Purpose, Randomness, row_key
 from foretoken.session import RowParameters, Session
 from foretoken.tree import Proposal, TokenTree
@@ -104,6 +105,7 @@ class TableTarget:
         self.table, self.vocab_size, self.context = table, table.vocab_size, context
         self.device = torch.device("cpu")
         self.passes = 0
+        self.chains_only: str | None = None
         self.owner: object = None
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None
@@ -122,17 +124,11 @@ class TableTarget:
             self.cached[row] = list(prompt)
         return self.table.batch(prompts).log()
 
-    def score(self, tree: TokenTree) -> Tensor:
-        """``[R, N, V]`` log probabilities at every node; filler is certain of token 0."""
+    def score(self, tree: TokenTree, *, first: int = 0) -> Tensor:
+        """``[R, N - first, V]`` log probabilities at the nodes from ``first`` on; filler is certain of token 0."""
         self.passes += 1
         self._tree = tree
-        texts: list[list[int]] = []
-        for prefix, tokens, parents in zip(self.cached, tree.tokens.tolist(), tree.parents.tolist()):
-            first = len(texts)
-            for token, parent in zip(tokens, parents):
-                texts.append([*(prefix if parent < 0 else texts[first + parent]), token])
-        scores = self.table.batch(texts).log().view(tree.rows, tree.nodes, -1)
-        return scores if tree.valid is None else certain(scores, ~tree.valid)
+        return read(self.table, self.cached, tree)[:, first:]
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         assert self._tree is not None, "commit comes after score"
@@ -153,17 +149,19 @@ class TableTarget:
 
 
 class ScriptedDrafter(Drafter):
-    """A drafter whose chains follow a probability table.
+    """A drafter whose chains and trees follow a probability table.
 
     Args:
         q: the draft's distribution after a text.
-        proposal: ``iid`` draws from q, ``keyed`` with the target's noise, ``deterministic`` takes the most likely token.
+        proposal: ``iid`` draws from q, ``without-replacement`` likewise but all siblings different, ``keyed`` with the target's noise,
+            ``deterministic`` takes the most likely tokens.
         depth: tokens per draft at most.
-        grow: says whether to draft another token after a text, committed and drafted; a token once drawn stays.
+        grow: in a chain, says whether to draft another token after a text, committed and drafted; a token once drawn stays.
     """
 
     name = "scripted"
     summary = "follows a probability table; for tests"
+    branches = True
 
     def __init__(
         self,
@@ -177,6 +175,8 @@ class ScriptedDrafter(Drafter):
         self.proposals = (proposal,)
 
     def draft(self, request: DraftRequest) -> TokenTree:
+        if not request.shape.is_chain:
+            return grow(request, lambda tree, first: read(self.q, [row.ids[:-1] for row in request.rows], tree)[:, first:]).tree
         texts = [list(row.ids) for row in request.rows]
         limits = [limit if self.depth is None else min(limit, self.depth) for limit in request.limits]
         lengths = [0] * len(texts)
@@ -197,6 +197,17 @@ class ScriptedDrafter(Drafter):
             proposal=request.proposal,
             q=torch.stack(qs, 1) if qs else None,
         )
+
+
+def read(table: ProbabilityTable, prefixes: Sequence[Sequence[int]], tree: TokenTree) -> Tensor:
+    """``[R, N, V]`` log probabilities at every node of ``tree`` behind ``prefixes``."""
+    texts: list[list[int]] = []
+    for prefix, tokens, parents in zip(prefixes, tree.tokens.tolist(), tree.parents.tolist()):
+        first = len(texts)
+        for token, parent in zip(tokens, parents):
+            texts.append([*(prefix if parent < 0 else texts[first + parent]), token])
+    scores = table.batch(texts).log().view(tree.rows, tree.nodes, -1)
+    return scores if tree.valid is None else certain(scores, ~tree.valid)
 
 
 def certain(scores: Tensor, where: Tensor) -> Tensor:
@@ -287,6 +298,32 @@ class EnumeratedNoise:
     def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
         lines = zip(self.rows, weights.tolist())
         return torch.tensor([world.choose((row, root, purpose, node), line) for (world, row, root), line in lines])
+
+    def rank(self, weights: Tensor, k: int, purpose: Purpose, nodes: Tensor) -> Tensor:
+        return torch.tensor(
+            [
+                [self._in_order(world, (row, root, purpose, node), line, k) for node, line in zip(nodes.tolist(), lines)]
+                for (world, row, root), lines in zip(self.rows, weights.tolist())
+            ]
+        )
+
+    @staticmethod
+    def _in_order(world: World, key: tuple[Hashable, ...], weights: Sequence[float], k: int) -> list[int]:
+        """k draws one after the other from what is left; when nothing is, whatever comes first."""
+        left, order = list(weights), []
+        while len(order) < k:
+            token = world.choose((*key, len(order)) if order else key, left) if any(left) else -1
+            if token < 0:
+                token = next(each for each in range(len(left)) if each not in order)
+            order.append(token)
+            left[token] = 0.0
+        return order
+
+    def race_order(self, p: Tensor, depths: Tensor, k: int) -> Tensor:
+        """The winner of :meth:`race`, then the likeliest: any function of p and of the same noise will do."""
+        winner = self.race(p, depths)
+        rest = p.scatter(2, winner[..., None], 2.0)
+        return rest.topk(k, -1).indices
 
     def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor:
         first = node.tolist() if isinstance(node, Tensor) else [node] * len(self.rows)

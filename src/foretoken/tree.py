@@ -7,8 +7,9 @@ Plain decoding is the tree of one node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -30,7 +31,9 @@ class TokenTree:
         q: ``[B, M, V]`` float32, the draft's distribution at the first M nodes: children of node ``n`` were drawn from
             ``q[:, n]``. Needed by rules that compare with the draft's probabilities, else None.
         pruned: nodes were dropped after looking at their sampled values; only match-type rules stay exact then.
-        chain: every row is a path in node order. Set by :meth:`chain`, it lets the target skip the tree mask.
+        chain: every row is a path in node order. Set by :meth:`from_chain`, it lets the target skip the tree mask.
+        layout: the parents of every row, root included, where all rows share them and the host knows them: those of a
+            static :class:`~foretoken.shapes.TreeShape`. Filler is told by ``valid`` alone.
     """
 
     tokens: Tensor
@@ -40,6 +43,7 @@ class TokenTree:
     q: Tensor | None = None
     pruned: bool = False
     chain: bool = False
+    layout: tuple[int, ...] | None = None
 
     @staticmethod
     def root(tokens: Tensor) -> TokenTree:
@@ -62,6 +66,19 @@ class TokenTree:
             parents = parents.expand(rows, nodes)
         return TokenTree(tokens, parents, valid, proposal, q, pruned, chain=True)
 
+    @staticmethod
+    def from_layout(
+        tokens: Tensor,
+        layout: tuple[int, ...],
+        *,
+        valid: Tensor | None = None,
+        proposal: Proposal = "deterministic",
+        q: Tensor | None = None,
+    ) -> TokenTree:
+        """A tree per row, all with the parents ``layout`` (root included): ``tokens`` ``[B, N]`` starts with the root."""
+        parents = layout_parents(layout, tokens.device).expand(tokens.shape)
+        return TokenTree(tokens, parents, valid, proposal, q, layout=layout)
+
     @property
     def rows(self) -> int:
         return self.tokens.shape[0]
@@ -70,17 +87,28 @@ class TokenTree:
     def nodes(self) -> int:
         return self.tokens.shape[1]
 
-    @property
+    @cached_property
     def depths(self) -> Tensor:
         """``[B, N]`` int64 distance from the root."""
         if self.chain:
             return chain_depths(self.nodes, self.tokens.device).expand(self.rows, self.nodes)
+        if self.layout is not None:
+            return layout_depths(self.layout, self.tokens.device).expand(self.rows, self.nodes)
         return self.ancestors.sum(-1) - 1
 
-    @property
+    @cached_property
     def ancestors(self) -> Tensor:
         """``[B, N, N]`` bool; ``[b, i, j]`` says that ``j`` is ``i`` or lies on the path from the root to ``i``."""
-        return chain_ancestors(self.nodes, self.tokens.device).expand(self.rows, -1, -1) if self.chain else reach(self.parents)
+        if self.chain:
+            return chain_ancestors(self.nodes, self.tokens.device).expand(self.rows, -1, -1)
+        if self.layout is not None:
+            return layout_ancestors(self.layout, self.tokens.device).expand(self.rows, -1, -1)
+        return reach(self.parents)
+
+    @property
+    def height(self) -> int:
+        """How deep a node may lie, as far as the host knows without looking."""
+        return max(depths_of(self.layout)) if self.layout is not None and not self.chain else self.nodes - 1
 
     @property
     def drafted(self) -> Tensor:
@@ -88,6 +116,13 @@ class TokenTree:
         if self.valid is None:
             return torch.full((self.rows,), self.nodes - 1, dtype=torch.long, device=self.tokens.device)
         return self.valid[:, 1:].sum(-1)
+
+    def within(self, limits: Sequence[int]) -> TokenTree:
+        """This tree with nodes deeper than ``limits[r]`` turned into filler; the depth alone decides, never a token's value."""
+        if self.height <= min(limits):
+            return self
+        allowed = self.depths <= torch.tensor(limits, device=self.tokens.device)[:, None]
+        return replace(self, valid=allowed if self.valid is None else self.valid & allowed)
 
     def path(self, row: int, node: int) -> list[int]:
         """Node indices from the root to ``node``, both included."""
@@ -104,6 +139,8 @@ class TokenTree:
             raise ValueError(f"tokens and parents must be int64, got {self.tokens.dtype} and {self.parents.dtype}")
         if self.valid is not None and self.valid.shape != self.tokens.shape:
             raise ValueError(f"valid must be {list(self.tokens.shape)} like tokens, got {list(self.valid.shape)}")
+        if self.layout is not None and len(self.layout) != self.nodes:
+            raise ValueError(f"layout has {len(self.layout)} nodes, the tree {self.nodes}")
         if self.proposal not in PROPOSALS:
             raise ValueError(f"unknown proposal {self.proposal!r}; one of {', '.join(PROPOSALS)}")
         needed = self.nodes - 1 if self.chain else 0
@@ -163,3 +200,26 @@ def chain_depths(nodes: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=256)
 def chain_ancestors(nodes: int, device: torch.device) -> Tensor:
     return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Distance from the root of every node of ``parents``, which come before their children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+@lru_cache(maxsize=256)
+def layout_parents(layout: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([layout], device=device)
+
+
+@lru_cache(maxsize=256)
+def layout_depths(layout: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([depths_of(layout)], device=device)
+
+
+@lru_cache(maxsize=256)
+def layout_ancestors(layout: tuple[int, ...], device: torch.device) -> Tensor:
+    return reach(layout_parents(layout, device))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.sampler import Sampler
 from foretoken.sampling import Purpose, argmax
+from foretoken.shapes import TreeShape
 from foretoken.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class DraftRequest:
 
     Attributes:
         rows: the live rows.
+        shape: the tree wanted at most, no deeper than ``depth``; a chain for a drafter whose :meth:`Drafter.refusal` says so.
         depth: how deep to draft at most.
         limits: the same per row, at most ``depth``; a row close to its length limit drafts less.
         proposal: how tokens are to be chosen, one of the drafter's ``proposals``.
@@ -57,6 +59,7 @@ class DraftRequest:
     """
 
     rows: Sequence[Row]
+    shape: TreeShape
     depth: int
     limits: Sequence[int]
     proposal: Proposal
@@ -103,18 +106,49 @@ class DraftRequest:
         return torch.arange(depth + 1, device=self.device)[None] <= torch.tensor(lengths, device=self.device)[:, None]
 
 
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """How a round ended for R rows.
+
+    Attributes:
+        tree: what was verified.
+        accepted: per row, how many drafted tokens were kept.
+        path: ``[R, D]`` nodes from the root down, the first ``accepted + 1`` of them kept; None if they are the first ones in order.
+        logits: ``[R, N, V]`` the target's at every node, rejected ones too.
+    """
+
+    tree: TokenTree
+    accepted: Sequence[int]
+    path: Tensor | None
+    logits: Tensor
+
+
 class Drafter:
     """Base of drafters; a subclass sets the class variables and writes :meth:`draft`.
 
-    ``proposals`` lists how it can choose tokens, best first; its constructor's keyword arguments are its options.
+    ``proposals`` lists how it can choose tokens, best first; ``branches`` that it can draft trees; its constructor's keyword
+    arguments are its options.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     proposals: tuple[Proposal, ...] = ("deterministic",)
+    branches: bool = False
 
     def bind(self, target: Target) -> None:
         """Called once, before any row begins; refuse here what can not work with this target."""
+
+    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
+        """How it can choose tokens in trees of ``shape``, best first."""
+        return self.proposals
+
+    def refusal(self, shape: TreeShape) -> str | None:
+        """Why it can not draft ``shape``, or None; asked once it is bound."""
+        return None if shape.is_chain or self.branches else f"drafter {self.name!r} drafts chains only; use shape='chain({shape.depth})'"
+
+    def makes_chains(self, shape: TreeShape) -> bool:
+        """Whether its trees are chains under ``shape``."""
+        return shape.is_chain
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Rows have been prefilled and got their first token; they come after all live rows."""
@@ -123,8 +157,8 @@ class Drafter:
         """Propose a tree for ``request.rows``: the live rows, in the order in which they began."""
         raise TypeError(f"{type(self).__name__} must define draft(request)")
 
-    def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
-        """A round is over: ``accepted[r]`` drafted tokens of each row were kept; ``rows[r].ids`` holds the new text."""
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        """A round is over; ``rows[r].ids`` holds the new text, which may end before what was accepted does."""
 
     def end(self, rows: Sequence[Row]) -> None:
         """These rows are gone; forget them."""

@@ -1,46 +1,56 @@
 """A smaller causal language model as the drafter (Leviathan et al. 2023; Chen et al. 2023).
 
-It has a cache of its own, one physical row per live row in the same order, and runs batched. After a round it rewinds
-to the tokens that were kept; the next draft feeds it whatever it has not seen.
+It has a cache of its own, one physical row per live row in the same order, and runs batched. A chain is decoded token by token;
+a tree is scored level by level, one pass each. After a round it keeps what was accepted of what it has seen; the next draft feeds
+it the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter, DraftRequest, Row
+from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foretoken.drafters.growth import Expand, Growth, grow
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_model, vocabulary_difference
 from foretoken.sampler import fit_vocabulary
+from foretoken.shapes import TreeShape
 from foretoken.target import Target, unwrap
-from foretoken.tree import Proposal, TokenTree
+from foretoken.tree import Proposal, TokenTree, depths_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SIBLINGS: dict[str, tuple[Proposal, ...]] = {
-    "auto": ("iid", "keyed", "deterministic"),
     "iid": ("iid",),
+    "without-replacement": ("without-replacement",),
     "keyed": ("keyed",),
     "top-k": ("deterministic",),
 }
+# What "auto" offers, best first: on chains, on static trees, and where nodes are dropped for their probability.
+ON_CHAINS: tuple[Proposal, ...] = ("iid", "keyed", "deterministic", "without-replacement")
+ON_TREES: tuple[Proposal, ...] = ("without-replacement", "iid", "keyed", "deterministic")
+WHERE_PRUNED: tuple[Proposal, ...] = ("keyed", "deterministic")
 
 
 class DraftModel(Drafter):
     """Options:
 
     source: a causal language model with the target's tokenizer: a ``PreTrainedModel``, a path, a hub id or ``zoo:NAME``.
-    siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``keyed`` (with the target's noise,
-        for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in use accepts best.
+    siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
+        different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
+        use accepts best in the shape in use.
     dtype, device: where to load it, the target's by default; a model that is given is used as it is.
     """
 
     name = "draft-model"
-    summary = "a smaller causal language model with the same tokenizer, KV-cached and batched"
+    summary = "a smaller causal language model with the same tokenizer, KV-cached and batched; chains and trees"
+    branches = True
 
     def __init__(
         self,
@@ -50,13 +60,15 @@ class DraftModel(Drafter):
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
     ):
-        if siblings not in SIBLINGS:
-            raise ConfigurationError(f"unknown siblings {siblings!r}; choose {', '.join(SIBLINGS)}")
-        self.proposals = SIBLINGS[siblings]
+        if siblings != "auto" and siblings not in SIBLINGS:
+            raise ConfigurationError(f"unknown siblings {siblings!r}; choose auto, {', '.join(SIBLINGS)}")
+        self.siblings = siblings
+        self.proposals = SIBLINGS.get(siblings, ON_CHAINS)
         self.source, self.dtype, self.device = source, dtype, device
         self._target: Target | None = None
         self._slots: list[int] = []
         self._smaller = False
+        self._grown: Growth | None = None  # the tree of the round under way
 
     @property
     def model(self) -> Target:
@@ -75,6 +87,20 @@ class DraftModel(Drafter):
         self._target = Target(draft, reuse_prefix=target.reuse_prefix)
         self._smaller = self._target.vocab_size < target.vocab_size
 
+    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
+        if self.siblings != "auto" or shape.is_chain:
+            return self.proposals
+        return ON_TREES if shape.static else WHERE_PRUNED
+
+    def refusal(self, shape: TreeShape) -> str | None:
+        if shape.is_chain:
+            return None
+        if self.model.chains_only:
+            return f"the draft model can only draft chains: {self.model.chains_only}; use shape='chain({shape.depth})'"
+        if self.model.context is not None and shape.nodes >= self.model.context:
+            return f"shape {shape} has {shape.nodes} nodes and the draft model's context holds {self.model.context}; draft fewer"
+        return None
+
     def begin(self, rows: Sequence[Row]) -> None:
         self.model.open([row.ids for row in rows], reserve=[row.capacity for row in rows])
         self._slots += [row.slot for row in rows]
@@ -84,6 +110,12 @@ class DraftModel(Drafter):
         depth = max(limits)
         if depth < 1:
             return TokenTree.root(request.roots())
+        if request.shape.is_chain:
+            return self._chain(request, depth, limits)
+        self._grown = grow(replace(request, shape=request.shape.within(depth), depth=depth, limits=limits), self._expand(request.rows))
+        return self._grown.tree.within(limits)
+
+    def _chain(self, request: DraftRequest, depth: int, limits: Sequence[int]) -> TokenTree:
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
         roots = request.roots()
@@ -101,6 +133,21 @@ class DraftModel(Drafter):
             tokens, valid=request.within(limits, depth), proposal=request.proposal, q=torch.stack(qs, 1) if qs else None
         )
 
+    def _expand(self, rows: Sequence[Row]) -> Expand:
+        """What this model says after the nodes of a tree. The root comes first, with whatever else its cache lacks; it is then taken
+        for uncommitted, so that the levels below it are later nodes of one tree."""
+
+        def expand(tree: TokenTree, first: int) -> Tensor:
+            if first == 0:
+                logits = self._after(rows, tree.tokens[:, 0])[:, None]
+                self.model.rewind([len(row.ids) - 1 for row in rows])
+                return logits
+            if self._smaller:
+                tree = replace(tree, tokens=tree.tokens.clamp(max=self.model.vocab_size - 1))
+            return self.model.score(_moved(tree, self.model.device), first=first)
+
+        return expand
+
     def _after(self, rows: Sequence[Row], roots: Tensor) -> Tensor:
         """``[R, V]`` logits after each row's text, whatever this cache lacks of it: mostly the root alone."""
         if all(len(row.ids) == length + 1 for row, length in zip(rows, self.model.lengths)):
@@ -113,9 +160,25 @@ class DraftModel(Drafter):
             tokens = tokens.clamp(max=self.model.vocab_size - 1)
         return self.model.advance(tokens.to(self.model.device))
 
-    def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
-        """Forget what was rejected: the text but for its last token is the longest beginning that the cache can share."""
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        """Keep what was accepted of what was seen; the text but for its last token is the longest beginning that counts."""
+        if self._grown is not None:
+            self._keep(self._grown, feedback)
+            self._grown = None
         self.model.rewind([min(length, len(row.ids) - 1) for length, row in zip(self.model.lengths, rows)])
+
+    def _keep(self, grown: Growth, feedback: Feedback) -> None:
+        """Commit the accepted path to this cache, as far as its nodes were fed: all but its last one at most."""
+        if grown.seen == 1 or feedback.path is None:
+            self.model.rewind([length + 1 for length in self.model.lengths])
+            return
+        if grown.own is None:
+            path, deepest = feedback.path, max(depths_of((grown.tree.layout or ())[: grown.seen]))
+            kept = [min(count, deepest) + 1 for count in feedback.accepted]
+        else:
+            path = grown.own.gather(1, feedback.path)
+            kept = [min(count + 1, fed) for count, fed in zip(feedback.accepted, (path < grown.seen).long().cumprod(1).sum(1).tolist())]
+        self.model.commit(path.clamp(max=grown.seen - 1).to(self.model.device), kept)
 
     def end(self, rows: Sequence[Row]) -> None:
         gone = {row.slot for row in rows}
@@ -126,8 +189,16 @@ class DraftModel(Drafter):
     def reset(self) -> None:
         if self._target is not None and self._slots:
             self._target.release()  # an interrupted round leaves drafted tokens behind
-        self._slots = []
+        self._slots, self._grown = [], None
 
     def _room(self, row: Row) -> int:
         """How many tokens this model can still draft for ``row`` inside its own context."""
         return row.capacity if self.model.context is None else max(0, self.model.context - len(row.ids))
+
+
+def _moved(tree: TokenTree, device: torch.device) -> TokenTree:
+    if tree.tokens.device == device:
+        return tree
+    return replace(
+        tree, tokens=tree.tokens.to(device), parents=tree.parents.to(device), valid=None if tree.valid is None else tree.valid.to(device)
+    )

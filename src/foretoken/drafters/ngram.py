@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.base import Drafter, DraftRequest, Row
+from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.ngram_model import NGramModel
 from foretoken.errors import ConfigurationError
 from foretoken.tree import TokenTree
@@ -64,7 +64,7 @@ class NGram(Drafter):
     def draft(self, request: DraftRequest) -> TokenTree:
         return request.chains([self._continue(row.ids, limit, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
 
-    def observe(self, rows: Sequence[Row], accepted: Sequence[int]) -> None:
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         self._count(rows)
 
     def end(self, rows: Sequence[Row]) -> None:

@@ -23,12 +23,16 @@ BLOCK = 64  # capacities are multiples of this many tokens
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Where one forward pass reads and writes: physical rows ``first`` to ``last``, N tokens at each row's start."""
+    """Where one forward pass reads and writes: physical rows ``first`` to ``last``, N tokens from each row's start on.
+
+    ``before`` nodes of the same tree lie in front of the starts, written by earlier passes.
+    """
 
     first: int
     last: int
     starts: tuple[int, ...]
     nodes: int
+    before: int = 0
 
     @cached_property
     def rows(self) -> int:
@@ -69,6 +73,7 @@ class TreeCache(Cache):
     """
 
     is_compileable = False
+    shares = True  # rows may begin with what other rows hold
 
     def __init__(self, *, reserve: int = 256):
         super().__init__(layers=[])
@@ -146,10 +151,10 @@ class TreeCache(Cache):
             self.reserve(max(window.width, 2 * self.capacity))
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
-        """Keep the first ``kept[r]`` nodes of each row's ``path`` ``[R, D]`` (None: node order) of the pass just made."""
+        """Keep the first ``kept[r]`` nodes of each row's ``path`` ``[R, D]`` (None: node order) of the tree behind its length."""
         window = self._window
         if path is not None:
-            starts = torch.tensor(window.starts, device=path.device)[:, None]
+            starts = torch.tensor(self.lengths[window.first : window.last], device=path.device)[:, None]
             source, goal = starts + path, starts + torch.arange(path.shape[1], device=path.device)
             rows = torch.arange(window.first, window.last, device=path.device)[:, None]
             for layer in self.written:
@@ -159,6 +164,14 @@ class TreeCache(Cache):
         for row, count in zip(range(window.first, window.last), kept):
             self.lengths[row] += count
         self.window = None
+
+    def advance(self) -> None:
+        """Keep the one token per row of the pass just made."""
+        self.commit(None, [1] * len(self.lengths))
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forget what lies behind the first ``lengths[r]`` tokens of each row."""
+        self.lengths[:] = lengths
 
     def compact(self, keep: Sequence[int]) -> None:
         """Drop every row not in ``keep`` (ascending physical indices), moving later rows forward."""

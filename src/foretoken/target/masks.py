@@ -34,16 +34,19 @@ class Layout:
 
 
 def layout(tree: TokenTree, window: Window, positions: Tensor) -> Layout:
-    """The layout of ``tree`` behind each row's prefix, with node ``positions`` ``[R, N]``."""
+    """The layout of ``tree`` behind each row's prefix, with ``positions`` ``[R, nodes]`` of all its nodes.
+
+    Queries are the nodes from ``window.before`` on; keys are the prefix and every node so far.
+    """
     device = positions.device
-    starts = torch.tensor(window.starts, device=device)[:, None]  # [R, 1]
+    starts = torch.tensor(window.starts, device=device)[:, None] - window.before  # [R, 1]
     slots = torch.arange(window.width, device=device)[None]  # [1, W]
-    node = (slots - starts).clamp(0, window.nodes - 1)  # [R, W] node that a slot would hold
+    node = (slots - starts).clamp(0, tree.nodes - 1)  # [R, W] node that a slot would hold
     in_prefix = slots < starts
-    in_tree = (slots >= starts) & (slots < starts + window.nodes)
+    in_tree = (slots >= starts) & (slots < starts + tree.nodes)
     keys = torch.where(in_prefix, slots, positions.gather(1, node))
-    ancestry = tree.ancestors.gather(2, node[:, None].expand(-1, window.nodes, -1))  # [R, N, W]
-    return Layout(positions, keys, in_prefix[:, None] | (in_tree[:, None] & ancestry))
+    ancestry = tree.ancestors[:, window.before :].gather(2, node[:, None].expand(-1, window.nodes, -1))  # [R, N, W]
+    return Layout(positions[:, window.before :], keys, in_prefix[:, None] | (in_tree[:, None] & ancestry))
 
 
 def mask_in_positions(

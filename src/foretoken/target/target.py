@@ -5,19 +5,17 @@ The only module that calls the model; masks.py and cache.py beside it are the on
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from foretoken.errors import UnsupportedModelError
-from foretoken.target.alibi import alibi_from, uses_alibi
 from foretoken.target.cache import TreeCache, Window
-from foretoken.target.masks import MaskBuilder, layout
-from foretoken.target.support import check_model, self_test
+from foretoken.target.execution import TreeExecution
+from foretoken.target.replay import ReplayCache, ReplayExecution
+from foretoken.target.support import chains_only, check_model, describe, self_test
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -28,6 +26,17 @@ PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
 WORTH_COPYING = 16  # a shorter shared beginning is computed again
 CANDIDATES = 8  # rows compared with a prompt that begins as they do
+
+
+class Execution(Protocol):
+    """How forward passes are made and what they leave behind; one per kind of cache."""
+
+    passes: int
+
+    @property
+    def cache(self) -> TreeCache | ReplayCache: ...
+
+    def forward(self, tree: TokenTree, window: Window, *, tokens: Tensor | None = None, keep: Sequence[int] | None = None) -> Tensor: ...
 
 
 class Target:
@@ -42,6 +51,9 @@ class Target:
         prefill_chunk: most tokens of a row in one prefill pass; bounds the memory of a long prompt.
         reuse_prefix: keep the cache of finished rows for prompts that begin alike.
 
+    Attributes:
+        chains_only: why this target can verify chains but no branching trees; None if it takes trees.
+
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
     """
@@ -54,26 +66,33 @@ class Target:
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.device = self._input_device()
         self.prefill_chunk = prefill_chunk
-        self.passes = 0
         self.owner: object = None  # the session whose rows these are
-        self.cache = TreeCache()
-        parameters = inspect.signature(self.model.forward).parameters
-        self._takes_positions = "position_ids" in parameters
-        self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self._masks = MaskBuilder(config, config._attn_implementation, self.model.dtype)
-        self._alibi = uses_alibi(self.model)
+        self.chains_only: str | None = chains_only(self.model)
+        self._execution: Execution
+        if self.chains_only is None:
+            self._execution = TreeExecution(self.model, self.device, self.context)
+        else:
+            self._execution = ReplayExecution(self.model, self.device, self.vocab_size, prefill_chunk)
         self.reuse_prefix = reuse_prefix
-        self._counting = torch.arange(1024, device=self.device)[None]
         self._texts: list[Sequence[int]] = []  # of live rows
         self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones still hold
         self._weights: object = None
         if self.model.training:
             raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
         if test:
-            self_test(self)
-            self.passes = 0
+            self.chains_only = self_test(self)
+            self._execution.passes = 0
 
     # -- rows ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> TreeCache | ReplayCache:
+        return self._execution.cache
+
+    @property
+    def passes(self) -> int:
+        """Forward passes made so far, the self-test's left out."""
+        return self._execution.passes
 
     @property
     def lengths(self) -> list[int]:
@@ -104,12 +123,11 @@ class Target:
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget every token behind the first ``lengths[r]`` of each row."""
-        self.cache.lengths[:] = lengths
+        self.cache.rewind(lengths)
 
     def reset(self) -> None:
         """Drop all rows; the buffers stay for the next call."""
         self.compact([])
-        self.cache.window = None
 
     def release(self) -> None:
         """Drop all rows and give the memory back."""
@@ -132,24 +150,40 @@ class Target:
             row = last
         return torch.cat(logits)
 
-    def score(self, tree: TokenTree) -> Tensor:
-        """``[R, N, V]`` logits at every node of ``tree``, behind the cached prefix of each row. Advances nothing.
+    def score(self, tree: TokenTree, *, first: int = 0) -> Tensor:
+        """``[R, N - first, V]`` logits at the nodes of ``tree`` from ``first`` on, behind each row's prefix. Advances nothing.
+
+        A tree may be scored in several passes, level by level as it grows: the nodes before ``first`` were written by
+        earlier passes over the same tree, in the same order, since the last ``commit``.
 
         A token outside the vocabulary is scored as one inside: whoever made the tree has to be told, but not by a crash
         that takes a GPU with it.
+
+        Raises:
+            ValueError: more nodes than the context holds, or no node to score.
+            UnsupportedModelError: a tree that branches, for a model that can only verify chains.
         """
-        window = Window(0, len(self.lengths), tuple(self.lengths), tree.nodes)
-        return self._forward(tree, window, tokens=tree.tokens.clamp(0, self.vocab_size - 1))
+        if self.chains_only is not None and not tree.chain:
+            raise UnsupportedModelError(f"{describe(self.model)} can only verify chains: {self.chains_only}")
+        if self.context is not None and tree.nodes > self.context:
+            raise ValueError(f"the tree has {tree.nodes} nodes per row and the model's context holds {self.context}; draft fewer nodes")
+        if not 0 <= first < tree.nodes:
+            raise ValueError(f"first must name one of the {tree.nodes} nodes of the tree, got {first}")
+        window = Window(0, len(self.lengths), tuple(length + first for length in self.lengths), tree.nodes - first, first)
+        return self._execution.forward(tree, window, tokens=tree.tokens[:, first:].clamp(0, self.vocab_size - 1))
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Append one token ``[R]`` to every row; returns the logits after it, ``[R, V]``."""
         window = Window(0, len(self.lengths), tuple(self.lengths), 1)
-        logits = self._forward(TokenTree.root(tokens), window)[:, 0]
-        self.cache.commit(None, [1] * len(tokens))
+        logits = self._execution.forward(TokenTree.root(tokens), window)[:, 0]
+        self.cache.advance()
         return logits
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
-        """Keep the first ``kept[r]`` nodes of ``path`` ``[R, D]`` (None: the first nodes in order) of the last pass."""
+        """Keep the first ``kept[r]`` nodes of ``path`` ``[R, D]`` (None: the first nodes in order) of the tree just scored.
+
+        ``path`` names nodes of the whole tree, whatever passes it was scored in.
+        """
         self.cache.commit(path, kept)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -157,7 +191,7 @@ class Target:
     def _shared_beginnings(self, texts: Sequence[Sequence[int]], first: int) -> list[tuple[int, int]]:
         """For each text the physical row that shares the longest beginning with it, and how long it is; at least one token
         stays to be computed, because its logits are wanted."""
-        if not self.reuse_prefix:
+        if not (self.reuse_prefix and self.cache.shares):
             return [(first, 0)] * len(texts)
         if (weights := fingerprint(self.model)) != self._weights:
             self._weights, self._dropped = weights, {}
@@ -196,58 +230,11 @@ class Target:
             width = max(counts)
             chunk = [list(p[s : s + c]) + [0] * (width - c) for p, s, c in zip(prompts, starts, counts)]
             tokens = torch.tensor(chunk, device=self.device).clamp(max=self.vocab_size - 1)  # a draft may know fewer than its target
-            logits = self._forward(TokenTree.from_chain(tokens), Window(row, last, starts, width), keep=[c - 1 for c in counts])
+            window = Window(row, last, starts, width)
+            logits = self._execution.forward(TokenTree.from_chain(tokens), window, keep=[count - 1 for count in counts])
             self.commit(None, counts)
             if self.lengths[row] == len(prompts[0]):
                 return logits[:, 0]
-
-    def _forward(self, tree: TokenTree, window: Window, *, tokens: Tensor | None = None, keep: Sequence[int] | None = None) -> Tensor:
-        """One pass over ``tokens`` (None: the tree's). ``keep`` asks for the logits of one node per row only, ``[R, 1, V]``."""
-        self.cache.enter(window)
-        arguments: dict[str, Any] = {}
-        bias: AbstractContextManager[None] = nullcontext()
-        last_only = keep is not None and all(node == tree.nodes - 1 for node in keep)
-        positions = self._positions(tree, window)
-        if self._takes_positions:
-            arguments["position_ids"] = positions
-        if not (tree.chain and window.uniform):
-            where = layout(tree, window, positions)
-            arguments["attention_mask"] = self._masks(where, self.cache)
-            if self._alibi:
-                bias = alibi_from(self.model, where.keys)
-        elif not self._alibi and (mask := self._masks.for_chain(window, self.device)) is not None:
-            arguments["attention_mask"] = mask
-        if keep is not None and self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
-        self.passes += 1
-        with bias:
-            logits: Tensor = self.model(
-                input_ids=tree.tokens if tokens is None else tokens, past_key_values=self.cache, use_cache=True, **arguments
-            ).logits
-        if keep is None:
-            return logits
-        return logits[:, -1:] if last_only else self._pick(logits, keep)
-
-    def _pick(self, logits: Tensor, keep: Sequence[int]) -> Tensor:
-        """``[R, 1, V]`` of ``logits`` at node ``keep[r]``, whether the model kept all nodes or the wanted ones only."""
-        kept = sorted(set(keep)) if self._takes_logits_to_keep else list(range(logits.shape[1]))
-        index = torch.tensor([kept.index(node) for node in keep], device=logits.device)
-        return logits[torch.arange(len(keep), device=logits.device), index][:, None]
-
-    def _positions(self, tree: TokenTree, window: Window) -> Tensor:
-        """``[R, N]`` positions, filler kept inside the context so that learned position tables are not overrun."""
-        if tree.chain and window.uniform:
-            start = window.starts[0]
-            if start + window.nodes > self._counting.shape[1]:
-                self._counting = torch.arange(2 * (start + window.nodes), device=self.device)[None]
-            positions = self._counting.narrow(1, start, window.nodes)
-            if tree.rows > 1:
-                positions = positions.expand(tree.rows, -1)
-        else:
-            positions = torch.tensor(window.starts, device=self.device)[:, None] + tree.depths
-        if self.context is not None and window.width > self.context:
-            positions = positions.clamp(max=self.context - 1)
-        return positions
 
     def _input_device(self) -> torch.device:
         """Where input ids go: the device of the embeddings, also under a device map."""

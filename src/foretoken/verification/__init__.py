@@ -6,9 +6,10 @@ from importlib import import_module
 
 from foretoken.errors import ConfigurationError
 from foretoken.sampling import Randomness
+from foretoken.tree import Proposal
 from foretoken.verification.base import Rule, Verdict
 
-__all__ = ["Randomness", "Rule", "Verdict", "create", "names"]
+__all__ = ["Randomness", "Rule", "Verdict", "automatic", "create", "names"]
 
 REGISTRY = {
     "match": "foretoken.verification.match:Match",
@@ -17,14 +18,16 @@ REGISTRY = {
     "multi-candidate": "foretoken.verification.multi_candidate:MultiCandidate",
     "k-seq": "foretoken.verification.k_seq:KSeq",
     "traversal": "foretoken.verification.traversal:Traversal",
+    "typical": "foretoken.verification.typical:Typical",
 }
 
-# The exact rule that accepts most, for each kind of proposal.
-AUTO = {
-    "deterministic": "match",
-    "mixed": "match",
-    "keyed": "match",
-    "iid": "rejection",
+# The exact rule that accepts most, for each kind of proposal: on chains, and on trees.
+AUTO: dict[Proposal, tuple[str, str]] = {
+    "deterministic": ("match", "match"),
+    "mixed": ("match", "match"),
+    "keyed": ("match", "match"),
+    "iid": ("block", "traversal"),
+    "without-replacement": ("traversal", "traversal"),
 }
 
 
@@ -46,6 +49,7 @@ def create(name: str) -> Rule:
     return rule
 
 
-def automatic(proposal: str) -> Rule:
-    """The rule that ``rule="auto"`` stands for."""
-    return create(AUTO[proposal])
+def automatic(proposal: Proposal, *, chain: bool) -> Rule:
+    """The rule that ``rule="auto"`` stands for where siblings are chosen by ``proposal``, on chains or on any tree."""
+    on_chains, on_trees = AUTO[proposal]
+    return create(on_chains if chain else on_trees)

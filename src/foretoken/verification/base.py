@@ -61,19 +61,26 @@ class Rule:
 
 
 def walk(tree: TokenTree, passes: Tensor) -> Verdict:
-    """From the root to the first child that ``passes`` ``[R, N]``, and on from there; the verdict's next token is left 0."""
-    nothing = torch.zeros_like(tree.tokens[:, 0])
+    """To the deepest node that ``passes`` ``[R, N]`` together with all nodes above it, the first of several; next token left 0."""
     if tree.valid is not None:
         passes = passes & tree.valid
     if tree.chain:
-        return Verdict(tree.depths, passes[:, 1:].cumprod(1).sum(1), nothing)
-    at, accepted = nothing, nothing  # [R] current node
-    alive = torch.ones_like(at, dtype=torch.bool)
-    path = [at]
-    for _ in range(tree.nodes - 1):
-        child = (tree.parents == at[:, None]) & passes  # [R, N]
-        alive = alive & child.any(1)
-        at = torch.where(alive, child.to(torch.int8).argmax(1), at)
-        accepted = accepted + alive
-        path.append(at)
-    return Verdict(torch.stack(path, 1), accepted, nothing)
+        return Verdict(tree.depths, passes[:, 1:].cumprod(1).sum(1), torch.zeros_like(tree.tokens[:, 0]))
+    last = (tree.depths * reached(tree, passes)).argmax(1)
+    path, accepted = path_to(tree, last)
+    return Verdict(path, accepted, torch.zeros_like(last))
+
+
+def reached(tree: TokenTree, passes: Tensor) -> Tensor:
+    """``[R, N]`` bool, the root and the nodes that pass, ``passes`` ``[R, N]``, together with all nodes above them."""
+    failed = ~passes
+    failed[:, 0] = False
+    return ~(tree.ancestors & failed[:, None]).any(-1)
+
+
+def path_to(tree: TokenTree, last: Tensor) -> tuple[Tensor, Tensor]:
+    """``[R, D]`` nodes from the root to ``last`` ``[R]``, D the most that a path may have, and how many lie below the root."""
+    index = torch.arange(tree.nodes, device=last.device)[None]
+    on_path = tree.ancestors.gather(1, last[:, None, None].expand(-1, 1, tree.nodes))[:, 0]  # [R, N]
+    path = torch.where(on_path, index, tree.nodes).sort(1).values[:, : tree.height + 1]  # ancestors come first, and in order
+    return path.clamp(max=tree.nodes - 1), on_path.sum(1) - 1

@@ -2,11 +2,12 @@
 
 Sun et al. 2023, "SpecTr: Fast Speculative Decoding via Optimal Transport", Algorithm 3. With b(ρ) = sum_x min(q, p / ρ), ρ in
 [1, k] solves 1 - (1 - b)^k = ρ b; with A = 1 - (1 - b)^k, the token after k failures comes from p - min(q, p / ρ) A / b,
-normalised. The identity it preserves: min(q, p / ρ) A / b + (1 - A) * residual = p. A node accepts one of its children with
-probability A, at least (1 - 1/e) times what the best possible rule would.
+normalised. The identity it preserves: min(q, p / ρ) A / b + (1 - A) * residual = p.
 
-Conditions: siblings are i.i.d. draws from q, duplicates included, none dropped. ρ is rounded up: below its
-root the residual would be negative.
+Conditions: siblings are i.i.d. draws from q, duplicates included, none dropped, and how many there are does not depend on them:
+growth that looks at siblings before it adds another one needs ``multi-candidate`` or ``traversal``. Any ρ from its root upwards is exact; below
+the root the residual would be negative, so ρ is rounded up. Expected acceptance: A per node, at least (1 - 1/e) times what the
+best possible rule would reach. With one child it equals ``rejection``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Verdict, walk
-from foretoken.verification.ratios import ComparesWithQ, at_node, safe_ratio
+from foretoken.verification.base import Verdict
+from foretoken.verification.ratios import ComparesWithQ, any_row, at_node, safe_ratio
 
-BISECTIONS = 60
+BISECTIONS = 20  # leaves ρ at most (k - 1) / 2^20 above its root
 
 
 class KSeq(ComparesWithQ):
@@ -28,42 +29,43 @@ class KSeq(ComparesWithQ):
     proposals = ("iid",)
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
-        inner = min(q.shape[1], tree.nodes)
-        q, p_inner = q[:, :inner], p[:, :inner]
-        k = children(tree)[:, :inner]  # [R, M]
-        rho = threshold(p_inner, q, k)  # [R, M]
-        kept = torch.minimum(q, p_inner / rho[..., None])  # [R, M, V]
-        parents, x = tree.parents[:, 1:].clamp(max=inner - 1), tree.tokens[:, 1:]
-        pick = parents * p.shape[2] + x
-        chance = safe_ratio(kept.flatten(1).gather(1, pick), q.flatten(1).gather(1, pick))  # min(1, p / (ρ q)) at each child
-        passes = noise.accept(chance, 1)
-        verdict = walk(tree, torch.cat([torch.zeros_like(passes[:, :1]), passes], 1))
-        last = verdict.path.gather(1, verdict.accepted[:, None])[:, 0]
-        return Verdict(verdict.path, verdict.accepted, noise.draw(self.rest(p, kept, k, last), Purpose.RESIDUAL))
+        at = torch.zeros_like(tree.tokens[:, 0])  # [R] node reached
+        path, accepted, left = [at], at, p[:, 0]
+        alive = torch.ones_like(at, dtype=torch.bool)
+        for _ in range(tree.height):
+            children = (tree.parents == at[:, None]) & alive[:, None]  # [R, N]
+            if tree.valid is not None:
+                children = children & tree.valid
+            k = children.sum(1)
+            q_at = at_node(q, at)
+            kept = torch.minimum(q_at, left / threshold(left, q_at, k)[:, None])  # [R, V]
+            chance = safe_ratio(kept.gather(1, tree.tokens), q_at.gather(1, tree.tokens))  # min(1, p / (ρ q))
+            passes = noise.accept(torch.where(children, chance, 0)) & children
+            won = passes.any(1)
+            left = torch.where((k > 0)[:, None], rest(left, kept, k), left)
+            at = torch.where(won, passes.int().argmax(1), at)  # the first in draw order
+            left = torch.where(won[:, None], at_node(p, at), left)
+            alive, accepted = won, accepted + won
+            path.append(at)
+            if not any_row(alive):
+                break
+        return Verdict(torch.stack(path, 1), accepted, noise.draw(left, Purpose.RESIDUAL))
 
-    @staticmethod
-    def rest(p: Tensor, kept: Tensor, k: Tensor, last: Tensor) -> Tensor:
-        """``[R, V]`` weights after all children of node ``last`` failed; p itself at a leaf."""
-        p_at, kept_at = at_node(p, last), at_node(kept, last)
-        count = torch.where(last < k.shape[1], k.gather(1, last[:, None].clamp(max=k.shape[1] - 1))[:, 0], 0)[:, None]
-        b = kept_at.sum(-1, keepdim=True)
-        left = (p_at - kept_at * safe_ratio(1 - (1 - b) ** count, b)).clamp(min=0)
-        return torch.where((count > 0) & (left.sum(-1, keepdim=True) > 0), left, p_at)
 
-
-def children(tree: TokenTree) -> Tensor:
-    """``[R, N]`` number of valid children of every node."""
-    real = torch.ones_like(tree.tokens) if tree.valid is None else tree.valid.long()
-    return torch.zeros_like(tree.tokens).scatter_add(1, tree.parents.clamp(min=0)[:, 1:], real[:, 1:])
+def rest(p: Tensor, kept: Tensor, k: Tensor) -> Tensor:
+    """``[R, V]`` weights after all ``k`` ``[R]`` children failed, from ``p`` and ``kept`` = min(q, p / ρ), ``[R, V]``."""
+    b = kept.sum(-1, keepdim=True)
+    left = (p - kept * safe_ratio(1 - (1 - b).clamp(min=0) ** k[:, None], b)).clamp(min=0)
+    return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
 def threshold(p: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """``[R, M]`` ρ by bisection; the upper end is returned, where 1 - (1 - b)^k <= ρ b surely holds."""
-    low = torch.ones_like(p[..., 0])
+    """``[R]`` ρ by bisection; the upper end is returned, where 1 - (1 - b)^k <= ρ b surely holds."""
+    low = torch.ones_like(p[:, 0])
     high = k.clamp(min=1).to(p.dtype)
     for _ in range(BISECTIONS):
         rho = (low + high) / 2
-        b = torch.minimum(q, p / rho[..., None]).sum(-1)
-        enough = 1 - (1 - b) ** k <= rho * b
+        b = torch.minimum(q, p / rho[:, None]).sum(-1)
+        enough = 1 - (1 - b).clamp(min=0) ** k <= rho * b
         low, high = torch.where(enough, low, rho), torch.where(enough, rho, high)
     return high

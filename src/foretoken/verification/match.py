@@ -4,6 +4,11 @@ Greedy decoding, and sampling with keyed noise: y = argmin_v E[position, v] / p(
 emitted whatever was drafted, so the output law is the target's for any proposal that does not depend on the verifier's
 noise; and for proposals that share the noise (``keyed``) the text is a function of the seed alone (Daliri et al. 2024,
 "Coupling without Communication and Drafter-Invariant Speculative Decoding").
+
+Conditions: none on how nodes were chosen, dropped or merged, as long as the verifier's noise had no part in it other than
+through ``keyed``. Expected acceptance: children whose tokens make up the set S let a node go on with probability p(S), which no
+rule betters where S is deterministic. A keyed child does with sum_j 1 / sum_i max(p_i / p_j, q_i / q_j), j over the common
+support, at least (1 - TV) / (1 + TV); an independent draw from q only with sum_x p(x) q(x).
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from torch import Tensor
 
 from foretoken.sampling import ALONE, Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Rule, Verdict, walk
+from foretoken.verification.base import Rule, Verdict, path_to, walk
 
 
 class Match(Rule):
@@ -22,28 +27,40 @@ class Match(Rule):
     proposals = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
 
     def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
-        if tree.chain and p.device.type == "cpu" and p.shape[-1] >= ALONE:
-            return follow(tree, choices_as_needed(tree, p, noise))
+        if p.device.type == "cpu" and p.shape[-1] >= ALONE:
+            return level_by_level(tree, p, noise)
         return follow(tree, noise.race(p, tree.depths))
 
 
-def choices_as_needed(tree: TokenTree, p: Tensor, noise: Randomness) -> Tensor:
-    """``[R, N]`` the target's choices along chains, up to where the last row leaves its draft.
+def level_by_level(tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
+    """As :func:`follow`, racing only at nodes that the walk comes to, until the last row has left its draft.
 
-    Over a large vocabulary a race costs more than looking, where looking needs no wait for a device. What is not chosen
-    stays 0, and lies behind a mismatch.
+    Over a large vocabulary a race costs more than looking, where looking needs no wait for a device. Nodes that are reached
+    at one depth say the same text, so that the first of them speaks for all.
     """
-    choices = torch.zeros_like(tree.tokens)
-    alive = torch.ones_like(tree.tokens[:, 0], dtype=torch.bool)
-    for node in range(tree.nodes):
-        choices[:, node] = noise.race(p[:, node : node + 1], tree.depths[:, node : node + 1])[:, 0]
-        if node + 1 < tree.nodes:
-            alive &= tree.tokens[:, node + 1] == choices[:, node]
-            if tree.valid is not None:
-                alive &= tree.valid[:, node + 1]
-            if not bool(alive.any()):
-                break
-    return choices
+    rows, parents = torch.arange(tree.rows), tree.parents.clamp(min=0)
+    reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
+    reached[:, 0] = True  # and then the nodes reached at one depth
+    going = torch.ones_like(reached[:, 0])
+    last = torch.zeros_like(tree.tokens[:, 0])
+    choice = last
+    for depth in range(tree.height + 1):
+        last = torch.where(going, reached.int().argmax(1), last)
+        first = int(last[0])
+        p_at = p[:, first] if bool((last == first).all()) else p[rows, last]
+        drawn = noise.race(p_at[:, None], torch.full_like(last, depth)[:, None])[:, 0]
+        choice = torch.where(going, drawn, choice)
+        reached = reached.gather(1, parents) & (tree.tokens == choice[:, None])
+        reached[:, 0] = False
+        if tree.valid is not None:
+            reached &= tree.valid
+        going = reached.any(1)
+        if not bool(going.any()):
+            break
+    if tree.chain:
+        return Verdict(tree.depths, last, choice)
+    path, accepted = path_to(tree, last)
+    return Verdict(path, accepted, choice)
 
 
 def follow(tree: TokenTree, choices: Tensor) -> Verdict:

@@ -3,10 +3,11 @@
 I.i.d. siblings: SpecInfer (Miao et al. 2024), Theorem 4.2: accept x with min(1, p/q); after a rejection p <- N([p - q]+), q
 stays. Drawn without replacement: recursive rejection (Sequoia, Chen et al. 2024): the same, and q[x] <- 0, renormalised,
 because the next sibling was drawn from that. If all children of a node fail, the next token comes from the p that is left.
-Every trial preserves: accepted mass + (1 - accepted) * N([p - q]+) = p, and accepts with 1 - TV of what is left of p and q.
+Every trial preserves: accepted mass + (1 - accepted) * N([p - q]+) = p.
 
 Conditions: children come in draw order and all drawn children are in the tree; a duplicate i.i.d. sibling is a trial too.
-On a chain it equals ``rejection``.
+Expected acceptance: 1 - prod_j TV(p_j, q_j) per node, with p_j and q_j what is left at the j-th trial. On a chain it equals
+``rejection``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
 from foretoken.verification.base import Verdict
-from foretoken.verification.ratios import ComparesWithQ, at_node, residual, safe_ratio
+from foretoken.verification.layouts import trials
+from foretoken.verification.ratios import ComparesWithQ, Remainder, any_row, at_node
 
 
 class MultiCandidate(ComparesWithQ):
@@ -27,34 +29,40 @@ class MultiCandidate(ComparesWithQ):
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
         at = torch.zeros_like(tree.tokens[:, 0])  # [R] node reached
-        accepted, path = torch.zeros_like(at), torch.zeros_like(tree.tokens)
-        p_at, q_at = (
-            p[:, 0],
-            p[:, 0] if tree.q is None else tree.q[:, 0],
-        )  # [R, V] what is left of p, and what the next child was drawn from
-        # Parents come before children and siblings in draw order, so one pass over the nodes visits every trial in order.
-        for node in range(1, tree.nodes):
-            x = tree.tokens[:, node, None]
-            tried = tree.parents[:, node] == at
-            if tree.valid is not None:
-                tried = tried & tree.valid[:, node]
-            q_x = q_at.gather(1, x)
-            ratio = torch.where(q_x > 0, safe_ratio(p_at.gather(1, x), q_x), 0)
-            won = tried & noise.accept(torch.where(tried[:, None], ratio, 0), node)[:, 0]
-            lost = (tried & ~won)[:, None]
-            left = residual(p_at, q_at)
-            p_at = torch.where(lost, left / left.sum(-1, keepdim=True), p_at)
-            if tree.proposal == "without-replacement":
-                q_at = torch.where(lost, without(q_at, x), q_at)
-            p_at = torch.where(won[:, None], p[:, node], p_at)
-            q_at = torch.where(won[:, None], at_node(q, torch.full_like(at, node)), q_at)
-            accepted = accepted + won
-            at = torch.where(won, node, at)
-            path = torch.where(won[:, None], path.scatter(1, accepted[:, None], node), path)
-        return Verdict(path, accepted, noise.draw(p_at, Purpose.RESIDUAL))
+        path, weights, plan = [at], p[:, 0], trials(tree)
+        children = plan.children.expand(tree.rows, -1, -1)
+        alive = torch.ones_like(at, dtype=torch.bool)
+        accepted = at
+        for width in plan.widths:
+            below = children.gather(1, at[:, None, None].expand(-1, 1, children.shape[2]))[:, 0, :width]  # [R, width]
+            left = Remainder.of(at_node(p, at), at_node(q, at), tree.proposal)
+            won = try_children(tree, below, alive, left, noise)
+            weights = torch.where(alive[:, None], left.p, weights)
+            alive = won >= 0
+            at, accepted = torch.where(alive, won, at), accepted + alive
+            path.append(at)
+            if not any_row(alive):
+                break
+        if any_row(alive):
+            weights = torch.where(alive[:, None], at_node(p, at), weights)
+        return Verdict(torch.stack(path, 1), accepted, noise.draw(weights, Purpose.RESIDUAL))
 
 
-def without(q: Tensor, x: Tensor) -> Tensor:
-    """``q`` ``[R, V]`` without token ``x`` ``[R, 1]``, renormalised; nothing where x was all there was."""
-    rest = q.scatter(1, x, 0)
-    return safe_ratio(rest, rest.sum(-1, keepdim=True))
+def try_children(tree: TokenTree, children: Tensor, alive: Tensor, left: Remainder, noise: Randomness) -> Tensor:
+    """``[R]`` the first of the ``children`` ``[R, K]`` to be accepted in rows that are ``alive``, else -1; ``left`` shrinks."""
+    won = torch.full_like(children[:, 0], -1)
+    certain = torch.ones_like(left.p_mass)
+    for node in children.unbind(1):
+        tried = alive & (node >= 0) & (won < 0)
+        node = node.clamp(min=0)
+        if tree.valid is not None:
+            tried = tried & tree.valid.gather(1, node[:, None])[:, 0]
+        if not any_row(tried):
+            continue
+        x = tree.tokens.gather(1, node[:, None])
+        passed = tried & noise.accept(torch.where(tried, left.ratio(x), 0)[:, None], node)[:, 0]
+        won = torch.where(passed, node, won)
+        lost = tried & ~passed
+        if any_row(lost):
+            left.reject(lost, x, certain)
+    return won

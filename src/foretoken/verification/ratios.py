@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from foretoken.sampling import Purpose, Randomness
-from foretoken.tree import TokenTree
+from foretoken.tree import Proposal, TokenTree
 from foretoken.verification.base import Rule, Verdict
 
 
@@ -25,6 +27,16 @@ class ComparesWithQ(Rule):
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
         """Verdict for a tree that was drafted, with ``q`` ``[R, M, V]`` at its first M nodes (a chain: all but the leaf)."""
         raise TypeError(f"{type(self).__name__} must define compare(tree, p, q, noise)")
+
+
+def any_row(rows: Tensor) -> bool:
+    """Whether work on ``rows`` (bool) may still change something: looked up on a CPU, assumed where looking would wait for a device."""
+    return rows.device.type != "cpu" or bool(rows.any())
+
+
+def every_row(rows: Tensor) -> bool:
+    """Whether all ``rows`` (bool) are known to be True; not known where looking would wait for a device."""
+    return rows.device.type == "cpu" and bool(rows.all())
 
 
 def safe_ratio(a: Tensor, b: Tensor) -> Tensor:
@@ -52,3 +64,50 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """
     left = (p - q).clamp(min=0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+
+
+@dataclass(eq=False)
+class Remainder:
+    """What rejected children leave of p and q at one node of each row, up to a factor that is carried along.
+
+    Attributes:
+        p: ``[R, V]`` weights; p is these over ``p_mass`` ``[R]``.
+        minus_q: ``[R, V]`` weights times -1, ready to be added to; q is the weights over ``q_mass`` ``[R]``.
+        replaced: children are drawn without replacement, so that q loses each that was rejected.
+    """
+
+    p: Tensor
+    minus_q: Tensor
+    p_mass: Tensor
+    q_mass: Tensor
+    replaced: bool
+
+    @staticmethod
+    def of(p: Tensor, q: Tensor, proposal: Proposal) -> Remainder:
+        """All of ``p`` and ``q`` ``[R, V]``, of which no child was rejected yet."""
+        whole = torch.ones_like(p[:, 0])
+        return Remainder(p, -q, whole, whole, proposal == "without-replacement")
+
+    def ratio(self, x: Tensor) -> Tensor:
+        """``[R]`` p(x) / q(x) of tokens ``x`` ``[R, 1]``; 0 where q(x) is 0, which a drawn token never has."""
+        p_x = self.p.gather(1, x)[:, 0] / self.p_mass
+        q_x = safe_ratio(-self.minus_q.gather(1, x)[:, 0], self.q_mass)
+        return torch.where(q_x > 0, safe_ratio(p_x, q_x), 0)
+
+    def reject(self, rejected: Tensor, x: Tensor, A: Tensor) -> Tensor:
+        """p <- N([A p - q]+) in the rows where ``x`` ``[R, 1]`` was ``rejected`` ``[R]``; returns Z ``[R]``, what [A p - q]+ sums to.
+
+        A residual that sums to nothing is reached by rounding only, or with A = 0: p then stays as it is.
+        """
+        left = torch.addcmul(self.minus_q, self.p, (A * self.q_mass / self.p_mass)[:, None]).clamp_(min=0)  # [A p - q]+ times q_mass
+        mass = left.sum(-1)
+        changed = rejected & (mass >= torch.finfo(mass.dtype).tiny)
+        Z = safe_ratio(mass, self.q_mass)
+        if every_row(changed):
+            self.p, self.p_mass = left, mass
+        else:
+            self.p, self.p_mass = torch.where(changed[:, None], left, self.p), torch.where(changed, mass, self.p_mass)
+        if self.replaced:
+            self.minus_q.scatter_(1, x, torch.where(rejected[:, None], 0, self.minus_q.gather(1, x)))
+            self.q_mass = -self.minus_q.sum(-1)
+        return Z

@@ -7,20 +7,21 @@ R = [A p - q]+ and Z = sum R, gets A <- Z / (Z + 1 - A) and p <- R / Z; drawn wi
 A parent without children is a leaf; the root's A stays 1, so the walk ends there. On a chain it equals ``block``.
 
 Conditions: those of ``multi-candidate``. Duplicate i.i.d. siblings are separate nodes with subtrees and deletions of their own.
+Expected acceptance: over what is drafted below it, v or a node below it survives with probability A(v) as of when v is entered. So
+E[accepted] is the sum over nodes of E[A(v); v is entered]; at the root, the chance that anything survives is that of
+``multi-candidate``, and below it more does.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Verdict
-from foretoken.verification.multi_candidate import without
-from foretoken.verification.ratios import ComparesWithQ, safe_ratio
+from foretoken.verification.base import Verdict, path_to
+from foretoken.verification.layouts import Visit, common, visits
+from foretoken.verification.ratios import ComparesWithQ, Remainder, any_row, at_node, safe_ratio
 
 
 class Traversal(ComparesWithQ):
@@ -29,92 +30,84 @@ class Traversal(ComparesWithQ):
     proposals = ("without-replacement", "iid")
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
-        state = _State(tree, p, q)
-        for nodes, leaving in schedule(tree):
-            if not all(leaving):
-                state.enter(nodes, leaving)
-            if any(leaving):
-                state.leave(nodes, leaving, noise)
-        path, accepted = path_to(tree, state.last)
-        return Verdict(path, accepted, noise.draw(state.p[state.rows, state.last], Purpose.RESIDUAL))
+        walk = _Walk(tree, p, q, noise)
+        for visit in visits(walk.common.parents):
+            if visit.leaving:
+                walk.leave(visit)
+            else:
+                walk.enter(visit)
+            if not any_row(walk.open):
+                break
+        path, accepted = path_to(tree, walk.last)
+        return Verdict(path, accepted, noise.draw(walk.weights_at_survivor(), Purpose.RESIDUAL))
 
 
-class _State:
-    """What is left of the tree: A ``[R, N]``, p ``[R, N, V]`` and q ``[R, M, V]`` at every node, and the survivor ``last`` ``[R]``."""
+class _Walk:
+    """A depth-first walk of R rows in step.
 
-    def __init__(self, tree: TokenTree, p: Tensor, q: Tensor):
-        self.tree, self.p, self.q = tree, p.clone(), q
-        self.replaced = tree.proposal == "without-replacement"
-        if self.replaced:
-            self.q = q.clone()
-        self.rows = torch.arange(tree.rows, device=p.device)
-        self.A = torch.ones_like(p[..., 0])
+    What deletions leave of a node matters only while the walk is below it, so A ``[R]`` and the remainders of p and q are kept for
+    the nodes of the current path alone, one per depth; at the leaf that ends the path, A alone.
+
+    Attributes:
+        open: ``[R]`` no node survived yet.
+        last: ``[R]`` the survivor; the root, which always survives, until there is one.
+    """
+
+    def __init__(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness):
+        self.tree, self.p, self.q, self.noise = tree, p, q, noise
+        self.common = common(tree)
+        self.A = {0: torch.ones_like(p[:, 0, 0])}
+        self.left = {0: Remainder.of(p[:, 0], q[:, 0], tree.proposal)}
         self.last = torch.zeros_like(tree.tokens[:, 0])
         self.open = torch.ones_like(self.last, dtype=torch.bool)
+        self.weights: Tensor | None = None  # [R, V] what is left of p at survivors that had children
+        self.emptied = ~self.open  # [R] the survivor is one of these
 
-    def enter(self, nodes: Sequence[int], leaving: Sequence[bool]) -> None:
-        """A of nodes whose subtrees are about to be visited, from their parents as they stand now."""
-        node, parent, x = self._at(nodes)
-        q_x = self.q[self.rows, parent.clamp(max=self.q.shape[1] - 1), x]
-        ratio = torch.where(q_x > 0, safe_ratio(self.p[self.rows, parent, x], q_x), 0)
-        value = (self.A[self.rows, parent] * ratio).clamp(max=1)
-        self.A[self.rows, node] = torch.where(self._mask(leaving), self.A[self.rows, node], value)
+    def enter(self, visit: Visit) -> None:
+        """A of a node whose subtree is about to be visited, from its parent as it stands now."""
+        if not any_row(self._here(visit.node)):
+            return
+        node, above = self._own(visit.node), visit.depth - 1
+        ratio = self.left[above].ratio(self.tree.tokens.gather(1, node[:, None]))
+        self.A[visit.depth] = (self.A[above] * ratio).clamp(max=1)
+        if not visit.leaf:
+            p, q = self._at(self.p, visit.node), self._at(self.q, visit.node)
+            self.left[visit.depth] = Remainder.of(p, q, self.tree.proposal)
 
-    def leave(self, nodes: Sequence[int], leaving: Sequence[bool], noise: Randomness) -> None:
-        """Leaves survive with probability A, or are deleted and change their parents."""
-        node, parent, x = self._at(nodes)
-        trying = self._mask(leaving) & self.open
-        survives = trying & noise.accept(torch.where(trying, self.A[self.rows, node], 0)[:, None], node)[:, 0]
-        self.last = torch.where(survives, node, self.last)
-        self.open = self.open & ~survives
-        deleted = trying & ~survives & (node > 0)
-        A, p, q = self.A[self.rows, parent], self.p[self.rows, parent], self.q[self.rows, parent.clamp(max=self.q.shape[1] - 1)]
-        left = (A[:, None] * p - q).clamp(min=0)  # [R, V]
-        Z = left.sum(-1)
-        risen = torch.where(parent > 0, safe_ratio(Z, Z + (1 - A)), 1)
-        self.A[self.rows, parent] = torch.where(deleted, risen, A)
-        self.p[self.rows, parent] = torch.where((deleted & (Z > 0))[:, None], left / Z[:, None], p)
-        if self.replaced:
-            self.q[self.rows, parent.clamp(max=self.q.shape[1] - 1)] = torch.where(deleted[:, None], without(q, x[:, None]), q)
+    def leave(self, visit: Visit) -> None:
+        """A node without children, or without any that is left, survives with probability A, or is deleted and changes its parent."""
+        here, depth = self._here(visit.node), visit.depth
+        if not any_row(here):
+            return
+        node, survives = self._own(visit.node), here
+        if depth:
+            survives = here & self.noise.accept(torch.where(here, self.A[depth], 0)[:, None], node)[:, 0]
+            self.last = torch.where(survives, node, self.last)
+            self.open = self.open & ~survives
+        if not visit.leaf and any_row(survives):
+            left = self.left[depth].p
+            self.weights = left if self.weights is None else torch.where(survives[:, None], left, self.weights)
+            self.emptied = self.emptied | survives
+        deleted = here & ~survives
+        if depth and any_row(deleted):
+            Z = self.left[depth - 1].reject(deleted, self.tree.tokens.gather(1, node[:, None]), self.A[depth - 1])
+            if depth > 1:  # the root's A stays 1
+                A = self.A[depth - 1]
+                self.A[depth - 1] = torch.where(deleted, safe_ratio(Z, Z + (1 - A)), A)
 
-    def _at(self, nodes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        node = torch.tensor(nodes, device=self.rows.device)
-        return node, self.tree.parents[self.rows, node].clamp(min=0), self.tree.tokens[self.rows, node]
+    def weights_at_survivor(self) -> Tensor:
+        """``[R, V]`` what the next token is drawn from: what is left of p at the survivor."""
+        own = at_node(self.p, self.last)
+        return own if self.weights is None else torch.where(self.emptied[:, None], self.weights, own)
 
-    def _mask(self, leaving: Sequence[bool]) -> Tensor:
-        return torch.tensor(leaving, device=self.rows.device)
+    def _here(self, node: int) -> Tensor:
+        """``[R]`` rows that visit ``node`` of the common tree."""
+        return self.open if self.common.present is None else self.open & self.common.present[:, node]
 
+    def _own(self, node: int) -> Tensor:
+        """``[R]`` number of ``node`` of the common tree in each row's own."""
+        return torch.full_like(self.last, node) if self.common.nodes is None else self.common.nodes[:, node]
 
-def schedule(tree: TokenTree) -> list[tuple[list[int], list[bool]]]:
-    """Depth-first visits, in lockstep over the rows: per step each row's node, and whether it is left or entered.
-
-    A row that is done leaves its root again, which changes nothing any more.
-    """
-    valid = None if tree.valid is None else tree.valid.tolist()
-    rows = [_visits(parents, None if valid is None else valid[row]) for row, parents in enumerate(tree.parents.tolist())]
-    longest = max(map(len, rows))
-    padded = [visits + [(0, True)] * (longest - len(visits)) for visits in rows]
-    return [([node for node, _ in step], [leaving for _, leaving in step]) for step in zip(*padded)]
-
-
-def _visits(parents: Sequence[int], valid: Sequence[bool] | None) -> list[tuple[int, bool]]:
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents):
-        if parent >= 0 and (valid is None or valid[node]):
-            children[parent].append(node)
-    visits, stack = [], [(0, True)] + [(child, False) for child in reversed(children[0])]
-    while stack:
-        node, leaving = stack.pop()
-        visits.append((node, leaving))
-        if not leaving:
-            stack.append((node, True))
-            stack += [(child, False) for child in reversed(children[node])]
-    return visits
-
-
-def path_to(tree: TokenTree, last: Tensor) -> tuple[Tensor, Tensor]:
-    """``[R, N]`` nodes from the root to ``last`` ``[R]``, and how many tokens below the root that is."""
-    index = torch.arange(tree.nodes, device=last.device)[None]
-    on_path = tree.ancestors[torch.arange(tree.rows, device=last.device), last]  # [R, N]
-    path = torch.where(on_path, index, tree.nodes).sort(1).values  # ancestors come first, and in order
-    return path.clamp(max=tree.nodes - 1), on_path.sum(1) - 1
+    def _at(self, values: Tensor, node: int) -> Tensor:
+        """``[R, V]`` of ``values`` ``[R, M, V]`` at ``node`` of the common tree."""
+        return values[:, min(node, values.shape[1] - 1)] if self.common.nodes is None else at_node(values, self.common.nodes[:, node])

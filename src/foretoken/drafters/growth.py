@@ -1,0 +1,225 @@
+"""Growing a draft tree level by level, for any drafter that can say what it would do next after every node of a level.
+
+A static shape is filled in: each node's children are the most likely tokens, i.i.d. draws, draws without replacement, or those
+that lead the target's own race (``keyed``). A dynamic shape is grown: the best k nodes of a level, by the product of q along the
+path, are expanded to k children each, and the best ``total`` of all nodes are proposed (EAGLE-2; OPT-Tree). One call of the
+drafter's model per level, for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.base import DraftRequest
+from foretoken.sampler import fit_vocabulary
+from foretoken.sampling import Purpose, argmax
+from foretoken.shapes import DynamicShape, Level, StaticShape
+from foretoken.tree import TokenTree
+
+Expand = Callable[[TokenTree, int], Tensor]
+"""``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
+asked about the nodes before ``first`` already, in trees with the same beginning."""
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """A proposal, and what the drafter's model saw while it grew.
+
+    Attributes:
+        tree: to be verified.
+        seen: how many nodes, the root included, the model was fed; they come first in the drafter's own numbering.
+        own: ``[R, N]`` the number of each node of ``tree`` in the drafter's own numbering, ``seen`` or more where the model was not
+            fed; None where ``tree`` is numbered alike.
+    """
+
+    tree: TokenTree
+    seen: int
+    own: Tensor | None = None
+
+
+def grow(request: DraftRequest, expand: Expand) -> Growth:
+    """Grow ``request.shape`` for all rows; ``expand`` is asked at most once per level."""
+    if isinstance(request.shape, DynamicShape):
+        return grow_dynamic(request, request.shape, expand)
+    assert isinstance(request.shape, StaticShape)
+    return grow_static(request, request.shape, expand)
+
+
+def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Growth:
+    tree = TokenTree.root(request.roots())
+    qs: list[Tensor] = []
+    for depth, level in enumerate(shape.levels):
+        scores = scored(request, expand, tree, level.above)
+        tokens, possible, q = children(request, scores, level, depth)
+        if request.needs_q:
+            assert q is not None
+            qs.append(q)
+        tree = extended(tree, shape.parents[: level.last], tokens, possible)
+    tree = replace(tree, proposal=request.proposal, q=torch.cat(qs, 1) if qs else None)
+    return Growth(tree, shape.levels[-1].first)
+
+
+def scored(request: DraftRequest, expand: Expand, tree: TokenTree, first: int) -> Tensor:
+    """``[R, N - first, V]`` processed scores after the newest nodes of ``tree``."""
+    logits = fit_vocabulary(expand(tree, first).to(request.device), request.vocab_size)
+    return request.sampler.scores(logits, tree, first)
+
+
+def children(request: DraftRequest, scores: Tensor, level: Level, depth: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """For the nodes of ``level``, below those at ``depth``: tokens ``[R, c]``; which of them the draft holds possible, ``[R, c]`` or
+    None for all; and the q ``[R, n, V]`` they were drawn from, None where they are simply the most likely."""
+    above, rank = places(level, scores.device)
+    if request.proposal == "iid":
+        q = request.sampler.distribution(scores)
+        assert request.sampler.noise is not None
+        nodes = torch.arange(level.first, level.last, device=q.device)
+        return request.sampler.noise.rank(q[:, above], 1, Purpose.DRAFT, nodes)[..., 0], None, q
+    ranked, possible, q = siblings(request, scores, 1 + max(level.ranks), first=level.above, depth=depth)
+    return ranked[:, above, rank], None if possible is None else possible[:, above, rank], q
+
+
+def siblings(request: DraftRequest, scores: Tensor, count: int, *, first: int, depth: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``[R, n, count]`` different children of each of the nodes ``first``.. at ``depth``, best or drawn first; which are possible at all
+    (None: all); and q."""
+    if request.proposal == "deterministic":
+        if count == 1:
+            return argmax(scores)[..., None], None, None
+        best = scores.topk(count, -1)
+        return best.indices, best.values > float("-inf"), None
+    q = request.sampler.distribution(scores)
+    noise = request.sampler.noise
+    assert noise is not None
+    if request.proposal == "keyed":  # the target will race with the same noise: what leads here is what it may well choose
+        ranked = noise.race_order(q, torch.full((1, 1), depth, device=q.device), count)
+    else:
+        ranked = noise.rank(q, count, Purpose.DRAFT, torch.arange(first, first + q.shape[1], device=q.device))
+    return ranked, None if count == 1 else q.gather(2, ranked) > 0, q
+
+
+def extended(tree: TokenTree, layout: tuple[int, ...], tokens: Tensor, possible: Tensor | None) -> TokenTree:
+    """``tree`` with another level of ``tokens`` ``[R, c]`` below it; what hangs below filler is filler."""
+    valid = tree.valid
+    if valid is not None or possible is not None:
+        parents = torch.tensor(layout[tree.nodes :], device=tokens.device)
+        known = torch.ones_like(tree.tokens, dtype=torch.bool) if valid is None else valid
+        below = known[:, parents]
+        valid = torch.cat([known, below if possible is None else below & possible], 1)
+    return TokenTree.from_layout(torch.cat([tree.tokens, tokens], 1), layout, valid=valid)
+
+
+@lru_cache(maxsize=256)
+def places(level: Level, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[c]`` each: where a node's parent stands in the level above, and its rank among its siblings."""
+    with torch.inference_mode(False):
+        return torch.tensor([parent - level.above for parent in level.parents], device=device), torch.tensor(level.ranks, device=device)
+
+
+# -- grown by probability -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Nodes that may be proposed, level by level, ``[R, C]`` each: ``tokens``, log-probability ``scores`` of their paths (-inf for none
+    at all), the candidate number of their ``parents`` (-1 for the root), and ``own``, the number under which the drafter's model saw
+    them (``unseen`` if it did not)."""
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    own: Tensor
+
+    def joined(self, others: Candidates) -> Candidates:
+        return Candidates(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(others).values())))
+
+
+UNSEEN = 1 << 30
+
+
+def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
+    tree = TokenTree.root(request.roots())
+    k = min(shape.k, request.vocab_size)
+    device = tree.tokens.device
+    limits = torch.tensor(request.limits, device=device)[:, None]
+    found: Candidates | None = None
+    expected = torch.zeros(tree.rows, device=device)
+    score, numbers, first = (
+        torch.zeros(tree.rows, 1, device=device),
+        torch.full((tree.rows, 1), -1, device=device),
+        0,
+    )  # of the newest nodes
+    for depth in range(shape.depth):
+        level = candidates(request, scored(request, expand, tree, first), score, numbers, k, first=first, depth=depth)
+        level = replace(level, scores=level.scores.masked_fill(limits <= depth, float("-inf")))
+        begin = 0 if found is None else found.tokens.shape[1]
+        found = level if found is None else found.joined(level)
+        if depth + 1 == shape.depth:
+            break
+        if shape.delta is not None:
+            before, expected = expected, found.scores.topk(min(shape.total, found.scores.shape[1]), -1).values.exp().sum(-1)
+            if not bool((expected - before > shape.delta).any()):
+                break
+        best = level.scores.topk(min(k, level.scores.shape[1]), -1)
+        score, numbers, first = best.values, begin + best.indices, tree.nodes
+        tree = beneath(tree, found, numbers, score)
+        found.own.scatter_(1, numbers, torch.arange(first, tree.nodes, device=device).expand_as(numbers))
+    assert found is not None
+    chosen, own = keep_best(found, shape.total)
+    roots = TokenTree.root(tree.tokens[:, 0])
+    proposed = TokenTree(
+        torch.cat([roots.tokens, chosen.tokens], 1),
+        torch.cat([roots.parents.expand(tree.rows, 1), chosen.parents], 1),
+        torch.cat([torch.ones_like(roots.tokens, dtype=torch.bool), chosen.scores > float("-inf")], 1),
+        request.proposal,
+        pruned=True,
+    )
+    return Growth(proposed, tree.nodes, torch.cat([torch.zeros_like(roots.tokens), own], 1))
+
+
+def candidates(request: DraftRequest, scores: Tensor, above: Tensor, numbers: Tensor, k: int, *, first: int, depth: int) -> Candidates:
+    """k children of each of n nodes whose paths have log-probability ``above`` ``[R, n]`` and which are candidates ``numbers`` ``[R, n]``."""
+    if request.proposal == "iid":
+        q = request.sampler.distribution(scores)
+        assert request.sampler.noise is not None
+        spread = torch.arange(q.shape[1], device=q.device).repeat_interleave(k)
+        nodes = first * k + 1 + torch.arange(len(spread), device=q.device)
+        tokens = request.sampler.noise.rank(q[:, spread], 1, Purpose.DRAFT, nodes).view(*q.shape[:2], k)
+        possible: Tensor | None = None
+    else:
+        tokens, possible, _ = siblings(request, scores, k, first=first, depth=depth)
+    reached = above[..., None] + torch.log_softmax(scores, -1).gather(2, tokens)  # [R, n, k]
+    reached = reached.nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # where the processors leave nothing
+    if possible is not None:
+        reached = reached.masked_fill(~possible, float("-inf"))
+    parents = numbers[..., None].expand_as(tokens)
+    flat = tokens.flatten(1)
+    return Candidates(flat, reached.flatten(1), parents.flatten(1), torch.full_like(flat, UNSEEN))
+
+
+def beneath(tree: TokenTree, found: Candidates, numbers: Tensor, score: Tensor) -> TokenTree:
+    """The drafter's own ``tree`` with the candidates ``numbers`` ``[R, m]`` as its next level; impossible ones are filler."""
+    above = found.parents.gather(1, numbers)
+    parents = torch.where(above < 0, 0, found.own.gather(1, above.clamp(min=0)))
+    known = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
+    return TokenTree(
+        torch.cat([tree.tokens, found.tokens.gather(1, numbers)], 1),
+        torch.cat([tree.parents.expand(tree.rows, tree.nodes), parents], 1),
+        torch.cat([known, score > float("-inf")], 1),
+    )
+
+
+def keep_best(found: Candidates, total: int) -> tuple[Candidates, Tensor]:
+    """The ``total`` best candidates in order, with parents numbered in the tree they make, and their ``own`` numbers.
+
+    No path is likelier than its beginning, and equals go to the earlier, so whatever is kept has its ancestors kept.
+    """
+    order = found.scores.sort(dim=-1, descending=True, stable=True).indices[:, :total]
+    kept = order.sort(-1).values
+    parents = found.parents.gather(1, kept)
+    numbered = torch.where(parents < 0, 0, 1 + torch.searchsorted(kept, parents.contiguous()))
+    own = found.own.gather(1, kept)
+    return Candidates(found.tokens.gather(1, kept), found.scores.gather(1, kept), numbered, own), own

@@ -1,0 +1,61 @@
+"""A branching tree's logits are those of its paths, for every architecture that takes trees, behind prefixes longer than the window."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build
+from helpers import prompts
+
+from foretoken import TokenTree
+from foretoken.target import Target
+
+TOLERANCE = 1e-4  # largest difference, relative to the largest logit
+TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "tree" for how in entry.implementations]
+LENGTHS = (30, 17, 22)
+
+
+def random_tree(rows: int, nodes: int, seed: int) -> TokenTree:
+    """Another shape in every row."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = [[-1] + [int(torch.randint(0, node, (), generator=generator)) for node in range(1, nodes)] for _ in range(rows)]
+    return TokenTree(torch.randint(3, 128, (rows, nodes), generator=generator), torch.tensor(parents))
+
+
+def assert_scores_like_its_paths(model, texts, tree, logits):
+    """``logits`` ``[R, N, V]`` against plain passes over each whole path, with no cache."""
+    for row, text in enumerate(texts):
+        for leaf in set(range(tree.nodes)) - set(tree.parents[row].tolist()):
+            path = tree.path(row, leaf)
+            ids = torch.tensor([text + tree.tokens[row, path].tolist()])
+            wanted = model(input_ids=ids, use_cache=False).logits[0, -len(path) :]
+            assert (logits[row, path] - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), f"row {row}, path {path}"
+
+
+@torch.inference_mode()
+def check(name, implementation, nodes, seeds):
+    """Trees behind ragged prefixes, each keeping another path of the one before."""
+    model, texts = build(name, implementation), prompts(LENGTHS)
+    assert min(LENGTHS) > (ARCHITECTURES[name].window or 0)
+    target = Target(model, test=False)
+    target.open(texts)
+    target.prefill(texts, first=0)
+    for seed in seeds:
+        tree = random_tree(len(texts), nodes, seed)
+        assert_scores_like_its_paths(model, texts, tree, target.score(tree))
+        ends = [tree.path(row, nodes - 1 - row) for row in range(len(texts))]
+        width = max(map(len, ends))
+        target.commit(torch.tensor([path + [0] * (width - len(path)) for path in ends]), [len(path) for path in ends])
+        texts = [text + tree.tokens[row, path].tolist() for row, (text, path) in enumerate(zip(texts, ends))]
+
+
+@pytest.mark.parametrize(("name", "implementation"), TREE)
+def test_a_branching_tree_scores_like_its_paths(name, implementation):
+    check(name, implementation, nodes=7, seeds=(1, 2))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", [2, 16, 40])
+@pytest.mark.parametrize(("name", "implementation"), TREE)
+def test_trees_of_other_sizes(name, implementation, nodes):
+    check(name, implementation, nodes, seeds=range(3, 7))
