@@ -284,6 +284,19 @@ _WINDOWED = (
     _windowed("mistral", "MistralForCausalLM", _GROUPED),
     _windowed("mixtral", "MixtralForCausalLM", _GROUPED, num_local_experts=4, num_experts_per_tok=2),
     _windowed("phi3", "Phi3ForCausalLM", _GROUPED),
+    _windowed(
+        "phi3_longrope",
+        "Phi3ForCausalLM",
+        _GROUPED,
+        original_max_position_embeddings=96,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [4.0, 3.0, 6.0, 2.0],
+        },
+        note="every rotation changes once a position lies beyond 95",
+    ),
     _windowed("starcoder2", "Starcoder2ForCausalLM", _GROUPED),
     _windowed(
         "qwen2_window",
@@ -373,6 +386,23 @@ _WINDOWED = (
         num_local_experts=4,
         interleave_moe_layer_step=2,
         note="chunks rather than a sliding window; no rotation in the full layer",
+    ),
+    _tree(
+        "llama4_tuned",
+        "Llama4ForCausalLM",
+        _GROUPED,
+        window=_WINDOW,
+        attention_chunk_size=_WINDOW,
+        num_hidden_layers=3,
+        head_dim=8,
+        no_rope_layers=[1, 0, 1],
+        attn_temperature_tuning=True,
+        floor_scale=3,
+        attn_scale=0.5,
+        intermediate_size_mlp=64,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        note="the temperature of the full layer changes every third position, counted from the cache's length",
     ),
 )
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,18 +12,17 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foretoken
-from foretoken import ConfigurationError, Speculator
-from foretoken.auditing import keyed
-from foretoken.auditing.reference import Reference
+from foretoken import Speculator
 from foretoken.auditing.report import AuditReport
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.sampling import Purpose, Randomness
+from foretoken.target import execution
 from foretoken.tree import TokenTree
-from foretoken.verification.base import Verdict
+from foretoken.verification.base import Rule, Verdict
 from foretoken.verification.block import Block, chances, survival
+from foretoken.verification.multi_candidate import MultiCandidate
 from foretoken.verification.ratios import at_node, chain_ratios, residual
-from foretoken.verification.rejection import Rejection
 
 VOCAB = 24
 PROMPTS = [[1, 2, 4, 7, 9, 3, 3, 8], [3, 5, 8]]
@@ -69,23 +65,37 @@ def audited(subject: Speculator, *parts: str, **options: Any) -> AuditReport:
 # -- what is exact passes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rule", "siblings"), [("rejection", "iid"), ("block", "iid"), ("traversal", "iid"), ("match", "keyed")]
-)
-def test_an_exact_configuration_passes_every_part(rule: str, siblings: str):
-    report = audited(speculator(rule, siblings=siblings))
+EXACT = {
+    "rejection": ("rejection", "iid", "chain(3)"),
+    "block": ("block", "iid", "chain(3)"),
+    "traversal": ("traversal", "without-replacement", "product(2,2)"),
+    "multi-candidate": ("multi-candidate", "iid", "product(2,1)"),
+}
+
+
+@pytest.mark.parametrize(("rule", "siblings", "shape"), EXACT.values(), ids=EXACT.keys())
+def test_an_exact_configuration_passes_every_part(rule: str, siblings: str, shape: str):
+    report = audited(speculator(rule, siblings=siblings, shape=shape))
     assert report.verdict == "exact", report.reasons
-    assert report.exact is not None and report.exact.error < 1e-12 and report.exact.cut
-    assert [part.sampled for part in report.keyed] == ([False] if rule != "match" else [False, True])
-    assert all(part.accepted > 5 and not part.divergences and part.tokens == 48 for part in report.keyed)
-    if rule == "match":
-        assert report.statistical is None and "seed" in report.skipped["statistical"]
-        return
+    assert report.exact is not None and report.exact.error < 1e-12
+    (greedy,) = report.keyed
+    assert greedy.accepted > 5 and not greedy.divergences and greedy.tokens == 48
     found = report.statistical
     assert found is not None and found.rounds > 2.5 and 0.1 < found.acceptance < 0.9
     for power in found.power:  # a bias of 1 % is found, by calculation and when it is planted
         assert power.smallest < 0.01 and power.planted == pytest.approx(0.01, abs=2e-3) and power.found >= 0.9 * power.trials
     report.raise_for_fault()
+
+
+@pytest.mark.parametrize(
+    ("siblings", "shape"), [("keyed", "chain(3)"), ("keyed", "product(2,2)"), ("top-k", "dynamic(depth=3,k=2,total=5)")]
+)
+def test_texts_that_are_a_function_of_the_seed_are_compared_token_for_token(siblings: str, shape: str):
+    report = audited(speculator("match", siblings=siblings, shape=shape))
+    assert report.verdict == "exact", report.reasons
+    assert [part.sampled for part in report.keyed] == [False, True]
+    assert all(part.accepted > 5 and not part.divergences and part.tokens == 48 for part in report.keyed)
+    assert report.statistical is None and "seed" in report.skipped["statistical"]
 
 
 def test_greedy_decoding_draws_nothing():
@@ -127,14 +137,48 @@ class ReusesNoise(Block):
         return super().compare(tree, p, q, NoiseOfTheMatchRace(noise))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rule", [StopsAtTheFirstFailure(), ReusesNoise()], ids=lambda rule: type(rule).__name__)
-def test_a_fault_in_the_rule_is_found_by_enumeration_and_by_sampling(rule: Block):
-    report = audited(speculator(rule), "exact", "statistical")
+class SharesNoise(Block):
+    """The residual is drawn with the noise of the match race, which a keyed draft has used too."""
+
+    proposals = ("keyed",)
+
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
+        verdict = super().compare(tree, p, q, noise)
+        P, accepted = survival(chain_ratios(tree, p, q)), verdict.accepted
+        left = residual(P.gather(1, accepted[:, None]) * at_node(p, accepted), at_node(q, accepted))
+        left = torch.where((accepted < tree.drafted)[:, None], left, at_node(p, accepted))
+        return replace(verdict, next_token=noise.race(left[:, None], accepted[:, None])[:, 0])
+
+
+class KeepsQ(MultiCandidate):
+    """Takes draws without replacement for i.i.d. ones: q stays as it was after a rejection."""
+
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
+        return super().compare(replace(tree, proposal="iid"), p, q, noise)
+
+
+@pytest.mark.parametrize(
+    ("rule", "siblings", "shape"),
+    [
+        (StopsAtTheFirstFailure(), "iid", "chain(3)"),
+        (SharesNoise(), "keyed", "chain(3)"),
+        (KeepsQ(), "without-replacement", "product(2,2)"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Rule) else "",
+)
+def test_a_fault_in_the_rule_is_found_by_enumeration_and_by_sampling(rule: Rule, siblings: str, shape: str):
+    report = audited(speculator(rule, siblings=siblings, shape=shape), "exact", "statistical")
     assert report.verdict == "fault"
     assert report.exact is not None and report.exact.error > 1e-3
     assert report.statistical is not None and not report.statistical.passed
     with pytest.raises(foretoken.ForetokenError, match="not exact"):
         report.raise_for_fault()
+
+
+def test_noise_that_comes_back_in_the_next_round_is_found_by_enumeration():
+    """Per token it is below what the statistical part is made for."""
+    report = audited(speculator(ReusesNoise()), "exact")
+    assert report.verdict == "fault" and report.exact is not None and report.exact.error > 1e-2
 
 
 # -- faults in the drafter -------------------------------------------------------------------------------------------------
@@ -160,11 +204,34 @@ class DropsTheLast(DraftModel):
         return replace(tree, valid=kept if tree.valid is None else kept & tree.valid)
 
 
-@pytest.mark.parametrize("drafter", [AnotherTemperature, DropsTheLast])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_fault_in_the_drafter_is_found_by_sampling(drafter: type[DraftModel], rule: str):
-    report = audited(speculator(rule, drafter(models()[1], siblings="iid")))
-    assert report.exact is not None and report.exact.passed and all(part.passed for part in report.keyed)  # these can not see it
+class Prunes(DraftModel):
+    """Draws a tree and proposes only the leaves that it thinks likely."""
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        tree = super().draft(request)
+        if tree.q is None:
+            return tree
+        valid = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid.clone()
+        for node in range(tree.nodes - 4, tree.nodes):
+            parent, x = int(tree.parents[0, node]), tree.tokens[:, node, None]
+            valid[:, node] &= tree.q[:, parent].gather(1, x)[:, 0] > 0.2
+        return replace(tree, valid=valid)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule", "shape"),
+    [
+        (AnotherTemperature, "rejection", "chain(3)"),
+        (AnotherTemperature, "block", "chain(3)"),
+        (DropsTheLast, "rejection", "chain(3)"),
+        (DropsTheLast, "block", "chain(3)"),
+        (Prunes, "traversal", "product(2,2)"),
+        (Prunes, "multi-candidate", "product(2,2)"),
+    ],
+)
+def test_a_fault_in_the_drafter_is_found_by_sampling(drafter: type[DraftModel], rule: str, shape: str):
+    report = audited(speculator(rule, drafter(models()[1], siblings="iid"), shape=shape), "keyed", "statistical")
+    assert all(part.passed for part in report.keyed)  # greedy drafting is sound
     assert report.statistical is not None and not report.statistical.passed
     assert report.verdict == "fault"
 
@@ -172,16 +239,166 @@ def test_a_fault_in_the_drafter_is_found_by_sampling(drafter: type[DraftModel], 
 # -- faults in the target ---------------------------------------------------------------------------------------------------
 
 
-def off_by_one(subject: Speculator) -> None:
+def one_short(subject: Speculator) -> None:
     """After a draft was kept, the cache believes to hold one token less than it does."""
     commit = subject.target.cache.commit
     subject.target.cache.commit = lambda path, kept: commit(path, [count - (count > 1) for count in kept])  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
-def test_a_fault_in_the_target_is_found_token_for_token(rule: str):
-    subject = speculator(rule, siblings="keyed" if rule == "match" else "iid")
-    off_by_one(subject)
+def neighbours_row(subject: Speculator) -> None:
+    """Compaction keeps the row before the accepted one, where a path leaves the first branch."""
+    commit = subject.target.cache.commit
+    subject.target.cache.commit = lambda path, kept: commit(None if path is None else torch.where(path > 1, path - 1, path), kept)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("rule", "siblings", "shape", "fault"),
+    [
+        ("match", "keyed", "chain(3)", one_short),
+        ("rejection", "iid", "chain(3)", one_short),
+        ("match", "keyed", "product(2,2)", neighbours_row),
+        ("traversal", "without-replacement", "product(2,2)", neighbours_row),
+    ],
+)
+def test_a_cache_row_that_is_off_by_one_is_found_token_for_token(rule: str, siblings: str, shape: str, fault: Callable[[Speculator], None]):
+    subject = speculator(rule, siblings=siblings, shape=shape)
+    fault(subject)
     report = audited(subject, "exact", "keyed")
     assert report.exact is not None and report.exact.passed
     assert not any(part.passed for part in report.keyed) and report.verdict == "fault"
+
+
+def with_siblings(tree: TokenTree) -> TokenTree:
+    """Ancestors of a node, and its siblings before it."""
+    before = torch.ones(tree.nodes, tree.nodes, dtype=torch.bool).tril()
+    leaky = replace(tree)
+    leaky.__dict__["ancestors"] = tree.ancestors | ((tree.parents[:, :, None] == tree.parents[:, None]) & before)
+    return leaky
+
+
+@pytest.mark.parametrize(("rule", "siblings"), [("match", "keyed"), ("traversal", "without-replacement")])
+def test_a_mask_that_lets_a_node_see_its_sibling_is_found(rule: str, siblings: str, monkeypatch: pytest.MonkeyPatch):
+    subject = speculator(rule, siblings=siblings, shape="product(2,2)")
+    layout = execution.layout
+    monkeypatch.setattr(execution, "layout", lambda tree, *where: layout(tree if tree.chain else with_siblings(tree), *where))
+    report = audited(subject, "exact", "keyed")
+    assert report.exact is not None and report.exact.passed
+    assert not any(part.passed for part in report.keyed) and report.verdict == "fault"
+    assert max(part.logits / part.limit for part in report.keyed) > 100
+
+
+# -- rounding is no fault -----------------------------------------------------------------------------------------------------
+
+
+def reference(**options: Any) -> Reference:
+    return Reference.of(models()[0], PROMPTS[0], {"do_sample": True, "top_k": 0, **options})
+
+
+def plain_and_changed(subject: Reference, change: Callable[[Tensor, int], Tensor]) -> tuple[keyed.Plain, keyed.Speculative]:
+    """A plain text, and one whose logits at the third token are changed, which then chooses another token there."""
+    plain = keyed.decode(subject, 6, (0, 0), 3, 2)
+    logits = plain.logits.clone()
+    logits[2] = change(logits[2], plain.tokens[2])
+    ids = torch.tensor([[*subject.prompt, *plain.tokens[:2]]])
+    return plain, keyed.Speculative([*plain.tokens[:2], subject.choose(ids, logits[2], (0, 0)), 0, 0, 0], logits)
+
+
+def runner_up(subject: Reference, plain: keyed.Plain) -> tuple[int, float]:
+    """The token that comes second at the third place, and by how much."""
+    ids = torch.tensor([[*subject.prompt, *plain.tokens[:2]]])
+    leads = [subject.lead(ids, plain.logits[2], (0, 0), plain.tokens[2], token) for token in range(VOCAB)]
+    leads[plain.tokens[2]] = math.inf
+    return leads.index(min(leads)), min(leads)
+
+
+@pytest.mark.parametrize(("allowed", "cause"), [(1.0, "near tie"), (0.2, "fault")])
+def test_a_near_tie_is_told_from_a_fault_by_the_measured_rounding(allowed: float, cause: str):
+    """The runner-up wins after a change of the logits; whether that is rounding depends on how large rounding is."""
+    subject = reference()
+    first = keyed.decode(subject, 6, (0, 0), 3, 2)
+    token, lead = runner_up(subject, first)
+
+    def raise_runner_up(logits: Tensor, _: int) -> Tensor:
+        return logits + 1.01 * lead * torch.nn.functional.one_hot(torch.tensor(token), VOCAB)
+
+    plain, spoken = plain_and_changed(subject, raise_runner_up)
+    assert spoken.tokens[2] == token != plain.tokens[2]
+    measured = replace(plain, rounding=torch.full((6,), allowed * lead / keyed.ALLOWANCE))
+    found = keyed.divergence(subject, 0, 2, spoken, measured, (0, 0))
+    assert (found.cause, found.plain, found.speculative) == (cause, plain.tokens[2], token)
+    assert found.lead == pytest.approx(lead)
+
+
+@pytest.mark.parametrize(("allowed", "cause"), [(1e-3, "edge of a filter"), (1e-9, "fault")])
+def test_so_is_the_edge_of_a_filter(allowed: float, cause: str):
+    """At the edge of top-p a token comes or goes by rounding, and one far behind in the race may follow."""
+    whole = reference()
+    plain = keyed.decode(whole, 3, (0, 0), 3, 2)
+    ids = torch.tensor([[*whole.prompt, *plain.tokens[:2]]])
+    p = torch.softmax(plain.logits[2], -1)
+    before = float(p[p > p[plain.tokens[2]]].sum())  # the chosen token is kept if top_p is larger than what comes before it
+    edge = reference(top_p=before + 1e-6) if before > 0 else None
+    assert edge is not None
+    loose, tight = edge, reference(top_p=before - 1e-6)
+    assert loose.choose(ids, plain.logits[2], (0, 0)) == plain.tokens[2]
+    other = tight.choose(ids, plain.logits[2], (0, 0))
+    assert other != plain.tokens[2]
+    measured = replace(plain, rounding=torch.full((3,), allowed / keyed.ALLOWANCE))
+    found = keyed.divergence(loose, 0, 2, keyed.Speculative([*plain.tokens[:2], other], plain.logits), measured, (0, 0))
+    back = keyed.divergence(
+        tight, 0, 2, keyed.Speculative(plain.tokens, plain.logits), replace(measured, tokens=[*plain.tokens[:2], other]), (0, 0)
+    )
+    assert back.cause == cause and math.isinf(back.lead)
+    assert found.cause == ("near tie" if cause != "fault" else "fault")
+
+
+def test_a_text_that_ends_elsewhere_is_a_fault():
+    plain = keyed.decode(reference(), 4, (0, 0), 3, 2)
+    found = keyed.divergence(reference(), 0, 3, keyed.Speculative(plain.tokens[:3], plain.logits), plain, (0, 0))
+    assert found.cause == "fault" and found.speculative == -1
+
+
+# -- the report, and what is refused ----------------------------------------------------------------------------------------
+
+
+def test_a_lossy_rule_is_called_lossy_and_its_error_is_shown():
+    report = foretoken.audit(
+        models()[0], DraftModel(models()[1], siblings="top-k"), rule="typical", prompts=PROMPTS, parts=["exact"], **SAMPLED
+    )
+    assert report.verdict == "lossy" and report.exact is not None and report.exact.error > 0.01
+    with pytest.raises(foretoken.ExactnessError, match="lossy"):
+        report.raise_for_fault()
+
+
+def test_a_part_that_matters_and_was_left_out_leaves_the_verdict_open():
+    report = audited(speculator("block"), "exact")
+    assert report.verdict == "inconclusive" and "statistical" in report.summary
+    assert audited(speculator("match", siblings="keyed"), "exact", "keyed").verdict == "exact"
+
+
+def test_a_report_is_plain_data():
+    report = audited(speculator("rejection"), samples=300, batch_size=100)
+    again = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert again["verdict"] == report.verdict and again["exact"]["passed"] is True
+    assert again["statistical"]["power"][0]["smallest"] > 0.01  # 300 texts are too few, and the report says so
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": ["keyed", "guess"]}, "exact, keyed, statistical"),
+        ({"significance": 0}, "between 0 and 0.5"),
+        ({"seed": 1, "max_length": 30}, "max_length"),
+        ({"prompts": None}, "only the embedded models"),
+        ({"prompts": [[]]}, "empty"),
+        ({"prompts": []}, "at least one"),
+        ({"rule": "block"}, "has its drafter"),
+        ({"samples": 0}, "samples"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"stopping_criteria": [lambda ids, scores: False]}, "stopping criteria"),
+    ],
+)
+def test_what_can_not_work_is_refused(options: dict, message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        foretoken.audit(speculator("rejection"), **{"prompts": PROMPTS, **options})

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from foretoken.bench import environment, overhead_report, prompts, verdicts
+from foretoken.bench import environment, overhead_report, prompts, verdicts, verification
 from foretoken.bench.app import app
 from foretoken.bench.contestants import Contestant, contestants, of_transformers
 from foretoken.bench.overhead import Measurement, Run, Settings, measurement, turned
@@ -17,6 +17,7 @@ from foretoken.bench.passes import Pass, PassRecorder
 from foretoken.bench.report import Table, write
 from foretoken.bench.verdicts import Claim, Spread
 from foretoken.errors import ConfigurationError
+from foretoken.verification import names as rule_names
 
 QUICK = Settings(target="zoo:python-8m", threads=1, tokens=8, prompts=2, repeats=2, noise_vocab_size=500, noise_repeats=2, dtype="float32")
 OPTIONS = [
@@ -244,3 +245,49 @@ def test_a_model_that_is_none_is_an_error_of_the_caller():
 
 def test_tables_are_written_as_markdown():
     assert Table("T", ("a", "b"), [("x", "1")]).markdown() == "## T\n\n| a | b |\n| --- | ---: |\n| x | 1 |\n"
+
+
+# -- the verification suite ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verification")
+    options = ["--shape", "product(2,2)", "--chain", "chain(2)", "--vocab-size", "300", "--threads", "1", "--repeats", "3"]
+    result = CliRunner().invoke(app, ["verification", *options, "--rows", "2", "--out", str(folder)])
+    assert result.exit_code == 0, result.output
+    return json.loads((folder / "verification.json").read_text()), (folder / "verification.md").read_text()
+
+
+def test_the_verification_suite_times_every_rule(verified):
+    document, text = verified
+    assert (document["schema"], document["suite"], document["claims"]) == (1, "verification", [])
+    assert {each["rule"] for each in document["entrants"].values()} == set(rule_names())
+    assert len(document["measurements"]) == 3 * len(document["entrants"])
+    for each in document["measurements"]:
+        assert set(each["seconds"]) == {"verification", "processors", "softmax", "rule"}
+        assert min(each["seconds"].values()) > 0 and 0 <= each["accepted"] <= 2
+    assert text.startswith("# Verification") and "| typical | deterministic | product(2,2) | LOSSY |" in text
+    assert "product(2,2) has 6 drafted nodes" in text
+
+
+def test_its_repeats_have_noise_of_their_own(verified):
+    """Trees and verdicts change from repeat to repeat, and are the same for the same seed."""
+    document, _ = verified
+    kept = [each["accepted"] for each in document["measurements"]]
+    assert len(set(kept)) > 2
+
+
+def test_its_shapes_are_checked():
+    for options, said in [(["--chain", "product(2)"], "branches"), (["--shape", "dynamic(depth=2,k=2,total=4)"], "static")]:
+        result = CliRunner().invoke(app, ["verification", *options])
+        assert result.exit_code == 2 and said in result.output
+
+
+def test_it_claims_for_gpus_alone():
+    run = verification.Run(verification.Settings(shape="product(2)", chain="chain(1)", vocab_size=50, threads=1, repeats=1))
+    run.run()
+    assert verification.claims(run) == []
+    on_cuda = verification.Run(replace(run.settings, device="cuda"))
+    on_cuda.measurements = run.measurements
+    assert [claim.name.partition(",")[0] for claim in verification.claims(on_cuda)] == ["match", "traversal", "traversal"]

@@ -81,7 +81,7 @@ def test_every_option_of_generate_is_explained():
     options = (
         "target drafter drafter-option rule draft-length temperature top-k top-p seed max-new-tokens batch-size prompts chat dtype device"
     )
-    for option in [*options.split(), "threads", "json", "show"]:
+    for option in [*options.split(), "threads", "json", "logprobs", "show"]:
         line = next(line for line in text.splitlines() if f"--{option} " in line)
         assert line.rstrip("│ ").endswith((".", ")", "]")), line
 
@@ -200,6 +200,18 @@ def test_json_has_texts_tokens_and_statistics(tmp_path, tokenizer):
     assert len(stats["rows"]) == 3
 
 
+def test_json_has_log_probabilities_where_asked_for():
+    (entry,) = json.loads(generate("def first():\n    return", *EXACT, "--logprobs", 2, "--json").stdout)["results"]
+    chosen, ids, values = (entry["logprobs"][name] for name in ("chosen", "ids", "values"))
+    assert len(chosen) == len(ids) == len(values) == len(entry["tokens"])
+    assert [best for best, _ in ids] == entry["tokens"], "greedy"
+    assert chosen == pytest.approx([best for best, _ in values], abs=1e-5)
+    assert all(second <= best <= 0 for best, second in values)
+    own = json.loads(generate("x", "--max-new-tokens", 3, "--logprobs", 0, "--json").stdout)["results"][0]["logprobs"]
+    assert len(own["chosen"]) == 3 and own["ids"] == [[]] * 3
+    assert "logprobs" not in json.loads(generate("x", "--max-new-tokens", 3, "--json").stdout)["results"][0]
+
+
 def test_json_says_null_where_there_is_no_figure():
     stats = json.loads(generate("x", "--max-new-tokens", 1, "--json").stdout)["stats"]
     assert stats["acceptance_length"] is None
@@ -291,6 +303,8 @@ def test_greedy_decoding_says_that_filters_change_nothing():
         (("x", "--device", "nope"), "device 'nope' cannot be used here"),
         (("x", "--chat"), "no chat template"),
         (("x", "--show", "--json"), "--show is for reading"),
+        (("x", "--logprobs", "2"), "it goes with --json"),
+        (("x", "--logprobs", "999999", "--json"), "output_logprobs must be a whole number from 0"),
         (("x", "--draft-length", "-1"), "--draft-length"),
         (("x", "--top-p", "1.5"), "--top-p"),
         (("x", "--max-new-tokens", "0"), "--max-new-tokens"),

@@ -20,6 +20,7 @@ from foretoken.drafters.prompt_lookup import PromptLookup, SuffixIndex
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
 from foretoken.sampling import Noise
+from foretoken.shapes import TreeShape
 
 
 @dataclass
@@ -41,7 +42,7 @@ def request(rows, depth=5, vocabulary=128, **options) -> DraftRequest:
         [Pipeline()] * len(rows), [options.get("proposal") in ("iid", "keyed")] * len(rows), lengths, noise, lambda: committed
     )
     options = {"limits": [depth] * len(rows), "proposal": "deterministic", "needs_q": False, **options}
-    return DraftRequest(rows=rows, depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options)
+    return DraftRequest(rows=rows, shape=TreeShape.chain(depth), depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options)
 
 
 def drafted(tree) -> list[list[int]]:

@@ -141,6 +141,41 @@ def test_a_level_asks_users_code_about_valid_nodes_only():
     assert guard.seen == [(2, 3), (2, 3, 5)]
 
 
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_users_code_is_not_asked_what_follows_the_end(first):
+    """Plain decoding stops there. An end token in the prompt, or that of another row, ends nothing."""
+    tree = TokenTree(torch.tensor([[EOS, 3, EOS, 4, 5, 6]] * 2), torch.tensor([[-1, 0, 0, 2, 1, 4]] * 2))
+    seen, logits = [], torch.zeros(2, 6, 12)
+
+    def guard(input_ids, scores):
+        seen.extend(map(tuple, input_ids.tolist()))
+        return scores
+
+    ends = [frozenset({EOS}), frozenset({9})]
+    pipelines = [Pipeline.alone([guard], prompt_length=1)] * 2
+    Sampler(pipelines, [True] * 2, [1, 2], None, lambda: torch.tensor([[EOS, 0], [2, EOS]]), ends).scores(logits[:, first:], tree, first)
+    ended = {0: (EOS,), 1: (EOS, 3), 4: (EOS, 3, 5), 5: (EOS, 3, 5, 6)}
+    other = [(2, EOS), (2, EOS, 3), (2, EOS, EOS), (2, EOS, EOS, 4), (2, EOS, 3, 5), (2, EOS, 3, 5, 6)]
+    assert sorted(seen) == sorted([history for node, history in ended.items() if node >= first] + other[first:])
+
+
+def test_a_chain_token_by_token_is_not_asked_what_follows_the_end():
+    seen = []
+
+    def guard(input_ids, scores):
+        seen.extend(map(tuple, input_ids.tolist()))
+        return scores
+
+    sampler = Sampler(
+        [Pipeline.alone([guard], prompt_length=1)] * 2, [True] * 2, [1, 1], None, lambda: torch.tensor([[2], [3]]), [frozenset({EOS})] * 2
+    )
+    drafted = []
+    for tokens in ([4, EOS], [EOS, 5], [6, 6]):
+        sampler.scores_below(torch.zeros(2, 12), drafted)
+        drafted.append(torch.tensor(tokens))
+    assert sorted(seen) == [(2,), (2, 4), (3,)]
+
+
 def test_distribution_of_a_level():
     sampler = Sampler([Pipeline()] * 2, [True, False], [1, 1], None, lambda: torch.zeros(2, 1, dtype=torch.long))
     scores = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))

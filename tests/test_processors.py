@@ -12,6 +12,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from helpers import alone, generate, make_drafter, prompts, tiny
 from processor_cases import (
     CASES,
     EOS,
@@ -20,6 +21,7 @@ from processor_cases import (
     SAMPLE,
     VOCAB,
     Fingerprint,
+    OwnPenalty,
     assert_same,
     batch_pipelines,
     committed_rows,
@@ -36,6 +38,7 @@ from processor_cases import (
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from foretoken import RowParameters, Speculator, Stats
 from foretoken.errors import ConfigurationError
 from foretoken.histories import NodeHistories
 from foretoken.known_processors import KNOWN, REFUSED
@@ -228,8 +231,8 @@ def test_length_stages_are_not_called_where_they_do_nothing(monkeypatch):
     assert calls == [6], "one call for the two lengths at which it acts"
 
 
-@pytest.mark.parametrize("name", ["repetition_penalty", "no_repeat_ngram", "bad_words", "sequence_bias", "encoder_no_repeat_ngram"])
 @pytest.mark.parametrize("joined", [True, False], ids=["one call", "one per length"])
+@pytest.mark.parametrize("name", ["repetition_penalty", "no_repeat_ngram", "bad_words", "sequence_bias", "encoder_no_repeat_ngram"])
 def test_histories_of_several_lengths_in_one_call(name, joined, monkeypatch):
     """Padded where blocks fit a CPU's cache; 16 nodes of 4 ragged rows, long histories, as transformers has them alone."""
     monkeypatch.setattr("foretoken.processors.CACHED", 1 << 20 if joined else 0)
@@ -245,6 +248,16 @@ def test_histories_of_several_lengths_in_one_call(name, joined, monkeypatch):
     assert_same(process(pipelines, logits, NodeHistories(committed, lengths, tree)), reference)
     assert len(stages) == (4 if name.startswith("encoder") else 1)  # the encoder's n-grams are each row's own
     assert len(calls) == len(stages) if joined else len(calls) >= 16
+
+
+@pytest.mark.parametrize("processor", [hf.NoRepeatNGramLogitsProcessor(1), hf.RepetitionPenaltyLogitsProcessor(1.5, 4)])
+def test_histories_that_must_not_be_padded(processor):
+    """A single -1 is the last token of the vocabulary, and ignored positions count from the first."""
+    committed, lengths = committed_rows(random_prompts((3, 6)), (0, 1))
+    tree = random_tree(committed, lengths, PARENTS[:2])
+    logits = random_logits(tree)
+    scores = process([Pipeline.alone([processor], prompt_length=3)] * 2, logits, NodeHistories(committed, lengths, tree))
+    assert_same(scores, expected([LogitsProcessorList([processor])] * 2, logits, committed, lengths, tree))
 
 
 def test_properties():
@@ -283,6 +296,51 @@ def test_the_callers_processors_are_not_changed():
         for name, value in vars(processor).items():
             same = torch.equal(value, values[name]) if isinstance(value, torch.Tensor) else value == values[name]
             assert same, f"{type(processor).__name__}.{name}"
+
+
+# --- the whole loop
+
+HISTORY = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "logits_processor": [OwnPenalty(1.2)]}
+
+
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)", "product(3,1,2)", "dynamic(depth=3,k=3,total=7)"])
+def test_trees_of_a_ragged_batch_as_transformers_alone(shape):
+    rows = prompts()
+    wanted = [alone(tiny(), row, max_new_tokens=14, **HISTORY) for row in rows]
+    speculator = Speculator(tiny(), make_drafter("draft-model", siblings="top-k"), shape=shape)
+    assert generate(speculator, rows, max_new_tokens=14, **HISTORY) == wanted
+    assert wanted != [alone(tiny(), row, max_new_tokens=14) for row in rows]
+
+
+@pytest.mark.parametrize(("siblings", "shape"), [("keyed", "product(2,2)"), ("top-k", "product(3,1,2)")])
+def test_sampled_trees_of_a_ragged_batch_as_plain_decoding(siblings, shape):
+    options = {**HISTORY, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 5, "max_new_tokens": 14}
+    plain = Speculator(tiny(), "none")
+    speculator = Speculator(tiny(), make_drafter("draft-model", siblings=siblings), shape=shape, rule="match")
+    assert generate(speculator, prompts(), **options) == generate(plain, prompts(), **options)
+
+
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)"])
+def test_users_processors_count_as_overhead(shape, monkeypatch):
+    """On a clock that only they move: also those that are called while a draft or the prefill is under way."""
+    now, calls = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    class Slow(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            now[0] += 1.0
+            calls.append(input_ids.shape)
+            return scores
+
+    speculator = Speculator(tiny(), make_drafter("draft-model", siblings="top-k"), shape=shape)
+    session = speculator.session(stats=Stats(started=0.0))
+    for row in prompts():
+        session.add(row, RowParameters(max_new_tokens=6, pipeline=Pipeline.alone([Slow()], prompt_length=len(row))))
+    while session.live:
+        session.step()
+    seconds = session.stats.seconds
+    assert seconds["total"] == seconds["overhead"] == len(calls) > session.stats.target_passes
+    assert seconds["draft"] == seconds["target"] == seconds["prefill"] == 0
 
 
 # --- refusals and bad input

@@ -18,6 +18,7 @@ from foretoken.drafters.base import Drafter, DraftRequest
 from foretoken.drafters.none import NoDrafter
 from foretoken.sampling import Purpose, Randomness
 from foretoken.session import RowParameters, Session
+from foretoken.shapes import TreeShape
 from foretoken.testing import (
     Enumeration,
     Law,
@@ -69,7 +70,7 @@ class Case:
     q: ProbabilityTable | None = None  # None: nothing is drafted
     proposal: Proposal = "iid"
     p: ProbabilityTable = P
-    draft_length: int = 2
+    shape: str = "chain(2)"
     count: int = 5
     depth: int | None = None
     grow: Callable[[Sequence[int]], bool] = lambda text: True
@@ -86,7 +87,7 @@ class Case:
                 drafter or self.drafter(),
                 rule or create(self.rule),
                 proposal=self.proposal,
-                shape=f"chain({self.draft_length})",
+                shape=self.shape,
                 randomness=enumeration if randomness is None else lambda *state: randomness(enumeration, *state),
             )
 
@@ -101,35 +102,63 @@ def on_an_even_sum(text: Sequence[int]) -> bool:
     return sum(text) % 2 == 0
 
 
+LOSSLESS = [name for name in names() if create(name).lossless]
+ON_TREES = [
+    (rule, proposal) for rule in LOSSLESS for proposal in create(rule).proposals if not create(rule).chains_only and proposal != "mixed"
+]
+
+TREES = {
+    **{
+        f"{rule}, {proposal}, {name}": case
+        for rule, proposal in ON_TREES
+        for name, case in {
+            "pairs": Case(rule, Q, proposal, shape="product(2)", count=4),
+            "pairs of chains": Case(rule, Q, proposal, shape="product(2,1)", count=4),
+            "pairs below a token, zeros in both": Case(
+                rule, without_one(Q), proposal, p=without_one(tempered(P, 2.0)), shape="product(1,2)", count=4
+            ),
+            "a ragged tree": Case(rule, Q, proposal, shape="paths(0,1,1.0)", count=4),
+            "a chain": Case(rule, Q, proposal, count=4),
+            "three siblings": Case(rule, Q, proposal, shape="product(3)", count=3),
+        }.items()
+    },
+    **{
+        f"match, {proposal}, {shape}": Case("match", Q, proposal, shape=shape, count=4)
+        for proposal in ("deterministic", "keyed")
+        for shape in ("dynamic(depth=2,k=2,total=3)", "opt(total=4,depth=2,delta=0.1)")
+    },
+}
+
 CASES = {
+    **TREES,
     **{
         f"{rule}{name}": case
         for rule in ("block", "multi-candidate", "k-seq", "traversal")
         for name, case in {
             "": Case(rule, Q, count=4),
             ", zeros in both": Case(rule, without_one(Q), p=without_one(tempered(P, 2.0)), count=4),
-            ", ragged depth": Case(rule, Q, grow=on_an_even_sum, draft_length=3, count=4),
+            ", ragged depth": Case(rule, Q, grow=on_an_even_sum, shape="chain(3)", count=4),
             ", no drafter": Case(rule, count=3),
         }.items()
     },
     "rejection": Case("rejection", Q),
-    "rejection, one draft": Case("rejection", Q, draft_length=1),
-    "rejection, longer than the rest": Case("rejection", Q, draft_length=4, count=4),
+    "rejection, one draft": Case("rejection", Q, shape="chain(1)"),
+    "rejection, longer than the rest": Case("rejection", Q, shape="chain(4)", count=4),
     "rejection, four tokens": Case("rejection", ProbabilityTable.random(4, seed=4), p=ProbabilityTable.random(4, seed=3), count=4),
     "rejection, q = p": Case("rejection", P),
     "rejection, zeros in q": Case("rejection", without_one(Q)),
     "rejection, zeros in p": Case("rejection", Q, p=without_one(P)),
     "rejection, zeros in both": Case("rejection", without_one(Q), p=without_one(tempered(P, 2.0))),
-    "rejection, ragged depth": Case("rejection", Q, grow=on_an_even_sum, draft_length=3),
+    "rejection, ragged depth": Case("rejection", Q, grow=on_an_even_sum, shape="chain(3)"),
     "rejection, nothing drafted": Case("rejection", Q, depth=0),
     "rejection, no drafter": Case("rejection"),
     "match, no drafter": Case("match"),
-    "match, deterministic": Case("match", Q, "deterministic", draft_length=3),
-    "match, deterministic, ragged depth": Case("match", Q, "deterministic", draft_length=3, grow=on_an_even_sum),
+    "match, deterministic": Case("match", Q, "deterministic", shape="chain(3)"),
+    "match, deterministic, ragged depth": Case("match", Q, "deterministic", shape="chain(3)", grow=on_an_even_sum),
     "match, iid": Case("match", Q, "iid", count=4),
     "match, keyed": Case("match", Q, "keyed"),
     "match, keyed, q = p": Case("match", P, "keyed"),
-    "match, keyed, zeros in both": Case("match", without_one(Q), "keyed", p=without_one(P), grow=on_an_even_sum, draft_length=3),
+    "match, keyed, zeros in both": Case("match", without_one(Q), "keyed", p=without_one(P), grow=on_an_even_sum, shape="chain(3)"),
 }
 
 
@@ -160,8 +189,12 @@ def test_a_keyed_draft_that_equals_the_target_is_accepted_whole():
         assert session.stats.accepted == session.stats.drafted > 6
 
 
-def test_every_rule_has_a_case():
-    assert {case.rule for case in CASES.values()} == set(names())
+def test_every_lossless_rule_has_a_case_for_all_that_it_accepts():
+    assert {case.rule for case in CASES.values()} == set(LOSSLESS)
+    for name in LOSSLESS:
+        cases = [case for case in CASES.values() if case.rule == name and case.q is not None]
+        assert {case.proposal for case in cases} >= set(create(name).proposals) - {"mixed"}, name  # mixed: tests/test_tree_rules.py
+        assert create(name).chains_only or any(not TreeShape.parse(case.shape).is_chain for case in cases), name
 
 
 # -- faults that must be seen --------------------------------------------------------------------------------------------
@@ -280,9 +313,50 @@ def noise_of_the_root_before(enumeration: Enumeration, keys: Tensor, positions: 
     return enumeration(keys, positions - positions % 2)
 
 
+@dataclass
+class ByPosition:
+    """Randomness that keys what is accepted by the position of the token, not by the round and a node."""
+
+    enumeration: Enumeration
+    keys: Tensor
+    positions: Tensor
+
+    def __getattr__(self, name: str):
+        return getattr(self.enumeration(self.keys, self.positions), name)
+
+    def accept(self, probability: Tensor, node: int = 0) -> Tensor:
+        passes = [
+            self.enumeration(self.keys, self.positions + node + index).accept(each[:, None])
+            for index, each in enumerate(probability.unbind(1))
+        ]
+        return torch.cat(passes, 1)
+
+
+def what_lies_beyond_the_path_again(enumeration: Enumeration, keys: Tensor, positions: Tensor) -> Randomness:
+    """Block and traversal use up noise beyond what they keep; keyed by position, the next round meets it again."""
+    return ByPosition(enumeration, keys, positions)
+
+
+def the_match_races_noise(enumeration: Enumeration, keys: Tensor, positions: Tensor) -> Randomness:
+    """The token after the path by the race of the root's own next position, which the next round may hold as well."""
+    return Rekeyed(enumeration(keys, positions), {Purpose.RESIDUAL: Purpose.MATCH, Purpose.DRAFT: Purpose.MATCH})
+
+
+def tree_of(rule: str, proposal: Proposal = "iid") -> Case:
+    return Case(rule, Q, proposal, shape="product(2,1)", count=5)
+
+
 @pytest.mark.parametrize(
     ("fault", "case", "amount"),
     [
+        (what_lies_beyond_the_path_again, Case("block", Q, shape="chain(3)"), 0.005),
+        (what_lies_beyond_the_path_again, Case("traversal", Q, shape="chain(3)"), 0.005),
+        (the_match_races_noise, Case("block", Q), 0.05),
+        (the_same_noise_every_round, Case("block", Q, count=4), 0.05),
+        (the_same_noise_every_round, tree_of("traversal"), 0.05),
+        (the_same_noise_every_round, tree_of("traversal", "without-replacement"), 0.05),
+        (the_same_noise_every_round, tree_of("multi-candidate"), 0.05),
+        (the_same_noise_every_round, tree_of("k-seq"), 0.05),
         (residual_with_the_drafts_noise, BASE, 0.1),
         (the_same_noise_every_round, BASE, 0.1),
         (noise_of_the_root_before, BASE, 0.05),
@@ -311,7 +385,9 @@ def test_rows_of_a_batch_are_independent(rule: str, proposal: Proposal, draft_le
         def run(enumeration: Enumeration) -> list[tuple[int, ...]]:
             worlds = len(enumeration.worlds)
             drafter = ScriptedDrafter(Q, proposal=proposal)
-            session = Session(TableTarget(P), drafter, create(rule), proposal=proposal, shape=f"chain({draft_length})", randomness=enumeration)
+            session = Session(
+                TableTarget(P), drafter, create(rule), proposal=proposal, shape=f"chain({draft_length})", randomness=enumeration
+            )
             parameters = [
                 RowParameters(max_new_tokens=count, do_sample=True, seed=seed_of(seed))
                 for seed, count in zip(enumeration.seeds, counts * worlds)
@@ -376,7 +452,7 @@ def product_law(p: Tensor) -> Law:
     return law
 
 
-@pytest.mark.parametrize("name", ["match", "rejection"])
+@pytest.mark.parametrize("name", ["match", "rejection", "block", "traversal", "multi-candidate", "k-seq"])
 @pytest.mark.parametrize("zeros", [0.0, 0.4])
 def test_one_round_on_random_distributions(name: str, zeros: float):
     generator = torch.Generator().manual_seed(5)
@@ -397,6 +473,22 @@ def test_rejection_accepts_as_often_as_the_total_variation_allows():
         assert accepted.get(0, 0.0) == pytest.approx(1 - alpha[0], abs=EXACT)
         assert accepted.get(1, 0.0) == pytest.approx(alpha[0] * (1 - alpha[1]), abs=EXACT)
         assert accepted.get(2, 0.0) == pytest.approx(alpha[0] * alpha[1], abs=EXACT)
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+def test_block_keeps_at_least_what_rejection_keeps(zeros: float):
+    """On any tables, and traversal keeps the same number with the same probability (Sun et al. 2024, Theorem 2)."""
+    generator = torch.Generator().manual_seed(8)
+    gained = 0.0
+    for vocab, depth in [(3, 2), (4, 2), (2, 3), (3, 3)] * 3:
+        p = random_distributions(generator, depth + 1, vocab, zeros=zeros)
+        q = random_distributions(generator, depth, vocab, zeros=zeros)
+        counts = {name: chain_law(create(name), p, q, proposal="iid")[1] for name in ("rejection", "block", "traversal")}
+        kept = {name: sum(count * weight for count, weight in law.items()) for name, law in counts.items()}
+        assert kept["block"] >= kept["rejection"] - EXACT
+        assert distance(counts["block"], counts["traversal"]) < EXACT
+        gained += kept["block"] - kept["rejection"]
+    assert gained > 0.1
 
 
 def test_match_accepts_independent_draws_only_as_often_as_two_samples_agree():

@@ -12,14 +12,17 @@ import foretoken
 SOURCE = Path(foretoken.__file__).parent
 LAYERS = [
     {"errors", "tree", "sampling", "stats"},
+    {"shapes"},
     {"histories", "known_processors", "processors"},
     {"sampler"},
     {"target", "verification", "loading"},
+    {"logprobs"},
     {"judgement"},
     {"drafters"},
     {"session", "testing"},
     {"preparation"},
     {"speculator"},
+    {"auditing"},
     {"bench", "cli", "__main__"},
 ]
 

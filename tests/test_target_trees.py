@@ -59,3 +59,31 @@ def test_a_branching_tree_scores_like_its_paths(name, implementation):
 @pytest.mark.parametrize(("name", "implementation"), TREE)
 def test_trees_of_other_sizes(name, implementation, nodes):
     check(name, implementation, nodes, seeds=range(3, 7))
+
+
+@torch.inference_mode()
+def test_a_draft_does_not_reach_over_the_longrope_boundary():
+    """Filler and rejected nodes behind the last position would change the rotation of the whole pass."""
+    model, texts = build("phi3_longrope"), [list(text) for text in prompts((88, 70))]
+    with pytest.warns(UserWarning, match="beyond 96 tokens"):
+        target = Target(model)
+    assert target.context == 96
+    target.open(texts)
+    target.prefill(texts, first=0)
+    chain = TokenTree.from_chain(torch.arange(3, 15).expand(2, 12))  # the first row has room for 8 of them
+    logits = target.score(chain)
+    for row, (text, room) in enumerate(zip(texts, (8, 12))):
+        wanted = model(input_ids=torch.tensor([text + chain.tokens[row, :room].tolist()]), use_cache=False).logits[0, -room:]
+        assert (logits[row, :room] - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    over = model(input_ids=torch.tensor([texts[0] + chain.tokens[0].tolist()]), use_cache=False).logits[0, -12:]
+    assert (logits[0, :8] - over[:8]).abs().max() > 0.1, "beyond the boundary the logits before it are others"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_temperature_is_left_as_it_was(implementation):
+    model = build("llama4_tuned", implementation)
+    layers = [layer.self_attn for layer in model.model.layers]
+    before = [layer.attn_temperature_tuning for layer in layers]
+    Target(model)
+    assert [layer.attn_temperature_tuning for layer in layers] == before
+    assert not any(layer.q_proj._forward_hooks for layer in layers)

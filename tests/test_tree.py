@@ -120,20 +120,16 @@ class Walk:
 
 
 def naive_walk(tree: TokenTree, choices: Tensor, row: int) -> Walk:
-    """From the root to the first valid child that carries the target's choice, as long as there is one."""
-    path = [0]
-    while True:
-        choice = int(choices[row, path[-1]])
-        children = [
-            node
-            for node in range(1, tree.nodes)
-            if int(tree.parents[row, node]) == path[-1]
-            and int(tree.tokens[row, node]) == choice
-            and (tree.valid is None or bool(tree.valid[row, node]))
-        ]
-        if not children:
-            return Walk(path, choice)
-        path.append(children[0])
+    """From the root along valid nodes that carry their parent's choice, to the deepest of them, the first of several."""
+    reached = [0]
+    for node in range(1, tree.nodes):
+        parent = int(tree.parents[row, node])
+        valid = tree.valid is None or bool(tree.valid[row, node])
+        if valid and parent in reached and int(tree.tokens[row, node]) == int(choices[row, parent]):
+            reached.append(node)
+    paths = [naive_path(tree, row, node) for node in reached]
+    path = max(paths, key=len)
+    return Walk(path, int(choices[row, path[-1]]))
 
 
 def assert_same(tree: TokenTree, first: Verdict, second: Verdict) -> None:
@@ -180,9 +176,9 @@ def valid_of(*line: bool) -> Tensor:
         (tree_of([0, 1, 2], [-1, 2, 1]), "row 1: node 1 names parent 2, which does not come before it"),  # a cycle
         (tree_of([0, 1], [-1, 1]), "row 1: node 1 names parent 1"),  # its own parent
         (tree_of([0, 1, 2], [-1, 2, 0]), "row 1: node 1 names parent 2"),  # after its child
-        (tree_of([0, 1, 2], [-1, 0, -1]), "node 0 must be the only root"),
-        (tree_of([0, 1], [0, 0]), "node 0 must be the only root"),  # none
-        (tree_of([0, 1], [-1, -2]), "node 0 must be the only root"),
+        (tree_of([0, 1, 2], [-1, 0, -1]), "row 1: node 2 has parent -1; node 0 must be the only root"),
+        (tree_of([0, 1], [0, 0]), "row 1: node 0 has parent 0; it must be the only root"),  # none
+        (tree_of([0, 1], [-1, -2]), "row 1: node 1 has parent -2; node 0 must be the only root"),
         (tree_of([0, VOCAB], [-1, 0]), f"row 1, node 1: token {VOCAB} is outside the target's vocabulary of {VOCAB}"),
         (tree_of([0, -1], [-1, 0]), "row 1, node 1: token -1 is outside"),
         (tree_of([0, 1, 2], [-1, 0, 1], valid=valid_of(True, False, True)), "a valid node hangs below a filler node"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foretoken import drafters, zoo
     from foretoken import verification as rules
+    from foretoken.auditing import AuditReport, ExactnessError, audit
     from foretoken.drafters.base import Drafter, DraftRequest
     from foretoken.errors import (
         CacheMemoryError,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     )
     from foretoken.logprobs import LogProbs
     from foretoken.session import Commit, RowParameters, Session
+    from foretoken.shapes import TreeShape
     from foretoken.speculator import SpeculativeOutput, Speculator, Tokens, custom_generate
     from foretoken.stats import RowStats, Stats
     from foretoken.target import Target, TreeCache
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "audit": "foretoken.auditing:audit",
+    "AuditReport": "foretoken.auditing:AuditReport",
+    "ExactnessError": "foretoken.auditing:ExactnessError",
     "drafters": "foretoken.drafters:",
     "rules": "foretoken.verification:",
     "zoo": "foretoken.zoo:",
@@ -46,6 +51,7 @@ _HOMES = {
     "Commit": "foretoken.session:Commit",
     "RowParameters": "foretoken.session:RowParameters",
     "Session": "foretoken.session:Session",
+    "TreeShape": "foretoken.shapes:TreeShape",
     "SpeculativeOutput": "foretoken.speculator:SpeculativeOutput",
     "Speculator": "foretoken.speculator:Speculator",
     "Tokens": "foretoken.speculator:Tokens",
@@ -61,12 +67,14 @@ _HOMES = {
     "Verdict": "foretoken.verification.base:Verdict",
 }
 __all__ = [
+    "AuditReport",
     "CacheMemoryError",
     "Commit",
     "ConfigurationError",
     "DraftRequest",
     "Drafter",
     "DrafterError",
+    "ExactnessError",
     "ForetokenError",
     "Interrupted",
     "LogProbs",
@@ -84,9 +92,11 @@ __all__ = [
     "TokenTree",
     "Tokens",
     "TreeCache",
+    "TreeShape",
     "UnsupportedModelError",
     "Verdict",
     "__version__",
+    "audit",
     "custom_generate",
     "drafters",
     "rules",

@@ -25,12 +25,15 @@ class NodeHistories:
         lengths: how many of them count, the root (``tree.tokens[:, 0]``) included.
         tree: N nodes per row, on the device of ``committed``.
         first: the nodes before it are there as history only.
+        ends: per row the tokens that end it; empty for none.
 
     Raises:
         ValueError: the shapes or devices disagree, a length is outside ``1..capacity``, or no node is left.
     """
 
-    def __init__(self, committed: Tensor, lengths: Sequence[int], tree: TokenTree, first: int = 0) -> None:
+    def __init__(
+        self, committed: Tensor, lengths: Sequence[int], tree: TokenTree, first: int = 0, ends: Sequence[frozenset[int]] = ()
+    ) -> None:
         if committed.ndim != 2 or not committed.shape[0] == len(lengths) == tree.rows:
             raise ValueError(f"committed {list(committed.shape)}, {len(lengths)} lengths and a tree of {tree.rows} rows disagree")
         if any(not 1 <= length <= committed.shape[1] for length in lengths):
@@ -40,6 +43,7 @@ class NodeHistories:
         if not 0 <= first < tree.nodes:
             raise ValueError(f"first {first} is none of the tree's {tree.nodes} nodes")
         self.committed, self.lengths, self.tree, self.first = committed, list(lengths), tree, first
+        self.ends = ends
         self.rows, self.nodes = tree.rows, tree.nodes - first
         self._gathered: dict[tuple[int, ...], Tensor] = {}
 
@@ -97,14 +101,26 @@ class NodeHistories:
         return groups
 
     def levels(self, rows: Sequence[int]) -> list[list[int]]:
-        """The cells of ``rows`` by depth, from the least on; filler is left out."""
+        """The cells of ``rows`` by depth, from the least on; filler is left out, and what a row would have ended before."""
         valid = None if self.valid is None else self.valid.tolist()
         levels: dict[int, list[int]] = {}
         for row in rows:
+            over = self._over(row)
             for node, depth in enumerate(self.depths[row][self.first :]):
-                if valid is None or valid[row][node]:
+                if (valid is None or valid[row][node]) and not over[self.first + node]:
                     levels.setdefault(depth, []).append(row * self.nodes + node)
         return [levels[depth] for depth in sorted(levels)]
+
+    def _over(self, row: int) -> list[bool]:
+        """Per node of the tree, whether its path from the root holds a token that ends the row."""
+        nodes = self.tree.nodes
+        if nodes == 1 or not self.ends or not self.ends[row]:
+            return [False] * nodes
+        ends = to_device(sorted(self.ends[row]), self.tokens.device)
+        over = [False, *torch.isin(self.tokens[row, 1:], ends).tolist()]
+        for node, parent in enumerate(self.parents[row][1:], 1):
+            over[node] = over[node] or over[parent]
+        return over
 
     def committed_length(self, cell: int) -> int:
         return self.lengths[cell // self.nodes]
@@ -134,7 +150,8 @@ class NodeHistories:
             [row, width - end - depth, end, *[-1] * (deepest - depth), *self._path(cell, depth)]
             for cell, (row, _), end, depth in zip(cells, places, ends, depths)
         ]
-        rows, shifts, counts, paths = to_device(lines, self.committed.device).split([1, 1, 1, deepest], 1)  # [G, 1] and [G, deepest]
+        packet = to_device(lines, self.committed.device)
+        rows, shifts, counts, paths = packet[:, :1], packet[:, 1:2], packet[:, 2:3], packet[:, 3:]  # [G, 1] and [G, deepest]
         source = torch.arange(width, device=rows.device) - shifts  # [G, width], an index into the committed ids
         capacity = self.committed.shape[1]
         ids = self.committed.flatten()[rows * capacity + source.clamp(0, capacity - 1)].masked_fill((source < 0) | (source >= counts), -1)

@@ -206,8 +206,9 @@ def process(
     """Scores at every node of ``histories``: those of each row's pipeline called with the node's own history.
 
     As in `transformers` the logits are cast to float32 first. Filler nodes, and below a stage that calls the user's code also
-    nodes that decoding cannot reach (a token above them got probability 0), may keep raw logits: no rule looks at them. Where the
-    parents' scores belong to an earlier call (``histories.first``) a valid node counts as reachable.
+    nodes that decoding cannot reach (a token above them got probability 0, or ended the row), may keep raw logits: nothing that a
+    rule says about them is kept. Where the parents' scores belong to an earlier call (``histories.first``) a valid node counts as
+    reachable.
 
     Args:
         pipelines: one per row.

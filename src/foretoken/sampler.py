@@ -34,6 +34,7 @@ class Sampler:
         lengths: committed tokens per row, the root included.
         noise: the round's randomness; None if no row samples.
         committed: gives ``[R, capacity]`` committed ids with room for drafts behind; called only if a pipeline reads them.
+        ends: per row the tokens that end it; empty for none. A processor of the user's own is not asked what follows them.
         watch: adds up the seconds that the user's own processors take, for the draft as for the target.
     """
 
@@ -42,6 +43,7 @@ class Sampler:
     lengths: Sequence[int]
     noise: Randomness | None
     committed: Callable[[], Tensor]
+    ends: Sequence[frozenset[int]] = ()
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     @cached_property
@@ -67,23 +69,16 @@ class Sampler:
         """
         if self.plain:
             return _widen(logits)
-        histories = NodeHistories(self.committed(), self.lengths, tree, first) if self.needs_history else None
+        histories = NodeHistories(self.committed(), self.lengths, tree, first, self.ends) if self.needs_history else None
         return process(self.pipelines, logits, histories, watch=self.watch)
 
     def scores_below(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
         """``[R, V]`` float32 processed ``logits`` ``[R, V]`` after the root and the drafted ``tokens``, each ``[R]``."""
-        if self.plain:
-            return _widen(logits)
         if not self.needs_history:
-            return process(self.pipelines, logits[:, None])[:, 0]
+            return _widen(logits) if self.plain else process(self.pipelines, logits[:, None])[:, 0]
         committed = self.committed()
-        lengths = [length + len(tokens) for length in self.lengths]
-        if tokens:
-            rows = torch.arange(len(lengths), device=committed.device)
-            committed[rows, torch.tensor(lengths, device=committed.device) - 1] = tokens[-1]
-        last = committed[:, 0] if not tokens else tokens[-1]  # a tree of one node: its token is the last committed one
-        histories = NodeHistories(committed, lengths, TokenTree.root(last))
-        return process(self.pipelines, logits[:, None], histories, watch=self.watch)[:, 0]
+        root = committed.gather(1, torch.tensor(self.lengths, device=committed.device)[:, None] - 1)[:, 0]
+        return self.scores(logits[:, None], TokenTree.from_chain(torch.stack([root, *tokens], 1)), len(tokens))[:, 0]
 
     def distribution(self, scores: Tensor) -> Tensor:
         """``scores`` ``[R, V]`` or ``[R, n, V]`` as probabilities; one-hot where the row is greedy."""

@@ -103,6 +103,7 @@ class Noise:
 
     def __init__(self, keys: Tensor, positions: Tensor):
         self.keys, self.positions = keys, positions
+        self._accepts: Tensor | None = None  # [R, K] uniforms of nodes 0 … K - 1, once asked for
 
     def words(self, purpose: Purpose, offsets: Tensor | int, node: Tensor | int = 0) -> Tensor:
         """``[R, K]`` int64 words for positions ``root + offsets`` (``[R, K]``, ``[1, K]`` or int) and nodes likewise."""
@@ -141,9 +142,16 @@ class Noise:
 
         The draws are for nodes ``node``, ``node + 1``, …, one number for all rows or ``[R]``.
         """
-        first = node[:, None] if isinstance(node, Tensor) else node
-        nodes = first + torch.arange(probability.shape[1], device=probability.device)[None]
-        return _unit(self.words(Purpose.ACCEPT, 0, nodes).to(torch.int32)).neg_() < probability
+        count = probability.shape[1]
+        if isinstance(node, Tensor):
+            return self._uniforms(node[:, None] + torch.arange(count, device=node.device)) < probability
+        if self._accepts is None or self._accepts.shape[1] < node + count:  # many at once: rules ask node by node
+            self._accepts = self._uniforms(torch.arange(1 << (node + count - 1).bit_length() + 1, device=probability.device)[None])
+        return self._accepts[:, node : node + count] < probability
+
+    def _uniforms(self, nodes: Tensor) -> Tensor:
+        """``[R, K]`` float32 in (0, 1) for ``nodes`` ``[R or 1, K]``."""
+        return _unit(self.words(Purpose.ACCEPT, 0, nodes).to(torch.int32)).neg_()
 
 
 def _negative_exponentials(words: Tensor, vocab_size: int) -> Tensor:

@@ -250,7 +250,7 @@ class Session:
         self.target.commit(judgement.path, [count + 1 for count in accepted])
         commits = self._settle(rows, judgement, counted=True)
         settled = clock()
-        self.drafter.observe(rows, Feedback(tree, accepted, judgement.path, logits))
+        self.drafter.observe(rows, Feedback(tree, accepted, judgement.path))
         seconds["draft"] += drafted - begin + clock() - settled - asked
         seconds["target"] += judged - drafted - (sampler.watch.seconds - asked) if logits.is_cuda else scored - drafted
         self._depart()
@@ -265,6 +265,7 @@ class Session:
             lengths=[len(row.ids) for row in rows],
             noise=self._noise(rows) if True in sampled else None,
             committed=lambda: self._committed_ids(rows),
+            ends=[row.parameters.eos for row in rows],
         )
 
     @staticmethod

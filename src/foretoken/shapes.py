@@ -53,6 +53,7 @@ class TreeShape:
     def chain(length: int) -> StaticShape:
         """γ = ``length`` tokens, one after the other; 0 is plain decoding."""
         _whole("chain", "length", length, least=0)
+        _bounded(length, f"chain({length})")
         return StaticShape(tuple(range(-1, length)), f"chain({length})")
 
     @staticmethod

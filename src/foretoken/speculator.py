@@ -151,9 +151,15 @@ class Run:
 
     def __init__(self, speculator: Speculator, prepared: Prepared):
         self.prepared = prepared
-        stats = Stats(seed=prepared.seed, drafter=speculator.drafter.name, rule=speculator.rule.name, lossless=speculator.rule.lossless)
+        stats = Stats(
+            seed=prepared.seed,
+            drafter=speculator.drafter.name,
+            shape=str(speculator.shape),
+            rule=speculator.rule.name,
+            lossless=speculator.rule.lossless,
+        )
         if not any(row.do_sample for row in prepared.parameters):
-            stats.rule = "match"
+            stats.rule, stats.lossless = "match", True
         self.stats = stats
         self.session = speculator.session(stats=stats, record=prepared.record)
         for prompt, parameters in zip(prepared.prompts, prepared.parameters):

@@ -45,7 +45,7 @@ class Stats:
             overhead wherever they are called, also while a draft or the prefill is under way.
         time_to_first_token: seconds from the call to the first token of any row, None if there was none.
         seed: the seed in use, as given, or as drawn.
-        rule, drafter, lossless: the configuration in use.
+        rule, drafter, shape, lossless: the configuration in use.
         rows: one :class:`RowStats` per row.
     """
 
@@ -62,6 +62,7 @@ class Stats:
     seed: Any = None
     rule: str = ""
     drafter: str = ""
+    shape: str = ""
     lossless: bool = True
     rows: list[RowStats] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter, repr=False)

@@ -153,8 +153,12 @@ class TokenTree:
         """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
         self.check_shapes(vocab_size)
         index = torch.arange(self.nodes, device=self.parents.device)
-        if bool((self.parents[:, 0] != -1).any()) or bool((self.parents[:, 1:] < 0).any()):
-            raise ValueError("node 0 must be the only root (parent -1) of every row")
+        if bool((self.parents[:, 0] != -1).any()):
+            row = int((self.parents[:, 0] != -1).nonzero()[0])
+            raise ValueError(f"row {row}: node 0 has parent {int(self.parents[row, 0])}; it must be the only root (parent -1)")
+        if bool((self.parents[:, 1:] < 0).any()):
+            row, node = (self.parents[:, 1:] < 0).nonzero()[0].tolist()
+            raise ValueError(f"row {row}: node {node + 1} has parent {int(self.parents[row, node + 1])}; node 0 must be the only root")
         if bool((self.parents >= index).any()):
             row, node = (self.parents >= index).nonzero()[0].tolist()
             raise ValueError(f"row {row}: node {node} names parent {int(self.parents[row, node])}, which does not come before it")
@@ -170,6 +174,21 @@ class TokenTree:
             raise ValueError(
                 f"row {row}, node {node}: token {int(self.tokens[row, node])} is outside the target's vocabulary of {vocab_size}"
             )
+        if self.q is not None and bool(self.wrong_q.any()):
+            row, node = self.wrong_q.nonzero()[0].tolist()
+            line = self.q[row, node]
+            what = "holds NaN" if bool(line.isnan().any()) else f"sums to {float(line.sum()):.6g}"
+            raise ValueError(f"row {row}, node {node}: q {what}; it must be the distribution that the node's children were drawn from")
+
+    @property
+    def wrong_q(self) -> Tensor:
+        """``[B, min(M, N)]`` bool: nodes with children, whose ``q`` is no distribution."""
+        assert self.q is not None
+        inner = min(self.q.shape[1], self.nodes)
+        real = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
+        used = torch.zeros_like(self.tokens).scatter_add(1, self.parents.clamp(min=0)[:, 1:], real[:, 1:].long()) > 0
+        q = self.q[:, :inner]
+        return used[:, :inner] & ~((q.sum(-1) - 1).abs() <= 1e-3)
 
 
 def reach(parents: Tensor) -> Tensor:

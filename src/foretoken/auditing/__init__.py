@@ -17,7 +17,6 @@ from foretoken.auditing.report import LEFT_OUT, AuditReport, ExactnessError, Exa
 from foretoken.auditing.tally import Design
 from foretoken.errors import ConfigurationError
 from foretoken.speculator import Speculator
-from foretoken.verification import create
 from foretoken.verification.match import Match
 
 if TYPE_CHECKING:
@@ -78,22 +77,24 @@ def audit(
         ConfigurationError: an option that can not work.
     """
     check_options(parts, significance, bias, sampling)
-    speculator = (
-        target
-        if isinstance(target, Speculator)
-        else Speculator(
+    for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} must be at least 1, got {value!r}")
+    if isinstance(target, Speculator):
+        if rule != "auto" or any(each is not None for each in (drafter, shape, drafter_options, dtype, device)):
+            raise ConfigurationError("a Speculator has its drafter, rule, shape, dtype and device already; leave them out")
+        speculator = target
+    else:
+        speculator = Speculator(
             target,
             "prompt-lookup" if drafter is None else drafter,
             rule=rule,
+            shape=shape,
             drafter_options=drafter_options,
             dtype=(dtype or "float32") if isinstance(target, str) else dtype,
             device=device,
             lossless=False,
-            **({} if shape is None else {"shape": shape}),
         )
-    )
-    if speculator is target and not (drafter is shape is drafter_options is dtype is device is None and rule == "auto"):
-        raise ConfigurationError("a Speculator has its drafter, rule, shape, dtype and device already; leave them out")
     return run(
         speculator,
         token_ids(speculator.model, prompts),
@@ -183,4 +184,6 @@ def check_options(parts: Sequence[str] | None, significance: float, bias: float,
         if not 0 < value < 0.5:
             raise ConfigurationError(f"{name} must lie between 0 and 0.5, got {value!r}")
     if taken := sorted(OWN & sampling.keys()):
-        raise ConfigurationError(f"{', '.join(taken)} is not taken here: an audit makes its own batches; pass prompts=[...] and max_new_tokens")
+        raise ConfigurationError(
+            f"{', '.join(taken)} is not taken here: an audit makes its own batches; pass prompts=[...] and max_new_tokens"
+        )

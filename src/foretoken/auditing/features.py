@@ -2,8 +2,8 @@
 
 Under exactness E[f(y) | text] = sum_v p(v) f(v) for every such f, so f(y) minus that is a martingale difference: no second
 sample is needed to compare with, and sums over all tokens of all texts are tested. What makes a test strong is f. Rules that
-compare p with q go wrong along p - q; wrong temperatures and filters along the order of p; noise that is used twice ties a token to the ones before
-it. A function of the drafted *tokens* would not do: given the draft, the kept token does not follow p.
+compare p with q go wrong along p - q, wrong temperatures and filters along the order of p, and noise that is used twice ties
+a token to the ones before it. A function of the drafted *tokens* would not do: given the draft, the kept token does not follow p.
 """
 
 from __future__ import annotations

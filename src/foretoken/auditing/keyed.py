@@ -1,8 +1,8 @@
 """The keyed part: with the match rule, and greedily with any, the text is a function of the seed, so it must equal the plain one.
 
-A divergence is excused only by rounding. What rounding can do is measured on the model without the audited loop: the logits
-of passes over one token against passes over several, and over the whole text. A divergence counts as floating point if
-some change of the logits no larger than that, times an allowance, makes plain decoding choose the speculative token; that covers near ties of
+A divergence is excused only by rounding. What rounding can do is measured on the model without the audited loop: logits of
+passes over one token against passes over several, and over the whole text. A divergence counts as floating point if some change of the
+logits no larger than that, times an allowance, makes plain decoding choose the speculative token; that covers near ties of
 log p + noise and the edges of top-p and top-k alike. Besides, the logits that speculation used are compared with the plain
 ones at every committed token: a wrong mask or a cache row that is off shows there before it flips a token.
 """
@@ -83,9 +83,10 @@ def generate(
     output = speculator.generate(**options)
     recorded = speculator.generate(output_logits=True, return_dict_in_generate=True, **options)
     width = batch["input_ids"].shape[1]
+    assert output.stats is not None and recorded.stats is not None and recorded.logits is not None
     texts = []
     for row in range(len(references)):
-        lengths = [each.stats.rows[row].tokens for each in (output, recorded)]
+        lengths = [stats.rows[row].tokens for stats in (output.stats, recorded.stats)]
         tokens, again = (each.sequences[row, width : width + length].tolist() for each, length in zip((output, recorded), lengths))
         logits = torch.stack([step[row] for step in recorded.logits[: lengths[1]]])
         same = first_difference(tokens, again)
@@ -120,9 +121,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((index for index in range(max(len(a), len(b))) if list(a[index : index + 1]) != list(b[index : index + 1])), None)
 
 
-def divergence(
-    reference: Reference, prompt: int, position: int, ours: Speculative, theirs: Plain, seed: tuple[int, int]
-) -> Divergence:
+def divergence(reference: Reference, prompt: int, position: int, ours: Speculative, theirs: Plain, seed: tuple[int, int]) -> Divergence:
     """What happened at ``position``, judged by the plain logits alone."""
     spoken = ours.tokens[position] if position < len(ours.tokens) else -1
     if spoken < 0 or position >= len(theirs.tokens):

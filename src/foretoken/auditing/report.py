@@ -238,7 +238,9 @@ class AuditReport:
         if self.statistical is not None and self.statistical.impossible:
             found.append(f"{self.statistical.impossible} sampled tokens can not follow their text under the target")
         if self.statistical is not None and self.statistical.p_value < self.statistical.significance:
-            found.append(f"sampled tokens do not follow the target's law (p = {self.statistical.p_value:.1g}: {self.statistical.worst.name})")
+            found.append(
+                f"sampled tokens do not follow the target's law (p = {self.statistical.p_value:.1g}: {self.statistical.worst.name})"
+            )
         return found
 
     def raise_for_fault(self) -> None:

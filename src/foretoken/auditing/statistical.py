@@ -1,9 +1,9 @@
 """The statistical part: tokens sampled through the real loop, tested against the target's own distribution after the same text.
 
-Many continuations of several rounds are drawn in batches, each under a seed of its own. The distribution of every token given
-its text is known: one plain pass over each continuation and transformers' processors give p. Sums of f(y) - E_p f over all tokens, for several
-functions f, are tested together, with Bonferroni's correction over tests and over looks; a look after an eighth, a quarter and half of
-the samples ends early what is grossly wrong.
+Many continuations of several rounds are drawn in batches, each under a seed of its own. The distribution of every token
+given its text is known: one plain pass over each continuation and transformers' processors give p. Sums of f(y) - E_p f over
+all tokens, for several functions f, are tested together, with Bonferroni's correction over tests and over looks; a look after
+an eighth, a quarter and half of the samples ends early what is grossly wrong.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def measure(batch: Batch, draft: Any, tally: Tally, sums: Sums) -> None:
     """Add every token of ``batch`` to ``tally``, in parts that fit into memory."""
     vocab_size = tally.vocab_size
     rows = max(1, CELLS // (len(tally.names) * vocab_size))
-    for tokens, alive, begins in zip(*(each.split(rows) for each in (batch.tokens, batch.alive, batch.begins))):
+    for tokens, alive, begins in zip(*(torch.split(each, rows) for each in (batch.tokens, batch.alive, batch.begins))):
         logits = batch.reference.logits(tokens)
         others = None if draft is None else batch.reference.logits(tokens, model=draft)
         features = Features(vocab_size, draft is not None, tokens.device)

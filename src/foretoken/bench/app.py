@@ -15,12 +15,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 WIDE = 180  # columns, where the tables go to a file or a pipe
 
-app = typer.Typer(help="Benchmarks of Foretoken, each beside a peer in one run.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Benchmarks of Foretoken.", no_args_is_help=True, add_completion=False)
 
 
 @app.callback()
 def suites() -> None:
-    """Benchmarks of Foretoken, each beside a peer in one run."""
+    """Benchmarks of Foretoken."""
 
 
 @app.command()
@@ -50,34 +50,69 @@ def overhead(
 
     from foretoken.bench import environment, overhead_report, report
     from foretoken.bench.overhead import Run, Settings
-    from foretoken.errors import ForetokenError
 
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     logging.disable_progress_bar()
+    run = _reported(Run, settings, environment.describe, overhead_report, report, out=out, as_json=as_json)
+    missed = strict and any(claim.verdict == "missed" for claim in overhead_report.made(run))
+    raise typer.Exit(1 if run.failures or missed else 0)
+
+
+@app.command()
+def verification(
+    shape: Annotated[str, typer.Option(help="Shape of the trees, for rules that verify trees.")] = "product(4,3,4)",
+    chain: Annotated[str, typer.Option(help="Shape for rules that verify chains only.")] = "chain(5)",
+    vocab_size: Annotated[int, typer.Option(min=2, help="V.")] = 150_000,
+    rows: Annotated[int, typer.Option(min=1, help="B.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the sampling.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of the sampling.")] = 0.95,
+    spread: Annotated[float, typer.Option(min=0.0, help="Standard deviation of the target's logits.")] = 3.0,
+    error: Annotated[float, typer.Option(min=0.0, help="Standard deviation of the draft's logits against the target's.")] = 1.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after the warm-up.")] = 10,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write verification.json and verification.md into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when a claim is missed.")] = False,
+) -> None:
+    """What it takes to verify a tree over a large vocabulary, for every rule, processors included."""
+    given = locals()
+    from foretoken.bench import environment, report
+    from foretoken.bench import verification as suite
+
+    settings = suite.Settings(**{field.name: given[field.name] for field in fields(suite.Settings)})
+    run = _reported(suite.Run, settings, environment.describe, suite, report, out=out, as_json=as_json)
+    missed = strict and any(claim.verdict == "missed" for claim in suite.claims(run))
+    raise typer.Exit(1 if missed else 0)
+
+
+def _reported(run_class: Any, settings: Any, describe: Any, suite: Any, report: Any, *, out: Path | None, as_json: bool) -> Any:
+    """Run a suite, show what it found and write it down; ``suite`` is the module with its document, tables and notes."""
+    from foretoken.errors import ForetokenError
+
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDE)
     try:
-        run, where = _with_progress(settings, Run, environment.describe)
+        run, where = _with_progress(settings, run_class, describe, suite.SUITE)
     except ForetokenError as error:
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(2) from None
     said: dict[str, Any] = {"command": _command(), "environment": where}
-    document, tables, notes = overhead_report.document(run, **said), overhead_report.tables(run), overhead_report.notes(run, **said)
+    document, tables, notes = suite.document(run, **said), suite.tables(run), suite.notes(run, **said)
     if as_json:
         typer.echo(json.dumps(document, indent=1))
     else:
         report.show(tables, notes, console)
     if out is not None:
-        for path in report.write(out, overhead_report.SUITE, document, tables, notes, overhead_report.TITLE):
+        for path in report.write(out, suite.SUITE, document, tables, notes, suite.TITLE):
             console.print(f"wrote {path}", markup=False, highlight=False)
-    missed = strict and any(claim.verdict == "missed" for claim in overhead_report.made(run))
-    raise typer.Exit(1 if run.failures or missed else 0)
+    return run
 
 
-def _with_progress(settings: Any, run_class: Any, describe: Any) -> tuple[Any, dict[str, Any]]:
+def _with_progress(settings: Any, run_class: Any, describe: Any, suite: str) -> tuple[Any, dict[str, Any]]:
     """Run, with a bar on the error stream that is drawn between measurements only: a drawing thread would disturb them."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("overhead")
+        task = progress.add_task(suite)
 
         def advance() -> None:
             progress.update(task, advance=1, refresh=True)

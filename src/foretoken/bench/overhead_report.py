@@ -47,10 +47,10 @@ def tables(run: Run) -> list[Table]:
 
 
 def notes(run: Run, *, command: str, environment: dict[str, Any]) -> list[str]:
-    return [f"`{command}`", _machine(environment), _conditions(run), *_instrument(run), _tokens(run)]
+    return [f"`{command}`", machine(environment), _conditions(run), *_instrument(run), _tokens(run)]
 
 
-def _machine(environment: dict[str, Any]) -> str:
+def machine(environment: dict[str, Any]) -> str:
     packages = environment["packages"]
     changed = " with uncommitted changes" if environment["dirty"] else ""
     return (

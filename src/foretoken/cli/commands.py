@@ -97,7 +97,20 @@ def generate(
     rule: Annotated[
         str, typer.Option(help="What decides on proposed tokens: auto, or a name (see foretoken rules).", rich_help_panel=SPECULATION)
     ] = "auto",
-    draft_length: Annotated[int, typer.Option(min=0, help="Propose so many tokens per round, at most.", rich_help_panel=SPECULATION)] = 5,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="The largest tree proposed per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16) or opt(total=16).",
+            show_default="chain(5)",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None,
+    draft_length: Annotated[
+        int | None, typer.Option(min=0, help="Short for --shape 'chain(N)'.", show_default=False, rich_help_panel=SPECULATION)
+    ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Accept a rule that changes the distribution of the text.", rich_help_panel=SPECULATION)
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.", rich_help_panel=SAMPLING)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="Above 0, sample; at 0, decode greedily.", rich_help_panel=SAMPLING)] = 0.0,
     top_k: Annotated[
@@ -131,6 +144,16 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document with texts, tokens and statistics.", rich_help_panel=OUTPUT)
     ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=0,
+            show_default=False,
+            help="With --json: the target's own log-probability of every token, and of the K likeliest at its place.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
 ) -> None:
     """Continue a prompt, or many. Text goes to stdout as it is committed, figures to stderr.
 
@@ -145,11 +168,13 @@ def generate(
         if temperature == 0 and not (top_k is None and top_p is None):
             note("note: --top-k and --top-p change nothing at temperature 0, which is greedy decoding")
         with Progress(f"loading {target}") as progress:
-            printer = make_printer(progress, count=len(texts), show=show, as_json=as_json)
+            printer = make_printer(progress, count=len(texts), show=show, as_json=as_json, logprobs=logprobs is not None)
             from foretoken.cli.generation import Configuration, Decoding, generate
 
-            configuration = Configuration(target, drafter, drafter_option or (), rule, draft_length, dtype, device, threads)
-            decoding = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch_size, chat)
+            configuration = Configuration(
+                target, drafter, drafter_option or (), rule, shape, draft_length, not lossy, dtype, device, threads
+            )
+            decoding = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch_size, chat, logprobs)
             try:
                 outcome = generate(texts, configuration, decoding, printer, progress)
             finally:

@@ -12,7 +12,8 @@ from foretoken.stats import Stats
 def combine(parts: Sequence[Stats], *, seed: int | None) -> Stats:
     """The statistics of calls that ran one after another: counts and seconds add up, rows follow each other."""
     first = parts[0]
-    total = Stats(seed=seed, rule=first.rule, drafter=first.drafter, lossless=first.lossless, time_to_first_token=first.time_to_first_token)
+    same = {name: getattr(first, name) for name in ("rule", "drafter", "shape", "lossless", "time_to_first_token")}
+    total = Stats(seed=seed, **same)
     for part in parts:
         for name in ("target_passes", "row_passes", "new_tokens", "kept", "drafted", "accepted"):
             setattr(total, name, getattr(total, name) + getattr(part, name))
@@ -38,6 +39,7 @@ def figures_line(stats: Stats, *, drafter: str, sampled: bool, interrupted: bool
         f"{stats.drafted} drafted, {stats.accepted} accepted",
         "no token yet" if first is None else f"first token after {first:.2f} s",
         f"drafter {drafter}",
+        f"shape {stats.shape}",
         f"rule {stats.rule}",
         f"seed {stats.seed}" if sampled else "greedy",
     ]

@@ -17,6 +17,7 @@ from foretoken.cli.progress import Progress
 from foretoken.cli.prompts import encode
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_tokenizer
+from foretoken.logprobs import LogProbs
 from foretoken.speculator import Speculator
 from foretoken.stats import Stats
 
@@ -34,7 +35,9 @@ class Configuration:
     drafter: str | None = None
     drafter_options: Sequence[str] = ()
     rule: str = "auto"
-    draft_length: int = 5
+    shape: str | None = None
+    draft_length: int | None = None
+    lossless: bool = True
     dtype: str = "auto"
     device: str | None = None
     threads: int | None = None
@@ -55,6 +58,7 @@ class Decoding:
     seed: int | None = None
     batch_size: int = 8
     chat: bool = False
+    logprobs: int | None = None
 
     @property
     def sampled(self) -> bool:
@@ -64,7 +68,8 @@ class Decoding:
         """For ``Speculator.stream``; what is None stays as the model's generation config has it."""
         filters = {"top_k": self.top_k, "top_p": self.top_p}
         sampling = {"temperature": self.temperature, **{name: value for name, value in filters.items() if value is not None}}
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": self.sampled, **(sampling if self.sampled else {})}
+        fixed = {"max_new_tokens": self.max_new_tokens, "do_sample": self.sampled, "output_logprobs": self.logprobs}
+        return {**fixed, **(sampling if self.sampled else {})}
 
 
 @dataclass
@@ -78,6 +83,7 @@ class Result:
     tokens: list[int] = field(default_factory=list)
     pieces: list[tuple[str, bool]] = field(default_factory=list)
     finish_reason: str | None = None
+    logprobs: list[LogProbs] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -128,6 +134,8 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
         try:
             for tokens in stream:
                 result = batch[tokens.row]
+                if tokens.logprobs is not None:
+                    result.logprobs.append(tokens.logprobs)
                 printer.committed(result, result.extend(tokens, tokens.accepted, tokens.finish_reason))
         except KeyboardInterrupt:
             interrupted = True
@@ -150,7 +158,9 @@ def load_speculator(configuration: Configuration, tokenizer: Any) -> Speculator:
         configuration.target,
         drafter,
         rule=configuration.rule,
+        shape=configuration.shape,
         draft_length=configuration.draft_length,
+        lossless=configuration.lossless,
         dtype=configuration.dtype,
         device=pick_device(configuration.device, configuration.target),
     )

@@ -114,6 +114,7 @@ class JsonPrinter(Printer):
                 "tokens": result.tokens,
                 "finish_reason": result.finish_reason,
                 "stats": row,
+                **logprobs_of(result),
             }
             for result, row in zip(outcome.results, stats["rows"])
         ]
@@ -125,6 +126,14 @@ class JsonPrinter(Printer):
             "results": results,
             "stats": {**stats, "tokens_per_second": outcome.stats.tokens_per_second},
         }
+
+
+def logprobs_of(result: Result) -> dict[str, Any]:
+    """``chosen`` ``[L]``, ``ids`` and ``values`` ``[L, K]`` as lists, where they were asked for."""
+    if not result.logprobs:
+        return {}
+    joined = type(result.logprobs[0]).joined(result.logprobs)
+    return {"logprobs": {name: tensor.tolist() for name, tensor in vars(joined).items()}}
 
 
 class Marking:
@@ -180,10 +189,12 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool) -> Printer:
+def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool, logprobs: bool = False) -> Printer:
     """Raises:
-    ConfigurationError: ``show`` and ``as_json`` exclude each other.
+    ConfigurationError: ``show`` and ``as_json`` exclude each other, and ``logprobs`` needs ``as_json``.
     """
+    if logprobs and not as_json:
+        raise ConfigurationError("--logprobs is for machines; it goes with --json")
     if as_json and show:
         raise ConfigurationError("--show is for reading; with --json, stats hold what was drafted and accepted")
     if as_json:

@@ -16,6 +16,7 @@ REGISTRY = {
     "prompt-lookup": "foretoken.drafters.prompt_lookup:PromptLookup",
     "ngram": "foretoken.drafters.ngram:NGram",
     "draft-model": "foretoken.drafters.draft_model:DraftModel",
+    "several": "foretoken.drafters.several:Several",
 }
 
 

@@ -114,13 +114,11 @@ class Feedback:
         tree: what was verified.
         accepted: per row, how many drafted tokens were kept.
         path: ``[R, D]`` nodes from the root down, the first ``accepted + 1`` of them kept; None if they are the first ones in order.
-        logits: ``[R, N, V]`` the target's at every node, rejected ones too.
     """
 
     tree: TokenTree
     accepted: Sequence[int]
     path: Tensor | None
-    logits: Tensor
 
 
 class Drafter:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from foretoken.target.alibi import alibi_from, uses_alibi
 from foretoken.target.cache import TreeCache, Window
-from foretoken.target.masks import MaskBuilder, layout
+from foretoken.target.masks import Layout, MaskBuilder, layout
+from foretoken.target.temperature import temperature_from, tuned_layers
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class TreeExecution:
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._masks = MaskBuilder(config, config._attn_implementation, model.dtype)
         self._alibi = uses_alibi(model)
+        self._tuned = tuned_layers(model)
         self._counting = torch.arange(1024, device=device)[None]
 
     def forward(self, tree: TokenTree, window: Window, *, tokens: Tensor | None = None, keep: Sequence[int] | None = None) -> Tensor:
@@ -45,7 +47,7 @@ class TreeExecution:
         ``[R, 1, V]``."""
         self.cache.enter(window)
         arguments: dict[str, Any] = {}
-        bias: AbstractContextManager[None] = nullcontext()
+        overrides: AbstractContextManager[None] = nullcontext()
         last_only = keep is not None and all(node == tree.nodes - 1 for node in keep)
         positions = self._positions(tree, window)
         if self._takes_positions:
@@ -53,20 +55,29 @@ class TreeExecution:
         if not (tree.chain and window.uniform):
             where = layout(tree, window, positions)
             arguments["attention_mask"] = self._masks(where, self.cache)
-            if self._alibi:
-                bias = alibi_from(self.model, where.keys)
+            overrides = self._from_positions(where)
         elif not self._alibi and (mask := self._masks.for_chain(window, self.device)) is not None:
             arguments["attention_mask"] = mask
         if keep is not None and self._takes_logits_to_keep:
             arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
         self.passes += 1
-        with bias:
+        with overrides:
             logits: Tensor = self.model(
                 input_ids=tree.tokens if tokens is None else tokens, past_key_values=self.cache, use_cache=True, **arguments
             ).logits
         if keep is None:
             return logits
         return logits[:, -1:] if last_only else self._pick(logits, keep)
+
+    @contextmanager
+    def _from_positions(self, where: Layout) -> Iterator[None]:
+        """For one pass, whatever the model would derive from slots comes from positions."""
+        alibi = alibi_from(self.model, where.keys) if self._alibi else nullcontext()
+        # up to the first floor scale every position has the same temperature, by slots as well
+        tuned = [layer for layer in self._tuned if where.keys.shape[1] >= layer.floor_scale]
+        temperature = temperature_from(tuned, where.queries) if tuned else nullcontext()
+        with alibi, temperature:
+            yield
 
     def _pick(self, logits: Tensor, keep: Sequence[int]) -> Tensor:
         """``[R, 1, V]`` of ``logits`` at node ``keep[r]``, whether the model kept all nodes or the wanted ones only."""

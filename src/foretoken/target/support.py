@@ -8,6 +8,7 @@ without an exception.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from foretoken.errors import UnsupportedModelError
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from foretoken.target.target import Target
 
@@ -63,6 +64,28 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} is loaded with attn_implementation={config._attn_implementation!r}, which takes no tree mask; "
             "load it with attn_implementation='sdpa' (or 'eager')"
         )
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """Most tokens that a row may hold; None if the model sets no limit.
+
+    With longrope the whole pass is rotated in another way once any position lies beyond the original context: a draft that
+    reaches beyond it would change the logits before it, and what is cached would no longer fit. Such a model ends there, and
+    says so.
+    """
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *ropes.values()]:
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            boundary = rope.get("original_max_position_embeddings") or longest
+            if boundary is not None and (longest is None or boundary < longest):
+                warnings.warn(
+                    f"{config.model_type} with longrope rotates every token in another way beyond {boundary} tokens; Foretoken serves it "
+                    f"up to there (of {longest})",
+                    stacklevel=3,
+                )
+                longest = boundary
+    return longest
 
 
 def chains_only(model: PreTrainedModel) -> str | None:

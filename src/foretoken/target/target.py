@@ -15,7 +15,7 @@ from foretoken.errors import UnsupportedModelError
 from foretoken.target.cache import TreeCache, Window
 from foretoken.target.execution import TreeExecution
 from foretoken.target.replay import ReplayCache, ReplayExecution
-from foretoken.target.support import chains_only, check_model, describe, self_test
+from foretoken.target.support import chains_only, check_model, context_of, describe, self_test
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Target:
 
     Attributes:
         chains_only: why this target can verify chains but no branching trees; None if it takes trees.
+        context: most tokens a row may hold, None if the model sets no limit.
 
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
@@ -63,7 +64,7 @@ class Target:
         check_model(self.model)
         config = self.model.config.get_text_config()
         self.vocab_size: int = getattr(self.model.get_output_embeddings(), "out_features", None) or config.vocab_size
-        self.context: int | None = getattr(config, "max_position_embeddings", None)
+        self.context = context_of(config)
         self.device = self._input_device()
         self.prefill_chunk = prefill_chunk
         self.owner: object = None  # the session whose rows these are

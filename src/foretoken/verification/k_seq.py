@@ -4,10 +4,10 @@ Sun et al. 2023, "SpecTr: Fast Speculative Decoding via Optimal Transport", Algo
 [1, k] solves 1 - (1 - b)^k = ρ b; with A = 1 - (1 - b)^k, the token after k failures comes from p - min(q, p / ρ) A / b,
 normalised. The identity it preserves: min(q, p / ρ) A / b + (1 - A) * residual = p.
 
-Conditions: siblings are i.i.d. draws from q, duplicates included, none dropped, and how many there are does not depend on them:
-growth that looks at siblings before it adds another one needs ``multi-candidate`` or ``traversal``. Any ρ from its root upwards is exact; below
-the root the residual would be negative, so ρ is rounded up. Expected acceptance: A per node, at least (1 - 1/e) times what the
-best possible rule would reach. With one child it equals ``rejection``.
+Conditions: siblings are i.i.d. draws from q, duplicates included, none dropped, and how many there are does not depend on
+them: growth that looks at siblings before it adds another one needs ``multi-candidate`` or ``traversal``. Any ρ from its root
+upwards is exact; below the root the residual would be negative, so ρ is rounded up. Expected acceptance: A per node, at least
+(1 - 1/e) times what the best possible rule would reach. With one child it equals ``rejection``.
 """
 
 from __future__ import annotations

@@ -90,9 +90,8 @@ class Remainder:
 
     def ratio(self, x: Tensor) -> Tensor:
         """``[R]`` p(x) / q(x) of tokens ``x`` ``[R, 1]``; 0 where q(x) is 0, which a drawn token never has."""
-        p_x = self.p.gather(1, x)[:, 0] / self.p_mass
-        q_x = safe_ratio(-self.minus_q.gather(1, x)[:, 0], self.q_mass)
-        return torch.where(q_x > 0, safe_ratio(p_x, q_x), 0)
+        over = -self.minus_q.gather(1, x)[:, 0] * self.p_mass
+        return torch.where(over > 0, self.p.gather(1, x)[:, 0] * self.q_mass / over, 0)
 
     def reject(self, rejected: Tensor, x: Tensor, A: Tensor) -> Tensor:
         """p <- N([A p - q]+) in the rows where ``x`` ``[R, 1]`` was ``rejected`` ``[R]``; returns Z ``[R]``, what [A p - q]+ sums to.

@@ -21,7 +21,7 @@ from foretoken.sampling import Purpose, Randomness
 from foretoken.tree import TokenTree
 from foretoken.verification.base import Verdict, path_to
 from foretoken.verification.layouts import Visit, common, visits
-from foretoken.verification.ratios import ComparesWithQ, Remainder, any_row, at_node, safe_ratio
+from foretoken.verification.ratios import ComparesWithQ, Remainder, any_row, at_node, every_row, safe_ratio
 
 
 class Traversal(ComparesWithQ):
@@ -67,9 +67,8 @@ class _Walk:
         """A of a node whose subtree is about to be visited, from its parent as it stands now."""
         if not any_row(self._here(visit.node)):
             return
-        node, above = self._own(visit.node), visit.depth - 1
-        ratio = self.left[above].ratio(self.tree.tokens.gather(1, node[:, None]))
-        self.A[visit.depth] = (self.A[above] * ratio).clamp(max=1)
+        above = visit.depth - 1
+        self.A[visit.depth] = (self.A[above] * self.left[above].ratio(self._token(visit.node))).clamp(max=1)
         if not visit.leaf:
             p, q = self._at(self.p, visit.node), self._at(self.q, visit.node)
             self.left[visit.depth] = Remainder.of(p, q, self.tree.proposal)
@@ -79,9 +78,11 @@ class _Walk:
         here, depth = self._here(visit.node), visit.depth
         if not any_row(here):
             return
-        node, survives = self._own(visit.node), here
+        survives = here
         if depth:
-            survives = here & self.noise.accept(torch.where(here, self.A[depth], 0)[:, None], node)[:, 0]
+            node = self._own(visit.node)
+            A = self.A[depth] if every_row(here) else torch.where(here, self.A[depth], 0)
+            survives = here & self.noise.accept(A[:, None], node)[:, 0]
             self.last = torch.where(survives, node, self.last)
             self.open = self.open & ~survives
         if not visit.leaf and any_row(survives):
@@ -90,7 +91,7 @@ class _Walk:
             self.emptied = self.emptied | survives
         deleted = here & ~survives
         if depth and any_row(deleted):
-            Z = self.left[depth - 1].reject(deleted, self.tree.tokens.gather(1, node[:, None]), self.A[depth - 1])
+            Z = self.left[depth - 1].reject(deleted, self._token(visit.node), self.A[depth - 1])
             if depth > 1:  # the root's A stays 1
                 A = self.A[depth - 1]
                 self.A[depth - 1] = torch.where(deleted, safe_ratio(Z, Z + (1 - A)), A)
@@ -104,9 +105,14 @@ class _Walk:
         """``[R]`` rows that visit ``node`` of the common tree."""
         return self.open if self.common.present is None else self.open & self.common.present[:, node]
 
-    def _own(self, node: int) -> Tensor:
-        """``[R]`` number of ``node`` of the common tree in each row's own."""
-        return torch.full_like(self.last, node) if self.common.nodes is None else self.common.nodes[:, node]
+    def _own(self, node: int) -> int | Tensor:
+        """The number of ``node`` of the common tree in each row's own, ``[R]`` unless it is the same."""
+        return node if self.common.nodes is None else self.common.nodes[:, node]
+
+    def _token(self, node: int) -> Tensor:
+        """``[R, 1]`` tokens of ``node`` of the common tree."""
+        tokens = self.tree.tokens
+        return tokens[:, node, None] if self.common.nodes is None else tokens.gather(1, self.common.nodes[:, node, None])
 
     def _at(self, values: Tensor, node: int) -> Tensor:
         """``[R, V]`` of ``values`` ``[R, M, V]`` at ``node`` of the common tree."""

@@ -1,0 +1,221 @@
+"""Constrained decoding in trees: the grammar masks q before it is drawn from, with a public library and by exact enumeration."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import VOCABULARY
+from helpers import LENGTHS, PAD, alone, generate, make_drafter, padded, prompts, tiny
+from outlines_core import Index, Vocabulary
+from transformers import LogitsProcessor
+
+from foretoken import ConfigurationError, RowParameters, Session, Speculator, rules
+from foretoken.processors import Pipeline, row_pipelines
+from foretoken.testing import (
+    ProbabilityTable,
+    ScriptedDrafter,
+    TableTarget,
+    continuations,
+    distance,
+    enumerate_law,
+    plain_law,
+)
+
+RECIPE = Path(__file__).parent.parent / "docs" / "constrained-decoding.md"
+EOS = 1
+STRINGS = [*"0123456789-,[]", *(f"{n}," for n in range(10)), *map(str, range(10, 99)), "[-", "],", ",,"]
+TOKENS = dict(enumerate(STRINGS[: VOCABULARY - 3], 3))
+GRAMMAR = r"\[-?[1-9][0-9]{0,2}(,-?[1-9][0-9]{0,2}){3,5}\]"
+NEW = 30  # more than the longest text takes
+
+
+def recipe():
+    """The processor that the documentation tells users to write."""
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)[1], names)
+
+    class Follows(names["Follows"]):
+        def state(self, history):
+            state = super().state(history)
+            assert state is not None and history[-1] != EOS, "asked what decoding can not reach"
+            return state
+
+    return Follows
+
+
+INDEX = Index(GRAMMAR, Vocabulary(EOS, {text: [token] for token, text in TOKENS.items()}))
+Follows = recipe()
+CONFIGURATIONS = {
+    "lookup": ("prompt-lookup", {}),
+    "chain": ("iid", {"shape": "chain(4)"}),
+    "top-k": ("top-k", {"shape": "product(3,2,1)"}),
+    "without-replacement": ("without-replacement", {"shape": "product(3,2,1)"}),
+    "keyed": ("keyed", {"shape": "product(2,2,1)"}),
+    "grown": ("top-k", {"shape": "dynamic(depth=4,k=3,total=10)"}),
+}
+
+
+def speculator(name, **options):
+    siblings, given = CONFIGURATIONS[name]
+    drafter = siblings if name == "lookup" else make_drafter("draft-model", siblings=siblings)
+    return Speculator(tiny(), drafter, **given, **options)
+
+
+def run(speculator, rows, **options):
+    return generate(speculator, rows, max_new_tokens=NEW, eos_token_id=EOS, logits_processor=[Follows(INDEX, rows)], **options)
+
+
+def text_of(tokens):
+    assert tokens[-1] == EOS
+    return "".join(TOKENS[token] for token in tokens[:-1])
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Prompts of tokens the grammar knows, so that copying from them breaks it."""
+    return prompts(LENGTHS, vocabulary=3 + len(TOKENS))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_greedy_as_transformers_alone(name, rows):
+    wanted = [alone(tiny(), row, max_new_tokens=NEW, eos_token_id=EOS, logits_processor=[Follows(INDEX, [row])]) for row in rows]
+    decoder = speculator(name)
+    got = run(decoder, rows)
+    assert got == wanted
+    stats = decoder.generate(
+        **padded(rows), pad_token_id=PAD, max_new_tokens=NEW, eos_token_id=EOS, logits_processor=[Follows(INDEX, rows)]
+    ).stats
+    assert stats.drafted > stats.accepted and (name == "lookup" or stats.accepted > 0)
+    for tokens in got:
+        assert 4 <= len(json.loads(text_of(tokens))) <= 6
+
+
+@pytest.mark.parametrize("name", ["lookup", "top-k", "keyed", "grown"])
+def test_the_same_seed_the_same_text(name, rows):
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 0, "seed": 11}
+    wanted = run(Speculator(tiny(), "none"), rows, **options)
+    assert run(speculator(name, rule="match"), rows, **options) == wanted
+    assert len({text_of(tokens) for tokens in wanted}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("chain", "rejection"), ("chain", "block"), ("without-replacement", "multi-candidate"), ("without-replacement", "traversal")],
+)
+def test_every_sampled_text_parses(name, rule, rows):
+    decoder = speculator(name, rule=rule)
+    for seed in range(3):
+        for tokens in run(decoder, rows, do_sample=True, temperature=1.2, top_k=0, seed=seed):
+            assert re.fullmatch(GRAMMAR, text_of(tokens))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name != "lookup"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_the_draft_is_masked_before_it_is_drawn(name, sampled, rows, monkeypatch):
+    """No proposed node breaks the grammar, and none was dropped for it: a draft that is masked first has no such draws."""
+    decoder, seen = speculator(name), []
+    draft = decoder.drafter.draft
+
+    def watched(request):
+        tree = draft(request)
+        seen.append((tree, [tuple(row.ids) for row in request.rows]))
+        return tree
+
+    monkeypatch.setattr(decoder.drafter, "draft", watched)
+    run(decoder, rows, do_sample=sampled, **({"seed": 2, "temperature": 1.2, "top_k": 0} if sampled else {}))
+    nodes, grammar = 0, Follows(INDEX, rows)
+    for tree, texts in seen:
+        assert not tree.pruned or name == "grown"
+        for row, text in enumerate(texts):
+            for node in range(1, tree.nodes):
+                if tree.valid is None or tree.valid[row, node]:
+                    path = [int(tree.tokens[row, above]) for above in tree.path(row, node)[1:]]
+                    if EOS not in path[:-1]:
+                        assert path[-1] in INDEX.get_allowed_tokens(grammar.state((*text, *path[:-1])))
+                        nodes += 1
+    assert nodes > 20
+
+
+# --- the law
+
+
+def may_follow(history, token):
+    """A toy grammar: after 1 never 0, and a token never twice after an even sum."""
+    return not (history[-1] == 1 and token == 0) and not (sum(history) % 2 == 0 and token == history[-1])
+
+
+class Toy(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        mask = [[may_follow(history, token) for token in range(scores.shape[1])] for history in input_ids.tolist()]
+        return scores.masked_fill(~torch.tensor(mask), -torch.inf)
+
+
+def constrained(table):
+    def masked(context):
+        p = table(context) * torch.tensor([may_follow(context, token) for token in range(table.vocab_size)])
+        return (p / p.sum()).tolist()
+
+    return ProbabilityTable(masked, table.vocab_size)
+
+
+class DropsForbidden(ScriptedDrafter):
+    """The planted fault: draws from q as it is, then removes what the grammar forbids."""
+
+    def draft(self, request):
+        free = replace(request.sampler, pipelines=[Pipeline()] * len(request.rows))
+        tree = super().draft(replace(request, sampler=free))
+        valid = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid.clone()
+        for row, line in enumerate(request.rows):
+            for node in range(1, tree.nodes):
+                history = line.ids[:-1] + [int(tree.tokens[row, above]) for above in tree.path(row, node)]
+                valid[row, node] &= valid[row, tree.parents[row, node]] & may_follow(history[:-1], history[-1])
+        return replace(tree, valid=valid)
+
+
+TARGET, DRAFT = ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
+LAWS = [
+    ("rejection", "iid", "chain(2)"),
+    ("block", "iid", "chain(2)"),
+    ("multi-candidate", "iid", "product(2,1)"),
+    ("traversal", "iid", "product(2,1)"),
+    ("k-seq", "iid", "product(2,1)"),
+    ("multi-candidate", "without-replacement", "product(2,1)"),
+    ("traversal", "without-replacement", "product(2,1)"),
+]
+
+
+def law_of(drafter, rule, proposal, shape, count=3):
+    def run(enumeration):
+        parameters = [
+            RowParameters(max_new_tokens=count, do_sample=True, seed=seed, pipeline=Pipeline.alone([Toy()], prompt_length=1))
+            for seed in enumeration.seeds
+        ]
+        session = Session(TableTarget(TARGET), drafter, rules.create(rule), proposal=proposal, shape=shape, randomness=enumeration)
+        return continuations(session, [[0]] * len(parameters), parameters)
+
+    return enumerate_law(run)
+
+
+@pytest.mark.parametrize(("rule", "proposal", "shape"), LAWS)
+def test_the_law_under_a_grammar(rule, proposal, shape):
+    law = law_of(ScriptedDrafter(DRAFT, proposal=proposal), rule, proposal, shape)
+    assert distance(law, plain_law(constrained(TARGET), [0], 3)) < 1e-9
+
+
+@pytest.mark.parametrize(("rule", "proposal", "shape"), LAWS)
+def test_dropping_forbidden_draws_is_found(rule, proposal, shape):
+    law = law_of(DropsForbidden(DRAFT, proposal=proposal), rule, proposal, shape)
+    assert distance(law, plain_law(constrained(TARGET), [0], 3)) > 0.01
+
+
+def test_a_processor_that_counts_calls_is_refused_by_name():
+    """As xgrammar's own: it keeps a matcher per batch index and feeds it a token per call."""
+    cls = type("LogitsProcessor", (LogitsProcessor,), {"__module__": "xgrammar.contrib.hf", "__call__": lambda self, ids, scores: scores})
+    for own in (cls(), type("Derived", (cls,), {})()):
+        with pytest.raises(ConfigurationError, match=r"xgrammar.*batch index.*constrained-decoding"):
+            row_pipelines([own], prompt_lengths=[2], padded_length=2)

@@ -1,0 +1,70 @@
+"""The self-test finds what no list knows: a model that can not keep siblings apart, and one whose window is not what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import build
+from helpers import tiny, watched
+
+from foretoken import TokenTree, UnsupportedModelError
+from foretoken.target import Target, execution, masks
+from foretoken.tree import chain_ancestors
+
+TREE = TokenTree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]))
+
+
+def blind_to_branches(tree, window, positions):
+    """A layout in which every node sees all nodes before it, siblings too."""
+    seen = TokenTree(tree.tokens, tree.parents)
+    seen.__dict__["ancestors"] = chain_ancestors(tree.nodes, tree.tokens.device).expand(tree.rows, -1, -1)
+    return masks.layout(seen, window, tree.depths + positions[:, :1])
+
+
+@torch.inference_mode()
+def test_a_model_that_fails_on_trees_alone_is_served_chains(monkeypatch):
+    monkeypatch.setattr(execution, "layout", blind_to_branches)
+    target = Target(tiny())
+    assert "self-test of LlamaForCausalLM" in target.chains_only and "branching tree" in target.chains_only
+    target.open([[3, 4, 5]])
+    target.prefill([[3, 4, 5]], first=0)
+    target.score(TokenTree.from_chain(TREE.tokens))
+    with pytest.raises(UnsupportedModelError, match=r"only verify chains: in the self-test.*differed"):
+        target.score(TREE)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "llama4_text"])
+def test_the_prefix_is_longer_than_the_window(name, monkeypatch):
+    lengths = []
+    with watched(tiny(name), lambda kwargs: lengths.append(kwargs["input_ids"].shape[1])):
+        assert Target(tiny(name)).chains_only is None
+    assert max(lengths) > 12 + 4
+
+    def everything(**arguments):
+        where = arguments["config"].foretoken_layout
+        return where.visible[:, None]
+
+    monkeypatch.setitem(masks.AttentionMaskInterface()._global_mapping, masks.NAME, everything)
+    with pytest.raises(UnsupportedModelError, match="rolled-back cache"):
+        Target(tiny(name))
+
+
+def test_a_wide_window_is_not_exceeded_and_a_small_context_not_overrun():
+    model = build("mistral")
+    model.config.sliding_window = 4096
+    lengths = []
+    with watched(model, lambda kwargs: lengths.append(kwargs["input_ids"].shape[1])):
+        Target(model)
+    assert max(lengths) < 20
+    model.config.sliding_window, model.config.max_position_embeddings = 400, 64
+    lengths.clear()
+    with watched(model, lambda kwargs: lengths.append(kwargs["input_ids"].shape[1])):
+        Target(model)
+    assert max(lengths) <= 64
+
+
+def test_too_many_passes_are_not_made_at_load():
+    passes = []
+    with watched(tiny(), lambda kwargs: passes.append(1)):
+        target = Target(tiny())
+    assert len(passes) <= 10 and target.passes == 0
