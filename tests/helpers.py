@@ -15,6 +15,7 @@ from foretoken import drafters
 from foretoken.drafters.base import Drafter, DraftRequest
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.drafters.ngram import NGram
+from foretoken.drafters.several import Several
 from foretoken.tree import TokenTree
 
 PAD = 0
@@ -104,6 +105,8 @@ def make_drafter(name: str, family: str = "llama", implementation: str = "sdpa",
         return DraftModel(perturbed(family, implementation), **options)
     if name == "ngram":
         return NGram(order=3, learn=True)
+    if name == "several":
+        return Several([DraftModel(perturbed(family, implementation)), "prompt-lookup"])
     return drafters.create(name, options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from helpers import LENGTHS, PAD, Oracle, alone, drafter_names, make_drafter, padded, prompts, repetitive, tiny
+from helpers import LENGTHS, PAD, Oracle, alone, drafter_names, generate, make_drafter, padded, prompts, repetitive, tiny
 
 from foretoken import RowParameters, Speculator, TokenTree, UnsupportedModelError
 
@@ -31,7 +31,9 @@ def test_greedy_text_is_that_of_transformers(name, implementation):
     assert min(LENGTHS) > (ARCHITECTURES[name].window or 0)
     expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
     oracle = Oracle([row + text for row, text in zip(rows, expected)])
-    for stats in assert_equals_transformers(Speculator(model, drafter=oracle), rows, expected):
+    speculator = Speculator(model, drafter=oracle)
+    assert speculator.target.chains_only is None
+    for stats in assert_equals_transformers(speculator, rows, expected):
         assert 0 < stats.accepted < stats.drafted
         assert stats.target_passes < NEW
 
@@ -57,7 +59,33 @@ def test_what_cannot_roll_back_is_refused_by_name(name):
         Speculator(model, drafter="none", self_test=False)
 
 
-def continued(speculator, rows, **options):
+SAMPLED = {"do_sample": True, "temperature": 1.1, "repetition_penalty": 1.2, "max_new_tokens": 9, "seed": 5}
+
+
+def assert_trees_equal_plain(name, implementation, shape):
+    """Keyed sampling and greedy, a row alone and a ragged batch, through a draft model's trees."""
+    model, rows = build(name, implementation), repetitive()
+    plain = Speculator(model, drafter="none")
+    speculator = Speculator(model, drafter=make_drafter("draft-model", name, implementation), rule="match", shape=shape)
+    for options in (SAMPLED, {"max_new_tokens": 9}):
+        expected = generate(plain, rows, **options)
+        assert generate(speculator, rows, **options) == expected
+        assert generate(speculator, rows[:1], **options) == expected[:1]
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"])
+def test_the_text_of_a_seed_is_the_same_with_trees(name):
+    assert_trees_equal_plain(name, ARCHITECTURES[name].implementations[-1], "product(2,2,1)")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", ["product(3,2)", "paths(0,1,0.0,0.1,0.0.0)", "dynamic(depth=4,k=3,total=8)"])
+@pytest.mark.parametrize(("name", "implementation"), TREE)
+def test_the_text_of_a_seed_is_the_same_with_any_tree(name, implementation, shape):
+    assert_trees_equal_plain(name, implementation, shape)
+
+
+def continued(speculator, rows):
     """New tokens per row of a session, and its statistics."""
     session = speculator.session()
     for row in rows:
@@ -89,11 +117,6 @@ def test_a_tree_is_refused_where_only_chains_work(name):
     tree = TokenTree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]))
     with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__}.*only verify chains.*(recurrent state|cache slots)"):
         target.score(tree)
-
-
-@pytest.mark.parametrize(("name", "implementation"), TREE)
-def test_what_takes_trees_says_so(name, implementation):
-    assert Speculator(build(name, implementation), drafter="none").target.chains_only is None
 
 
 @pytest.mark.nightly

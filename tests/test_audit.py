@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,11 +15,15 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foretoken
-from foretoken import Speculator
+from foretoken import ConfigurationError, Speculator
+from foretoken.auditing import keyed
+from foretoken.auditing.reference import Reference
 from foretoken.auditing.report import AuditReport
+from foretoken.auditing.statistical import FRACTIONS
+from foretoken.auditing.tally import Design
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.draft_model import DraftModel
-from foretoken.sampling import Purpose, Randomness
+from foretoken.sampling import Noise, Purpose, Randomness
 from foretoken.target import execution
 from foretoken.tree import TokenTree
 from foretoken.verification.base import Rule, Verdict
@@ -181,6 +188,20 @@ def test_noise_that_comes_back_in_the_next_round_is_found_by_enumeration():
     assert report.verdict == "fault" and report.exact is not None and report.exact.error > 1e-2
 
 
+def test_noise_that_both_sides_share_is_tested_when_the_statistical_part_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    sound = audited(speculator("match", siblings="keyed"), "statistical", samples=1000)
+    assert sound.statistical is not None and sound.statistical.passed
+    words = Noise.words
+
+    def twice(self: Noise, purpose: Purpose, offsets: Any, node: Any = 0) -> Tensor:
+        """Two neighbouring positions share their noise."""
+        return words(Noise(self.keys, torch.zeros_like(self.positions)), purpose, (self.positions[:, None] + offsets) // 2, node)
+
+    monkeypatch.setattr(Noise, "words", twice)
+    report = audited(speculator("match", siblings="keyed"), "keyed", "statistical", samples=1000)
+    assert all(part.passed for part in report.keyed) and report.statistical is not None and not report.statistical.passed
+
+
 # -- faults in the drafter -------------------------------------------------------------------------------------------------
 
 
@@ -331,25 +352,18 @@ def test_a_near_tie_is_told_from_a_fault_by_the_measured_rounding(allowed: float
 
 @pytest.mark.parametrize(("allowed", "cause"), [(1e-3, "edge of a filter"), (1e-9, "fault")])
 def test_so_is_the_edge_of_a_filter(allowed: float, cause: str):
-    """At the edge of top-p a token comes or goes by rounding, and one far behind in the race may follow."""
-    whole = reference()
-    plain = keyed.decode(whole, 3, (0, 0), 3, 2)
-    ids = torch.tensor([[*whole.prompt, *plain.tokens[:2]]])
-    p = torch.softmax(plain.logits[2], -1)
-    before = float(p[p > p[plain.tokens[2]]].sum())  # the chosen token is kept if top_p is larger than what comes before it
-    edge = reference(top_p=before + 1e-6) if before > 0 else None
-    assert edge is not None
-    loose, tight = edge, reference(top_p=before - 1e-6)
-    assert loose.choose(ids, plain.logits[2], (0, 0)) == plain.tokens[2]
-    other = tight.choose(ids, plain.logits[2], (0, 0))
-    assert other != plain.tokens[2]
-    measured = replace(plain, rounding=torch.full((3,), allowed / keyed.ALLOWANCE))
-    found = keyed.divergence(loose, 0, 2, keyed.Speculative([*plain.tokens[:2], other], plain.logits), measured, (0, 0))
-    back = keyed.divergence(
-        tight, 0, 2, keyed.Speculative(plain.tokens, plain.logits), replace(measured, tokens=[*plain.tokens[:2], other]), (0, 0)
-    )
-    assert back.cause == cause and math.isinf(back.lead)
-    assert found.cause == ("near tie" if cause != "fault" else "fault")
+    """With top_p a little smaller the plain token is ruled out; speculation that still chose it was off by rounding, or wrong."""
+    whole, ids, seed = reference(), torch.tensor([PROMPTS[0]]), (0, 0)
+    logits = whole.logits(torch.tensor([[0]]))[0, 0]
+    p = torch.softmax(logits, -1)
+    seed = next((each, 0) for each in range(50) if whole.choose(ids, logits, (each, 0)) != int(p.argmax()))
+    token = whole.choose(ids, logits, seed)
+    tight = reference(top_p=float(p[p > p[token]].sum()) - 1e-6)
+    other = tight.choose(ids, logits, seed)
+    assert other != token
+    plain = keyed.Plain([other], logits[None], torch.tensor([allowed / keyed.ALLOWANCE]))
+    found = keyed.divergence(tight, 0, 0, keyed.Speculative([token], logits[None]), plain, seed)
+    assert found.cause == cause and math.isinf(found.lead)
 
 
 def test_a_text_that_ends_elsewhere_is_a_fault():
@@ -374,6 +388,13 @@ def test_a_part_that_matters_and_was_left_out_leaves_the_verdict_open():
     report = audited(speculator("block"), "exact")
     assert report.verdict == "inconclusive" and "statistical" in report.summary
     assert audited(speculator("match", siblings="keyed"), "exact", "keyed").verdict == "exact"
+
+
+def test_the_significance_is_spent_once_over_all_tests_and_looks():
+    design, tests = Design(1e-3, 0.01), 27
+    assert sum(design.bound(look, tests) * tests for look in range(len(design.shares))) == pytest.approx(1e-3)
+    assert len(design.shares) == len(FRACTIONS)
+    assert design.tokens(tests) == pytest.approx(75_000, rel=0.02)  # (z of the bound + z of the power)^2 / (4 * 0.01^2)
 
 
 def test_a_report_is_plain_data():

@@ -269,7 +269,7 @@ def test_a_sampled_draft_is_refused_for_a_rule_it_does_not_fit():
     for siblings in ("keyed", "top-k"):
         with pytest.raises(ConfigurationError, match="rejection"):
             Speculator(tiny(), drafter=make_drafter("draft-model", siblings=siblings), rule="rejection")
-    assert Speculator(tiny(), drafter=make_drafter("draft-model")).rule.name == "rejection"
+    assert Speculator(tiny(), drafter=make_drafter("draft-model")).rule.name == "block"
     assert Speculator(tiny(), drafter="ngram").rule.name == "match"
     assert "rejection" in rules.names() and "draft-model" in drafters.names()
 
@@ -324,7 +324,23 @@ def chain(*tokens, **options):
     return TokenTree.from_chain(torch.tensor([tokens]), **options)
 
 
+def tree(root, *parents, **options):
+    return TokenTree(torch.tensor([[root, *range(5, 4 + len(parents))]]), torch.tensor([parents]), **options)
+
+
 MISTAKES = {
+    "a cycle": (lambda root: tree(root, -1, 2, 1), "row 0: node 1 names parent 2, which does not come before it"),
+    "a parent after its child": (lambda root: tree(root, -1, 2, 0), "row 0: node 1 names parent 2"),
+    "a parent that is none": (lambda root: tree(root, -1, 0, 99), "row 0: node 2 names parent 99"),
+    "two roots": (lambda root: tree(root, -1, -1, 0), "row 0: node 1 has parent -1; node 0 must be the only root"),
+    "a layout with two roots": (
+        lambda root: TokenTree.from_layout(torch.tensor([[root, 5, 6]]), (-1, -1, 0)),
+        "layout: node 1 has parent -1",
+    ),
+    "a layout of another size": (
+        lambda root: TokenTree(torch.tensor([[root, 5]]), torch.tensor([[-1, 0]]), layout=(-1, 0, 0)),
+        "layout has 3 nodes",
+    ),
     "above the vocabulary": (lambda root: chain(root, 5, 128), "5, 128.*vocabulary of 128"),
     "negative": (lambda root: chain(root, -1), "-1.*vocabulary of 128"),
     "another root": (lambda root: chain((root + 1) % 128, 5), "root"),
@@ -358,10 +374,13 @@ def test_a_drafter_that_returns_no_proposal(mistake, options):
         (lambda root: chain(root, 5), "deterministic"),
         (lambda root: chain(root, 5, proposal="iid", pruned=True, q=torch.full((1, 1, 128), 1 / 128)), "dropped"),
         (lambda root: chain(root, 5, proposal="random"), "random"),
+        (lambda root: chain(root, 5, proposal="iid", q=torch.full((1, 1, 128), 1 / 127)), "row 0, node 0: q sums to 1.00787"),
+        (lambda root: chain(root, 5, proposal="iid", q=torch.full((1, 1, 128), float("nan"))), "row 0, node 0: q holds NaN"),
+        (lambda root: tree(root, -1, 0, 0, proposal="iid", q=torch.full((1, 1, 128), 1 / 128)), "chains only"),
     ],
 )
 def test_a_sampled_proposal_that_the_rule_cannot_verify(make, message):
-    speculator = Speculator(tiny(), drafter=Misbehaving(make, "iid"))
+    speculator = Speculator(tiny(), drafter=Misbehaving(make, "iid"), rule="block")
     with pytest.raises(DrafterError, match=message):
         generate(speculator, ROWS[:1], max_new_tokens=NEW, do_sample=True)
 

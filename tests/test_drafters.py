@@ -42,7 +42,9 @@ def request(rows, depth=5, vocabulary=128, **options) -> DraftRequest:
         [Pipeline()] * len(rows), [options.get("proposal") in ("iid", "keyed")] * len(rows), lengths, noise, lambda: committed
     )
     options = {"limits": [depth] * len(rows), "proposal": "deterministic", "needs_q": False, **options}
-    return DraftRequest(rows=rows, shape=TreeShape.chain(depth), depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options)
+    return DraftRequest(
+        rows=rows, shape=TreeShape.chain(depth), depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options
+    )
 
 
 def drafted(tree) -> list[list[int]]:

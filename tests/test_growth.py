@@ -208,12 +208,16 @@ class Checked(DraftModel):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-@pytest.mark.parametrize(("shape", "siblings"), [("product(3,2,1)", "without-replacement"), ("product(2,2,2)", "iid"), ("product(3)", "iid")])
+@pytest.mark.parametrize(
+    ("shape", "siblings"), [("product(3,2,1)", "without-replacement"), ("product(2,2,2)", "iid"), ("product(3)", "iid")]
+)
 def test_the_draft_model_knows_its_own_probabilities(family: str, shape: str, siblings: str):
     """So that its cache holds the accepted path and nothing else, round after round, in a ragged batch whose rows end early."""
     drafter = Checked(perturbed(family), siblings=siblings)
     speculator = Speculator(tiny(family), drafter=drafter, shape=shape, rule="traversal")
-    stats = speculator.generate(**padded(repetitive()), do_sample=True, temperature=0.8, top_k=0, max_new_tokens=20, seed=2, pad_token_id=0).stats
+    stats = speculator.generate(
+        **padded(repetitive()), do_sample=True, temperature=0.8, top_k=0, max_new_tokens=20, seed=2, pad_token_id=0
+    ).stats
     assert drafter.rounds > 4 and 0 < stats.accepted < stats.drafted
 
 

@@ -94,7 +94,8 @@ def sampler_of(pipelines, committed, lengths):
 
 def part(tree, first, end):
     valid = None if tree.valid is None else tree.valid[:, :end]
-    return TokenTree(tree.tokens[:, :end], tree.parents[:, :end], valid, chain=tree.chain), slice(first, end)
+    layout = tree.layout and tree.layout[:end]
+    return TokenTree(tree.tokens[:, :end], tree.parents[:, :end], valid, chain=tree.chain, layout=layout), slice(first, end)
 
 
 @settings(max_examples=80, deadline=None)
@@ -105,6 +106,8 @@ def test_level_by_level_equals_at_once(data):
     prompts = random_prompts(data.draw(st.lists(st.integers(1, 5), min_size=rows, max_size=rows)))
     chain = data.draw(st.booleans())
     parents = [[-1, *(node - 1 if chain else data.draw(st.integers(0, node - 1)) for node in range(1, nodes))] for _ in range(rows)]
+    shared = data.draw(st.booleans())  # the host knows the layout
+    parents = parents[:1] * rows if shared else parents
     committed, lengths = committed_rows(prompts, [0] * rows)
     tree = random_tree(committed, lengths, torch.tensor(parents))
     guards = [Ban() if data.draw(st.booleans()) else None for _ in prompts]
@@ -112,7 +115,13 @@ def test_level_by_level_equals_at_once(data):
     lists = [LogitsProcessorList([*own, guard] if guard else own) for guard in guards]
     logits = random_logits(tree)
     valid = reached(lists, logits, committed, lengths, tree)  # as a drafter that draws from q would have it
-    tree = TokenTree(tree.tokens.masked_fill(~valid, -1), tree.parents, valid, chain=chain and bool(valid.all()))
+    tree = TokenTree(
+        tree.tokens.masked_fill(~valid, -1),
+        tree.parents,
+        valid,
+        chain=chain and bool(valid.all()),
+        layout=tuple(parents[0]) if shared else None,
+    )
     sampler = sampler_of([Pipeline.alone(own, prompt_length=1) for own in lists], committed, lengths)
     for guard in filter(None, guards):
         guard.seen.clear()

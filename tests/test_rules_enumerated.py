@@ -107,21 +107,24 @@ ON_TREES = [
     (rule, proposal) for rule in LOSSLESS for proposal in create(rule).proposals if not create(rule).chains_only and proposal != "mixed"
 ]
 
+
+def on_trees(rule: str, proposal: Proposal) -> dict[str, Case]:
+    """Cases of one rule on one kind of proposal. Independent draws have so many outcomes that deep trees get two tokens only."""
+    few = proposal in ("deterministic", "keyed") or (proposal == "without-replacement" and rule != "match")
+    count, q, p = (4, Q, P) if few else (4, ProbabilityTable.random(2, seed=2), ProbabilityTable.random(2, seed=1))
+    zeros = {"q": without_one(Q), "p": without_one(tempered(P, 2.0))}
+    return {
+        "pairs": Case(rule, Q, proposal, shape="product(2)", count=3),
+        "pairs of chains": Case(rule, q, proposal, p=p, shape="product(2,1)", count=count),
+        "a ragged tree": Case(rule, q, proposal, p=p, shape="paths(0,1,1.0)", count=3 if proposal == "without-replacement" else count),
+        "pairs below a token, zeros in both": Case(rule, proposal=proposal, **zeros, shape="product(1,2)", count=count if few else 3),
+        "a chain": Case(rule, q, proposal, p=p, count=count),
+        "three siblings": Case(rule, Q, proposal, shape="product(3)", count=3),
+    }
+
+
 TREES = {
-    **{
-        f"{rule}, {proposal}, {name}": case
-        for rule, proposal in ON_TREES
-        for name, case in {
-            "pairs": Case(rule, Q, proposal, shape="product(2)", count=4),
-            "pairs of chains": Case(rule, Q, proposal, shape="product(2,1)", count=4),
-            "pairs below a token, zeros in both": Case(
-                rule, without_one(Q), proposal, p=without_one(tempered(P, 2.0)), shape="product(1,2)", count=4
-            ),
-            "a ragged tree": Case(rule, Q, proposal, shape="paths(0,1,1.0)", count=4),
-            "a chain": Case(rule, Q, proposal, count=4),
-            "three siblings": Case(rule, Q, proposal, shape="product(3)", count=3),
-        }.items()
-    },
+    **{f"{rule}, {proposal}, {name}": case for rule, proposal in ON_TREES for name, case in on_trees(rule, proposal).items()},
     **{
         f"match, {proposal}, {shape}": Case("match", Q, proposal, shape=shape, count=4)
         for proposal in ("deterministic", "keyed")
@@ -343,15 +346,15 @@ def the_match_races_noise(enumeration: Enumeration, keys: Tensor, positions: Ten
 
 
 def tree_of(rule: str, proposal: Proposal = "iid") -> Case:
-    return Case(rule, Q, proposal, shape="product(2,1)", count=5)
+    return on_trees(rule, proposal)["pairs of chains"]
 
 
 @pytest.mark.parametrize(
     ("fault", "case", "amount"),
     [
-        (what_lies_beyond_the_path_again, Case("block", Q, shape="chain(3)"), 0.005),
-        (what_lies_beyond_the_path_again, Case("traversal", Q, shape="chain(3)"), 0.005),
-        (the_match_races_noise, Case("block", Q), 0.05),
+        (what_lies_beyond_the_path_again, Case("block", Q, shape="chain(3)", count=4), 0.005),
+        (what_lies_beyond_the_path_again, Case("traversal", Q, shape="chain(3)", count=4), 0.005),
+        (the_match_races_noise, Case("block", Q, count=4), 0.05),
         (the_same_noise_every_round, Case("block", Q, count=4), 0.05),
         (the_same_noise_every_round, tree_of("traversal"), 0.05),
         (the_same_noise_every_round, tree_of("traversal", "without-replacement"), 0.05),

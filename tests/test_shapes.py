@@ -13,7 +13,14 @@ from foretoken.drafters.draft_model import DraftModel
 from foretoken.shapes import DynamicShape, StaticShape
 from foretoken.tree import depths_of
 
-WRITTEN = ["chain(5)", "chain(0)", "product(4,2,1)", "paths(0,1,0.0,0.1,1.0)", "dynamic(depth=5,k=4,total=16)", "opt(total=16,depth=8,delta=0.05)"]
+WRITTEN = [
+    "chain(5)",
+    "chain(0)",
+    "product(4,2,1)",
+    "paths(0,1,0.0,0.1,1.0)",
+    "dynamic(depth=5,k=4,total=16)",
+    "opt(total=16,depth=8,delta=0.05)",
+]
 
 
 @pytest.mark.parametrize("text", WRITTEN)
@@ -109,9 +116,15 @@ def speculator(shape: str, drafter: str | Drafter | None = None, **options) -> S
         ({"shape": "product(2,2)", "drafter": "prompt-lookup"}, "drafter 'prompt-lookup' drafts chains only; use shape='chain(2)'"),
         ({"shape": "product(2,2)", "rule": "rejection"}, "rule 'rejection' verifies chains only"),
         ({"shape": "product(2,2)", "rule": "block"}, "rule 'block' verifies chains only"),
-        ({"shape": "dynamic(depth=2,k=2,total=4)", "rule": "traversal", "drafter": DraftModel(tiny(), siblings="iid")}, "dropped after looking"),
+        (
+            {"shape": "dynamic(depth=2,k=2,total=4)", "rule": "traversal", "drafter": DraftModel(tiny(), siblings="iid")},
+            "dropped after looking",
+        ),
         ({"shape": "product(2,2)", "rule": "k-seq", "drafter": DraftModel(tiny(), siblings="without-replacement")}, "'k-seq' is not exact"),
-        ({"shape": "product(2,2)", "rule": "multi-candidate", "drafter": DraftModel(tiny(), siblings="top-k")}, "not exact for deterministic"),
+        (
+            {"shape": "product(2,2)", "rule": "multi-candidate", "drafter": DraftModel(tiny(), siblings="top-k")},
+            "not exact for deterministic",
+        ),
         ({"shape": "chain(3)", "rule": "traversal", "drafter": "prompt-lookup"}, "not exact for deterministic proposals"),
         ({"shape": "product(2000)"}, "context holds"),
         ({"shape": "product(130)"}, "130 different siblings and the vocabulary holds"),
@@ -149,7 +162,8 @@ def test_auto_picks_the_exact_rule_that_accepts_most(shape: str, siblings: str, 
 
 
 @pytest.mark.parametrize(
-    ("rule", "proposal"), [("match", "keyed"), ("k-seq", "iid"), ("multi-candidate", "without-replacement"), ("traversal", "without-replacement")]
+    ("rule", "proposal"),
+    [("match", "keyed"), ("k-seq", "iid"), ("multi-candidate", "without-replacement"), ("traversal", "without-replacement")],
 )
 def test_the_draft_model_chooses_siblings_as_the_rule_wants_them(rule: str, proposal: str):
     assert speculator("product(3,1)", rule=rule).proposal == proposal

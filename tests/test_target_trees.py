@@ -43,7 +43,7 @@ def check(name, implementation, nodes, seeds):
     for seed in seeds:
         tree = random_tree(len(texts), nodes, seed)
         assert_scores_like_its_paths(model, texts, tree, target.score(tree))
-        ends = [tree.path(row, nodes - 1 - row) for row in range(len(texts))]
+        ends = [tree.path(row, max(0, nodes - 1 - row)) for row in range(len(texts))]
         width = max(map(len, ends))
         target.commit(torch.tensor([path + [0] * (width - len(path)) for path in ends]), [len(path) for path in ends])
         texts = [text + tree.tokens[row, path].tolist() for row, (text, path) in enumerate(zip(texts, ends))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.sampling import Purpose
+from foretoken.sampling import Noise, Purpose, row_key
 from foretoken.testing import EnumeratedNoise, Enumeration, Law, World, distance, enumerate_law
 from foretoken.tree import TokenTree, depths_of
 from foretoken.verification import Rule, create, names
@@ -293,3 +293,105 @@ def test_the_toy_case_of_block_verification():
 
     assert kept("block") == pytest.approx(11 / 9, abs=EXACT)
     assert kept("rejection") == pytest.approx(10 / 9, abs=EXACT)
+
+
+# -- float32 ---------------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """Noise whose uniforms are all ``u``; keeps what it was asked."""
+
+    def __init__(self, u: float):
+        self.u = u
+        self.asked: list[tuple[int, float]] = []
+        self.weights: list[Tensor] = []
+
+    def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor:
+        first = int(node[0]) if isinstance(node, Tensor) else node
+        self.asked += [(first + index, float(value)) for index, value in enumerate(probability[0])]
+        return self.u < probability
+
+    def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
+        assert bool(weights.isfinite().all()) and bool((weights >= 0).all()) and bool((weights.sum(-1) > 0).all())
+        self.weights.append(weights)
+        return weights.argmax(-1)
+
+
+def one_row(parents: tuple[int, ...], tokens: list[int], p: list[list[float]], q: list[list[float]], proposal: str = "iid"):
+    tensors = [torch.tensor([each], dtype=torch.float32) for each in (p, q)]
+    chain = parents == tuple(range(-1, len(parents) - 1))
+    tree = TokenTree(torch.tensor([tokens]), torch.tensor([parents]), proposal=proposal, q=tensors[1], chain=chain, layout=parents)
+    return tree, tensors[0]
+
+
+COMPARING = [rule.name for rule in LOSSLESS if rule.needs_q]
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_uniform_of_zero_passes_no_token_of_probability_zero(name: str):
+    """Not even where q is tiny, or 0 by rounding."""
+    for q in ([0.5, 0.5, 0.0], [1e-30, 1.0, 0.0], [0.0, 1.0, 0.0]):
+        tree, p = one_row((-1, 0, 1), [0, 0, 1], [[0.0, 0.5, 0.5], [0.2, 0.3, 0.5], [1.0, 0.0, 0.0]], [q, [0.3, 0.3, 0.4], [0.0] * 3])
+        noise = Scripted(0.0)
+        verdict = create(name).verify(tree, p, noise)
+        assert int(verdict.accepted) == 0 and int(verdict.next_token) > 0
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_residual_that_cancels_leaves_p(name: str):
+    """p = q, and a uniform so close to 1 that nothing passes where the ratio rounds below it."""
+    same = [0.1, 0.2, 0.7]
+    tree, p = one_row((-1, 0, 1), [0, 2, 2], [same] * 3, [same] * 3)
+    noise = Scripted(1.0)
+    verdict = create(name).verify(tree, p, noise)
+    assert int(verdict.accepted) == 0
+    weights = noise.weights[0][0]
+    assert (weights / weights.sum()).tolist() == pytest.approx(same, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["block", "traversal"])
+def test_a_small_residual_is_not_lost_beside_one(name: str):
+    """A = 1 and Z = 1e-7: Z / (Z + (1 - A)) is 1, where (Z + 1) - A would make it 0.84."""
+    q = [0.5, 0.5, 0.0]
+    tree, p = one_row((-1, 0, 1), [0, 0, 0], [[1.0, 0.0, 0.0], [0.5, 0.4999999, 1e-7], q], [q, q, q])
+    noise = Scripted(1.0)
+    create(name).verify(tree, p, noise)
+    assert dict(noise.asked)[0 if name == "block" else 1] == pytest.approx(1, abs=1e-6)
+
+
+def test_masses_of_every_size_keep_ratios_finite():
+    """Siblings rejected until next to nothing is left of p, in float32, never give NaN, and the draw always has something to draw from."""
+    generator = torch.Generator().manual_seed(5)
+    for round_ in range(30):
+        q = torch.softmax(6 * torch.randn(1, 7, 8, generator=generator), -1)
+        p = torch.softmax(q.log() + 10.0 ** -(round_ % 8) * torch.randn(1, 7, 8, generator=generator), -1)
+        tokens = torch.tensor([[0, 0, 1, 2, 3, 4, 5]])
+        for proposal in ("iid", "without-replacement"):
+            tree = TokenTree(tokens, torch.zeros(1, 7, dtype=torch.long), proposal=proposal, q=q, layout=(-1, *[0] * 6))
+            for name in ("multi-candidate", "traversal"):
+                for u in (0.0, 0.5, 0.999, 1.0):
+                    noise = Scripted(u)
+                    create(name).verify(tree, p, noise)
+                    assert all(0 <= value < float("inf") for _, value in noise.asked)
+
+
+@pytest.mark.parametrize("name", [name for name, proposal in ON_TREES if proposal == "iid"])
+def test_a_row_does_not_depend_on_its_company(name: str):
+    """Trees of three layouts, with filler, in one batch and alone: the same verdicts, by real noise."""
+    generator = torch.Generator().manual_seed(6)
+    layouts = [[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 3]]
+    for seed in range(20):
+        p, q = (torch.softmax(torch.randn(3, 5, 4, generator=generator), -1) for _ in range(2))
+        tokens = torch.randint(0, 4, (3, 5), generator=generator)
+        valid = torch.tensor([[True] * 5, [True, True, True, False, False], [True, True, False, True, True]])
+        keys, positions = torch.tensor([row_key((seed, row)) for row in range(3)]), torch.tensor([3, 4, 5])
+        tree = TokenTree(tokens, torch.tensor(layouts), valid, proposal="iid", q=q)
+        together = create(name).verify(tree, p, Noise(keys, positions))
+        for row, layout in enumerate(layouts):
+            one = slice(row, row + 1)
+            for known in (None, tuple(layout)):
+                alone = TokenTree(tokens[one], tree.parents[one], valid[one], proposal="iid", q=q[one], layout=known)
+                verdict = create(name).verify(alone, p[one], Noise(keys[one], positions[one]))
+                count = int(verdict.accepted)
+                assert count == int(together.accepted[row]) and int(verdict.next_token) == int(together.next_token[row])
+                assert verdict.path[0, : count + 1].tolist() == together.path[row, : count + 1].tolist()

@@ -147,14 +147,14 @@ class NodeHistories:
         ends = [self.lengths[row] for row, _ in places]
         width, deepest = max(map(add, ends, depths)), max(depths)
         lines = [
-            [row, width - end - depth, end, *[-1] * (deepest - depth), *self._path(cell, depth)]
+            [row, width - end - depth, *[-1] * (deepest - depth), *self._path(cell, depth)]
             for cell, (row, _), end, depth in zip(cells, places, ends, depths)
         ]
         packet = to_device(lines, self.committed.device)
-        rows, shifts, counts, paths = packet[:, :1], packet[:, 1:2], packet[:, 2:3], packet[:, 3:]  # [G, 1] and [G, deepest]
-        source = torch.arange(width, device=rows.device) - shifts  # [G, width], an index into the committed ids
+        rows, shifts, paths = packet[:, :1], packet[:, 1:2], packet[:, 2:]  # [G, 1] and [G, deepest]
+        source = torch.arange(width, device=rows.device) - shifts  # [G, width], an index into the committed ids, and then the path
         capacity = self.committed.shape[1]
-        ids = self.committed.flatten()[rows * capacity + source.clamp(0, capacity - 1)].masked_fill((source < 0) | (source >= counts), -1)
+        ids = self.committed.flatten()[rows * capacity + source.clamp(0, capacity - 1)].masked_fill(source < 0, -1)
         tail = ids[:, width - deepest :]
         tail.copy_(torch.where(paths < 0, tail, self.tokens.flatten()[paths.clamp(min=0)]))
         return ids

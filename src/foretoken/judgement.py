@@ -25,15 +25,17 @@ NAN, INFINITE, EMPTY = 1, 2, 4  # what can be wrong with a node's scores: raw, r
 
 @dataclass(frozen=True)
 class Line:
-    """One row's verdict: how many drafted tokens were ``accepted`` and how many there were, the ``bonus`` token, the
-    ``tokens`` along the path and the ``faults`` of the scores there, and whether any token of the tree is ``outside`` the vocabulary."""
+    """One row's verdict: how many drafted tokens were ``accepted`` and how many there were at each depth, the ``bonus`` token, the
+    ``tokens`` along the path and the ``faults`` of the scores there, whether any token of the tree is ``outside`` the vocabulary, and
+    whether the tree is ``broken``: its parents make no tree, or its q is no distribution."""
 
     accepted: int
     bonus: int
-    drafted: int
+    drafted: Sequence[int]
     outside: bool
     tokens: Sequence[int]
     faults: Sequence[int]
+    broken: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class Judgement:
 def judge(
     rule: Rule, tree: TokenTree, logits: Tensor, sampler: Sampler, *, record: frozenset[str] = frozenset(), top: int | None = None
 ) -> Judgement:
-    """Apply ``rule``, or greedy matching if no row samples, to ``logits`` ``[R, N, V]``.
+    """Apply ``rule``, or greedy matching if no row samples, to ``logits`` ``[R, N, V]`` at the nodes of ``tree`` as it was settled.
 
     ``record`` names vectors to keep along the paths: ``scores`` (processed) and ``logits`` (raw). ``top`` asks for log-probabilities,
     with so many of the likeliest tokens.
@@ -60,10 +62,11 @@ def judge(
         if lines is not None:
             return Judgement(lines)
     logits = logits.to(tree.tokens.device)
-    inside = replace(tree, tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # others are told of, not read at
+    inside = replace(tree.settled(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # what is wrong is told of, not read at
     scores = sampler.scores(logits, inside)
     verdict, best = verify(rule, inside, scores, sampler)
-    lines = to_host(tree, verdict, torch.stack([logits.amax(-1).to(best.dtype), best], -1), logits.shape[-1])
+    best = torch.stack([logits.amax(-1).to(best.dtype), best], -1)
+    lines = to_host(tree, inside, verdict, best, uses_q=rule.needs_q and not sampler.greedy)
     values = {"scores": scores, "logits": logits}
     vectors = {name: values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])) for name in record}
     logprobs = None if top is None else log_probabilities(inside, verdict, logits, top)
@@ -86,7 +89,7 @@ def match_on_host(tree: TokenTree, scores: Tensor) -> list[Line] | None:
         if not all(fine[: accepted + 1]):
             return None
         proposed = drafts[: drafted + 1]
-        lines.append(Line(accepted, chosen[accepted], drafted, min(proposed) < 0 or max(proposed) >= vocab_size, drafts, faults))
+        lines.append(Line(accepted, chosen[accepted], [1] * drafted, min(proposed) < 0 or max(proposed) >= vocab_size, drafts, faults))
     return lines
 
 
@@ -123,19 +126,40 @@ def verify(rule: Rule, tree: TokenTree, scores: Tensor, sampler: Sampler) -> tup
     return rule.verify(tree, sampler.distribution(scores), sampler.noise), scores.amax(-1)
 
 
-def to_host(tree: TokenTree, verdict: Verdict, best: Tensor, vocab_size: int) -> list[Line]:
-    """``verdict`` with the largest raw and processed scores ``best`` ``[R, N, 2]``, which tell NaN, infinity and empty support."""
+def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor, *, uses_q: bool) -> list[Line]:
+    """``verdict`` on ``inside``, which is ``tree`` made safe, with the largest raw and processed scores ``best`` ``[R, N, 2]``; these
+    tell NaN, infinity and empty support."""
     tokens = tree.tokens
-    outside = (tokens < 0) | (tokens >= vocab_size)
+    outside = tokens != inside.tokens
     if tree.valid is not None:
         outside = outside & tree.valid
+    broken = torch.zeros_like(outside[:, 0]) if tree.chain or tree.layout is not None else (tree.parents != inside.parents).any(1)
+    if uses_q and tree.q is not None:
+        broken = broken | inside.wrong_q.any(1)
     raw, processed = best.unbind(-1)
     faults = raw.isnan() * NAN + raw.isinf() * INFINITE + ~processed.isfinite() * EMPTY  # [R, N]
     if not tree.chain:
         tokens, faults = tokens.gather(1, verdict.path), faults.gather(1, verdict.path)
-    head = torch.stack([verdict.accepted, verdict.next_token, tree.drafted, outside.any(1)], 1)
-    depth = tokens.shape[1]
+    head = torch.stack([verdict.accepted, verdict.next_token, outside.any(1), broken], 1)
+    depth, below = tokens.shape[1], 1 if tree.chain else inside.height
     return [
-        Line(accepted, bonus, drafted, bool(bad), along[:depth], along[depth:])
-        for accepted, bonus, drafted, bad, *along in torch.cat([head, tokens, faults], 1).tolist()
+        Line(
+            accepted,
+            bonus,
+            [1] * rest[0] if tree.chain else rest[:below],
+            bool(out),
+            rest[below : below + depth],
+            rest[below + depth :],
+            bool(bad),
+        )
+        for accepted, bonus, out, bad, *rest in torch.cat([head, levels(inside), tokens, faults], 1).tolist()
     ]
+
+
+def levels(tree: TokenTree) -> Tensor:
+    """``[R, height]`` drafted nodes at each depth from 1 on; of chains, whose levels hold one at most, ``[R, 1]`` how many there are."""
+    if tree.chain:
+        return tree.drafted[:, None]
+    counts = torch.zeros(tree.rows, tree.height + 1, dtype=torch.long, device=tree.tokens.device)
+    real = torch.ones_like(tree.tokens) if tree.valid is None else tree.valid.long()
+    return counts.scatter_add(1, tree.depths, real)[:, 1:]

@@ -45,7 +45,7 @@ REFUSED_CONFIG = {
     "watermarking_config": "a watermark keys on its own call order",
 }
 # What transformers itself puts into the model's arguments, and this loop replaces.
-EXPECTED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+EXPECTED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "cache_params"}
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ConfigurationError(f"generation mode {mode.value!r} is not supported; use greedy decoding or sampling")
-    if config.use_cache is False:
+    if config.use_cache is False and model.generation_config.use_cache is not False:  # as a model's own default it was not asked for
         raise ConfigurationError("use_cache=False is not supported: Foretoken verifies drafts against its cache")
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         raise ConfigurationError(f"past_key_values is not taken here: {REFUSED_ARGUMENTS['past_key_values']}")

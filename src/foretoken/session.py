@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback
 from foretoken.errors import ConfigurationError, DrafterError, ForetokenError, TargetOutputError
-from foretoken.judgement import EMPTY, INFINITE, NAN, Judgement, Line, judge
+from foretoken.judgement import EMPTY, INFINITE, NAN, Judgement, judge
 from foretoken.logprobs import LogProbs, check_logprobs
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
@@ -227,6 +227,7 @@ class Session:
             judgement = judge(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))
         self.stats.seconds["prefill"] -= sampler.watch.seconds
         self.stats.target_passes += self.target.passes - passes
+        self._check_lines(rows, tree, judgement)
         commits = self._settle(rows, judgement)
         self.drafter.begin(rows)
         self._depart()
@@ -240,14 +241,15 @@ class Session:
         begin = clock()
         sampler = self._sampler(rows)
         tree = self._draft(rows, sampler)
-        drafted, asked = clock(), sampler.watch.seconds
-        logits = self.target.score(tree)
+        drafted, asked, passes = clock(), sampler.watch.seconds, self.target.passes
+        logits = self.target.score(tree.settled())
         scored = clock()
         judgement = judge(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))  # on a GPU waits for the pass
         judged = clock()
-        self.stats.target_passes += 1
+        self.stats.target_passes += self.target.passes - passes
         accepted = [line.accepted for line in judgement.lines]
         self.target.commit(judgement.path, [count + 1 for count in accepted])
+        self._check_lines(rows, tree, judgement)
         commits = self._settle(rows, judgement, counted=True)
         settled = clock()
         self.drafter.observe(rows, Feedback(tree, accepted, judgement.path))
@@ -313,7 +315,7 @@ class Session:
         return tree.within(limits)
 
     def _check_tree(self, tree: TokenTree, request: DraftRequest, greedy: bool) -> None:
-        """What can be said without reading values; `_settle` looks at the tokens."""
+        """What can be said without reading values; `_check_lines` says the rest."""
         rows, drafter = len(request.rows), f"drafter {self.drafter.name!r}"
         if not isinstance(tree, TokenTree) or tree.rows != rows:
             got = f"a tree of {tree.rows} rows" if isinstance(tree, TokenTree) else type(tree).__name__
@@ -322,6 +324,8 @@ class Session:
             tree.check_shapes(self.target.vocab_size)
         except ValueError as error:
             raise DrafterError(f"{drafter} returned a malformed tree: {error}") from None
+        if self.target.chains_only and not tree.chain:
+            raise DrafterError(f"{drafter} returned a tree, and the target can only verify chains: {self.target.chains_only}")
         if greedy or tree.nodes == 1:
             return
         refusal = self.rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
@@ -340,30 +344,35 @@ class Session:
                 getattr(row, name).extend(along.unbind(0))
         commits = []
         for index, (row, line) in enumerate(zip(rows, judgement.lines)):
-            self._check_line(row, line)
             commit = self._append(row, [*line.tokens[1 : line.accepted + 1], line.bonus], line.accepted)
             if judgement.logprobs is not None and row.parameters.logprobs is not None:
                 row.logprobs.append(judgement.logprobs[index].cut(len(commit.tokens), row.parameters.logprobs))
                 commit = replace(commit, logprobs=row.logprobs[-1])
             row.stats.token_times += [now] * len(commit.tokens)
-            self._count(row, commit, line.drafted if judgement.path is None else 0, line.drafted, counted)
+            self._count(row, commit, line.drafted, counted)
             commits.append(commit)
         return commits
 
-    def _check_line(self, row: SessionRow, line: Line) -> None:
-        """Refuse tokens that can not be, and scores that no token can be chosen from."""
-        if line.outside:
-            raise DrafterError(
-                f"drafter {self.drafter.name!r} proposed {line.tokens[1:]} for row {row.slot}, with a token outside the target's "
-                f"vocabulary of {self.target.vocab_size}"
-            )
-        if line.tokens[0] != row.ids[-1]:
-            raise DrafterError(
-                f"drafter {self.drafter.name!r} returned a tree for row {row.slot} whose root is {line.tokens[0]}; node 0 must be the "
-                f"last committed token, {row.ids[-1]}"
-            )
-        if any(line.faults[: line.accepted + 1]):
-            self._report(row, line.faults[: line.accepted + 1])
+    def _check_lines(self, rows: Sequence[SessionRow], tree: TokenTree, judgement: Judgement) -> None:
+        """Refuse trees that are none, tokens that can not be, and scores that no token can be chosen from."""
+        for row, line in zip(rows, judgement.lines):
+            if line.broken:
+                try:
+                    tree.check(self.target.vocab_size)
+                except ValueError as error:
+                    raise DrafterError(f"drafter {self.drafter.name!r} returned a malformed tree: {error}") from None
+            if line.outside:
+                raise DrafterError(
+                    f"drafter {self.drafter.name!r} proposed {line.tokens[1:]} for row {row.slot}, with a token outside the target's "
+                    f"vocabulary of {self.target.vocab_size}"
+                )
+            if line.tokens[0] != row.ids[-1]:
+                raise DrafterError(
+                    f"drafter {self.drafter.name!r} returned a tree for row {row.slot} whose root is {line.tokens[0]}; node 0 must be the "
+                    f"last committed token, {row.ids[-1]}"
+                )
+            if any(line.faults[: line.accepted + 1]):
+                self._report(row, line.faults[: line.accepted + 1])
 
     def _report(self, row: SessionRow, faults: Sequence[int]) -> None:
         """Raise what is wrong with the scores along a path, unless a processor of the row replaces NaN and infinity."""
@@ -405,7 +414,7 @@ class Session:
             return None
         return "length" if len(row.ids) - row.prompt_length == row.parameters.max_new_tokens else "context"
 
-    def _count(self, row: SessionRow, commit: Commit, depth: int, drafted: int, counted: bool) -> None:
+    def _count(self, row: SessionRow, commit: Commit, drafted: Sequence[int], counted: bool) -> None:
         stats, mine, kept = self.stats, row.stats, len(commit.tokens)
         stats.new_tokens += kept
         mine.tokens += kept
@@ -413,11 +422,11 @@ class Session:
             return
         for each in (stats, mine):
             each.kept += kept
-            each.drafted += drafted
+            each.drafted += sum(drafted)
             each.accepted += commit.accepted
         stats.row_passes += 1
         mine.passes += 1
-        stats.count_depths(depth, commit.accepted)
+        stats.count_depths(drafted, commit.accepted)
 
     def _depart(self) -> None:
         """Finished rows leave and the others close up."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -101,12 +101,13 @@ class Stats:
         self.seconds["overhead"] = now - self.seconds["prefill"] - self.seconds["draft"] - self.seconds["target"]
         return now
 
-    def count_depths(self, drafted: int, accepted: int) -> None:
-        """Add one row's round: ``drafted`` and ``accepted`` tokens down its path."""
-        for counts, depth in ((self.drafted_by_depth, drafted), (self.accepted_by_depth, accepted)):
-            counts.extend([0] * (depth - len(counts)))
-            for level in range(depth):
-                counts[level] += 1
+    def count_depths(self, drafted: Sequence[int], accepted: int) -> None:
+        """Add one row's round: how many tokens were ``drafted`` at each depth, and how many were ``accepted`` down its path."""
+        deepest = max((depth for depth, count in enumerate(drafted, 1) if count), default=0)
+        for counts, levels in ((self.drafted_by_depth, drafted[:deepest]), (self.accepted_by_depth, [1] * accepted)):
+            counts.extend([0] * (len(levels) - len(counts)))
+            for level, count in enumerate(levels):
+                counts[level] += count
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON; None where a figure has no meaning yet."""

@@ -310,7 +310,8 @@ class EnumeratedNoise:
     @staticmethod
     def _in_order(world: World, key: tuple[Hashable, ...], weights: Sequence[float], k: int) -> list[int]:
         """k draws one after the other from what is left; when nothing is, whatever comes first."""
-        left, order = list(weights), []
+        left = list(weights)
+        order: list[int] = []
         while len(order) < k:
             token = world.choose((*key, len(order)) if order else key, left) if any(left) else -1
             if token < 0:

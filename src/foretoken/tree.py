@@ -141,6 +141,8 @@ class TokenTree:
             raise ValueError(f"valid must be {list(self.tokens.shape)} like tokens, got {list(self.valid.shape)}")
         if self.layout is not None and len(self.layout) != self.nodes:
             raise ValueError(f"layout has {len(self.layout)} nodes, the tree {self.nodes}")
+        if self.layout is not None:
+            check_layout(self.layout)
         if self.proposal not in PROPOSALS:
             raise ValueError(f"unknown proposal {self.proposal!r}; one of {', '.join(PROPOSALS)}")
         needed = self.nodes - 1 if self.chain else 0
@@ -148,6 +150,14 @@ class TokenTree:
             self.q.ndim != 3 or self.q.shape[0] != self.rows or self.q.shape[1] < needed or self.q.shape[2] != vocab_size
         ):
             raise ValueError(f"q must be [B={self.rows}, M >= {needed}, V={vocab_size}], got {list(self.q.shape)}")
+
+    def settled(self) -> TokenTree:
+        """This tree with parents that come before their children, whatever they were, so that nothing reads out of bounds;
+        :meth:`check` says what was wrong, without which it is the same tree."""
+        if self.chain or self.layout is not None:
+            return self
+        before = torch.arange(-1, self.nodes - 1, device=self.parents.device)
+        return replace(self, parents=torch.minimum(self.parents.clamp(min=0), before))
 
     def check(self, vocab_size: int) -> None:
         """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
@@ -219,6 +229,14 @@ def chain_depths(nodes: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=256)
 def chain_ancestors(nodes: int, device: torch.device) -> Tensor:
     return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
+
+
+@lru_cache(maxsize=256)
+def check_layout(layout: tuple[int, ...]) -> None:
+    """Raise ValueError unless parents come before their children, below the one root."""
+    for node, parent in enumerate(layout):
+        if (parent >= node or parent < 0) and (node, parent) != (0, -1):
+            raise ValueError(f"layout: node {node} has parent {parent}; node 0 must be the only root (-1), and parents come first")
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foretoken.auditing import exact, keyed, statistical
-from foretoken.auditing.prompts import token_ids
+from foretoken.auditing.prompts import name_of, token_ids
 from foretoken.auditing.reference import Reference
 from foretoken.auditing.report import LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, StatisticalPart
 from foretoken.auditing.tally import Design
@@ -122,11 +122,12 @@ def run(
 ) -> AuditReport:
     """The parts that matter, or those in ``parts``, and the report."""
     as_asked = [Reference.of(speculator.model, prompt, sampling) for prompt in prompts]
-    skipped = unneeded(speculator.rule, as_asked[0].sampled)
-    if parts is not None:
-        skipped = {part: skipped.get(part, LEFT_OUT) for part in PARTS if part not in parts}
+    sampled = as_asked[0].sampled
+    skipped = unneeded(speculator.rule, sampled)
+    if parts is not None:  # what is asked for is run, unless there is nothing to run
+        skipped = {part: skipped.get(part, LEFT_OUT) for part in PARTS if part not in parts or (part == "statistical" and not sampled)}
     return AuditReport(
-        target=speculator.model.name_or_path or type(speculator.model).__name__,
+        target=name_of(speculator.model) or type(speculator.model).__name__,
         drafter=speculator.drafter.name,
         rule=speculator.rule.name,
         shape=str(speculator.shape),

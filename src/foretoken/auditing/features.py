@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -57,8 +58,7 @@ class Features:
         """
         surprise = (-p.clamp(min=FLOOR).log()).clamp(max=8) / 8
         seen = torch.zeros_like(p).scatter_(1, ids, 1.0)
-        half = torch.tensor([row_key((token, 0)) & 1 for token in range(self.vocab_size)], device=p.device, dtype=p.dtype)
-        features = [only_best(p), 1 - surprise, seen, half.expand_as(p)]
+        features = [only_best(p), 1 - surprise, seen, half(self.vocab_size, p.device).expand_as(p)]
         if q is not None:
             ratio = (q.clamp(min=FLOOR).log() - p.clamp(min=FLOOR).log()).clamp(-3, 3)
             features += [(q > p).to(p.dtype), ratio / 6 + 0.5, only_best(q)]
@@ -71,6 +71,13 @@ class Features:
         """``[G, 1]`` how feature ``index`` came out so many positions before."""
         none = torch.zeros(rows, 1, device=self.device)
         return [self.history[-lag][:, index, None] if len(self.history) >= lag else none for lag in LAGS]
+
+
+@lru_cache(maxsize=4)
+def half(vocab_size: int, device: torch.device) -> Tensor:
+    """``[V]`` 1 for about every other token, without order, else 0."""
+    with torch.inference_mode(False):
+        return torch.tensor([float(row_key((token, 0)) & 1) for token in range(vocab_size)], device=device)
 
 
 def only_best(p: Tensor) -> Tensor:

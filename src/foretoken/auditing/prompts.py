@@ -19,6 +19,11 @@ PYTHON = (
 )
 
 
+def name_of(model: Any) -> str:
+    """What it was loaded from, ``zoo:NAME`` for an embedded model; empty for one made in memory."""
+    return str(getattr(model.config, "_name_or_path", "") or model.name_or_path)
+
+
 def token_ids(model: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
     """Token ids of ``prompts``; of Python beginnings for an embedded model if None.
 
@@ -26,7 +31,7 @@ def token_ids(model: Any, prompts: Sequence[str | Sequence[int]] | None) -> list
         ConfigurationError: no prompts for another model, an empty one, or texts and no tokenizer.
     """
     if prompts is None:
-        if not str(model.name_or_path).startswith((zoo.PREFIX, str(zoo.MODELS))):
+        if not name_of(model).startswith(zoo.PREFIX):
             raise ConfigurationError("give prompts=[...], texts or token ids; only the embedded models have prompts of their own")
         prompts = PYTHON
     if isinstance(prompts, str) or not prompts:
@@ -35,7 +40,7 @@ def token_ids(model: Any, prompts: Sequence[str | Sequence[int]] | None) -> list
     rows = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            tokenizer = tokenizer or load_tokenizer(model.name_or_path)
+            tokenizer = tokenizer or load_tokenizer(name_of(model))
             prompt = tokenizer(prompt)["input_ids"]
         if not len(prompt):
             raise ConfigurationError("a prompt is empty; give at least one token, for instance the BOS token")

@@ -221,7 +221,17 @@ class AuditReport:
         if self.verdict == "inconclusive":
             left_out = ", ".join(part for part, why in self.skipped.items() if why == LEFT_OUT)
             return f"{name}: no fault found, but the {left_out} part was left out"
-        return f"{name} is exact as far as these checks see"
+        return f"{name} is exact as far as these checks see{self._certainty}"
+
+    @property
+    def _certainty(self) -> str:
+        """How far that is: the bias that the samples would have shown, or that nothing was ever speculated."""
+        if not any(part.accepted for part in self.keyed) and not (self.statistical and self.statistical.acceptance):
+            return "; but no drafted token was ever kept, so they say nothing about speculation" if self.keyed else ""
+        if self.statistical is None:
+            return "; the text is plain decoding's own, token for token" if self.keyed else ""
+        worst = max(self.statistical.power, key=lambda each: each.smallest)
+        return f"; a total variation of {worst.smallest:.1%} per token, or less, would have been found with probability 0.9"
 
     @property
     def reasons(self) -> list[str]:

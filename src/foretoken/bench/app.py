@@ -86,6 +86,69 @@ def verification(
     raise typer.Exit(1 if missed else 0)
 
 
+@app.command()
+def acceptance(
+    target: Annotated[str, typer.Option(help="A path, a hub id or zoo:NAME.")] = "zoo:python-8m",
+    draft: Annotated[str, typer.Option(help="The draft model, with the target's tokenizer.")] = "zoo:python-1m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    prompts: Annotated[int, typer.Option(min=1, help="Beginnings of files, all in one batch.")] = 25,
+    seeds: Annotated[int, typer.Option(min=1, help="Continuations of each prompt.")] = 2,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens per continuation.")] = 64,
+    chain: Annotated[str, typer.Option(help="Chains, separated by spaces.")] = "chain(5)",
+    trees: Annotated[str, typer.Option(help="Static trees, separated by spaces.")] = "product(4,2,1) product(2,2,2)",
+    grown: Annotated[
+        str, typer.Option(help="Trees grown by probability, separated by spaces.")
+    ] = "dynamic(depth=5,k=4,total=16) opt(total=16,depth=8,delta=0.05)",
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write acceptance.json and acceptance.md into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when a claim is missed.")] = False,
+) -> None:
+    """Tokens kept per target pass under every rule at temperature 1, with confidence intervals."""
+    given = locals()
+    from transformers.utils import logging
+
+    from foretoken.bench import acceptance_report, environment, report
+    from foretoken.bench.acceptance import Run, Settings
+
+    logging.disable_progress_bar()
+    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
+    run = _reported(Run, settings, environment.describe, acceptance_report, report, out=out, as_json=as_json)
+    missed = strict and any(claim.verdict == "missed" for claim in acceptance_report.claims(run))
+    raise typer.Exit(1 if missed else 0)
+
+
+@app.command()
+def trees(
+    target: Annotated[str, typer.Option(help="A path, a hub id or zoo:NAME.")] = "zoo:python-300m",
+    draft: Annotated[str, typer.Option(help="The draft model, with the target's tokenizer.")] = "zoo:python-1m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    shapes: Annotated[str, typer.Option(help="Separated by spaces.")] = "chain(4) product(4,1,1,1) dynamic(depth=4,k=4,total=16)",
+    nodes: Annotated[int, typer.Option(min=1, help="Drafted nodes of the shapes that the claim is about.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, max=5, help="How many of the five prompts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds per prompt.")] = 12,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after the warm-up.")] = 3,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write trees.json and trees.md into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when a claim is missed.")] = False,
+) -> None:
+    """What a round with a tree costs outside forward passes, and where that time goes."""
+    given = locals()
+    from transformers.utils import logging
+
+    from foretoken.bench import environment, report, trees_report
+    from foretoken.bench.trees import Run, Settings
+
+    logging.disable_progress_bar()
+    settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
+    run = _reported(Run, settings, environment.describe, trees_report, report, out=out, as_json=as_json)
+    missed = strict and any(claim.verdict == "missed" for claim in trees_report.claims(run))
+    raise typer.Exit(1 if missed else 0)
+
+
 def _reported(run_class: Any, settings: Any, describe: Any, suite: Any, report: Any, *, out: Path | None, as_json: bool) -> Any:
     """Run a suite, show what it found and write it down; ``suite`` is the module with its document, tables and notes."""
     from foretoken.errors import ForetokenError

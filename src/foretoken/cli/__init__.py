@@ -1,4 +1,4 @@
-"""The command line: ``foretoken generate``, ``demo``, ``models``, ``drafters`` and ``rules``.
+"""The command line: ``foretoken generate``, ``audit``, ``demo``, ``models``, ``drafters`` and ``rules``.
 
 Importing it is fast: torch and transformers are imported by the commands that need them.
 """

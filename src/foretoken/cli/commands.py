@@ -100,7 +100,7 @@ def generate(
     shape: Annotated[
         str | None,
         typer.Option(
-            help="The largest tree proposed per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16) or opt(total=16).",
+            help="The largest tree per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16) or opt(total=16).",
             show_default="chain(5)",
             rich_help_panel=SPECULATION,
         ),
@@ -182,6 +182,97 @@ def generate(
             printer.finished(outcome)
         if outcome.interrupted:
             raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def audit(
+    target: Annotated[str, typer.Argument(help="The model: a path, a hub id, or zoo:NAME (see foretoken models).")] = "zoo:python-8m",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.',
+            show_default="six beginnings of Python, for the embedded models",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto, float32, bfloat16 or float16. Below float32, rounding alone moves the law.", rich_help_panel=MODELS),
+    ] = "float32",
+    device: Device = None,
+    threads: Threads = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[:SOURCE]",
+            help="What proposes tokens (see foretoken drafters).",
+            show_default="as in foretoken generate",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None,
+    drafter_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", show_default=False, help="An option of the drafter; may be repeated.", rich_help_panel=SPECULATION
+        ),
+    ] = None,
+    rule: Annotated[str, typer.Option(help="auto, or a name (see foretoken rules).", rich_help_panel=SPECULATION)] = "auto",
+    shape: Annotated[
+        str | None,
+        typer.Option(help="The largest tree proposed per round.", show_default="chain(5)", rich_help_panel=SPECULATION),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Above 0, sample; at 0, decode greedily.", rich_help_panel=SAMPLING)] = 1.0,
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=0, help="Sample from the k most likely tokens; 0 is all.", show_default="the model's", rich_help_panel=SAMPLING),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Sample from so much probability.", show_default="the model's", rich_help_panel=SAMPLING),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.", rich_help_panel=SAMPLING)] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt, compared token for token.", rich_help_panel=SAMPLING)] = 48,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Continuations that are tested statistically.",
+            show_default="as many as find a total variation of 1 % per token",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Draw so many of them at a time.", rich_help_panel=SAMPLING)] = 256,
+    significance: Annotated[float, typer.Option(help="How often a correct configuration may be accused.", rich_help_panel=SAMPLING)] = 1e-3,
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="exact, keyed or statistical; may be repeated.", show_default="those that matter", rich_help_panel=OUTPUT),
+    ] = None,
+    as_json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write everything to this file.", show_default=False, rich_help_panel=OUTPUT),
+    ] = None,
+) -> None:
+    """Check that a configuration keeps the target's distribution exactly, and say how sure that is.
+
+    Exit codes: 0 exact; 1 a fault, a lossy rule, or a part that matters left out; 2 cannot work as asked.
+    """
+    from foretoken.cli.progress import Progress
+
+    with exit_codes():
+        with Progress(f"auditing {target}"):
+            from foretoken.cli import audit as auditing
+            from foretoken.cli.generation import Configuration, Decoding
+
+            configuration = Configuration(target, drafter, drafter_option or (), rule, shape, None, False, dtype, device, threads)
+            sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
+            own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
+            report = auditing.run(configuration, prompts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
+            if as_json is not None:
+                auditing.write(report, as_json)
+        typer.echo("\n".join(auditing.lines(report)))
+        if report.verdict != "exact":
+            raise typer.Exit(FAILED)
 
 
 @app.command()

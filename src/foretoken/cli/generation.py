@@ -64,12 +64,15 @@ class Decoding:
     def sampled(self) -> bool:
         return self.temperature > 0
 
-    def arguments(self) -> dict[str, Any]:
-        """For ``Speculator.stream``; what is None stays as the model's generation config has it."""
+    def sampling(self) -> dict[str, Any]:
+        """How tokens are chosen; what is None stays as the model's generation config has it."""
         filters = {"top_k": self.top_k, "top_p": self.top_p}
-        sampling = {"temperature": self.temperature, **{name: value for name, value in filters.items() if value is not None}}
-        fixed = {"max_new_tokens": self.max_new_tokens, "do_sample": self.sampled, "output_logprobs": self.logprobs}
-        return {**fixed, **(sampling if self.sampled else {})}
+        given = {"temperature": self.temperature, **{name: value for name, value in filters.items() if value is not None}}
+        return {"do_sample": self.sampled, **(given if self.sampled else {})}
+
+    def arguments(self) -> dict[str, Any]:
+        """For ``Speculator.stream``."""
+        return {"max_new_tokens": self.max_new_tokens, "output_logprobs": self.logprobs, **self.sampling()}
 
 
 @dataclass

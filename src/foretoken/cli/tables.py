@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from foretoken import drafters, zoo
+from foretoken.tree import Proposal
 
 PIPED_WIDTH = 140
 
@@ -61,17 +62,18 @@ def rules() -> Table:
     table = new_table("rule", "lossless", "exact for proposals", "")
     for name in verification.names():
         rule = verification.create(name)
-        exact = ", ".join(sorted(rule.proposals)) + (" (chains only)" if rule.chains_only else "")
+        exact = ", ".join(sorted(rule.proposals)) + (" (chains only)" if rule.chains_only else "") if rule.lossless else "none"
         add_row(table, name, "yes" if rule.lossless else "LOSSY", exact, rule.summary)
     add_row(table, "auto", "yes", "", f"whichever accepts most: {_automatic(verification.AUTO)}")
     return table
 
 
-def _automatic(choices: Mapping[str, str]) -> str:
+def _automatic(choices: Mapping[Proposal, tuple[str, str]]) -> str:
     kinds: dict[str, list[str]] = {}
-    for proposal, rule in choices.items():
-        kinds.setdefault(rule, []).append(proposal)
-    return "; ".join(f"{rule} for {', '.join(proposals)} proposals" for rule, proposals in kinds.items())
+    for proposal, rules in choices.items():
+        for rule, where in zip(rules, ("chains", "trees")):
+            kinds.setdefault(rule, []).append(proposal if rules[0] == rules[1] else f"{proposal} {where}")
+    return "; ".join(f"{rule} for {', '.join(dict.fromkeys(proposals))}" for rule, proposals in kinds.items())
 
 
 def _option(option: inspect.Parameter) -> str:

@@ -75,10 +75,10 @@ def children(request: DraftRequest, scores: Tensor, level: Level, depth: int) ->
     None for all; and the q ``[R, n, V]`` they were drawn from, None where they are simply the most likely."""
     above, rank = places(level, scores.device)
     if request.proposal == "iid":
-        q = request.sampler.distribution(scores)
+        drawn_from = request.sampler.distribution(scores)
         assert request.sampler.noise is not None
-        nodes = torch.arange(level.first, level.last, device=q.device)
-        return request.sampler.noise.rank(q[:, above], 1, Purpose.DRAFT, nodes)[..., 0], None, q
+        nodes = torch.arange(level.first, level.last, device=scores.device)
+        return request.sampler.noise.rank(drawn_from[:, above], 1, Purpose.DRAFT, nodes)[..., 0], None, drawn_from
     ranked, possible, q = siblings(request, scores, 1 + max(level.ranks), first=level.above, depth=depth)
     return ranked[:, above, rank], None if possible is None else possible[:, above, rank], q
 
@@ -181,7 +181,7 @@ def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> 
 
 
 def candidates(request: DraftRequest, scores: Tensor, above: Tensor, numbers: Tensor, k: int, *, first: int, depth: int) -> Candidates:
-    """k children of each of n nodes whose paths have log-probability ``above`` ``[R, n]`` and which are candidates ``numbers`` ``[R, n]``."""
+    """k children of each of n nodes, whose paths have log-probability ``above`` and which are candidates ``numbers``, ``[R, n]`` each."""
     if request.proposal == "iid":
         q = request.sampler.distribution(scores)
         assert request.sampler.noise is not None

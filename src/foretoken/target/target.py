@@ -164,7 +164,7 @@ class Target:
             ValueError: more nodes than the context holds, or no node to score.
             UnsupportedModelError: a tree that branches, for a model that can only verify chains.
         """
-        if self.chains_only is not None and not tree.chain:
+        if self.chains_only is not None and not tree.chain and tree.nodes > 1:
             raise UnsupportedModelError(f"{describe(self.model)} can only verify chains: {self.chains_only}")
         if self.context is not None and tree.nodes > self.context:
             raise ValueError(f"the tree has {tree.nodes} nodes per row and the model's context holds {self.context}; draft fewer nodes")

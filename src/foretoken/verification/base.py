@@ -56,7 +56,7 @@ class Rule:
         if pruned and self.needs_q:
             return f"rule {self.name!r} is not exact once drafted tokens were dropped after looking at them; use rule='match'"
         if self.chains_only and not chain:
-            return f"rule {self.name!r} verifies chains only"
+            return f"rule {self.name!r} verifies chains only, and this tree may branch"
         return None
 
 

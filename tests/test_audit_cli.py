@@ -1,0 +1,68 @@
+"""``foretoken audit`` on the embedded models: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foretoken.cli import app
+
+SMALL = ["--max-new-tokens", "12", "--threads", "1"]
+
+
+def audit(*arguments: str):
+    return CliRunner().invoke(app, ["audit", "zoo:python-1m", *SMALL, *arguments], prog_name="foretoken")
+
+
+def test_an_exact_configuration_ends_well_and_is_written_down(tmp_path: Path):
+    file = tmp_path / "audit.json"
+    result = audit("--rule", "match", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].startswith("EXACT: rule 'match' with drafter 'prompt-lookup' and shape chain(5)")
+    assert (
+        "zoo:python-1m" in result.stdout
+        and "greedy: 6 texts, 72 tokens" in result.stdout
+        and "sampled with the same seeds" in result.stdout
+    )
+    document = json.loads(file.read_text())
+    assert document["verdict"] == "exact" and document["exact"]["error"] < 1e-9 and len(document["keyed"]) == 2
+
+
+def test_the_statistical_part_says_what_it_would_have_found(tmp_path: Path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import os\ndef f(x):\n")
+    result = audit(
+        "--drafter", "draft-model:zoo:python-1m", "--rule", "block", "--shape", "chain(2)", "--samples", "160", "--prompts", str(prompts)
+    )
+    assert result.exit_code == 0, result.output
+    assert "160 continuations" in result.stdout and "towards the draft's law" not in result.stdout.splitlines()[-1]
+    assert "would have been found with probability 0.9" in result.stdout.splitlines()[-1]
+
+
+def test_a_lossy_rule_is_no_exact_one():
+    result = audit("--rule", "typical", "--part", "exact")
+    assert result.exit_code == 1 and "LOSSY" in result.stdout and "FAULT" in result.stdout
+
+
+def test_what_was_left_out_is_said():
+    result = audit("--rule", "block", "--drafter", "draft-model:zoo:python-1m", "--part", "exact")
+    assert result.exit_code == 1 and "INCONCLUSIVE" in result.stdout and "left out" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rule", "nonsense"], "unknown rule"),
+        (["--shape", "star(3)"], "unknown shape"),
+        (["--part", "guess"], "exact, keyed, statistical"),
+        (["--significance", "2"], "significance"),
+        (["--rule", "block"], "not exact for"),
+        (["--part", "exact", "--rule", "match", "--json", "/nowhere/file.json"], "cannot write"),
+    ],
+)
+def test_what_can_not_work_is_refused(arguments: list[str], message: str):
+    result = audit(*arguments)
+    assert result.exit_code == 2 and message in result.stderr
