@@ -89,6 +89,7 @@ def test_an_exact_configuration_passes_every_part(rule: str, siblings: str, shap
     assert greedy.accepted > 5 and not greedy.divergences and greedy.tokens == 48
     found = report.statistical
     assert found is not None and found.rounds > 2.5 and 0.1 < found.acceptance < 0.9
+    assert {power.direction for power in found.power} == {"the draft's law", "the likeliest token", "a higher temperature"}
     for power in found.power:  # a bias of 1 % is found, by calculation and when it is planted
         assert power.smallest < 0.01 and power.planted == pytest.approx(0.01, abs=2e-3) and power.found >= 0.9 * power.trials
     report.raise_for_fault()
@@ -344,7 +345,7 @@ def test_a_near_tie_is_told_from_a_fault_by_the_measured_rounding(allowed: float
 
     plain, spoken = plain_and_changed(subject, raise_runner_up)
     assert spoken.tokens[2] == token != plain.tokens[2]
-    measured = replace(plain, rounding=torch.full((6,), allowed * lead / keyed.ALLOWANCE))
+    measured = replace(plain, rounding=torch.full((6,), allowed * lead / 4))
     found = keyed.divergence(subject, 0, 2, spoken, measured, (0, 0))
     assert (found.cause, found.plain, found.speculative) == (cause, plain.tokens[2], token)
     assert found.lead == pytest.approx(lead)
@@ -361,7 +362,7 @@ def test_so_is_the_edge_of_a_filter(allowed: float, cause: str):
     tight = reference(top_p=float(p[p > p[token]].sum()) - 1e-6)
     other = tight.choose(ids, logits, seed)
     assert other != token
-    plain = keyed.Plain([other], logits[None], torch.tensor([allowed / keyed.ALLOWANCE]))
+    plain = keyed.Plain([other], logits[None], torch.tensor([allowed / 4]))
     found = keyed.divergence(tight, 0, 0, keyed.Speculative([token], logits[None]), plain, seed)
     assert found.cause == cause and math.isinf(found.lead)
 

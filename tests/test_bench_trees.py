@@ -114,11 +114,9 @@ def test_a_draft_that_is_its_target_is_always_accepted(accepted):
     """Target and draft are one model: the rules that compare with q, and match with the target's own noise, keep all there is room
     for: passes of 3, 3 and 1 tokens."""
     document, _ = accepted
-    for name, each in document["contenders"].items():
-        certain = (
-            each["shape"] == "chain(2)" and each["siblings"] in ("iid", "keyed") and (each["rule"], each["siblings"]) != ("match", "iid")
-        )
-        assert (each["acceptance_length"]["value"] == pytest.approx(7 / 3)) == certain or not certain, name
+    for siblings, rule in (("iid", "rejection"), ("iid", "block"), ("keyed", "match")):
+        assert document["contenders"][f"{rule}, {siblings}, chain(2)"]["acceptance_length"]["value"] == pytest.approx(7 / 3)
+    assert document["contenders"]["match, iid, chain(2)"]["acceptance_length"]["value"] < 7 / 3
 
 
 def test_lossy_rules_are_marked(accepted):
@@ -166,9 +164,8 @@ def test_watching_leaves_nothing_behind():
     speculator = Speculator(model, DraftModel(model), shape="product(2,1)")
     owners = (speculator.target, speculator.drafter, speculator.drafter.model)
     before = [dict(vars(owner)) for owner in owners]
-    with pytest.raises(RuntimeError), watched(speculator):
-        assert "score" in vars(speculator.target)
-        raise RuntimeError
+    with watched(speculator):
+        assert "score" in vars(speculator.target) and model._forward_hooks
     assert [dict(vars(owner)) for owner in owners] == before and not model._forward_hooks
 
 
@@ -179,7 +176,7 @@ def test_watching_leaves_nothing_behind():
 def timed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trees")
     options = ["--target", "zoo:python-1m", "--shapes", "chain(2) product(2,1) dynamic(depth=2,k=2,total=4)", "--nodes", "4"]
-    options += ["--threads", "1", "--prompts", "2", "--rounds", "2", "--repeats", "2"]
+    options += ["--threads", "1", "--prompts", "1", "--rounds", "2", "--repeats", "2"]
     result = CliRunner().invoke(app, ["trees", *options, "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return json.loads((folder / "trees.json").read_text()), (folder / "trees.md").read_text()
@@ -188,7 +185,7 @@ def timed(tmp_path_factory):
 def test_every_round_is_taken_apart(timed):
     document, _ = timed
     assert (document["schema"], document["suite"], len(document["contenders"])) == (1, "trees", 6)
-    assert len(document["rounds"]) == 6 * 2 * 2 * 2
+    assert len(document["rounds"]) == 6 * 2 * 2
     for each in document["rounds"]:
         assert set(each["parts"]) == set(trees.PARTS) and min(each["parts"].values()) > 0
         assert sum(each["parts"].values()) == pytest.approx(each["wall"] - each["target"] - each["draft"])

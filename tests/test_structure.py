@@ -13,7 +13,7 @@ SOURCE = Path(foretoken.__file__).parent
 LAYERS = [
     {"errors", "tree", "sampling", "stats"},
     {"shapes"},
-    {"histories", "known_processors", "processors"},
+    {"histories", "known_processors", "nucleus", "processors"},
     {"sampler"},
     {"target", "verification", "loading"},
     {"logprobs"},

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigurationError
+from .nucleus import top_p
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Reads = Literal["nothing", "length", "tokens"]
@@ -70,6 +71,7 @@ class Kind:
         padding: for ``reads="tokens"``, how one call can serve histories of different lengths; None where it can not.
         guarded: it calls the user's code, so it must only see histories that decoding can reach.
         strict: it raises on NaN scores.
+        call: a quicker way to the same scores, called with the processor and its arguments.
     """
 
     reads: Reads
@@ -79,6 +81,7 @@ class Kind:
     padding: Callable[[Any], Padding | None] | None = None
     guarded: bool = False
     strict: bool = False
+    call: Callable[[Any, Tensor, Tensor], Tensor] | None = None
 
 
 def shifted(name: str) -> Callable[[Any, Row], dict[str, Any]]:
@@ -167,7 +170,7 @@ BIASED = Kind("tokens", lambda processor, row: {"prepared_bias_variables": False
 KNOWN: dict[str, Kind] = {
     "TemperatureLogitsWarper": FREE,
     "TopKLogitsWarper": FREE,
-    "TopPLogitsWarper": FREE,
+    "TopPLogitsWarper": Kind("nothing", call=top_p),
     "TopHLogitsWarper": Kind("nothing", strict=True),
     "MinPLogitsWarper": FREE,
     "TypicalLogitsWarper": FREE,

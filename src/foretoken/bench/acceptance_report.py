@@ -8,7 +8,6 @@ contenders share the draws, so that a difference of two is paired by prompt.
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,10 +36,9 @@ class Lengths:
         for each in run.measurements:
             counts[:, names.index(each.contender), each.prompt] += each.kept, each.passes
         kept, passes = counts
-        draws = np.random.default_rng(0).integers(run.settings.prompts, size=(RESAMPLES, run.settings.prompts))
-        weights = np.apply_along_axis(partial(np.bincount, minlength=run.settings.prompts), 1, draws)  # [resamples, prompts]
+        drawn = np.random.default_rng(0).multinomial(run.settings.prompts, [1 / run.settings.prompts] * run.settings.prompts, RESAMPLES)
         self.whole = dict(zip(names, kept.sum(1) / passes.sum(1)))
-        self.drawn: dict[str, NDArray[np.float64]] = dict(zip(names, (kept @ weights.T) / (passes @ weights.T)))
+        self.drawn: dict[str, NDArray[np.float64]] = dict(zip(names, (kept @ drawn.T) / (passes @ drawn.T)))
 
     def of(self, name: str) -> Spread:
         return _interval(self.whole[name], self.drawn[name])

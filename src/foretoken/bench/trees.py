@@ -130,6 +130,7 @@ class Run:
         speculators = {each.shape: Speculator(target, DraftModel(draft), shape=each.shape) for each in self.contenders.values()}
         for repeat in range(settings.repeats + 1):
             for index, text in enumerate(texts):
+                gc.collect()
                 for name in turned(list(self.contenders), repeat * len(texts) + index):
                     contender = self.contenders[name]
                     measured = self._measure(contender, speculators[contender.shape], text, repeat - 1, index)
@@ -138,7 +139,6 @@ class Run:
                     self.advance()
 
     def _measure(self, contender: Contender, speculator: Speculator, text: Sequence[int], repeat: int, index: int) -> list[Round]:
-        gc.collect()
         sampled, rounds = contender.mode == "sampled", self.settings.rounds
         self.rules[contender.name] = speculator.rule.name if sampled else "match"
         session, wait = speculator.session(), synchroniser(speculator.target.device)
