@@ -7,7 +7,7 @@ import torch
 from architectures import ARCHITECTURES, build
 from helpers import LENGTHS, PAD, Oracle, alone, drafter_names, generate, make_drafter, padded, prompts, repetitive, tiny
 
-from foretoken import RowParameters, Speculator, TokenTree, UnsupportedModelError
+from foretoken import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
 
 TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "tree" for how in entry.implementations]
 CHAIN = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "chain" for how in entry.implementations]
@@ -85,32 +85,23 @@ def test_the_text_of_a_seed_is_the_same_with_any_tree(name, implementation, shap
     assert_trees_equal_plain(name, implementation, shape)
 
 
-def continued(speculator, rows):
-    """New tokens per row of a session, and its statistics."""
-    session = speculator.session()
-    for row in rows:
-        session.add(row, RowParameters(max_new_tokens=NEW))
-    live = list(session.waiting)
-    while session.live:
-        session.step()
-    return [row.ids[row.prompt_length :] for row in live], session.stats
-
-
 @pytest.mark.parametrize(("name", "implementation"), CHAIN)
 def test_chains_only_text_is_that_of_transformers(name, implementation):
     model, rows = build(name, implementation), prompts()
     expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
     speculator = Speculator(model, drafter=Oracle([row + text for row, text in zip(rows, expected)]))
     assert type(model).__name__ in speculator.target.chains_only
-    for count in (1, len(rows)):
-        texts, stats = continued(speculator, rows[:count])
-        assert texts == expected[:count]
+    for stats in assert_equals_transformers(speculator, rows, expected):
         assert 0 < stats.accepted < stats.drafted
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ARCHITECTURES.items() if entry.support == "chain"])
 def test_a_tree_is_refused_where_only_chains_work(name):
     model = build(name, ARCHITECTURES[name].implementations[0])
+    with pytest.raises(ConfigurationError, match=rf"{type(model).__name__}.*use shape='chain\(2\)'"):
+        Speculator(model, drafter=make_drafter("draft-model"), shape="product(2,2)")
+    with pytest.raises(ConfigurationError, match=f"only verify chains.*{type(model).__name__}"):
+        Speculator(model, drafter="several:prompt-lookup,ngram")
     target = Speculator(model, drafter="none").target
     target.open([[5, 6, 7]])
     target.prefill([[5, 6, 7]], first=0)
