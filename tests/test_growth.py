@@ -233,6 +233,15 @@ def test_a_draft_model_that_is_the_target_is_always_right(shape: str):
     assert stats.acceptance_length == pytest.approx(20 / math.ceil(20 / (depth + 1)))
 
 
+@pytest.mark.parametrize("shape", ["product(2,1,1)", "dynamic(depth=3,k=1,total=3)"])
+def test_keyed_siblings_of_the_targets_own_model_are_always_right(shape: str):
+    """The same noise at the same positions: the leader of the draft's race is the target's choice, at every depth."""
+    model, rows = tiny(), repetitive()
+    speculator = Speculator(model, drafter=DraftModel(model, siblings="keyed"), shape=shape)
+    stats = speculator.generate(**padded(rows), max_new_tokens=21, do_sample=True, top_k=0, seed=3, pad_token_id=0).stats
+    assert stats.acceptance_length == pytest.approx(4.0)
+
+
 @pytest.mark.parametrize("siblings", ["auto", "keyed", "iid", "without-replacement", "top-k"])
 @pytest.mark.parametrize("shape", TREES)
 def test_under_match_any_tree_gives_the_text_of_the_seed(shape: str, siblings: str):
