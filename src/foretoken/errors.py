@@ -8,6 +8,7 @@
         ├── UnsupportedModelError (ValueError)  a model that cannot roll back or cannot be verified
         ├── TargetOutputError (RuntimeError)    NaN or infinite logits, or every token masked
         ├── DrafterError (RuntimeError)         a drafter returned something that is no proposal
+        ├── ExactnessError (RuntimeError)       ``AuditReport.raise_for_fault``: not exact; ``.report`` says what was found
         └── CacheMemoryError (MemoryError)      the key-value cache does not fit
     KeyboardInterrupt
     └── Interrupted                             Ctrl-C during generate; ``.output`` holds what was generated

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from foretoken import drafters, zoo
-from foretoken.tree import Proposal
+
+if TYPE_CHECKING:
+    from foretoken.tree import Proposal
 
 PIPED_WIDTH = 140
 
