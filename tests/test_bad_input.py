@@ -12,6 +12,7 @@ from foretoken import (
     ConfigurationError,
     Drafter,
     DrafterError,
+    ForetokenError,
     Speculator,
     TargetOutputError,
     TokenTree,
@@ -20,6 +21,7 @@ from foretoken import (
     rules,
 )
 from foretoken.drafters.draft_model import DraftModel
+from foretoken.target import Target
 
 ROWS = repetitive((23, 9, 15))
 NEW = 10
@@ -483,7 +485,7 @@ def test_a_cache_that_does_not_fit(monkeypatch):
     zeros = torch.zeros
 
     def full(*shape, **options):
-        if shape and isinstance(shape[0], tuple) and len(shape[0]) == 4:
+        if shape and isinstance(shape[0], tuple) and len(shape[0]) == 4 and shape[0][0] > 1:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return zeros(*shape, **options)
 
@@ -491,6 +493,7 @@ def test_a_cache_that_does_not_fit(monkeypatch):
         patch.setattr(torch, "zeros", full)
         with pytest.raises(CacheMemoryError, match=r"MiB per layer \(3 rows x 256 tokens.*cpu.*max_new_tokens"):
             generate(speculator, ROWS, max_new_tokens=NEW)
+        assert generate(speculator, ROWS[:1], max_new_tokens=NEW) == [alone(tiny(), ROWS[0], max_new_tokens=NEW)]  # as the message says
     assert usable(speculator)
 
 
@@ -537,3 +540,81 @@ def test_offloaded_weights_work(tmp_path):
     model = accelerate.cpu_offload(clone(tiny()), execution_device=torch.device("cpu"))
     assert next(model.parameters()).device.type == "meta"
     assert usable(Speculator(model, drafter="ngram"))
+
+
+# -- the target, used by hand -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 99, 1, 2, 3], [-1, 0, -5, 1, 2, 3], [-1, 0, 4, 1, 2, 3], [0, 0, 1, 1, 2, 3]])
+def test_parents_that_make_no_tree_are_named_where_a_row_has_little_room(parents):
+    class Broken(Drafter):
+        name, branches = "broken", True
+
+        def draft(self, request):
+            tokens = torch.ones(len(request.rows), len(parents), dtype=torch.long)
+            return TokenTree(tokens, torch.tensor([parents] * len(request.rows)))
+
+    speculator = Speculator(tiny(), drafter=Broken(), shape="product(2,1)")
+    with pytest.raises(DrafterError, match=r"row 0.*(parent|root)"):
+        generate(speculator, ROWS, max_new_tokens=NEW)
+
+
+def test_trees_and_paths_that_do_not_fit_the_rows():
+    target = Target(tiny(), test=False)
+    target.open(ROWS)
+    target.prefill(ROWS, first=0)
+    with pytest.raises(ValueError, match="tree has 1 rows and the cache 3"):
+        target.score(TokenTree.from_chain(torch.ones(1, 3, dtype=torch.long)))
+    for kept in ([4, 1, 1], [1, 1]):
+        target.score(TokenTree.from_chain(torch.ones(3, 3, dtype=torch.long)))
+        with pytest.raises(ValueError, match="kept must say for each of 3 rows how many of 3 nodes"):
+            target.commit(None, kept)
+
+
+def test_a_q_that_misses_a_node_with_children():
+    tree = TokenTree(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 1]]), proposal="iid", q=torch.full((1, 1, 3), 1 / 3))
+    with pytest.raises(ValueError, match="row 0, node 1: q holds 1 nodes"):
+        tree.check(3)
+
+
+# -- the model changes underneath ---------------------------------------------------------------------------------------
+
+
+def test_replaced_weights_are_noticed_and_a_cache_of_another_dtype():
+    model = clone(tiny())
+    speculator = Speculator(model, drafter="none")
+    generate(speculator, ROWS, max_new_tokens=NEW)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    weight.data = -weight.data
+    assert generate(speculator, ROWS, max_new_tokens=NEW) == [alone(model, row, max_new_tokens=NEW) for row in ROWS]
+    model.double()
+    assert generate(speculator, ROWS, max_new_tokens=NEW) == [alone(model, row, max_new_tokens=NEW) for row in ROWS]
+
+
+def test_training_mode_is_noticed_at_every_call():
+    model = clone(tiny())
+    speculator = Speculator(model, drafter="none")
+    model.train()
+    with pytest.raises(UnsupportedModelError, match=r"call model.eval\(\)"):
+        generate(speculator, ROWS, max_new_tokens=NEW)
+    model.eval()
+    assert usable(speculator)
+
+
+@pytest.mark.parametrize("context", [4, 7, 20, 31, 32, 40])
+def test_a_context_too_small_for_the_self_test(context):
+    (row,) = prompts((3,))
+    speculator = Speculator(small(context), drafter="prompt-lookup", draft_length=2)
+    assert generate(speculator, [row], max_new_tokens=100) == [alone(small(context), row, max_new_tokens=context - 3)]
+
+
+def test_a_drafter_handed_from_one_speculator_to_another():
+    drafter = make_drafter("draft-model")
+    first = Speculator(tiny(), drafter=drafter)
+    stream = first.stream(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD)
+    next(stream)
+    second = Speculator(clone(tiny()), drafter=drafter)
+    assert generate(second, ROWS, max_new_tokens=NEW) == [alone(tiny(), row, max_new_tokens=NEW) for row in ROWS]
+    with pytest.raises(ForetokenError, match="another generation"):
+        list(stream)
+    assert usable(first) and usable(second)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -9,12 +10,12 @@ from itertools import permutations
 
 import pytest
 import torch
-from helpers import clone, generate, padded, perturbed, repetitive, tiny
+from helpers import alone, clone, generate, padded, perturbed, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from foretoken import Speculator, TreeShape
+from foretoken import ConfigurationError, Speculator, TreeShape
 from foretoken.drafters.base import Drafter, DraftRequest
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.processors import Pipeline
@@ -277,3 +278,20 @@ def test_nodes_below_a_rows_limit_are_never_proposed():
     while session.live:
         commits += session.step()
     assert session.stats.new_tokens == 2 + 3 + 6 and max(len(commit.tokens) for commit in commits) == 3
+
+
+@pytest.mark.parametrize(("shape", "prompt"), [("dynamic(depth=2,k=4,total=20)", 248), ("dynamic(depth=3,k=4,total=36)", 236)])
+def test_a_tree_wider_than_what_the_draft_read_fits_at_the_end_of_its_buffers(shape, prompt):
+    """The cache has 256 slots at first; the padded path of a tree is wider than what was fed of it."""
+    speculator = Speculator(tiny(), drafter=DraftModel(perturbed()), shape=shape)
+    rows = repetitive((prompt, prompt - 7))
+    assert generate(speculator, rows, max_new_tokens=256 - prompt) == [alone(tiny(), row, max_new_tokens=256 - prompt) for row in rows]
+
+
+def test_a_shape_that_grows_beyond_the_drafts_context_is_refused():
+    config = copy.deepcopy(perturbed().config)
+    config.max_position_embeddings = 64
+    draft = type(perturbed())(config).eval()
+    Speculator(tiny(), drafter=DraftModel(draft), shape="dynamic(depth=5,k=14,total=16)")
+    with pytest.raises(ConfigurationError, match="grows 70 nodes and the draft model's context holds 64"):
+        Speculator(tiny(), drafter=DraftModel(draft), shape="dynamic(depth=6,k=14,total=16)")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers import generate, perturbed, repetitive, tiny
+from helpers import Oracle, alone, generate, perturbed, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +14,8 @@ from foretoken import ConfigurationError, Speculator
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.drafters.several import Several, merged, seen_by
+from foretoken.session import RowParameters
+from foretoken.target import Target
 from foretoken.tree import TokenTree
 
 VOCAB, DEPTH = 3, 4
@@ -149,3 +151,25 @@ def test_what_can_not_be_merged(source: str, options: dict, message: str):
     with pytest.raises(ConfigurationError) as error:
         Speculator(tiny(), drafter="several", drafter_options={"source": source}, **options)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("shape", ["chain(5)", "product(2,1,1)"])
+def test_a_draft_model_forgets_what_another_drafter_was_preferred_to(shape):
+    """Its cache holds the text and nothing else, also where the branch of another drafter was kept."""
+    (row,) = repetitive((33,))
+    oracle = Oracle([row + alone(tiny(), row, max_new_tokens=40)], wrong=7)
+    drafter = DraftModel(perturbed(amount=1.0))
+    session = Speculator(tiny(), drafter=Several([drafter, oracle]), shape=shape).session()
+    session.add(row, RowParameters(max_new_tokens=40))
+    session.step()
+    while session.live:
+        session.step()
+        if not session.rows:
+            break
+        (length,), ids = drafter.model.lengths, session.rows[0].ids
+        fresh = Target(drafter.model.model, test=False)
+        fresh.open([ids[:length]])
+        fresh.prefill([ids[:length]], first=0)
+        for mine, theirs in zip(drafter.model.cache.written, fresh.cache.written):
+            assert torch.allclose(mine.keys[0, :, :length], theirs.keys[0, :, :length], atol=1e-4)
+    assert session.stats.acceptance_length > 3

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from architectures import build
-from helpers import Oracle, alone, make_drafter, prompts, repetitive, tiny
+from helpers import Oracle, alone, generate, make_drafter, prompts, repetitive, tiny
 
 from foretoken import RowParameters, Speculator, TokenTree
+from foretoken.drafters.draft_model import DraftModel
 from foretoken.target import Target
 from foretoken.target.replay import REPLAY, ReplayRow, State
 
@@ -166,3 +169,26 @@ def test_rows_leave_while_others_go_on():
         session.step()
     assert [row.ids[row.prompt_length :] for row in live] == [text[:limit] for text, limit in zip(expected, (4, 16, 9))]
     assert session.stats.drafted > session.stats.accepted > 0
+
+
+@pytest.mark.parametrize("lengths", [(70, 20), (62, 20)])
+def test_a_draft_whose_context_is_shorter_than_the_text(lengths):
+    config = copy.deepcopy(model_of("gpt_neo").config)
+    config.max_position_embeddings = 64
+    draft = type(model_of("gpt_neo"))(config).eval()
+    rows = prompts(lengths)
+    speculator = Speculator(tiny(), drafter=DraftModel(draft))
+    assert generate(speculator, rows, max_new_tokens=10) == [alone(tiny(), row, max_new_tokens=10) for row in rows]
+
+
+def test_a_context_by_another_name_is_kept():
+    """mpt calls it max_seq_len; a draft may not cross it, although the text ends before."""
+    config = copy.deepcopy(model_of("mpt").config)
+    config.max_seq_len = 48
+    model = type(model_of("mpt"))(config).eval()
+    (row,) = prompts((40,))
+    text = alone(model, row, max_new_tokens=7)
+    ends = next(place for place in range(3, 7) if text[place] not in text[:place])
+    speculator = Speculator(model, drafter=Oracle([row + text[: ends + 1] + [1] * 20]), draft_length=10)
+    assert generate(speculator, [row], max_new_tokens=30, eos_token_id=text[ends]) == [text[: ends + 1]]
+    assert speculator.target.context == 48

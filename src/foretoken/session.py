@@ -180,6 +180,7 @@ class Session:
         self.rows, self.waiting, self._committed = [], [], None
         if self.target.owner is self:
             self.target.reset()
+        if self.drafter.owner is self:
             self.drafter.reset()
 
     # -- a step ---------------------------------------------------------------------------------------------------------
@@ -205,13 +206,13 @@ class Session:
 
     def _own(self) -> None:
         """Take the target over from the session that had it last, for instance that of an abandoned stream."""
-        if self.target.owner is self:
+        if self.target.owner is self and self.drafter.owner is self:
             return
         if self.rows:
             raise ForetokenError("another generation began on this Speculator, which serves one at a time; this one ended there")
         self.target.reset()
         self.drafter.reset()
-        self.target.owner = self
+        self.target.owner = self.drafter.owner = self
 
     def _prefill(self) -> list[Commit]:
         rows, self.waiting = self.waiting, []

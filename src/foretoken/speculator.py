@@ -104,6 +104,7 @@ class Speculator:
         self.model = load_model(model, dtype=dtype, device=device) if isinstance(model, str) else model
         self.target = Target(self.model, test=self_test, prefill_chunk=prefill_chunk, reuse_prefix=reuse_prefix)
         self.drafter.bind(self.target)
+        self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
         check_shape(self.shape, self.target, self.drafter)
 
     def generate(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> SpeculativeOutput:

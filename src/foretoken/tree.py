@@ -121,7 +121,7 @@ class TokenTree:
         """This tree with nodes deeper than ``limits[r]`` turned into filler; the depth alone decides, never a token's value."""
         if self.height <= min(limits):
             return self
-        allowed = self.depths <= torch.tensor(limits, device=self.tokens.device)[:, None]
+        allowed = self.settled().depths <= torch.tensor(limits, device=self.tokens.device)[:, None]
         return replace(self, valid=allowed if self.valid is None else self.valid & allowed)
 
     def path(self, row: int, node: int) -> list[int]:
@@ -186,19 +186,22 @@ class TokenTree:
             )
         if self.q is not None and bool(self.wrong_q.any()):
             row, node = self.wrong_q.nonzero()[0].tolist()
+            if node >= self.q.shape[1]:
+                raise ValueError(f"row {row}, node {node}: q holds {self.q.shape[1]} nodes; it must cover every node with children")
             line = self.q[row, node]
             what = "holds NaN" if bool(line.isnan().any()) else f"sums to {float(line.sum()):.6g}"
             raise ValueError(f"row {row}, node {node}: q {what}; it must be the distribution that the node's children were drawn from")
 
     @property
     def wrong_q(self) -> Tensor:
-        """``[B, min(M, N)]`` bool: nodes with children, whose ``q`` is no distribution."""
+        """``[B, N]`` bool: nodes with children, whose ``q`` is no distribution, or missing."""
         assert self.q is not None
         inner = min(self.q.shape[1], self.nodes)
         real = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
         used = torch.zeros_like(self.tokens).scatter_add(1, self.parents.clamp(min=0)[:, 1:], real[:, 1:].long()) > 0
         q = self.q[:, :inner]
-        return used[:, :inner] & ~((q.sum(-1) - 1).abs() <= 1e-3)
+        sound = (q.sum(-1) - 1).abs() <= 1e-3  # False for NaN
+        return used & ~torch.nn.functional.pad(sound, (0, self.nodes - inner))
 
 
 def reach(parents: Tensor) -> Tensor:

@@ -132,6 +132,7 @@ class Drafter:
     summary: ClassVar[str]
     proposals: tuple[Proposal, ...] = ("deterministic",)
     branches: bool = False
+    owner: object = None  # the session whose rows these are
 
     def bind(self, target: Target) -> None:
         """Called once, before any row begins; refuse here what can not work with this target."""

@@ -19,7 +19,7 @@ from foretoken.drafters.growth import Expand, Growth, grow
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_model, vocabulary_difference
 from foretoken.sampler import fit_vocabulary
-from foretoken.shapes import TreeShape
+from foretoken.shapes import DynamicShape, TreeShape
 from foretoken.target import Target, unwrap
 from foretoken.tree import Proposal, TokenTree, depths_of
 
@@ -69,6 +69,7 @@ class DraftModel(Drafter):
         self._slots: list[int] = []
         self._smaller = False
         self._grown: Growth | None = None  # the tree of the round under way
+        self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
 
     @property
     def model(self) -> Target:
@@ -97,8 +98,9 @@ class DraftModel(Drafter):
             return None
         if self.model.chains_only:
             return f"the draft model can only draft chains: {self.model.chains_only}; use shape='chain({shape.depth})'"
-        if self.model.context is not None and shape.nodes >= self.model.context:
-            return f"shape {shape} has {shape.nodes} nodes and the draft model's context holds {self.model.context}; draft fewer"
+        grown = max(shape.nodes, shape.k * (shape.levels - 1)) if isinstance(shape, DynamicShape) else shape.nodes
+        if self.model.context is not None and grown >= self.model.context:
+            return f"shape {shape} grows {grown} nodes and the draft model's context holds {self.model.context}; draft fewer"
         return None
 
     def begin(self, rows: Sequence[Row]) -> None:
@@ -119,6 +121,7 @@ class DraftModel(Drafter):
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
         roots = request.roots()
+        self._begun = [len(row.ids) - 1 for row in request.rows]
         logits = self._after(request.rows, roots)
         while True:
             token, q = request.choose(fit_vocabulary(logits.to(request.device), request.vocab_size), drafted)
@@ -165,7 +168,11 @@ class DraftModel(Drafter):
         if self._grown is not None:
             self._keep(self._grown, feedback)
             self._grown = None
-        self.model.rewind([min(length, len(row.ids) - 1) for length, row in zip(self.model.lengths, rows)])
+        lengths = [min(length, len(row.ids) - 1) for length, row in zip(self.model.lengths, rows)]
+        if self._begun:  # where other drafters take part, what was accepted need not be what this one drafted
+            kept = [begun + 1 + count for begun, count in zip(self._begun, feedback.accepted)]
+            lengths, self._begun = [min(pair) for pair in zip(lengths, kept)], []
+        self.model.rewind(lengths)
 
     def _keep(self, grown: Growth, feedback: Feedback) -> None:
         """Commit the accepted path to this cache, as far as its nodes were fed: all but its last one at most."""
@@ -187,9 +194,9 @@ class DraftModel(Drafter):
         self._slots = [self._slots[index] for index in keep]
 
     def reset(self) -> None:
-        if self._target is not None and self._slots:
+        if self._target is not None and (self._slots or self._target.lengths):
             self._target.release()  # an interrupted round leaves drafted tokens behind
-        self._slots, self._grown = [], None
+        self._slots, self._grown, self._begun = [], None, []
 
     def _room(self, row: Row) -> int:
         """How many tokens this model can still draft for ``row`` inside its own context."""

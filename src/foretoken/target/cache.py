@@ -80,7 +80,7 @@ class TreeCache(Cache):
         self.layers: list[Layer]
         self.lengths: list[int] = []
         self.row_capacity = 1
-        self.capacity = _blocks(reserve)
+        self.capacity = self._least = _blocks(reserve)
         self.window: Window | None = None
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -117,7 +117,7 @@ class TreeCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(Layer())
         layer = self.layers[layer_idx]
-        if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity:
+        if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity or layer.keys.dtype != key_states.dtype:
             self._allocate(layer, key_states, value_states)
         keys, values = layer.keys, layer.values
         if window.rows < len(keys):
@@ -153,7 +153,12 @@ class TreeCache(Cache):
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         """Keep the first ``kept[r]`` nodes of each row's ``path`` ``[R, D]`` (None: node order) of the tree behind its length."""
         window = self._window
+        if len(kept) != window.rows or not 0 <= min(kept) <= max(kept) <= window.before + window.nodes:
+            raise ValueError(
+                f"kept must say for each of {window.rows} rows how many of {window.before + window.nodes} nodes stay, got {kept}"
+            )
         if path is not None:
+            path = path[:, : max(kept)]
             starts = torch.tensor(self.lengths[window.first : window.last], device=path.device)[:, None]
             source, goal = starts + path, starts + torch.arange(path.shape[1], device=path.device)
             rows = torch.arange(window.first, window.last, device=path.device)[:, None]
@@ -196,8 +201,9 @@ class TreeCache(Cache):
                 store[first:rows, :, :longest] = store[list(sources), :, :longest]
 
     def forget(self) -> None:
-        """Release every buffer and row."""
+        """Release every buffer and row; the next ones begin as small as the first."""
         self.layers, self.lengths, self.window = [], [], None
+        self.row_capacity, self.capacity = 1, self._least
 
     @property
     def bytes(self) -> int:

@@ -107,10 +107,13 @@ class ReplayCache:
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         """Keep the first ``kept[r]`` tokens of each chain just read; a chain's path is its node order, so ``path`` says no more."""
+        if len(kept) != len(self.entered):
+            raise ValueError(f"kept must say for each of the {len(self.entered)} rows of the last pass how many nodes stay, got {kept}")
         for row, count in zip(self.entered, kept):
             row.text += row.drafted[:count]
             if row.live is not None and len(row.live.tokens) == len(row.text):
                 row.kept = row.live
+        self.entered = []
 
     def advance(self) -> None:
         """Keep the one token per row of the pass just made. It may be taken back, so the kept state stays where it is."""
@@ -143,10 +146,11 @@ class ReplayExecution:
         device: where its input ids go.
         vocab_size: ids it knows; others are read as the nearest of these.
         chunk: most tokens of text read in one pass.
+        context: positions the model knows; of a row beyond it nothing is read, and its logits are zeros.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, vocab_size: int, chunk: int):
-        self.model, self.device, self.vocab_size, self.chunk = model, device, vocab_size, chunk
+    def __init__(self, model: PreTrainedModel, device: torch.device, vocab_size: int, chunk: int, context: int | None):
+        self.model, self.device, self.vocab_size, self.chunk, self.context = model, device, vocab_size, chunk, context
         self.cache = ReplayCache()
         self.passes = 0
         parameters = inspect.signature(model.forward).parameters
@@ -179,6 +183,8 @@ class ReplayExecution:
         text, whole = len(row.text), row.text + drafted
         if before >= len(drafted):  # a row whose chain ended in an earlier pass
             return torch.empty(0, self.vocab_size, device=self.device)
+        if self.context is not None and len(whole) > self.context:
+            return torch.zeros(len(drafted) - before, self.vocab_size, dtype=self.model.dtype, device=self.device)
         state = row.take(whole, text + before)
         if text - len(state.tokens) > REPLAY:
             for end in range(len(state.tokens) + self.chunk, text, self.chunk):

@@ -31,6 +31,7 @@ REPLAYED = {  # recurrent, and able to read several tokens from a state in one p
 RECURRENT = {"falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "xlstm", "zamba"}
 SLOT_POSITIONS = {"gpt_neo": "its local attention mask", "mpt": "its position bias"}
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+SMALLEST = 32  # context in which the self-test has room
 WINDOW = 512  # widest window that the self-test goes beyond
 WINDOW_OPTIONS = ("sliding_window", "attention_chunk_size", "window_size")
 TREE = (-1, 0, 0, 1, 1, 2)  # parents; two levels that branch
@@ -73,7 +74,7 @@ def context_of(config: PreTrainedConfig) -> int | None:
     reaches beyond it would change the logits before it, and what is cached would no longer fit. Such a model ends there, and
     says so.
     """
-    longest: int | None = getattr(config, "max_position_embeddings", None)
+    longest: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *ropes.values()]:
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
@@ -107,7 +108,8 @@ def self_test(target: Target) -> str | None:
 
     First a chain, then a tree that branches, then what is cached after a path of the tree was kept. One prefix is longer
     than the model's window, if that is at most ``WINDOW`` tokens wide. Wider ones are not exceeded: a handful of passes over
-    4096 tokens would take minutes on a CPU, and a wide window is made by the same code of the model as a narrow one.
+    4096 tokens would take minutes on a CPU, and a wide window is made by the same code of the model as a narrow one. A context
+    of fewer than ``SMALLEST`` tokens has no room for the test, and there is none.
 
     Returns:
         Why the target can only verify chains, None if it takes trees.
@@ -115,6 +117,8 @@ def self_test(target: Target) -> str | None:
     Raises:
         UnsupportedModelError: the logits of a chain differ from those of one pass over the whole text.
     """
+    if target.context is not None and target.context < SMALLEST:
+        return target.chains_only
     texts = [_text(target, _beyond_window(target.model), 3), _text(target, 3, 1)]
     target.open(texts)
     try:
@@ -127,7 +131,7 @@ def self_test(target: Target) -> str | None:
             )
         if target.chains_only is not None:
             return target.chains_only
-        difference = _tree_error(target, texts) or _chain_error(target, texts, (3,))
+        difference = _tree_error(target, texts) or _chain_error(target, texts, (3, 0))
         if difference is not None:
             return f"in the self-test of {describe(target.model)} a branching tree's logits differed from a plain pass by {difference}"
         return None
@@ -149,14 +153,15 @@ def _text(target: Target, length: int, seed: int) -> list[int]:
 
 
 def _chain_error(target: Target, texts: list[list[int]], kept: Sequence[int]) -> str | None:
-    """Score a chain, keep ``kept[r]`` of it; the rows that ``kept`` names are compared."""
+    """Score a chain and keep ``kept[r]`` of it; the rows that keep some are compared."""
     drafted = torch.tensor([_text(target, 3, 11), _text(target, 3, 17)], device=target.device)
     logits = target.score(TokenTree.from_chain(drafted))
     target.commit(None, kept)
     errors = []
     for row, count in enumerate(kept):
         tokens = drafted[row].tolist()
-        errors.append(_error(target, logits[row], texts[row], tokens))
+        if count:
+            errors.append(_error(target, logits[row], texts[row], tokens))
         texts[row] += tokens[:count]
     return next((error for error in errors if error), None)
 

@@ -73,13 +73,12 @@ class Target:
         if self.chains_only is None:
             self._execution = TreeExecution(self.model, self.device, self.context)
         else:
-            self._execution = ReplayExecution(self.model, self.device, self.vocab_size, prefill_chunk)
+            self._execution = ReplayExecution(self.model, self.device, self.vocab_size, prefill_chunk, self.context)
         self.reuse_prefix = reuse_prefix
         self._texts: list[Sequence[int]] = []  # of live rows
         self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones still hold
         self._weights: object = None
-        if self.model.training:
-            raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
+        self._check_mode()
         if test:
             self.chains_only = self_test(self)
             self._execution.passes = 0
@@ -107,6 +106,7 @@ class Target:
             texts: the prompts; a list that its owner extends as tokens are committed.
             reserve: tokens each row will hold in the end, as far as that is known, so that the cache need not grow.
         """
+        self._check_mode()
         first = len(self.lengths)
         sources = self._shared_beginnings(texts, first)
         self.cache.open([length for _, length in sources])
@@ -170,6 +170,8 @@ class Target:
             raise ValueError(f"the tree has {tree.nodes} nodes per row and the model's context holds {self.context}; draft fewer nodes")
         if not 0 <= first < tree.nodes:
             raise ValueError(f"first must name one of the {tree.nodes} nodes of the tree, got {first}")
+        if tree.rows != len(self.lengths):
+            raise ValueError(f"the tree has {tree.rows} rows and the cache {len(self.lengths)}")
         window = Window(0, len(self.lengths), tuple(length + first for length in self.lengths), tree.nodes - first, first)
         return self._execution.forward(tree, window, tokens=tree.tokens[:, first:].clamp(0, self.vocab_size - 1))
 
@@ -188,6 +190,10 @@ class Target:
         self.cache.commit(path, kept)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_mode(self) -> None:
+        if self.model.training:
+            raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
 
     def _shared_beginnings(self, texts: Sequence[Sequence[int]], first: int) -> list[tuple[int, int]]:
         """For each text the physical row that shares the longest beginning with it, and how long it is; at least one token
@@ -270,11 +276,20 @@ def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
 
 
 def fingerprint(model: PreTrainedModel) -> object:
-    """Changes when the weights were trained in place or another adapter was switched on, so that no stale cache is reused."""
-    versions = tuple((id(each), 0 if each.is_inference() else each._version) for each in model.parameters())
+    """Changes when the weights were trained in place, replaced or converted, or another adapter was switched on, so that no stale
+    cache is reused. What is written through ``.data`` in place leaves no trace: call ``Speculator.release`` after that."""
+    versions = tuple((id(each), _address(each), each.dtype, 0 if each.is_inference() else each._version) for each in model.parameters())
     adapters = tuple(
         (str(module.active_adapters), bool(module.disable_adapters), str(module.merged_adapters))
         for module in model.modules()
         if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters")
     )
     return versions, adapters
+
+
+def _address(parameter: Tensor) -> int:
+    """Where its values lie; 0 for one that says not, such as a quantised weight."""
+    try:
+        return parameter.data_ptr()
+    except RuntimeError:
+        return 0
