@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import PAD, Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny
@@ -21,7 +23,9 @@ from foretoken import (
     rules,
 )
 from foretoken.drafters.draft_model import DraftModel
+from foretoken.session import RowParameters, Session
 from foretoken.target import Target
+from foretoken.testing import ProbabilityTable, TableTarget
 
 ROWS = repetitive((23, 9, 15))
 NEW = 10
@@ -618,3 +622,51 @@ def test_a_drafter_handed_from_one_speculator_to_another():
     with pytest.raises(ForetokenError, match="another generation"):
         list(stream)
     assert usable(first) and usable(second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"valid": torch.tensor([[True, False, True, True]])}, "hangs below a filler"),
+        ({"valid": torch.tensor([[False, True, True, True]])}, "root must be valid"),
+        ({"valid": torch.ones(1, 4)}, "valid must be bool"),
+        ({"layout": (-1, 0, 0, 2)}, "node 3 has parent 1; layout says 2"),
+        ({"q": torch.tensor([[[1.5, -0.5, 0.0]] * 4])}, "node 0: q is negative"),
+        ({"q": torch.full((1, 1, 3), 1 / 3)}, "node 1: q holds 1 nodes"),
+    ],
+)
+@pytest.mark.parametrize("rule", ["traversal", "multi-candidate", "k-seq"])
+def test_a_tree_that_is_none_is_refused_by_every_rule(change, message, rule):
+    """Each of these would change the law of the text without a sign."""
+    good = TokenTree(torch.tensor([[0, 1, 2, 0]]), torch.tensor([[-1, 0, 0, 1]]), proposal="iid", q=torch.full((1, 4, 3), 1 / 3))
+    table = TableTarget(ProbabilityTable.random(3, seed=1))
+
+    class Fixed(Drafter):
+        name, branches, proposals = "fixed", True, ("iid",)
+        tree = good
+
+        def draft(self, request):
+            return dataclasses.replace(self.tree, tokens=torch.cat([request.roots()[:, None], self.tree.tokens[:, 1:]], 1))
+
+    def run(tree):
+        Fixed.tree = tree
+        session = Session(table, Fixed(), rules.create(rule), proposal="iid", shape="product(2,1)")
+        session.add([0], RowParameters(max_new_tokens=9, do_sample=True))
+        session.step()
+        session.step()
+
+    run(good)
+    with pytest.raises(DrafterError, match=message):
+        run(dataclasses.replace(good, **change))
+
+
+def test_a_chain_with_a_hole():
+    holes = torch.tensor([[True, False, True]])
+    drafter = Misbehaving(lambda root: TokenTree.from_chain(torch.tensor([[root, 5, 6]]), valid=holes))
+    with pytest.raises(DrafterError, match="hangs below a filler"):
+        generate(Speculator(tiny(), drafter=drafter), ROWS[:1], max_new_tokens=NEW, do_sample=True, seed=1)
+
+
+def test_scores_that_the_temperature_blew_up():
+    with pytest.raises(TargetOutputError, match=r"infinite or NaN.*temperature too small"):
+        generate(Speculator(tiny(), drafter="none"), ROWS, max_new_tokens=NEW, do_sample=True, temperature=1e-40)

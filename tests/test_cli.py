@@ -473,6 +473,21 @@ def test_figures_of_several_calls_add_up():
     assert "7 tokens · 2.0 tokens/s · acceptance length 1.67 · 5 target passes" in figures_line(total, drafter="none", sampled=True)
 
 
+def test_a_lossy_rule_names_the_flag_that_accepts_it(tiny):
+    result = cli("generate", "x", "--target", tiny, "--rule", "typical")
+    assert result.exit_code == 2 and "'typical' is lossy" in result.stderr and "--lossy" in result.stderr
+
+
+def test_several_drafters_may_count_a_text(tmp_path, tiny):
+    (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 20)
+    arguments = ("--target", tiny, "--max-new-tokens", 8)
+    alone = cli("generate", "def f", *arguments, "--drafter", "none")
+    merged = cli("generate", "def f", *arguments, "--drafter", f"several:prompt-lookup, ngram:{tmp_path / 'corpus.txt'}")
+    assert (merged.exit_code, merged.stdout) == (0, alone.stdout), merged.stderr
+    unknown = cli("generate", "x", *arguments, "--drafter", "several:prompt-lookup,nonsense")
+    assert unknown.exit_code == 2 and "nonsense" in unknown.stderr
+
+
 def test_a_lossy_rule_is_called_lossy():
     stats = Stats(rule="typical", lossless=False, seed=1)
     assert "LOSSY: rule typical" in figures_line(stats, drafter="none", sampled=True)

@@ -180,7 +180,7 @@ def test_a_chain_token_by_token_is_not_asked_what_follows_the_end():
     )
     drafted = []
     for tokens in ([4, EOS], [EOS, 5], [6, 6]):
-        sampler.scores_below(torch.zeros(2, 12), drafted)
+        sampler.scores_below(torch.zeros(2, 12), drafted, [5, 5])
         drafted.append(torch.tensor(tokens))
     assert sorted(seen) == [(2,), (2, 4), (3,)]
 

@@ -12,7 +12,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from helpers import alone, generate, make_drafter, prompts, tiny
+from helpers import alone, generate, make_drafter, perturbed, prompts, repetitive, tiny
 from processor_cases import (
     CASES,
     EOS,
@@ -39,6 +39,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from foretoken import RowParameters, Speculator, Stats
+from foretoken.drafters.draft_model import DraftModel
 from foretoken.errors import ConfigurationError
 from foretoken.histories import NodeHistories
 from foretoken.known_processors import KNOWN, REFUSED
@@ -411,3 +412,19 @@ def test_arguments_that_disagree():
         row_pipelines([], prompt_lengths=[4], padded_length=3)
     with pytest.raises(ValueError, match="prompts have lengths"):
         row_pipelines([], prompt_lengths=[2], padded_length=3, prompts=[torch.tensor([2])])
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,2)", "dynamic(depth=3,k=2,total=6)"])
+def test_a_function_that_ends_with_the_text_is_never_asked_beyond_it(shape, options):
+    """Rows are ragged: one that is almost over is drafted as deep as the others, and its function knows nothing of that."""
+    rows = repetitive((14, 9, 11, 14))
+
+    def allowed(row, ids):
+        written = len(ids) - len(rows[row])
+        assert written < 10, f"asked after {written} new tokens of 10"
+        return list(range(3, 128, 2 + written % 2))
+
+    speculator = Speculator(tiny(), drafter=DraftModel(perturbed(), siblings="iid" if "product" in shape else "auto"), shape=shape)
+    for seed in range(4):
+        generate(speculator, rows, max_new_tokens=10, prefix_allowed_tokens_fn=allowed, seed=seed, **options)

@@ -142,7 +142,13 @@ def test_the_noise_of_a_key_never_changes():
     noise = noise_for([(7, 3)], [100])
     words = noise.words(Purpose.MATCH, 1)
     assert words.tolist() == [[7245662823533070011]]
-    assert noise.exponentials(words, 4)[0, 0].tolist() == pytest.approx([0.1407, 2.0045, 0.0336, 0.3514], abs=1e-4)
+    assert noise.exponentials(words, 4)[0, 0].tolist() == pytest.approx([1.1671, 0.2789, 0.6667, 0.3017], abs=1e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 262_144])
+def test_no_two_tokens_share_a_word(vocab_size: int):
+    """They would share all their noise, and the less likely of the two would never be drawn."""
+    assert len(sampling._token_hashes(vocab_size, torch.device("cpu")).unique()) == vocab_size
 
 
 # -- uniform and independent ---------------------------------------------------------------------------------------------
@@ -198,6 +204,17 @@ def test_no_two_streams_are_correlated():
     correlation = torch.corrcoef(streams).fill_diagonal_(0)
     pairs = len(streams) * (len(streams) - 1) / 2
     assert float(correlation.abs().max()) * tokens**0.5 < stats.norm.isf(ALPHA / 2 / pairs)
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_tokens_whose_words_differ_in_one_bit_are_independent(bit: int, monkeypatch: pytest.MonkeyPatch):
+    """A large vocabulary has such pairs for every bit."""
+    for word in (0x2545F491, -0x61C88647):
+        other = word ^ (1 << bit if bit < 31 else -(1 << 31))
+        monkeypatch.setattr(sampling, "_token_hashes", lambda *_, pair=(word, other): torch.tensor(pair, dtype=torch.int32))
+        noise = noise_of_rows(40_000)
+        pair = noise.exponentials(noise.words(Purpose.MATCH, 1), 2)[:, 0]
+        fits_independence(binned(pair[:, 0]), binned(pair[:, 1]), BINS)
 
 
 def test_acceptance_is_uniform_and_independent_of_the_draws():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from helpers import Oracle, alone, generate, perturbed, repetitive, tiny
+from helpers import PAD, Oracle, alone, generate, padded, perturbed, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,3 +173,20 @@ def test_a_draft_model_forgets_what_another_drafter_was_preferred_to(shape):
         for mine, theirs in zip(drafter.model.cache.written, fresh.cache.written):
             assert torch.allclose(mine.keys[0, :, :length], theirs.keys[0, :, :length], atol=1e-4)
     assert session.stats.acceptance_length > 3
+
+
+def test_one_drafter_alone_stays_a_chain():
+    """So that a target which takes chains only takes it, and the drafter hears what became of it."""
+    model = tiny("falcon_alibi", "sdpa")
+    rows = repetitive((33, 21))
+    speculator = Speculator(model, drafter="several:prompt-lookup")
+    assert generate(speculator, rows, max_new_tokens=12) == [alone(model, row, max_new_tokens=12) for row in rows]
+    speculator = Speculator(tiny(), drafter=Several([DraftModel(tiny())]))
+    output = speculator.generate(**padded(rows), max_new_tokens=21, pad_token_id=PAD)
+    assert output.stats.acceptance_length == 5  # the last draft is cut at the limit
+
+
+def test_the_same_drafter_twice_is_refused():
+    drafter = DraftModel(perturbed())
+    with pytest.raises(ConfigurationError, match="same drafter twice"):
+        Several([drafter, drafter])

@@ -20,6 +20,7 @@ WRITTEN = [
     "paths(0,1,0.0,0.1,1.0)",
     "dynamic(depth=5,k=4,total=16)",
     "opt(total=16,depth=8,delta=0.05)",
+    "opt(total=16,depth=8,delta=1e-05)",
 ]
 
 

@@ -20,7 +20,7 @@ from foretoken.tree import TokenTree
 from foretoken.verification.base import Rule, Verdict
 from foretoken.verification.match import follow
 
-NAN, INFINITE, EMPTY = 1, 2, 4  # what can be wrong with a node's scores: raw, raw, after the processors
+NAN, INFINITE, EMPTY, OVERFLOW = 1, 2, 4, 8  # what can be wrong with a node's scores: the first two raw, the others after the processors
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,12 @@ def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor, 
     outside = tokens != inside.tokens
     if tree.valid is not None:
         outside = outside & tree.valid
-    broken = torch.zeros_like(outside[:, 0]) if tree.chain or tree.layout is not None else (tree.parents != inside.parents).any(1)
+    broken = tree.malformed
     if uses_q and tree.q is not None:
         broken = broken | inside.wrong_q.any(1)
     raw, processed = best.unbind(-1)
-    faults = raw.isnan() * NAN + raw.isinf() * INFINITE + ~processed.isfinite() * EMPTY  # [R, N]
+    over = processed.isnan() | (processed == float("inf"))
+    faults = raw.isnan() * NAN + raw.isinf() * INFINITE + processed.isneginf() * EMPTY + over * OVERFLOW  # [R, N]
     if not tree.chain:
         tokens, faults = tokens.gather(1, verdict.path), faults.gather(1, verdict.path)
     head = torch.stack([verdict.accepted, verdict.next_token, outside.any(1), broken], 1)

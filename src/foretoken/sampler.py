@@ -72,13 +72,17 @@ class Sampler:
         histories = NodeHistories(self.committed(), self.lengths, tree, first, self.ends) if self.needs_history else None
         return process(self.pipelines, logits, histories, watch=self.watch)
 
-    def scores_below(self, logits: Tensor, tokens: Sequence[Tensor]) -> Tensor:
-        """``[R, V]`` float32 processed ``logits`` ``[R, V]`` after the root and the drafted ``tokens``, each ``[R]``."""
+    def scores_below(self, logits: Tensor, tokens: Sequence[Tensor], limits: Sequence[int]) -> Tensor:
+        """``[R, V]`` float32 processed ``logits`` ``[R, V]`` after the root and the drafted ``tokens``, each ``[R]``.
+
+        A row whose chain is at most ``limits[r]`` long is over before some of them; a processor of the user's own is not asked there.
+        """
         if not self.needs_history:
             return _widen(logits) if self.plain else process(self.pipelines, logits[:, None])[:, 0]
         committed = self.committed()
         root = committed.gather(1, torch.tensor(self.lengths, device=committed.device)[:, None] - 1)[:, 0]
-        return self.scores(logits[:, None], TokenTree.from_chain(torch.stack([root, *tokens], 1)), len(tokens))[:, 0]
+        tree = TokenTree.from_chain(torch.stack([root, *tokens], 1)).within(limits)
+        return self.scores(logits[:, None], tree, len(tokens))[:, 0]
 
     def distribution(self, scores: Tensor) -> Tensor:
         """``scores`` ``[R, V]`` or ``[R, n, V]`` as probabilities; one-hot where the row is greedy."""

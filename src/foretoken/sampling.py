@@ -68,9 +68,16 @@ def _mix(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _token_hashes(vocab_size: int, device: torch.device) -> Tensor:
-    """``[V]`` int32: a well-mixed word per token id, the same for every vocabulary size."""
+    """``[V]`` int32: a well-mixed word per token id, the same for every vocabulary size.
+
+    Every step is a bijection on 32 bits, so no two tokens have the same word: they would share all their noise, and the less
+    likely of the two would never be drawn.
+    """
     with torch.inference_mode(False):
-        return _mix(torch.arange(1, vocab_size + 1, device=device) * _signed(GOLDEN)).to(torch.int32)
+        x = torch.arange(1, vocab_size + 1, device=device)
+        x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
+        x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
+        return (x ^ x >> 15).to(torch.int32)
 
 
 def _unit(bits: Tensor) -> Tensor:
@@ -159,7 +166,8 @@ def _negative_exponentials(words: Tensor, vocab_size: int) -> Tensor:
     bits = _token_hashes(vocab_size, words.device) ^ low
     bits.mul_(high | 1)
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(0x2C1B3C6D)
-    bits.bitwise_xor_((bits >> 12).bitwise_and_(0xFFFFF))
+    bits.bitwise_xor_((bits >> 12).bitwise_and_(0xFFFFF)).mul_(0x297A2D39)
+    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF))  # without this step words that differ in a high bit stay alike
     return _unit(bits).log1p_()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback
 from foretoken.errors import ConfigurationError, DrafterError, ForetokenError, TargetOutputError
-from foretoken.judgement import EMPTY, INFINITE, NAN, Judgement, judge
+from foretoken.judgement import EMPTY, INFINITE, NAN, OVERFLOW, Judgement, judge
 from foretoken.logprobs import LogProbs, check_logprobs
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
@@ -386,6 +386,8 @@ class Session:
                 )
             if fault & EMPTY:
                 raise TargetOutputError(f"the logits processors leave no token possible for {where}; loosen the constraints")
+            if fault & OVERFLOW:
+                raise TargetOutputError(f"the logits processors made scores infinite or NaN for {where}; is the temperature too small?")
 
     def _append(self, row: SessionRow, tokens: Sequence[int], accepted: int) -> Commit:
         """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row."""

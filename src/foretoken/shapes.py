@@ -227,7 +227,7 @@ def _numbers(text: str) -> tuple[list[Any], dict[str, Any]]:
     positional, named = [], {}
     for part in (part.strip() for part in text.split(",") if part.strip()):
         name, equals, value = part.rpartition("=")
-        number = float(value) if "." in value else int(value)
+        number = int(value) if re.fullmatch(r"\s*[+-]?\d+\s*", value) else float(value)
         if equals:
             named[name.strip()] = number
         else:

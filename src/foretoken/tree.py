@@ -139,6 +139,8 @@ class TokenTree:
             raise ValueError(f"tokens and parents must be int64, got {self.tokens.dtype} and {self.parents.dtype}")
         if self.valid is not None and self.valid.shape != self.tokens.shape:
             raise ValueError(f"valid must be {list(self.tokens.shape)} like tokens, got {list(self.valid.shape)}")
+        if self.valid is not None and self.valid.dtype != torch.bool:
+            raise ValueError(f"valid must be bool, got {self.valid.dtype}")
         if self.layout is not None and len(self.layout) != self.nodes:
             raise ValueError(f"layout has {len(self.layout)} nodes, the tree {self.nodes}")
         if self.layout is not None:
@@ -163,6 +165,9 @@ class TokenTree:
         """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
         self.check_shapes(vocab_size)
         index = torch.arange(self.nodes, device=self.parents.device)
+        if self.layout is not None and bool((wrong := self.parents != layout_parents(self.layout, self.parents.device)).any()):
+            row, node = wrong.nonzero()[0].tolist()
+            raise ValueError(f"row {row}: node {node} has parent {int(self.parents[row, node])}; layout says {self.layout[node]}")
         if bool((self.parents[:, 0] != -1).any()):
             row = int((self.parents[:, 0] != -1).nonzero()[0])
             raise ValueError(f"row {row}: node 0 has parent {int(self.parents[row, 0])}; it must be the only root (parent -1)")
@@ -189,8 +194,25 @@ class TokenTree:
             if node >= self.q.shape[1]:
                 raise ValueError(f"row {row}, node {node}: q holds {self.q.shape[1]} nodes; it must cover every node with children")
             line = self.q[row, node]
-            what = "holds NaN" if bool(line.isnan().any()) else f"sums to {float(line.sum()):.6g}"
+            what = f"sums to {float(line.sum()):.6g}"
+            if bool((line < 0).any()):
+                what = f"is negative at token {int(line.argmin())}"
+            if bool(line.isnan().any()):
+                what = "holds NaN"
             raise ValueError(f"row {row}, node {node}: q {what}; it must be the distribution that the node's children were drawn from")
+
+    @property
+    def malformed(self) -> Tensor:
+        """``[B]`` bool: rows in which the nodes make no tree, or hang below filler, or not where ``layout`` says."""
+        if self.layout is not None:
+            wrong = self.parents != layout_parents(self.layout, self.parents.device)
+        else:
+            wrong = self.parents != self.settled().parents
+        wrong = wrong.any(1)
+        if self.valid is not None:
+            above = self.valid.gather(1, self.settled().parents.clamp(min=0))
+            wrong = wrong | (self.valid & ~above).any(1) | ~self.valid[:, 0]
+        return wrong
 
     @property
     def wrong_q(self) -> Tensor:
@@ -200,7 +222,7 @@ class TokenTree:
         real = torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
         used = torch.zeros_like(self.tokens).scatter_add(1, self.parents.clamp(min=0)[:, 1:], real[:, 1:].long()) > 0
         q = self.q[:, :inner]
-        sound = (q.sum(-1) - 1).abs() <= 1e-3  # False for NaN
+        sound = ((q.sum(-1) - 1).abs() <= 1e-3) & (q.amin(-1) >= 0)  # False for NaN
         return used & ~torch.nn.functional.pad(sound, (0, self.nodes - inner))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken import drafters
+from foretoken import drafters, verification
 from foretoken.cli.detokenizer import Detokenizer
 from foretoken.cli.failures import first_line, quiet
 from foretoken.cli.figures import combine
@@ -156,6 +156,8 @@ def load_speculator(configuration: Configuration, tokenizer: Any) -> Speculator:
     """Unknown names and options are refused before any weights are read."""
     if configuration.threads is not None:
         torch.set_num_threads(configuration.threads)
+    if configuration.lossless and configuration.rule in verification.names() and not verification.create(configuration.rule).lossless:
+        raise ConfigurationError(f"rule {configuration.rule!r} is lossy: it changes the distribution of the text; --lossy accepts that")
     drafter = make_drafter(configuration.drafter_name, parse_options(configuration.drafter_options), tokenizer)
     return Speculator(
         configuration.target,
@@ -179,7 +181,12 @@ def make_drafter(spec: str, options: dict[str, Any], tokenizer: Any) -> Any:
         options = {"tokenizer": tokenizer, **options}
     if isinstance(options.get("device"), str):
         check_device(options["device"])
+    name, _, source = spec.partition(":")
     try:
+        if name == "several" and source and not options:
+            return drafters.create(
+                name, {"source": [make_drafter(part.strip(), {}, tokenizer) for part in source.split(",") if part.strip()]}
+            )
         return drafters.create(spec, options)
     except TypeError as error:
         raise ConfigurationError(f"drafter {spec!r} cannot take these options: {error}") from error

@@ -81,7 +81,7 @@ class DraftRequest:
         Returns:
             tokens ``[R]``, and q ``[R, V]`` float32 or None.
         """
-        scores = self.sampler.scores_below(logits, drafted)
+        scores = self.sampler.scores_below(logits, drafted, self.limits)
         if self.proposal == "deterministic":
             return argmax(scores), None
         q = self.sampler.distribution(scores)

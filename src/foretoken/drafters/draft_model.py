@@ -113,11 +113,11 @@ class DraftModel(Drafter):
         if depth < 1:
             return TokenTree.root(request.roots())
         if request.shape.is_chain:
-            return self._chain(request, depth, limits)
+            return self._chain(replace(request, depth=depth, limits=limits))
         self._grown = grow(replace(request, shape=request.shape.within(depth), depth=depth, limits=limits), self._expand(request.rows))
         return self._grown.tree.within(limits)
 
-    def _chain(self, request: DraftRequest, depth: int, limits: Sequence[int]) -> TokenTree:
+    def _chain(self, request: DraftRequest) -> TokenTree:
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
         roots = request.roots()
@@ -128,13 +128,11 @@ class DraftModel(Drafter):
             drafted.append(token)
             if q is not None:
                 qs.append(q)
-            if len(drafted) == depth:
+            if len(drafted) == request.depth:
                 break
             logits = self._feed(token)
-        tokens = torch.stack([roots, *drafted], 1)
-        return TokenTree.from_chain(
-            tokens, valid=request.within(limits, depth), proposal=request.proposal, q=torch.stack(qs, 1) if qs else None
-        )
+        tokens, valid = torch.stack([roots, *drafted], 1), request.within(request.limits, request.depth)
+        return TokenTree.from_chain(tokens, valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
 
     def _expand(self, rows: Sequence[Row]) -> Expand:
         """What this model says after the nodes of a tree. The root comes first, with whatever else its cache lacks; it is then taken

@@ -59,6 +59,9 @@ def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Gr
         if request.needs_q:
             assert q is not None
             qs.append(q)
+        if min(request.limits) <= depth:  # by its depth alone, so that every rule stays exact
+            room = torch.tensor(request.limits, device=tokens.device)[:, None] > depth
+            possible = room.expand(tokens.shape) if possible is None else possible & room
         tree = extended(tree, shape.parents[: level.last], tokens, possible)
     tree = replace(tree, proposal=request.proposal, q=torch.cat(qs, 1) if qs else None)
     return Growth(tree, shape.levels[-1].first)

@@ -41,6 +41,8 @@ class Several(Drafter):
         if not given or not all(given):
             raise ConfigurationError("several needs the drafters to merge, for instance 'several:prompt-lookup,ngram'")
         self.drafters = [_made(each) for each in given]
+        if len({id(each) for each in self.drafters}) < len(self.drafters):
+            raise ConfigurationError("several was given the same drafter twice, which keeps the state of one; make two")
         self._trees: list[TokenTree] = []
         self._merged: list[Tensor] = []  # per drafter [R, n], where each of its nodes went in the last tree
 
@@ -66,10 +68,15 @@ class Several(Drafter):
             proposal = "deterministic" if request.sampler.greedy else next(each for each in SUITS_MATCH if each in offered)
             trees.append(drafter.draft(replace(request, shape=shape, proposal=proposal, needs_q=False)))
         self._trees = trees
+        if len(trees) == 1 and trees[0].chain:  # stays one: there are targets that take nothing else
+            return replace(trees[0], proposal="mixed", q=None)
         tree, self._merged = merged(trees, request.depth)
         return tree
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        if not self._merged:  # one chain as it came, or a round without a draft
+            for drafter in self.drafters:
+                drafter.observe(rows, feedback)
         for drafter, tree, went in zip(self.drafters, self._trees, self._merged):
             drafter.observe(rows, seen_by(tree, went, feedback))
         self._trees, self._merged = [], []
