@@ -234,7 +234,7 @@ class Prunes(DraftModel):
         if tree.q is None:
             return tree
         valid = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid.clone()
-        for node in range(tree.nodes - 4, tree.nodes):
+        for node in range(max(1, tree.nodes - 4), tree.nodes):
             parent, x = int(tree.parents[0, node]), tree.tokens[:, node, None]
             valid[:, node] &= tree.q[:, parent].gather(1, x)[:, 0] > 0.2
         return replace(tree, valid=valid)
