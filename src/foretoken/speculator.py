@@ -74,6 +74,9 @@ class Speculator:
         self_test: check at load that the model can roll back (a few passes over a handful of tokens).
         reuse_prefix: keep the cache between calls for prompts that begin alike; costs the memory of the cache.
         prefill_chunk: most prompt tokens of a row per pass.
+        execution: how forward passes are made on a CPU: ``eager``, as the model makes them; ``packed``, with weights laid out for
+            oneDNN; ``native``, by kernels compiled on this machine; or ``auto``: the fastest of them where the Speculator loaded
+            the model itself, so that the weights are held once, and else ``eager``.
 
     Raises:
         ConfigurationError: an unknown name or option, a path that is no model, a rule that is not exact for the drafter.
@@ -95,6 +98,7 @@ class Speculator:
         self_test: bool = True,
         reuse_prefix: bool = True,
         prefill_chunk: int = 1024,
+        execution: str = "auto",
     ):
         self.shape = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
@@ -102,7 +106,14 @@ class Speculator:
         self.drafter = _drafter(drafter, drafter_options)
         self.rule, self.proposal = choose_rule(rule, self.drafter, self.shape, lossless=lossless)
         self.model = load_model(model, dtype=dtype, device=device) if isinstance(model, str) else model
-        self.target = Target(self.model, test=self_test, prefill_chunk=prefill_chunk, reuse_prefix=reuse_prefix)
+        self.target = Target(
+            self.model,
+            test=self_test,
+            prefill_chunk=prefill_chunk,
+            reuse_prefix=reuse_prefix,
+            execution=execution,
+            owned=isinstance(model, str),
+        )
         self.drafter.bind(self.target)
         self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
         check_shape(self.shape, self.target, self.drafter)
@@ -145,6 +156,12 @@ class Speculator:
         self.target.release()
         self.target.owner = None
         self.drafter.reset()
+
+    def close(self) -> None:
+        """Give all memory back and leave a model that was handed in as it was; the Speculator can not be used any more."""
+        self.release()
+        self.target.close()
+        self.drafter.close()
 
 
 class Run:

@@ -164,3 +164,6 @@ class Drafter:
 
     def reset(self) -> None:
         """Forget every row, after an error or an abandoned stream."""
+
+    def close(self) -> None:
+        """Called once, at the end: give back what was taken or changed at :meth:`bind`."""

@@ -45,6 +45,7 @@ class DraftModel(Drafter):
     siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
+    execution: how its passes are made, as in :class:`~foretoken.Speculator`.
     dtype, device: where to load it, the target's by default; a model that is given is used as it is.
     """
 
@@ -59,12 +60,13 @@ class DraftModel(Drafter):
         siblings: str = "auto",
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
+        execution: str = "auto",
     ):
         if siblings != "auto" and siblings not in SIBLINGS:
             raise ConfigurationError(f"unknown siblings {siblings!r}; choose auto, {', '.join(SIBLINGS)}")
         self.siblings = siblings
         self.proposals = SIBLINGS.get(siblings, ON_CHAINS)
-        self.source, self.dtype, self.device = source, dtype, device
+        self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self._target: Target | None = None
         self._slots: list[int] = []
         self._smaller = False
@@ -85,7 +87,7 @@ class DraftModel(Drafter):
         difference = vocabulary_difference(target.model, unwrap(draft))
         if difference:
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
-        self._target = Target(draft, reuse_prefix=target.reuse_prefix)
+        self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=isinstance(self.source, str))
         self._smaller = self._target.vocab_size < target.vocab_size
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
@@ -195,6 +197,9 @@ class DraftModel(Drafter):
         if self._target is not None and (self._slots or self._target.lengths):
             self._target.release()  # an interrupted round leaves drafted tokens behind
         self._slots, self._grown, self._begun = [], None, []
+
+    def close(self) -> None:
+        self.model.close()
 
     def _room(self, row: Row) -> int:
         """How many tokens this model can still draft for ``row`` inside its own context."""

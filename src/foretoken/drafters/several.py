@@ -90,6 +90,10 @@ class Several(Drafter):
         for drafter in self.drafters:
             drafter.reset()
 
+    def close(self) -> None:
+        for drafter in self.drafters:
+            drafter.close()
+
 
 def _made(given: str | Drafter | tuple[str, dict[str, Any]]) -> Drafter:
     from foretoken import drafters  # the registry lists this drafter too

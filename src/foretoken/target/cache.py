@@ -131,6 +131,25 @@ class TreeCache(Cache):
             values[rows, :, slots] = value_states.transpose(1, 2)
         return keys.narrow(2, 0, window.width), values.narrow(2, 0, window.width)
 
+    # -- what a kernel asks that writes keys and values itself ---------------------------------------------------------
+
+    def buffers(self, layer_idx: int, like: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+        """The keys and values ``[rows of the pass, heads, capacity, size]`` of a layer, in the dtype of ``like``; the pass writes at
+        :attr:`slots` and reads up to the window's width."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(Layer())
+        layer, window = self.layers[layer_idx], self._window
+        if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity or layer.keys.dtype != like.dtype:
+            shaped = like.new_empty(0, heads, 0, size)
+            self._allocate(layer, shaped, shaped)
+        return layer.keys[window.first : window.last], layer.values[window.first : window.last]
+
+    @property
+    def slots(self) -> Tensor:
+        """``[R, N]`` int32: where the keys of each node of the pass go."""
+        starts = torch.tensor(self._window.starts, dtype=torch.int32)
+        return starts[:, None] + torch.arange(self._window.nodes, dtype=torch.int32)
+
     # -- what the target asks between forward passes ----------------------------------------------------------------
 
     def open(self, lengths: Sequence[int]) -> None:

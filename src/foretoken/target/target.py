@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from foretoken.errors import UnsupportedModelError
+from foretoken.errors import ConfigurationError, UnsupportedModelError
+from foretoken.target import native
 from foretoken.target.cache import TreeCache, Window
 from foretoken.target.execution import TreeExecution
+from foretoken.target.kernels import Kernels
+from foretoken.target.packing import HINTS, NATIVE
+from foretoken.target.packing import refusal as packing_refusal
 from foretoken.target.replay import ReplayCache, ReplayExecution
 from foretoken.target.support import chains_only, check_model, context_of, describe, self_test
 from foretoken.tree import TokenTree
@@ -26,6 +30,8 @@ PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
 WORTH_COPYING = 16  # a shorter shared beginning is computed again
 CANDIDATES = 8  # rows compared with a prompt that begins as they do
+SAMPLE = 7  # tokens of the pass that packed weights are compared on
+EXECUTIONS = ("auto", "eager", "packed", "native")
 
 
 class Execution(Protocol):
@@ -50,16 +56,32 @@ class Target:
         test: run the self-test (a few passes over a handful of tokens).
         prefill_chunk: most tokens of a row in one prefill pass; bounds the memory of a long prompt.
         reuse_prefix: keep the cache of finished rows for prompts that begin alike.
+        execution: ``eager`` runs the model as it is; ``packed`` lays its weights out for oneDNN's kernels first, ``native`` for
+            kernels compiled on this machine; ``auto`` takes what is measured to be fastest, and only where that can be done without
+            holding the weights twice.
+        owned: nobody else holds the model, so that packed weights may replace the originals.
 
     Attributes:
+        execution: what is in use: ``eager``, ``packed`` or ``native``; ``unpacked`` says why ``auto`` did not pack.
+        kernels: how the weights are laid out, None if they are as they were.
         chains_only: why this target can verify chains but no branching trees; None if it takes trees.
         context: most tokens a row may hold, None if the model sets no limit.
 
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
+        ConfigurationError: an execution that the model can not have.
     """
 
-    def __init__(self, model: PreTrainedModel, *, test: bool = True, prefill_chunk: int = PREFILL_CHUNK, reuse_prefix: bool = True):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        test: bool = True,
+        prefill_chunk: int = PREFILL_CHUNK,
+        reuse_prefix: bool = True,
+        execution: str = "auto",
+        owned: bool = False,
+    ):
         self.model = unwrap(model)
         check_model(self.model)
         config = self.model.config.get_text_config()
@@ -79,6 +101,8 @@ class Target:
         self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones still hold
         self._weights: object = None
         self._check_mode()
+        self.kernels: Kernels | None = None
+        self.unpacked = self._pack(execution, owned)
         if test:
             self.chains_only = self_test(self)
             self._execution.passes = 0
@@ -107,6 +131,7 @@ class Target:
             reserve: tokens each row will hold in the end, as far as that is known, so that the cache need not grow.
         """
         self._check_mode()
+        self._follow_weights()
         first = len(self.lengths)
         sources = self._shared_beginnings(texts, first)
         self.cache.open([length for _, length in sources])
@@ -134,6 +159,19 @@ class Target:
         """Drop all rows and give the memory back."""
         self.cache.forget()
         self._texts, self._dropped = [], {}
+
+    def close(self) -> None:
+        """Release everything and leave the model as it was found; no more passes after this."""
+        self.release()
+        if self.kernels is not None:
+            self.kernels.undo()
+            self.kernels = None
+
+    @property
+    def execution(self) -> str:
+        if self.kernels is None:
+            return "eager"
+        return "native" if self.kernels.native else "packed"
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -195,13 +233,54 @@ class Target:
         if self.model.training:
             raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
 
+    def _pack(self, execution: str, owned: bool) -> str | None:
+        """Pack the weights if that is asked for, or can be done without holding them twice; else returns why not."""
+        if execution not in EXECUTIONS:
+            raise ConfigurationError(f"unknown execution {execution!r}; choose {', '.join(EXECUTIONS)}")
+        if execution == "eager":
+            return "execution='eager' was asked for"
+        if execution == "auto" and not owned:
+            return "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
+        why = packing_refusal(self.model)
+        if why is None:
+            kernels = Kernels(self.model, self._sample, owned=owned, hints=self._hints(execution))
+            why = kernels.refused
+            self.kernels = kernels if why is None else None
+        if why is not None and execution != "auto":
+            raise ConfigurationError(f"{describe(self.model)} can not be packed: {why}; use execution='auto'")
+        return why
+
+    def _hints(self, execution: str) -> tuple[int, ...]:
+        """The layouts to choose among."""
+        missing = native.refusal(self.model.dtype)
+        if execution == "native":
+            if missing is not None:
+                raise ConfigurationError(f"the native kernels can not be used: {missing}; use execution='auto'")
+            return (NATIVE,)
+        return HINTS if execution == "packed" or missing is not None else (*HINTS, NATIVE)
+
+    def _follow_weights(self) -> None:
+        """Forget what was made from weights that have changed since."""
+        if fingerprint(self.model) == self._weights:
+            return
+        if self._weights is not None:
+            self._dropped = {}
+            if self.kernels is not None and not self.kernels.owned:
+                self.kernels.undo()
+                self.kernels = Kernels(self.model, self._sample, owned=False, hints=self.kernels.hints)
+        self._weights = fingerprint(self.model)
+
+    @torch.inference_mode()
+    def _sample(self) -> Tensor:
+        ids = torch.arange(min(SAMPLE, self.context or SAMPLE), device=self.device)[None] % self.vocab_size
+        logits: Tensor = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        return logits
+
     def _shared_beginnings(self, texts: Sequence[Sequence[int]], first: int) -> list[tuple[int, int]]:
         """For each text the physical row that shares the longest beginning with it, and how long it is; at least one token
         stays to be computed, because its logits are wanted."""
         if not (self.reuse_prefix and self.cache.shares):
             return [(first, 0)] * len(texts)
-        if (weights := fingerprint(self.model)) != self._weights:
-            self._weights, self._dropped = weights, {}
         held = [(row, ids, self.lengths[row]) for row, ids in enumerate(self._texts)]
         held += [(row, ids, len(ids)) for row, ids in self._dropped.items()]
         alike: dict[tuple[int, ...], list[tuple[int, Sequence[int], int]]] = {}

@@ -1,0 +1,143 @@
+"""Kernels of our own for CPUs with AVX-512, compiled on the machine that runs them.
+
+``layer.c`` is compiled once per dtype with the C compiler at hand, in about a second, and kept in the cache folder. Where there is
+no compiler, no AVX-512 or another OpenMP than the one that torch brings, :func:`library` says so and other layouts are used.
+The kernels run on torch's own threads: they are linked against the OpenMP library in torch's folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("layer.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-std=c11", "-w")
+LIMIT = 120  # seconds for the compiler
+
+
+class Unavailable(Exception):
+    """There are no kernels for this machine; the message says why."""
+
+
+class Layer(ctypes.Structure):
+    """``Layer`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")]
+        + [(name, ctypes.c_double) for name in ("eps", "head_eps", "scaling")]
+        + [(name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")]
+        + [(name, ctypes.c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")]
+        + [(name, ctypes.c_void_p) for name in ("before", "after", "query_norm", "key_norm")]
+    )
+
+
+class Pass(ctypes.Structure):
+    """``Pass`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("threads", "rows", "nodes", "width", "row_stride", "head_stride", "angle_stride")]
+        + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
+        + [(name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "states", "projected", "attended", "wide", "thin", "scores")]
+    )
+
+
+@lru_cache(maxsize=4)
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The kernels for ``dtype``: ``linear`` and ``layer`` of ``layer.c``.
+
+    Raises:
+        Unavailable: they can not be had here.
+    """
+    _check_machine(dtype)
+    compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
+    if compiler is None:
+        raise Unavailable("there is no C compiler (gcc, cc or clang)")
+    openmp = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
+    if openmp is None:
+        raise Unavailable("this build of torch brings no libgomp")
+    flags = [*FLAGS, *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    path = _folder() / f"layer-{_key(compiler, flags, openmp)}.so"
+    if not path.exists():
+        _compile(compiler, flags, openmp, path)
+    try:
+        kernels = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"the compiled kernels do not load: {error}") from error
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    kernels.linear.argtypes = [pointer, pointer, pointer, pointer, number, number, number]
+    kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer]
+    kernels.linear.restype = kernels.layer.restype = None
+    return kernels
+
+
+def refusal(dtype: torch.dtype) -> str | None:
+    """Why there are no kernels for ``dtype`` here, or None."""
+    try:
+        library(dtype)
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+def _check_machine(dtype: torch.dtype) -> None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise Unavailable(f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
+    needed = {torch.float32: torch.cpu._is_avx512_supported, torch.bfloat16: torch.cpu._is_avx512_bf16_supported}.get(dtype)
+    if needed is None:
+        raise Unavailable(f"they are for float32 and bfloat16, not {dtype}")
+    if not needed():
+        raise Unavailable(f"this CPU has no AVX-512{' for bfloat16' if dtype == torch.bfloat16 else ''}")
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept: the cache folder, or one that lasts as long as the process."""
+    from foretoken.caching import cache_folder
+
+    kept = cache_folder()
+    if kept is not None:
+        try:
+            (kept / "kernels").mkdir(parents=True, exist_ok=True, mode=0o700)
+            return kept / "kernels"
+        except OSError:
+            pass  # a home that can not be written to: compile anew each time
+    return _temporary()
+
+
+@lru_cache(maxsize=1)
+def _temporary() -> Path:
+    return Path(tempfile.mkdtemp(prefix="foretoken-kernels-"))
+
+
+def _key(compiler: str, flags: list[str], openmp: Path) -> str:
+    """Changes with whatever the compiled code depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=LIMIT).stdout
+    about = Path("/proc/cpuinfo")
+    cpu = next((line for line in about.read_text().splitlines() if line.startswith("flags")), "") if about.exists() else ""
+    parts = [SOURCE.read_text(encoding="utf-8"), version, " ".join(flags), str(openmp), cpu]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+def _compile(compiler: str, flags: list[str], openmp: Path, path: Path) -> None:
+    """Compile into a file of its own first, so that no other process loads half a library."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made, whole = Path(folder, "layer.o"), Path(folder, "layer.so")
+        for command in (
+            [compiler, *flags, "-c", str(SOURCE), "-o", str(made)],
+            [compiler, "-shared", str(made), f"-L{openmp.parent}", f"-Wl,-rpath,{openmp.parent}", f"-l:{openmp.name}", "-o", str(whole)],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise Unavailable(f"{compiler} could not be run: {error}") from error
+            if done.returncode:
+                raise Unavailable(f"{compiler} could not compile them: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+        os.replace(whole, path)

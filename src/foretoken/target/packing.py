@@ -1,0 +1,312 @@
+"""Weights laid out once for the kernel that reads them, on a CPU.
+
+A pass over a few tokens reads every weight once, and how fast depends on the order in which the weights lie in memory. oneDNN packs
+a matrix into blocks for its kernels, and so do the kernels in ``native``; torch's own linear layers pack it anew in every pass,
+or read it as it is. Here each linear layer of a model is packed once, in the layout that was measured to be fastest, and layers
+that read the same input (query, key and value; gate and up) become one product.
+
+The classes of the model stay what they are: ``forward`` is overridden on single layers, and :meth:`Packing.undo` takes that back.
+"""
+
+from __future__ import annotations
+
+import operator
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.target import native
+
+DTYPES = (torch.float32, torch.bfloat16)
+PLAIN = 0  # the layout that torch has them in
+NATIVE = -1  # the layout of the kernels in ``native``
+HINTS = (PLAIN, 8)  # numbers of tokens that layouts are made for; 2 to 16 make the same one
+TRIED = (1, 8)  # numbers of tokens that layouts are compared at
+TRIAL = 48 << 20  # bytes of weights per comparison: more than a cache holds
+REPEATS = 3
+WORTH = 0.97  # of the time of torch's own layers that a layout has to stay below
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Product:
+    """One matrix product for linear layers that read the same input.
+
+    Args:
+        layers: their outputs are computed together and handed out layer by layer.
+        hint: the number of tokens that oneDNN's layout is made for; ``PLAIN`` only joins the matrices; ``NATIVE``.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], hint: int):
+        self.layers, self.sizes, self.hint = layers, [layer.out_features for layer in layers], hint
+        weight = joined([layer.weight.detach() for layer in layers])
+        self.bias = joined_bias(layers)
+        self.outputs, self.inputs = weight.shape
+        if hint == NATIVE:
+            self.packed, self.bias = blocked(weight), padded(self.bias)
+            self._linear = native.library(weight.dtype).linear
+        else:
+            self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
+        self._input: Tensor | None = None
+        self._outputs: Sequence[Tensor] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., sum of outputs]`` for ``x`` ``[..., inputs]``."""
+        if self.hint == PLAIN:
+            return nn.functional.linear(x, self.packed, self.bias)
+        if self.hint == NATIVE:
+            return self._by_kernel(x.contiguous())
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return product
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        if x.dtype != self.packed.dtype:
+            raise RuntimeError(f"expected an input in {self.packed.dtype}, got {x.dtype}")
+        width = padded_size(self.outputs)
+        y = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
+        bias = None if self.bias is None else self.bias.data_ptr()
+        self._linear(self.packed.data_ptr(), x.data_ptr(), bias, y.data_ptr(), x.numel() // self.inputs, self.inputs, width)
+        return y if width == self.outputs else y[..., : self.outputs]
+
+    def part(self, index: int) -> Forward:
+        """The ``forward`` of layer ``index``: the first layer to be asked computes for all, and the last one lets go of it."""
+        if len(self.layers) == 1:
+            return self
+        last = index == len(self.layers) - 1
+
+        def forward(x: Tensor) -> Tensor:
+            if x is not self._input:
+                self._input, self._outputs = x, torch.split(self(x), self.sizes, -1)
+            output = self._outputs[index]
+            if last:
+                self._input, self._outputs = None, ()
+            return output
+
+        return forward
+
+    def weights(self) -> Sequence[Tensor]:
+        """The weights as they were, one matrix per layer."""
+        dense = self.packed
+        if self.hint == NATIVE:
+            dense = unblocked(dense, self.outputs)
+        elif self.hint != PLAIN:
+            dense = dense.to_dense()
+        return [part.clone() for part in torch.split(dense, self.sizes)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Products of one size, which share a layout."""
+
+    outputs: int
+    inputs: int
+    layers: int
+
+    @staticmethod
+    def of(layers: Sequence[nn.Linear]) -> Kind:
+        return Kind(sum(layer.out_features for layer in layers), layers[0].in_features, len(layers))
+
+
+class Packing:
+    """The packed linear layers of a model.
+
+    Args:
+        model: on a CPU, in float32 or bfloat16; see :func:`refusal`.
+        sample: runs the model once over a few tokens, so that layers that read the same input are found.
+        owned: nobody else holds the model. Packed weights then replace the originals, which keeps their memory from doubling;
+            parameters are left as placeholders without storage. Otherwise the originals stay beside the packed ones.
+        hints: the layouts to choose among.
+
+    Attributes:
+        hints: the chosen layout of each kind of product; None where layers stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, sample: Callable[[], Any], *, owned: bool, hints: Sequence[int] = HINTS):
+        self.model, self.owned = model, owned
+        groups = sharing(model, sample)
+        self.hints = {kind: fastest_hint(alike, hints) for kind, alike in by_kind(groups).items()}
+        self._products: list[tuple[Product, list[bool]]] = []
+        self._found: dict[int, Product] = {}
+        shared = held_elsewhere(model)
+        for layers in groups:
+            hint = self.hints[Kind.of(layers)]
+            if hint is None:
+                continue
+            product = Product(layers, hint)
+            freed = [owned and id(layer.weight) not in shared for layer in layers]
+            for index, (layer, free) in enumerate(zip(layers, freed)):
+                vars(layer)["forward"] = product.part(index)
+                if free:
+                    layer.weight = placeholder(layer.weight)
+                self._found[id(layer)] = product
+            self._products.append((product, freed))
+
+    def product(self, *layers: nn.Module) -> Product | None:
+        """The product that computes just these layers, in this order, or None."""
+        found = self._found.get(id(layers[0]))
+        alike = found is not None and len(found.layers) == len(layers) and all(map(operator.is_, found.layers, layers))
+        return found if alike else None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the packed weights."""
+        return sum(product.packed.numel() * product.packed.element_size() for product, _ in self._products)
+
+    def undo(self) -> None:
+        """Give every layer its own ``forward`` and weight back."""
+        for product, freed in self._products:
+            weights = product.weights() if any(freed) else [None] * len(product.layers)
+            for layer, free, weight in zip(product.layers, freed, weights):
+                del layer.forward
+                if free and weight is not None:
+                    layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+        self._products, self._found = [], {}
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why the weights of ``model`` can not be packed, or None."""
+    if not torch._C._has_mkldnn:
+        return "this build of torch has no oneDNN"
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        return f"its weights are on {', '.join(sorted(devices))}, and only those in CPU memory are packed"
+    if getattr(model, "is_quantized", False):
+        return "its weights are quantised"
+    if not any(packable(module) for module in model.modules()):
+        return "it has no plain linear layers in float32 or bfloat16"
+    return None
+
+
+def packable(module: nn.Module) -> bool:
+    """A linear layer as torch makes it: no subclass, no override, a dtype that oneDNN multiplies."""
+    return type(module) is nn.Linear and module.weight.dtype in DTYPES and "forward" not in vars(module) and not module.weight.is_meta
+
+
+def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]]:
+    """The packable layers of ``model``, those together that were called one after the other with the same input."""
+    called: list[tuple[nn.Linear, Tensor]] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda layer, inputs: called.append((layer, inputs[0])))
+        for module in model.modules()
+        if packable(module)
+    ]
+    try:
+        sample()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups: list[list[nn.Linear]] = []
+    before: Tensor | None = None
+    seen: set[int] = set()
+    for layer, x in called:
+        if id(layer) in seen:  # called twice: whoever shares its input is not known
+            before = None
+            continue
+        seen.add(id(layer))
+        if x is before:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+        before = x
+    return groups
+
+
+def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear]]]:
+    found: dict[Kind, list[list[nn.Linear]]] = {}
+    for layers in groups:
+        found.setdefault(Kind.of(layers), []).append(layers)
+    return found
+
+
+@torch.inference_mode()
+def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
+    """The hint whose layout was fastest for these products, None if torch's own layers were.
+
+    As many of them take turns as no cache can hold, as in a pass over the whole model, or all there are.
+    """
+    size = sum(layer.weight.nbytes for layer in groups[0])
+    groups = groups[: max(1, -(-TRIAL // size))]
+    weight = groups[0][0].weight
+    inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
+
+    def own(x: Tensor) -> None:
+        for layers in groups:
+            for layer in layers:
+                nn.functional.linear(x, layer.weight, layer.bias)
+
+    best, least = None, WORTH * seconds(own, inputs)
+    for hint in hints:
+        if (hint == PLAIN and len(groups[0]) == 1) or (hint == NATIVE and weight.shape[1] % 32):
+            continue
+        products = [Product(layers, hint) for layers in groups]
+        took = seconds(lambda x: [product(x) for product in products], inputs)  # noqa: B023 - called here only
+        if took < least:
+            best, least = hint, took
+    return best
+
+
+def seconds(run: Callable[[Tensor], Any], inputs: Sequence[Tensor]) -> float:
+    """The sum over ``inputs`` of the median time of ``run``, after a warm-up."""
+    total = 0.0
+    for x in inputs:
+        run(x)
+        times = []
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            run(x)
+            times.append(time.perf_counter() - begin)
+        total += statistics.median(times)
+    return total
+
+
+def held_elsewhere(model: nn.Module) -> set[int]:
+    """The ids of parameters that a module other than a plain linear layer reads too: embeddings that are tied to the output."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    return {parameter for parameter, count in holders.items() if count > 1}
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    return joined([torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias.detach() for layer in layers])
+
+
+def placeholder(weight: Tensor) -> nn.Parameter:
+    """Shape and dtype of ``weight``, no memory."""
+    return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
+
+
+def padded_size(outputs: int) -> int:
+    return -(-outputs // 64) * 64
+
+
+def padded(bias: Tensor | None) -> Tensor | None:
+    """``bias`` with zeros behind, for the outputs that pad a matrix."""
+    return None if bias is None else nn.functional.pad(bias, (0, padded_size(len(bias)) - len(bias)))
+
+
+def blocked(weight: Tensor) -> Tensor:
+    """``weight`` ``[N, K]`` as ``layer.c`` reads it."""
+    outputs, inputs = weight.shape
+    rows = nn.functional.pad(weight, (0, 0, 0, padded_size(outputs) - outputs))
+    if weight.dtype == torch.bfloat16:
+        return rows.view(-1, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
+    return rows.view(-1, 16, inputs).permute(0, 2, 1).contiguous()
+
+
+def unblocked(packed: Tensor, outputs: int) -> Tensor:
+    """The ``[N, K]`` matrix that :func:`blocked` was given."""
+    rows = packed.permute(0, 2, 1, 3).flatten(2) if packed.ndim == 4 else packed.permute(0, 2, 1)
+    return rows.flatten(0, 1)[:outputs]

@@ -1,0 +1,255 @@
+"""The kernels in ``native`` against torch: products, layers, trees in ragged batches, windows, and what happens without them."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+
+import pytest
+import torch
+from helpers import generate
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from foretoken import ConfigurationError, Speculator, TokenTree
+from foretoken.target import Target, native
+from foretoken.target import packing as packing_module
+from foretoken.target.packing import HINTS, NATIVE, Product, blocked, unblocked
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+SIZES = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
+    "eos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-biases": LlamaConfig(**{**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama-heads": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
+    "llama-one-key-head": LlamaConfig(**{**SIZES, "num_key_value_heads": 1, "head_dim": 64}),
+    "mistral-window": MistralConfig(**{**SIZES, "sliding_window": 12}),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+}
+TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6)
+needs_kernels = pytest.mark.skipif(
+    any(native.refusal(dtype) for dtype in DTYPES), reason=f"no kernels here: {[native.refusal(dtype) for dtype in DTYPES]}"
+)
+
+
+def build(name, dtype):
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]), attn_implementation="sdpa").eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)  # biases and norms that matter
+    return model.to(dtype)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Tiny layers are not worth it; here every one of them is laid out for the kernels."""
+    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: hints[-1])
+
+
+def targets(name, dtype):
+    plain = Target(build(name, dtype), execution="eager")
+    kernels = Target(build(name, dtype), execution="native", owned=True)
+    assert kernels.execution == "native" and kernels.kernels.native == kernels.kernels.fused == 3
+    return plain, kernels
+
+
+def assert_close(got, wanted, dtype):
+    assert (got.float() - wanted.float()).abs().max() <= TOLERANCE[dtype] * wanted.float().abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (100, 64), (192, 352), (17, 96)])
+def test_products(outputs, inputs, bias, dtype):
+    layer = torch.nn.Linear(inputs, outputs, bias=bias).to(dtype)
+    product = Product([layer], NATIVE)
+    with torch.inference_mode():
+        for tokens in (1, 2, 3, 5, 6, 7, 8, 12, 13, 31):
+            x = torch.randn(2, tokens, inputs).to(dtype)
+            assert_close(product(x), layer(x), dtype)
+            assert_close(product(x.transpose(0, 1)), layer(x.transpose(0, 1)), dtype)
+    (weight,) = product.weights()
+    assert torch.equal(weight, layer.weight)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_refuses_another_dtype(dtype):
+    other = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[dtype]
+    with pytest.raises(RuntimeError, match=f"expected an input in {dtype}"):
+        Product([torch.nn.Linear(32, 64).to(dtype)], NATIVE)(torch.ones(1, 32, dtype=other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outputs", [64, 100, 17])
+def test_blocks_are_undone(outputs, dtype):
+    weight = torch.randn(outputs, 96).to(dtype)
+    assert torch.equal(unblocked(blocked(weight), outputs), weight)
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_ragged_prefills_chains_trees_and_commits(name, dtype, always):
+    texts = [[(7 * i + row) % 100 for i in range(length)] for row, length in enumerate((40, 3, 17))]
+    plain, kernels = targets(name, dtype)
+    chain = torch.randint(0, 100, (3, 4), generator=torch.Generator().manual_seed(1))
+    nodes = torch.randint(0, 100, (3, len(TREE)), generator=torch.Generator().manual_seed(2))
+    valid = torch.ones_like(nodes, dtype=torch.bool)
+    valid[1, 5:] = False  # filler
+    path = torch.tensor([[0, 2, 5], [0, 1, 3], [0, 1, 4]])
+    found = []
+    for target in (plain, kernels):
+        target.open(texts)
+        steps = [target.prefill(texts, first=0)]
+        steps.append(target.score(TokenTree.from_chain(chain)))
+        target.commit(None, [4, 2, 1])
+        tree = TokenTree(nodes, torch.tensor([TREE] * 3), valid)
+        steps.append(target.score(tree)[valid])
+        target.commit(path, [3, 1, 2])
+        steps.append(target.advance(chain[:, 0]))
+        target.compact([0, 2])
+        steps.append(target.score(TokenTree.from_chain(chain[:2, :1])))
+        steps.append(target.score(TokenTree.from_chain(chain[:2])))
+        found.append(steps)
+    for wanted, got in zip(*found):
+        assert_close(got, wanted, dtype)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_a_long_prompt_in_chunks_and_a_cache_that_grows(always):
+    text = [(11 * i * i + 5 * i) % 100 for i in range(400)]
+    found = []
+    for execution in ("eager", "native"):
+        target = Target(build("llama", torch.float32), execution=execution, owned=True, prefill_chunk=150)
+        target.open([text])
+        steps = [target.prefill([text], first=0)]
+        steps += [target.advance(torch.tensor([token])) for token in range(5)]
+        found.append(torch.stack(steps))
+    assert_close(found[1], found[0], torch.float32)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_threads_may_change_between_passes(always):
+    plain, kernels = targets("llama", torch.float32)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            logits = []
+            for target in (plain, kernels):
+                target.open([[5, 6, 7, 8]])
+                target.prefill([[5, 6, 7, 8]], first=0)
+                logits.append(target.score(TokenTree.from_chain(torch.tensor([[9, 10, 11]]))))
+                target.reset()
+            assert_close(logits[1], logits[0], torch.float32)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_text_with_trees_is_that_of_the_plain_model(always):
+    rows = [[(3 * i + row) % 100 for i in range(length)] for row, length in enumerate((23, 9, 15))]
+    expected = generate(Speculator(build("qwen3", torch.float32), drafter="none", execution="eager"), rows, max_new_tokens=16)
+    for shape in ("chain(4)", "product(2,1,1)"):
+        speculator = Speculator(
+            build("qwen3", torch.float32),
+            drafter="prompt-lookup" if shape == "chain(4)" else "several:prompt-lookup,ngram",
+            shape=shape,
+            execution="native",
+        )
+        assert generate(speculator, rows, max_new_tokens=16) == expected
+        speculator.close()
+        assert type(speculator.model.model.layers[0]).forward == speculator.model.model.layers[0].forward.__func__
+
+
+@needs_kernels
+def test_what_the_kernels_are_not_made_for_goes_the_other_way(always):
+    """A float mask, an embedding without a cache, gradients."""
+    plain, kernels = targets("llama", torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    wanted = plain.model(input_ids=ids, use_cache=False).logits
+    assert_close(kernels.model(input_ids=ids, use_cache=False).logits.detach(), wanted.detach(), torch.float32)
+    with torch.inference_mode():
+        mask = torch.zeros(1, 1, 5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), float("-inf"))
+        assert_close(kernels.model(input_ids=ids, attention_mask=mask, use_cache=False).logits, wanted, torch.float32)
+        assert (
+            kernels.model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+            == plain.model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+        )
+
+
+# -- without them ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No library has been loaded or compiled yet."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+@needs_kernels
+def test_kernels_are_compiled_once(fresh, monkeypatch):
+    native.library(torch.float32)
+    (made,) = (fresh / "kernels").iterdir()
+    native.library.cache_clear()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    native.library(torch.float32)
+    assert list((fresh / "kernels").iterdir()) == [made]
+
+
+@needs_kernels
+def test_a_cache_folder_that_can_not_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+    native.library.cache_clear()
+    assert native.refusal(torch.float32) is None
+    native.library.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda patch: patch.setattr(native.shutil, "which", lambda name: None), "no C compiler"),
+        (lambda patch: patch.setattr(native, "FLAGS", ("-fno-such-flag",)), "could not compile them"),
+        (lambda patch: patch.setattr(native.torch.cpu, "_is_avx512_supported", lambda: False), "no AVX-512"),
+        (lambda patch: patch.setattr(native.platform, "machine", lambda: "arm64"), "Linux on arm64"),
+        (lambda patch: patch.setattr(native.subprocess, "run", _hang), "could not be run"),
+    ],
+)
+def test_without_kernels_other_layouts_are_used(change, message, fresh, monkeypatch):
+    model = build("llama", torch.float32)
+    with monkeypatch.context() as patch:
+        change(patch)
+        assert message in native.refusal(torch.float32)
+        with pytest.raises(ConfigurationError, match=f"native kernels can not be used: .*{message}"):
+            Target(model, execution="native")
+        target = Target(model, owned=True)
+    assert target.execution == "packed" and NATIVE not in target.kernels.hints and target.kernels.hints == HINTS
+
+
+def _hang(command, **options):
+    if "-c" in command:
+        raise subprocess.TimeoutExpired(command, 1)
+    return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+
+def test_there_are_none_for_other_dtypes():
+    assert native.refusal(torch.float64) is not None

@@ -1,0 +1,184 @@
+"""Packed weights: the same logits within rounding, the model as it was afterwards, memory that does not double."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build
+from helpers import alone, clone, generate, perturbed, repetitive, tiny
+from torch import nn
+
+from foretoken import ConfigurationError, Speculator, TokenTree
+from foretoken.drafters.draft_model import DraftModel
+from foretoken.target import Target
+from foretoken.target import packing as packing_module
+from foretoken.target.packing import HINTS, Kind, Packing, Product, by_kind, fastest_hint, refusal, sharing
+
+ROWS = repetitive((23, 9, 15))
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3_moe",
+    "gemma2",
+    "gpt_neox",
+    "opt",
+    "phi3",
+    "gemma3n_text",
+    "bloom",
+    "cohere2",
+    "deepseek_v2",
+    "gpt_oss",
+]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Tiny layers are not worth packing; here every one of them is packed."""
+    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: hints[-1])
+
+
+def of(family, dtype=torch.float32):
+    return copy.deepcopy(build(family, ARCHITECTURES[family].implementations[0])).to(dtype).eval()
+
+
+def sample(model):
+    ids = torch.tensor([[0, 1]])
+    return lambda: model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+@torch.inference_mode()
+def logits(model, tokens=5):
+    return model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False).logits.float()
+
+
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_same_and_the_model_is_given_back(family, dtype, owned, always):
+    model = of(family, dtype)
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    wanted = {tokens: logits(model, tokens) for tokens in (1, 5, 40)}
+    packing = Packing(model, sample(model), owned=owned)
+    assert packing.bytes > 0
+    for tokens, plain in wanted.items():
+        assert (logits(model, tokens) - plain).abs().max() <= TOLERANCE[dtype] * plain.abs().max()
+    packing.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][1]) and parameter.requires_grad == before[name][0].requires_grad
+    assert torch.equal(logits(model), wanted[5])
+
+
+def test_packed_weights_replace_those_of_an_owned_model(always):
+    model = of("llama")
+    held = sum(each.nbytes for each in model.parameters())
+    packing = Packing(model, sample(model), owned=True)
+    left = sum(each.nbytes for each in model.parameters() if not each.is_meta)
+    assert left + packing.bytes == held  # untied: nothing is held twice
+    assert all(
+        module.weight.shape == (module.out_features, module.in_features) for module in model.modules() if isinstance(module, nn.Linear)
+    )
+
+
+def test_a_tied_output_keeps_the_embeddings(always):
+    model = of("qwen2")
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    plain = logits(model)
+    packing = Packing(model, sample(model), owned=True)
+    assert not model.model.embed_tokens.weight.is_meta
+    assert (logits(model) - plain).abs().max() <= 1e-5 * plain.abs().max()
+    packing.undo()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_layers_that_read_the_same_input_share_a_product():
+    model = of("llama")
+    named = {id(module): name for name, module in model.named_modules()}
+    groups = [[named[id(layer)].rpartition(".")[2] for layer in group] for group in sharing(model, sample(model))]
+    assert groups == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]] * 2 + [["lm_head"]]
+
+
+@pytest.mark.parametrize("bias", [(True, True), (True, False), (False, False)])
+def test_a_shared_product_hands_out_what_each_layer_would_give(bias):
+    layers = [nn.Linear(16, 8 * (index + 1), bias=each) for index, each in enumerate(bias)]
+    product = Product(layers, 8)
+    parts = [product.part(index) for index in range(2)]
+    with torch.inference_mode():
+        for order in ((0, 1), (1, 0), (0,), (1,), (1, 1), (0, 0, 1)):
+            for x in (torch.randn(2, 3, 16), torch.randn(1, 16)):
+                for index in order:
+                    assert torch.allclose(parts[index](x), layers[index](x), atol=1e-5)
+    assert [torch.equal(weight, layer.weight) for weight, layer in zip(product.weights(), layers)] == [True, True]
+
+
+def test_the_fastest_layout_is_taken(monkeypatch):
+    groups = [[nn.Linear(16, 8, bias=False)] for _ in range(3)]
+    for times, best in (([5.0, 4.0], 8), ([5.0, 4.9], None), ([1.0, 2.0], None)):
+        answers = iter(times)
+        monkeypatch.setattr(packing_module, "seconds", lambda *_, answers=answers: next(answers))
+        assert fastest_hint(groups, HINTS) == best
+
+
+def test_kinds_are_measured_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: asked.append(Kind.of(groups[0])))
+    model = of("llama")
+    packing = Packing(model, sample(model), owned=True)
+    assert len(asked) == len(set(asked)) == len(by_kind(sharing(model, sample(model)))) == len(packing.hints)
+    assert packing.bytes == 0 and not any(parameter.is_meta for parameter in model.parameters())
+
+
+# -- through the Speculator ------------------------------------------------------------------------------------------------
+
+
+def test_text_is_the_same_with_trees_and_a_packed_draft(always):
+    model = clone(tiny())
+    speculator = Speculator(model, drafter=DraftModel(perturbed()), shape="product(2,1,1)", execution="packed")
+    assert speculator.target.execution == "packed"
+    assert generate(speculator, ROWS, max_new_tokens=12) == [alone(tiny(), row, max_new_tokens=12) for row in ROWS]
+    speculator.close()
+    assert generate(Speculator(model, drafter="none"), ROWS, max_new_tokens=3) == [alone(tiny(), row, max_new_tokens=3) for row in ROWS]
+
+
+def test_weights_changed_behind_a_packed_copy_are_packed_anew(always):
+    model = clone(tiny())
+    target = Target(model, execution="packed")
+    tree = TokenTree.from_chain(torch.tensor([[5, 6, 7]]))
+
+    def scored():
+        target.open([ROWS[0]])
+        target.prefill([ROWS[0]], first=0)
+        found = target.score(tree)
+        target.reset()
+        return found
+
+    with torch.no_grad():
+        first = scored()
+        model.model.layers[0].mlp.up_proj.weight.mul_(-1.0)
+        second = scored()
+        fresh = model(input_ids=torch.tensor([[*ROWS[0], 5, 6, 7]]), use_cache=False).logits[:, -3:]
+    assert not torch.allclose(first, second, atol=1e-2) and torch.allclose(second, fresh, atol=1e-4)
+
+
+def test_auto_packs_what_it_loaded_and_nothing_else():
+    mine = Target(tiny())
+    assert mine.execution == "eager" and "handed in" in mine.unpacked
+    assert Target(clone(tiny()), owned=True).execution in ("packed", "native")
+    assert Speculator("zoo:python-1m", drafter="none").target.execution in ("packed", "native")
+    eager = Speculator("zoo:python-1m", drafter="draft-model:zoo:python-1m", execution="eager")
+    assert eager.target.execution == "eager"
+
+
+def test_what_can_not_be_packed_says_why():
+    model = clone(tiny()).double()
+    assert refusal(model) == "it has no plain linear layers in float32 or bfloat16"
+    with pytest.raises(ConfigurationError, match=r"can not be packed: it has no plain.*execution='auto'"):
+        Target(model, execution="packed")
+    assert Target(model, owned=True).execution == "eager"
+    with pytest.raises(ConfigurationError, match="unknown execution 'fast'; choose auto, eager, packed"):
+        Target(model, execution="fast")
+    assert "only those in CPU memory" in refusal(nn.Linear(2, 2, device="meta"))
