@@ -13,6 +13,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from foretoken import ConfigurationError, Speculator, TokenTree
 from foretoken.target import Target, native
 from foretoken.target import packing as packing_module
+from foretoken.target.fusion import NativeModel
 from foretoken.target.packing import HINTS, NATIVE, Product, blocked, unblocked
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -59,6 +60,7 @@ def targets(name, dtype):
     plain = Target(build(name, dtype), execution="eager")
     kernels = Target(build(name, dtype), execution="native", owned=True)
     assert kernels.execution == "native" and kernels.kernels.native == kernels.kernels.fused == 3
+    assert isinstance(vars(kernels.model.model).get("forward"), NativeModel) == (name != "mistral-window")
     return plain, kernels
 
 

@@ -14,7 +14,7 @@ from foretoken import ConfigurationError, Speculator, TokenTree
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.target import Target
 from foretoken.target import packing as packing_module
-from foretoken.target.packing import HINTS, Kind, Packing, Product, by_kind, fastest_hint, refusal, sharing
+from foretoken.target.packing import HINTS, NATIVE, Kind, Packing, Product, by_kind, fastest_hint, refusal, sharing
 
 ROWS = repetitive((23, 9, 15))
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -115,12 +115,35 @@ def test_a_shared_product_hands_out_what_each_layer_would_give(bias):
     assert [torch.equal(weight, layer.weight) for weight, layer in zip(product.weights(), layers)] == [True, True]
 
 
-def test_the_fastest_layout_is_taken(monkeypatch):
-    groups = [[nn.Linear(16, 8, bias=False)] for _ in range(3)]
-    for times, best in (([5.0, 4.0], 8), ([5.0, 4.9], None), ([1.0, 2.0], None)):
-        answers = iter(times)
-        monkeypatch.setattr(packing_module, "seconds", lambda *_, answers=answers: next(answers))
-        assert fastest_hint(groups, HINTS) == best
+@pytest.mark.parametrize(
+    ("took", "best"),
+    [({None: 5.0, 8: 4.0}, 8), ({None: 5.0, 8: 4.9}, None), ({None: 1.0, 8: 2.0}, None), ({None: 5.0, 8: 4.0, NATIVE: 4.1}, NATIVE)],
+)
+def test_the_fastest_layout_is_taken(took, best, monkeypatch):
+    asked = []
+    monkeypatch.setattr(packing_module, "best_seconds", lambda runs, inputs: asked.extend(runs) or {**dict.fromkeys(runs, 9.0), **took})
+    monkeypatch.setattr(packing_module, "Product", lambda layers, hint: None)
+    assert fastest_hint([[nn.Linear(32, 8, bias=False)] for _ in range(3)], [*HINTS, NATIVE]) == best
+    assert set(asked) == {None, 8, NATIVE}  # one layer alone is not joined with anything
+
+
+def test_a_trial_is_the_best_time_of_turns(monkeypatch):
+    turns = [(20, 23), (30, 31), (40, 42), (50, 59), (60, 65), (70, 71), (80, 83), (90, 95)]
+    clock = iter([0.0, 10.0, *(float(each) for turn in turns for each in turn)])  # of a warm-up only the beginning is asked for
+    monkeypatch.setattr(packing_module.time, "perf_counter", lambda: next(clock))
+    ran = []
+    runs = {None: lambda x: ran.append(None), 8: lambda x: ran.append(8)}
+    assert packing_module.best_seconds(runs, [torch.ones(1)]) == {None: 2.0, 8: 1.0}
+    assert ran == [None, 8] * 5
+
+
+def test_a_trial_of_a_large_matrix_is_cut(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(packing_module, "TRIAL", 64 * 32 * 4)
+    monkeypatch.setattr(packing_module, "best_seconds", lambda runs, inputs: dict.fromkeys(runs, 1.0))
+    monkeypatch.setattr(packing_module, "Product", lambda layers, hint: sizes.append([layer.weight.shape[0] for layer in layers]))
+    fastest_hint([[nn.Linear(32, 640), nn.Linear(32, 1280)]], HINTS)
+    assert sizes == [[64, 64]] * 2
 
 
 def test_kinds_are_measured_once(monkeypatch):

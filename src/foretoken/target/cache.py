@@ -82,6 +82,7 @@ class TreeCache(Cache):
         self.row_capacity = 1
         self.capacity = self._least = _blocks(reserve)
         self.window: Window | None = None
+        self.allocations = 0  # so far; what pointed into the buffers is stale when this changes
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -257,6 +258,7 @@ class TreeCache(Cache):
                 store[: old.shape[0], :, : old.shape[2]] = old
             stores.append(store)
         layer.keys, layer.values = stores
+        self.allocations += 1
 
     def _no_room(self, keys: Tensor, values: Tensor) -> CacheMemoryError:
         per_token = sum(each.shape[1] * each.shape[3] * each.element_size() for each in (keys, values))

@@ -11,17 +11,21 @@ what the model gives them, so masks, caches and hooks work as before.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from foretoken.target import native
 from foretoken.target.cache import TreeCache
 from foretoken.target.packing import NATIVE, PLAIN, Packing, Product
 
+MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+BY_POSITION = ("default", "linear", "llama3", "yarn")
 PLAIN_ARGUMENTS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
 
 
@@ -36,6 +40,7 @@ class Fusion:
         shared = Shared()
         self.layers: list[nn.Module] = []
         self.native = 0
+        self._whole: list[nn.Module] = []
         if model.config._attn_implementation != "sdpa":  # type: ignore[union-attr]
             return
         for layer in model.modules():
@@ -44,12 +49,17 @@ class Fusion:
                 vars(layer)["forward"] = fused
                 self.layers.append(layer)
                 self.native += fused.kernel is not None
+        for base in model.modules():
+            whole = NativeModel.of(base)
+            if whole is not None:
+                vars(base)["forward"] = whole
+                self._whole.append(base)
 
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""
-        for layer in self.layers:
-            del layer.forward
-        self.layers, self.native = [], 0
+        for module in (*self.layers, *self._whole):
+            del module.forward
+        self.layers, self._whole, self.native = [], [], 0
 
 
 class Shared:
@@ -249,6 +259,105 @@ class NativeLayer:
         out = x.clone(memory_format=torch.contiguous_format)
         self.run(self.about, about, None if mask is None else mask.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
         return out
+
+
+class NativeModel:
+    """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them."""
+
+    def __init__(self, base: Any, kernels: list[NativeLayer]):
+        self.base, self.kernels, self.shared = base, kernels, kernels[0].shared
+        self.run = native.library(base.norm.weight.dtype).model
+        self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
+        self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
+        self._buffers: tuple[object, Any, Any] = (None, None, None)
+
+    @staticmethod
+    def of(base: Any) -> NativeModel | None:
+        """The kernel for ``base``, or None if it is no such model."""
+        if type(base).__name__ not in MODELS or not type(base).__module__.startswith("transformers.models."):
+            return None
+        config = base.config
+        layers = list(base.layers)[: config.num_hidden_layers]
+        kernels = [getattr(vars(layer).get("forward"), "kernel", None) for layer in layers]
+        windows = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
+            getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
+        )
+        if windows or not kernels or any(kernel is None for kernel in kernels):
+            return None
+        if type(base.embed_tokens) is not nn.Embedding or base.norm.weight.dtype != base.embed_tokens.weight.dtype:
+            return None
+        return NativeModel(base, [kernel for kernel in kernels if kernel is not None])
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> Any:
+        if not self._serves(input_ids, attention_mask, position_ids, past_key_values, others):
+            given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+            return type(self.base).forward(self.base, input_ids, **given, **others)
+        assert input_ids is not None and position_ids is not None
+        cache: TreeCache = past_key_values
+        window = cache.window
+        assert window is not None
+        x = nn.functional.embedding(input_ids, self.base.embed_tokens.weight)
+        first, norm = self.kernels[0], self.base.norm
+        keys, values, row_stride, head_stride = self._held(cache, x)
+        about = self.shared.native.of(first, x, cache, self._angles(x, position_ids, window.width))
+        about.row_stride, about.head_stride = row_stride, head_stride
+        if attention_mask is not None:
+            about.mask_row_stride = 0 if attention_mask.shape[0] == 1 else attention_mask.stride(0)
+            about.mask_stride = attention_mask.stride(2)
+        mask = None if attention_mask is None else attention_mask.data_ptr()
+        out, offset = torch.empty_like(x), window.first * row_stride
+        where = norm.weight.data_ptr(), norm.variance_epsilon, out.data_ptr()
+        self.run(self.abouts, len(self.kernels), about, mask, x.data_ptr(), keys, values, offset, *where)
+        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=cache)
+
+    def _serves(self, ids: Tensor | None, mask: Any, positions: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
+        config, layers = self.base.config, self.base.layers
+        return (
+            ids is not None
+            and positions is not None
+            and isinstance(cache, TreeCache)
+            and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4 and fits(mask)))
+            and others.keys() <= PLAIN_ARGUMENTS | {"inputs_embeds"}
+            and not any(others.get(name) for name in ("output_attentions", "output_hidden_states"))
+            and others.get("inputs_embeds") is None
+            and not (config.output_attentions or config.output_hidden_states or torch.is_grad_enabled())
+            and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        )
+
+    def _held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any, int, int]:
+        """Pointers to every layer's keys and values, and the strides of all of them."""
+        about = self.kernels[0].about
+        stale = len(cache.layers) < len(self.kernels) or cache.layers[0].keys.shape[0] < cache.row_capacity
+        if stale or cache.layers[0].keys.shape[2] < cache.capacity or self._buffers[0] != (id(cache), cache.allocations):
+            for kernel in self.kernels:
+                cache.buffers(kernel.index, x, int(about.key_heads), int(about.size))
+            held = [cache.layers[kernel.index] for kernel in self.kernels]
+            where = [pointers([getattr(layer, name).data_ptr() for layer in held]) for name in ("keys", "values")]
+            self._buffers = (id(cache), cache.allocations), *where
+        keys = cache.layers[0].keys
+        return self._buffers[1], self._buffers[2], keys.stride(0), keys.stride(1)
+
+    def _angles(self, x: Tensor, positions: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""
+        rotary = self.base.rotary_emb
+        if getattr(rotary, "rope_type", None) not in BY_POSITION:
+            angles: tuple[Tensor, Tensor] = rotary(x, position_ids=positions)
+            return angles
+        if self._tables is None or self._tables[0].shape[0] < needed:
+            cos, sin = rotary(x, position_ids=torch.arange(max(1024, 2 * needed))[None])
+            self._tables = cos[0].contiguous(), sin[0].contiguous()
+        return self._tables[0][positions], self._tables[1][positions]
+
+
+def pointers(addresses: list[int]) -> Any:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def fits(mask: Tensor | None) -> bool:

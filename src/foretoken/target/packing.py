@@ -10,8 +10,8 @@ The classes of the model stay what they are: ``forward`` is overridden on single
 
 from __future__ import annotations
 
+import math
 import operator
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ PLAIN = 0  # the layout that torch has them in
 NATIVE = -1  # the layout of the kernels in ``native``
 HINTS = (PLAIN, 8)  # numbers of tokens that layouts are made for; 2 to 16 make the same one
 TRIED = (1, 8)  # numbers of tokens that layouts are compared at
-TRIAL = 48 << 20  # bytes of weights per comparison: more than a cache holds
-REPEATS = 3
+TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
+REPEATS = 4
 WORTH = 0.97  # of the time of torch's own layers that a layout has to stay below
+WHOLE = 0.95  # what a product of our kernels counts for: where all of a layer are, it becomes one call
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -42,7 +43,7 @@ class Product:
         hint: the number of tokens that oneDNN's layout is made for; ``PLAIN`` only joins the matrices; ``NATIVE``.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], hint: int):
+    def __init__(self, layers: Sequence[nn.Linear] | Sequence[Rows], hint: int):
         self.layers, self.sizes, self.hint = layers, [layer.out_features for layer in layers], hint
         weight = joined([layer.weight.detach() for layer in layers])
         self.bias = joined_bias(layers)
@@ -130,7 +131,7 @@ class Packing:
         self.model, self.owned = model, owned
         groups = sharing(model, sample)
         self.hints = {kind: fastest_hint(alike, hints) for kind, alike in by_kind(groups).items()}
-        self._products: list[tuple[Product, list[bool]]] = []
+        self._products: list[tuple[Product, list[nn.Linear], list[bool]]] = []
         self._found: dict[int, Product] = {}
         shared = held_elsewhere(model)
         for layers in groups:
@@ -144,7 +145,7 @@ class Packing:
                 if free:
                     layer.weight = placeholder(layer.weight)
                 self._found[id(layer)] = product
-            self._products.append((product, freed))
+            self._products.append((product, layers, freed))
 
     def product(self, *layers: nn.Module) -> Product | None:
         """The product that computes just these layers, in this order, or None."""
@@ -155,13 +156,13 @@ class Packing:
     @property
     def bytes(self) -> int:
         """Memory of the packed weights."""
-        return sum(product.packed.numel() * product.packed.element_size() for product, _ in self._products)
+        return sum(product.packed.numel() * product.packed.element_size() for product, _, _ in self._products)
 
     def undo(self) -> None:
         """Give every layer its own ``forward`` and weight back."""
-        for product, freed in self._products:
-            weights = product.weights() if any(freed) else [None] * len(product.layers)
-            for layer, free, weight in zip(product.layers, freed, weights):
+        for product, layers, freed in self._products:
+            weights = product.weights() if any(freed) else [None] * len(layers)
+            for layer, free, weight in zip(layers, freed, weights):
                 del layer.forward
                 if free and weight is not None:
                     layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
@@ -227,40 +228,64 @@ def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear
 def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
     """The hint whose layout was fastest for these products, None if torch's own layers were.
 
-    As many of them take turns as no cache can hold, as in a pass over the whole model, or all there are.
+    As many of them take turns as no cache can hold, as in a pass over the whole model, or all there are; of one that is larger
+    than that, its first rows. The layouts take turns as well, and each is judged by its best time: other work on the machine only
+    ever adds to one.
     """
     size = sum(layer.weight.nbytes for layer in groups[0])
-    groups = groups[: max(1, -(-TRIAL // size))]
+    trial = [[Rows.of(layer, max(64, layer.out_features * TRIAL // max(size, TRIAL))) for layer in layers] for layers in groups]
+    trial = trial[: max(1, -(-TRIAL // size))]
     weight = groups[0][0].weight
     inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
-
-    def own(x: Tensor) -> None:
-        for layers in groups:
-            for layer in layers:
-                nn.functional.linear(x, layer.weight, layer.bias)
-
-    best, least = None, WORTH * seconds(own, inputs)
-    for hint in hints:
-        if (hint == PLAIN and len(groups[0]) == 1) or (hint == NATIVE and weight.shape[1] % 32):
-            continue
-        products = [Product(layers, hint) for layers in groups]
-        took = seconds(lambda x: [product(x) for product in products], inputs)  # noqa: B023 - called here only
-        if took < least:
-            best, least = hint, took
-    return best
+    fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % 32)]
+    runs: dict[int | None, Forward] = {hint: all_of([Product(layers, hint) for layers in trial]) for hint in fitting}
+    runs[None] = all_of([layer for layers in trial for layer in layers])
+    took = best_seconds(runs, inputs)
+    took[None] *= WORTH
+    if NATIVE in took:
+        took[NATIVE] *= WHOLE
+    return min(took, key=lambda hint: took[hint])
 
 
-def seconds(run: Callable[[Tensor], Any], inputs: Sequence[Tensor]) -> float:
-    """The sum over ``inputs`` of the median time of ``run``, after a warm-up."""
-    total = 0.0
+@dataclass(frozen=True)
+class Rows:
+    """The first rows of a linear layer, for a trial."""
+
+    weight: Tensor
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+
+    @staticmethod
+    def of(layer: nn.Linear, rows: int) -> Rows:
+        bias = None if layer.bias is None else layer.bias[:rows]
+        return Rows(layer.weight[:rows], bias, min(rows, layer.out_features), layer.in_features)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def all_of(products: Sequence[Forward]) -> Forward:
+    def run(x: Tensor) -> Tensor:
+        for product in products:
+            y = product(x)
+        return y
+
+    return run
+
+
+def best_seconds(runs: dict[int | None, Forward], inputs: Sequence[Tensor]) -> dict[int | None, float]:
+    """For each of ``runs`` the sum over ``inputs`` of its best time, after a warm-up; they take turns."""
+    total = dict.fromkeys(runs, 0.0)
     for x in inputs:
-        run(x)
-        times = []
-        for _ in range(REPEATS):
-            begin = time.perf_counter()
-            run(x)
-            times.append(time.perf_counter() - begin)
-        total += statistics.median(times)
+        best = dict.fromkeys(runs, math.inf)
+        for repeat in range(1 + REPEATS):
+            for name, run in runs.items():
+                begin = time.perf_counter()
+                run(x)
+                if repeat:
+                    best[name] = min(best[name], time.perf_counter() - begin)
+        total = {name: seconds + best[name] for name, seconds in total.items()}
     return total
 
 
@@ -277,7 +302,7 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
-def joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+def joined_bias(layers: Sequence[nn.Linear] | Sequence[Rows]) -> Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
     return joined([torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias.detach() for layer in layers])

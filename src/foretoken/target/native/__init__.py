@@ -52,7 +52,7 @@ class Pass(ctypes.Structure):
 
 @lru_cache(maxsize=4)
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The kernels for ``dtype``: ``linear`` and ``layer`` of ``layer.c``.
+    """The kernels for ``dtype``: ``linear``, ``layer`` and ``model`` of ``layer.c``.
 
     Raises:
         Unavailable: they can not be had here.
@@ -75,7 +75,21 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     kernels.linear.argtypes = [pointer, pointer, pointer, pointer, number, number, number]
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer]
-    kernels.linear.restype = kernels.layer.restype = None
+    several, size = ctypes.POINTER(pointer), ctypes.c_int64
+    kernels.model.argtypes = [
+        several,
+        number,
+        ctypes.POINTER(Pass),
+        pointer,
+        pointer,
+        several,
+        several,
+        size,
+        pointer,
+        ctypes.c_double,
+        pointer,
+    ]
+    kernels.linear.restype = kernels.layer.restype = kernels.model.restype = None
     return kernels
 
 

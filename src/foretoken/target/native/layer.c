@@ -1,4 +1,4 @@
-/* A decoder layer of the llama family over a few tokens, for CPUs with AVX-512.
+/* Decoder layers of the llama family over a few tokens, for CPUs with AVX-512.
  *
  * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
  * cache line, used for all tokens at once while it is in a register; everything between two matrices happens in the same
@@ -276,4 +276,13 @@ void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *
 #pragma omp for schedule(static)
         for (int t = 0; t < T; t++) add(x + (size_t)t * H, p->states + (size_t)t * H, H);
     }
+}
+
+/* All layers, and the norm behind them: out [T, hidden] from x [T, hidden], which is overwritten. Keys and values of layer i begin
+ * `offset` values behind keys[i] and values[i]. */
+void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *mask, value *x, value *const *keys, value *const *values,
+           int64_t offset, const value *norm, double eps, value *out) {
+    const int T = p->rows * p->nodes, H = layers[0]->hidden;
+    for (int i = 0; i < count; i++) layer(layers[i], p, mask, x, keys[i] + offset, values[i] + offset);
+    for (int t = 0; t < T; t++) normed(x + (size_t)t * H, norm, out + (size_t)t * H, H, eps);
 }
