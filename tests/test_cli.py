@@ -75,7 +75,7 @@ def tiny(tmp_path_factory, tokenizer):
 # -- help and lists -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("demo",), ("models",), ("drafters",), ("rules",), ("audit",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("demo",), ("models",), ("drafters",), ("rules",), ("audit",), ("tune",)])
 def test_help(command):
     result = cli(*command, "--help")
     assert result.exit_code == 0 and "Usage: foretoken" in result.stdout and "--help" in result.stdout

@@ -11,7 +11,7 @@ import foretoken
 
 SOURCE = Path(foretoken.__file__).parent
 LAYERS = [
-    {"errors", "tree", "sampling", "stats"},
+    {"errors", "caching", "tree", "sampling", "stats"},
     {"shapes"},
     {"histories", "known_processors", "nucleus", "processors"},
     {"sampler"},
@@ -19,6 +19,7 @@ LAYERS = [
     {"logprobs"},
     {"judgement"},
     {"drafters"},
+    {"planning"},
     {"session", "testing"},
     {"preparation"},
     {"speculator"},

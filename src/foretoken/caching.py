@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-OFF = ("", "0", "off", "none", "false")
+OFF = ("", "0", "off", "none")
 
 
 def cache_folder() -> Path | None:

@@ -27,7 +27,8 @@ NAN, INFINITE, EMPTY, OVERFLOW = 1, 2, 4, 8  # what can be wrong with a node's s
 class Line:
     """One row's verdict: how many drafted tokens were ``accepted`` and how many there were at each depth, the ``bonus`` token, the
     ``tokens`` along the path and the ``faults`` of the scores there, whether any token of the tree is ``outside`` the vocabulary, and
-    whether the tree is ``broken``: its parents make no tree, or its q is no distribution."""
+    whether the tree is ``broken``: its parents make no tree, or its q is no distribution. ``path`` holds the path's nodes where the tree
+    is no chain."""
 
     accepted: int
     bonus: int
@@ -36,6 +37,7 @@ class Line:
     tokens: Sequence[int]
     faults: Sequence[int]
     broken: bool = False
+    path: Sequence[int] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +143,7 @@ def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor, 
     faults = raw.isnan() * NAN + raw.isinf() * INFINITE + processed.isneginf() * EMPTY + over * OVERFLOW  # [R, N]
     if not tree.chain:
         tokens, faults = tokens.gather(1, verdict.path), faults.gather(1, verdict.path)
+    columns = [levels(inside), tokens, faults] if tree.chain else [levels(inside), tokens, faults, verdict.path]
     head = torch.stack([verdict.accepted, verdict.next_token, outside.any(1), broken], 1)
     depth, below = tokens.shape[1], 1 if tree.chain else inside.height
     return [
@@ -150,10 +153,11 @@ def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor, 
             [1] * rest[0] if tree.chain else rest[:below],
             bool(out),
             rest[below : below + depth],
-            rest[below + depth :],
+            rest[below + depth : below + 2 * depth],
             bool(bad),
+            rest[below + 2 * depth :],
         )
-        for accepted, bonus, out, bad, *rest in torch.cat([head, levels(inside), tokens, faults], 1).tolist()
+        for accepted, bonus, out, bad, *rest in torch.cat([head, *columns], 1).tolist()
     ]
 
 

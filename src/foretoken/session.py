@@ -18,6 +18,10 @@ from foretoken.drafters.base import Drafter, DraftRequest, Feedback
 from foretoken.errors import ConfigurationError, DrafterError, ForetokenError, TargetOutputError
 from foretoken.judgement import EMPTY, INFINITE, NAN, OVERFLOW, Judgement, judge
 from foretoken.logprobs import LogProbs, check_logprobs
+from foretoken.planning import AUTO, AutomaticPlanner, CostModel, FixedPlanner, Planner, Round
+from foretoken.planning.costs import LEVEL, LOOK_UP, runs_a_model
+from foretoken.planning.planner import largest_fitting
+from foretoken.planning.profiles import profile
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
 from foretoken.sampling import Noise, Randomness, row_key
@@ -26,9 +30,13 @@ from foretoken.stats import RowStats, Stats
 from foretoken.target import Target
 from foretoken.tree import Proposal, TokenTree
 from foretoken.verification import Rule
+from foretoken.verification.match import Match
 
 if TYPE_CHECKING:
     from transformers import StoppingCriteria
+
+MATCH = Match()
+NOTHING = TreeShape.chain(0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,9 @@ class Session:
 
     Args:
         target, drafter, rule: the configuration; ``proposal`` is how the drafter chooses tokens when a row samples.
-        shape: the largest tree that is drafted, a :class:`~foretoken.shapes.TreeShape` or a string.
+        shape: the largest tree that is drafted, a :class:`~foretoken.shapes.TreeShape` or a string; "auto" for one that is chosen in
+            every round, by measured costs and by what was accepted so far.
+        planner: chooses shapes, in place of ``shape``; keeps what it learns for the next session.
         stats: where counts and times go.
         record: which per-token vectors to keep on the rows, ``scores`` (processed) and ``logits`` (raw).
         randomness: makes a round's draws from row keys and root positions; another than :class:`Noise` only in tests.
@@ -104,19 +114,38 @@ class Session:
         rule: Rule,
         *,
         proposal: Proposal,
-        shape: TreeShape | str,
+        shape: TreeShape | str = AUTO,
+        planner: Planner | None = None,
         stats: Stats | None = None,
         record: frozenset[str] = frozenset(),
         randomness: Callable[[Tensor, Tensor], Randomness] = Noise,
     ):
         self.target, self.drafter, self.rule = target, drafter, rule
-        self.proposal, self.shape, self.record = proposal, TreeShape.parse(shape), record
+        self.proposal, self.record = proposal, record
+        self.planner = self._planner(shape) if planner is None else planner
         self.randomness = randomness
         self.stats = Stats() if stats is None else stats
         self.rows: list[SessionRow] = []
         self.waiting: list[SessionRow] = []
         self._slots = 0
         self._committed: Tensor | None = None  # [R, capacity] ids on the device, kept only while a pipeline reads them
+
+    def _planner(self, shape: TreeShape | str) -> Planner:
+        if shape != AUTO:
+            return FixedPlanner(TreeShape.parse(shape))
+        largest = largest_fitting(self.target, self.drafter, self._fits)
+        costs = CostModel(level=LEVEL if runs_a_model(self.drafter) else LOOK_UP)
+        return AutomaticPlanner(largest, costs=costs, profile=profile(self.target, self.drafter))
+
+    def _fits(self, shape: TreeShape) -> bool:
+        """Whether the rule is exact for what the drafter makes of ``shape``."""
+        offered = self.proposal in self.drafter.proposals_for(shape)
+        return offered and self.rule.refusal(self.proposal, chain=self.drafter.makes_chains(shape)) is None
+
+    @property
+    def shape(self) -> TreeShape:
+        """The largest tree that may be drafted."""
+        return self.planner.shape
 
     # -- rows -----------------------------------------------------------------------------------------------------------
 
@@ -216,6 +245,8 @@ class Session:
 
     def _prefill(self) -> list[Commit]:
         rows, self.waiting = self.waiting, []
+        if not self.rows and (spent := self.planner.prepare(self.target, self.drafter, len(rows))):
+            self.stats.seconds["planning"] = self.stats.seconds.get("planning", 0.0) + spent
         passes, first = self.target.passes, len(self.rows)
         with self.stats.timing("prefill"):
             texts = [row.ids for row in rows]
@@ -241,11 +272,14 @@ class Session:
         seconds, clock = self.stats.seconds, time.perf_counter
         begin = clock()
         sampler = self._sampler(rows)
-        tree = self._draft(rows, sampler)
+        shape = self.planner.plan(rows, greedy=sampler.greedy)
+        request = self._request(rows, shape, sampler)
+        planned = clock()
+        tree = self._root(rows) if request is None else self._draft(request)
         drafted, asked, passes = clock(), sampler.watch.seconds, self.target.passes
         logits = self.target.score(tree.settled())
         scored = clock()
-        judgement = judge(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))  # on a GPU waits for the pass
+        judgement = judge(self._rule(shape), tree, logits, sampler, record=self.record, top=self._top(rows))  # on a GPU waits for the pass
         judged = clock()
         self.stats.target_passes += self.target.passes - passes
         accepted = [line.accepted for line in judgement.lines]
@@ -254,11 +288,53 @@ class Session:
         commits = self._settle(rows, judgement, counted=True)
         settled = clock()
         self.drafter.observe(rows, Feedback(tree, accepted, judgement.path))
-        seconds["draft"] += drafted - begin + clock() - settled - asked
-        seconds["target"] += judged - drafted - (sampler.watch.seconds - asked) if logits.is_cuda else scored - drafted
+        end = clock()
+        draft = drafted - planned + end - settled - asked
+        target = judged - drafted - (sampler.watch.seconds - asked) if logits.is_cuda else scored - drafted
+        seconds["draft"] += draft
+        seconds["target"] += target
+        if self.planner.learns and not (request is None and self.planner.passes_over(len(rows))):
+            spent = draft, target, end - begin - draft - target
+            self.planner.observe(rows, self._done(request, tree, judgement, *spent, split=not logits.is_cuda, greedy=sampler.greedy))
         self._depart()
         self.stats.clock()
         return commits
+
+    def _done(
+        self,
+        request: DraftRequest | None,
+        tree: TokenTree,
+        judgement: Judgement,
+        draft: float,
+        target: float,
+        rest: float,
+        *,
+        split: bool,
+        greedy: bool,
+    ) -> Round:
+        """The round as the planner sees it."""
+        lines, known = judgement.lines, tree.layout is not None and not tree.chain
+        return Round(
+            shape=NOTHING if request is None else request.shape,
+            asked=[0] * len(lines) if request is None else request.limits,
+            drafted=[line.drafted for line in lines],
+            accepted=[line.accepted for line in lines],
+            nodes=tree.nodes,
+            context=max(len(row.ids) for row in self.rows),
+            draft=draft,
+            target=target,
+            rest=rest,
+            split=split,
+            layout=tree.layout if known else None,
+            paths=[line.path for line in lines] if known else (),
+            greedy=greedy,
+        )
+
+    def _rule(self, shape: TreeShape) -> Rule:
+        """Where nothing is to be drafted every lossless rule draws from p, and match does so at once. Its noise is keyed by the position
+        of the token alone, which is chosen once, and no rule that compares with q looks at it. A row that merely has no room left is
+        not meant: whether the others have any must not change what it draws."""
+        return MATCH if shape.nodes == 0 and self.rule.needs_q and self.rule.lossless else self.rule
 
     def _sampler(self, rows: Sequence[SessionRow]) -> Sampler:
         sampled = [row.parameters.do_sample for row in rows]
@@ -294,16 +370,22 @@ class Session:
             self._committed = committed
         return self._committed
 
-    def _draft(self, rows: Sequence[SessionRow], sampler: Sampler) -> TokenTree:
-        """Plan and draft: as deep as the shape, the rows' limits and the context allow; nothing where there is no room."""
-        limits = [min(self.shape.depth, row.remaining - 1) for row in rows]
-        greedy = sampler.greedy
-        if max(limits) < 1:
-            return TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
-        request = DraftRequest(
+    def _root(self, rows: Sequence[SessionRow]) -> TokenTree:
+        return TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
+
+    def _request(self, rows: Sequence[SessionRow], shape: TreeShape, sampler: Sampler) -> DraftRequest | None:
+        """As deep as the shape, the rows' limits and the context allow; None where nothing is to be drafted, or nothing can be."""
+        most, shapes = shape.depth, self.stats.shapes
+        limits = [min(most, row.remaining - 1) for row in rows]
+        depth, greedy = max(limits), sampler.greedy
+        label = str(shape) if depth > 0 else "chain(0)"
+        shapes[label] = shapes.get(label, 0) + 1
+        if depth < 1:
+            return None
+        return DraftRequest(
             rows=rows,
-            shape=self.shape.within(max(limits)),
-            depth=max(limits),
+            shape=shape.within(depth),
+            depth=depth,
             limits=limits,
             proposal="deterministic" if greedy and self.proposal != "mixed" else self.proposal,
             needs_q=self.rule.needs_q and not greedy,
@@ -311,9 +393,11 @@ class Session:
             device=self.target.device,
             sampler=sampler,
         )
+
+    def _draft(self, request: DraftRequest) -> TokenTree:
         tree = self.drafter.draft(request)
-        self._check_tree(tree, request, greedy)
-        return tree.within(limits)
+        self._check_tree(tree, request, request.sampler.greedy)
+        return tree.within(request.limits)
 
     def _check_tree(self, tree: TokenTree, request: DraftRequest, greedy: bool) -> None:
         """What can be said without reading values; `_check_lines` says the rest."""

@@ -17,9 +17,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foretoken import drafters, verification
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.none import NoDrafter
 from foretoken.errors import ConfigurationError, Interrupted
 from foretoken.loading import load_model
 from foretoken.logprobs import LogProbs
+from foretoken.planning import AUTO, FixedPlanner, Planner
+from foretoken.planning.planner import largest_shape
 from foretoken.preparation import Prepared, prepare, refuse_arguments
 from foretoken.sampling import Seed
 from foretoken.session import Commit, Session
@@ -31,6 +34,8 @@ from foretoken.verification import Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+DEFAULT_SHAPE = AUTO
 
 
 @dataclass
@@ -67,7 +72,10 @@ class Speculator:
         drafter_options: keyword arguments of the drafter, when it is given by name.
         rule: ``"auto"``, a registered name, or a :class:`~foretoken.verification.Rule`.
         shape: the largest tree drafted per round, a :class:`~foretoken.shapes.TreeShape` or a string such as ``"chain(5)"``,
-            ``"product(4,2,1)"`` or ``"dynamic(depth=5,k=4,total=16)"``; chain(5) unless given.
+            ``"product(4,2,1)"`` or ``"dynamic(depth=5,k=4,total=16)"``. Unless given, ``"auto"``: chosen in every round by measured
+            costs and by what was accepted so far, nothing at all where drafting does not pay. The first call then measures the
+            machine, for two seconds at most, and keeps the result (see docs/planner.md). The text's law is the same; with another
+            rule than match, the same seed repeats the same text only with a given shape.
         draft_length: γ, short for ``shape="chain(γ)"``.
         lossless: False consents to a rule that changes the output law, such as ``typical``.
         dtype, device: where and how to load a model that is given by name.
@@ -100,11 +108,13 @@ class Speculator:
         prefill_chunk: int = 1024,
         execution: str = "auto",
     ):
-        self.shape = choose_shape(shape, draft_length)
+        wanted = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
             raise ConfigurationError("dtype and device say how to load a model by name; a model that is given is used as it is")
         self.drafter = _drafter(drafter, drafter_options)
-        self.rule, self.proposal = choose_rule(rule, self.drafter, self.shape, lossless=lossless)
+        if wanted is None and self.drafter.name == NoDrafter.name:
+            wanted = TreeShape.chain(0)
+        self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)
         self.model = load_model(model, dtype=dtype, device=device) if isinstance(model, str) else model
         self.target = Target(
             self.model,
@@ -116,7 +126,22 @@ class Speculator:
         )
         self.drafter.bind(self.target)
         self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
+        self.planner = self._plan(wanted, rule, lossless)
         check_shape(self.shape, self.target, self.drafter)
+
+    @property
+    def shape(self) -> TreeShape:
+        """The largest tree that may be drafted in a round; it prints as "auto" where it is chosen anew in each."""
+        return self.planner.shape
+
+    def _plan(self, shape: TreeShape | None, rule: Rule | str, lossless: bool) -> Planner:
+        """Who chooses the shapes. Where all of them have to be chains, the rule is the one for chains."""
+        if shape is not None:
+            return FixedPlanner(shape)
+        session = Session(self.target, self.drafter, self.rule, proposal=self.proposal, shape=AUTO)
+        if session.shape.is_chain:
+            self.rule, self.proposal = choose_rule(rule, self.drafter, session.shape, lossless=lossless)
+        return session.planner
 
     def generate(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> SpeculativeOutput:
         """As ``model.generate``: the same arguments, the same defaults, the same padding of ``sequences``.
@@ -149,7 +174,7 @@ class Speculator:
 
     def session(self, **options: Any) -> Session:
         """A :class:`~foretoken.session.Session` of this configuration, for a server that adds and removes rows itself."""
-        return Session(self.target, self.drafter, self.rule, proposal=self.proposal, shape=self.shape, **options)
+        return Session(self.target, self.drafter, self.rule, proposal=self.proposal, planner=self.planner, **options)
 
     def release(self) -> None:
         """Give the memory of the cache back; the next call allocates again."""
@@ -290,10 +315,11 @@ def custom_generate(
     return decode
 
 
-def choose_shape(shape: TreeShape | str | None, draft_length: int | None) -> TreeShape:
-    """The shape asked for, by ``shape`` or as a chain of ``draft_length`` tokens."""
+def choose_shape(shape: TreeShape | str | None, draft_length: int | None) -> TreeShape | None:
+    """The shape asked for, by ``shape`` or as a chain of ``draft_length`` tokens; None for one that is chosen in every round."""
     if draft_length is None:
-        return TreeShape.parse("chain(5)" if shape is None else shape)
+        shape = DEFAULT_SHAPE if shape is None else shape
+        return None if shape == AUTO else TreeShape.parse(shape)
     if shape is not None:
         raise ConfigurationError(f"draft_length={draft_length!r} means shape='chain({draft_length})'; give one of draft_length and shape")
     if isinstance(draft_length, bool) or not isinstance(draft_length, int) or draft_length < 0:
@@ -301,13 +327,20 @@ def choose_shape(shape: TreeShape | str | None, draft_length: int | None) -> Tre
     return TreeShape.chain(draft_length)
 
 
-def choose_rule(rule: Rule | str, drafter: Drafter, shape: TreeShape, *, lossless: bool = True) -> tuple[Rule, Proposal]:
-    """The rule, and how the drafter is to choose its tokens so that the rule is exact.
+def choose_rule(rule: Rule | str, drafter: Drafter, shape: TreeShape | None, *, lossless: bool = True) -> tuple[Rule, Proposal]:
+    """The rule, and how the drafter is to choose its tokens so that the rule is exact; for any shape if None: for trees, if the drafter
+    makes any and the rule takes them, or else for chains.
 
     Raises:
         ConfigurationError: no way of proposing that the drafter has in this shape is exact under the rule, or the rule is lossy and
             ``lossless`` was not given as False.
     """
+    if shape is None and drafter.branches:
+        try:
+            return choose_rule(rule, drafter, largest_shape(branches=True), lossless=lossless)
+        except ConfigurationError:  # not for trees; what is wrong for chains too is said below
+            pass
+    shape = largest_shape(branches=False) if shape is None else shape
     offered, chain = drafter.proposals_for(shape), drafter.makes_chains(shape)
     pruned = not shape.static
     if rule == "auto":

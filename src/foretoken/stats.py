@@ -42,10 +42,12 @@ class Stats:
         drafted: proposed tokens; ``drafted_by_depth[d]`` those at depth d + 1.
         accepted: proposed tokens returned; ``accepted_by_depth[d]`` those at depth d + 1.
         seconds: ``prefill``, ``draft``, ``target``, ``overhead`` and their sum ``total``. The user's own logits processors count as
-            overhead wherever they are called, also while a draft or the prefill is under way.
+            overhead wherever they are called, also while a draft or the prefill is under way. ``planning`` is what the automatic planner
+            took to measure the machine before its first round, where it did.
         time_to_first_token: seconds from the call to the first token of any row, None if there was none.
         seed: the seed in use, as given, or as drawn.
-        rule, drafter, shape, lossless: the configuration in use.
+        rule, drafter, shape, lossless: the configuration in use; a ``shape`` of "auto" was chosen anew in every round.
+        shapes: rounds by the shape that was asked for in them; chain(0) where nothing was.
         rows: one :class:`RowStats` per row.
     """
 
@@ -64,6 +66,7 @@ class Stats:
     drafter: str = ""
     shape: str = ""
     lossless: bool = True
+    shapes: dict[str, int] = field(default_factory=dict)
     rows: list[RowStats] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter, repr=False)
 
@@ -98,7 +101,8 @@ class Stats:
         """Seconds since the call began; updates the total and what it leaves for overhead."""
         now = time.perf_counter() - self.started
         self.seconds["total"] = now
-        self.seconds["overhead"] = now - self.seconds["prefill"] - self.seconds["draft"] - self.seconds["target"]
+        known = self.seconds["prefill"] + self.seconds["draft"] + self.seconds["target"] + self.seconds.get("planning", 0.0)
+        self.seconds["overhead"] = now - known
         return now
 
     def count_depths(self, drafted: Sequence[int], accepted: int) -> None:

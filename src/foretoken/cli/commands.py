@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from foretoken import __version__
+from foretoken.bench.app import app as benchmarks
 from foretoken.cli.failures import FAILED, INTERRUPTED, exit_codes, note
 
 PROMPTS, MODELS, SPECULATION, SAMPLING, OUTPUT = "Prompts", "Models", "Speculation", "Decoding", "Output"
@@ -19,6 +20,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(benchmarks, name="bench")
 
 Target = Annotated[str, typer.Option(help="The model: a path, a hub id, or zoo:NAME (see foretoken models).", rich_help_panel=MODELS)]
 Dtype = Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.", rich_help_panel=MODELS)]
@@ -100,8 +103,9 @@ def generate(
     shape: Annotated[
         str | None,
         typer.Option(
-            help="The largest tree per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16) or opt(total=16).",
-            show_default="chain(5)",
+            help="The largest tree per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16), opt(total=16), or "
+            "auto: chosen anew in every round by measured costs.",
+            show_default="auto",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
@@ -135,7 +139,10 @@ def generate(
     seed: Annotated[
         int | None,
         typer.Option(
-            min=0, help="The same seed gives the same text.", show_default="drawn, and shown at the end", rich_help_panel=SAMPLING
+            min=0,
+            help="The same seed gives the same text; with a rule other than match, for the same --shape, which auto is not.",
+            show_default="drawn, and shown at the end",
+            rich_help_panel=SAMPLING,
         ),
     ] = None,
     show: Annotated[
@@ -220,7 +227,7 @@ def audit(
     rule: Annotated[str, typer.Option(help="auto, or a name (see foretoken rules).", rich_help_panel=SPECULATION)] = "auto",
     shape: Annotated[
         str | None,
-        typer.Option(help="The largest tree proposed per round.", show_default="chain(5)", rich_help_panel=SPECULATION),
+        typer.Option(help="The largest tree proposed per round, or auto.", show_default="auto", rich_help_panel=SPECULATION),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Above 0, sample; at 0, decode greedily.", rich_help_panel=SAMPLING)] = 1.0,
     top_k: Annotated[
@@ -305,6 +312,61 @@ def demo(
 
         if not show(Demo(Setting(target, drafter or (), dtype, device, max_new_tokens, repeats, threads)), progress):
             raise typer.Exit(FAILED)
+
+
+@app.command()
+def tune(
+    target: Target = "zoo:python-300m",
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:SOURCE]",
+            help="Choose among these; may be repeated.",
+            show_default="prompt-lookup; for zoo targets draft-model:zoo:python-1m too",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows that are decoded together.", rich_help_panel=PROMPTS)] = 1,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.',
+            show_default="six beginnings of Python, for the embedded models",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    as_json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write everything to this file.", show_default=False, rich_help_panel=OUTPUT),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw it (needs matplotlib).", show_default=False, rich_help_panel=OUTPUT),
+    ] = None,
+) -> None:
+    """Measure what drafting costs and brings here, name the best drafter and shape, and check the prediction against plain decoding.
+
+    Costs are kept, and --shape auto uses them from then on.
+    """
+    from foretoken.cli.progress import Progress
+
+    with exit_codes():
+        with Progress(f"loading {target}") as progress:
+            from foretoken.cli import tables
+            from foretoken.cli import tune as tuning
+
+            draw = None if plot is None else tuning.plotter()
+            setting = tuning.Setting(target, drafter or (), dtype, device, threads, batch_size, prompts)
+            found = tuning.Tuning(setting, progress).run()
+            if as_json is not None:
+                tuning.write(as_json, tuning.document(setting, found))
+            if draw is not None and plot is not None:
+                draw(plot, setting, found)
+        tables.console().print(tuning.report(setting, found))
 
 
 @app.command()

@@ -19,7 +19,10 @@ def combine(parts: Sequence[Stats], *, seed: int | None) -> Stats:
             setattr(total, name, getattr(total, name) + getattr(part, name))
         total.drafted_by_depth = _added(total.drafted_by_depth, part.drafted_by_depth)
         total.accepted_by_depth = _added(total.accepted_by_depth, part.accepted_by_depth)
-        total.seconds = {phase: total.seconds[phase] + seconds for phase, seconds in part.seconds.items()}
+        phases = [*total.seconds, *(part.seconds.keys() - total.seconds.keys())]
+        total.seconds = {phase: total.seconds.get(phase, 0.0) + part.seconds.get(phase, 0.0) for phase in phases}
+        for shape, rounds in part.shapes.items():
+            total.shapes[shape] = total.shapes.get(shape, 0) + rounds
         total.rows += part.rows
     return total
 
@@ -39,7 +42,7 @@ def figures_line(stats: Stats, *, drafter: str, sampled: bool, interrupted: bool
         f"{stats.drafted} drafted, {stats.accepted} accepted",
         "no token yet" if first is None else f"first token after {first:.2f} s",
         f"drafter {drafter}",
-        f"shape {stats.shape}",
+        f"shape {shape_of(stats)}",
         f"rule {stats.rule}",
         f"seed {stats.seed}" if sampled else "greedy",
     ]
@@ -48,6 +51,13 @@ def figures_line(stats: Stats, *, drafter: str, sampled: bool, interrupted: bool
     if interrupted:
         figures.insert(0, "interrupted")
     return " · ".join(figures)
+
+
+def shape_of(stats: Stats) -> str:
+    """The shape, and the one most used where it was chosen anew in every round."""
+    if stats.shape != "auto" or not stats.shapes:
+        return stats.shape
+    return f"auto, mostly {max(stats.shapes, key=lambda shape: stats.shapes[shape])}"
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:

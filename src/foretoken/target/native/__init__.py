@@ -123,12 +123,13 @@ def _folder() -> Path:
             return kept / "kernels"
         except OSError:
             pass  # a home that can not be written to: compile anew each time
-    return _temporary()
+    return Path(_temporary().name)
 
 
 @lru_cache(maxsize=1)
-def _temporary() -> Path:
-    return Path(tempfile.mkdtemp(prefix="foretoken-kernels-"))
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="foretoken-kernels-")
 
 
 def _key(compiler: str, flags: list[str], openmp: Path) -> str:

@@ -1,0 +1,11 @@
+"""How much to draft: measured costs, tracked acceptance, and the shape that makes the most of both.
+
+``costs`` says what a round takes, ``acceptance`` what comes out of it, ``search`` finds the best shape between them, ``planner``
+decides round by round, and ``profiles`` keeps what was measured between runs.
+"""
+
+from foretoken.planning.acceptance import Acceptance
+from foretoken.planning.costs import CostModel
+from foretoken.planning.planner import AUTO, AutomaticPlanner, FixedPlanner, Planner, Round
+
+__all__ = ["AUTO", "Acceptance", "AutomaticPlanner", "CostModel", "FixedPlanner", "Planner", "Round"]

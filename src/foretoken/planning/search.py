@@ -1,0 +1,183 @@
+"""The shape with the most expected tokens per second, zero drafting included.
+
+Chains are tried one by one. Trees are Sequoia's (Chen et al. 2024): by dynamic programming the tree of m nodes and at most d levels
+with the largest expected number of accepted tokens, and then the m and d with the largest rate under measured costs. Unlike there,
+p[b] may differ from depth to depth. Pure functions of numbers: no model, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from foretoken.shapes import StaticShape, TreeShape
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # drafted nodes of trees: few, so that compiled shapes are used again
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A ``shape``, the ``tokens`` per row that a round with it should keep, and the ``seconds`` that it should take."""
+
+    shape: StaticShape
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and row."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one number of rows pays, and how often it gets a draft for it.
+
+    Attributes:
+        verify: ``verify[n - 1]`` seconds of a round outside the draft, over n nodes per row, the root included.
+        draft: seconds of a draft by the widths of its levels.
+        once: seconds added to a round that drafts, such as reading what was missed, spread over the rounds that follow.
+        available: how often a row gets a draft when asked.
+        any_row: how often any row does; otherwise the target's pass has one node.
+    """
+
+    verify: Sequence[float]
+    draft: Callable[[tuple[int, ...]], float]
+    once: float = 0.0
+    available: float = 1.0
+    any_row: float = 1.0
+
+
+def plain(costs: Costs) -> Plan:
+    """Zero drafting."""
+    return Plan(chain(0), 1.0, costs.verify[0])
+
+
+def best_chain(rates: Sequence[float], costs: Costs) -> Plan:
+    """Over gamma = 0 .. as many as there are ``rates``, Pr(accepted | its parent was) at each depth, and costs."""
+    return max(chains(rates, costs), key=lambda plan: plan.rate)
+
+
+def chains(rates: Sequence[float], costs: Costs) -> list[Plan]:
+    """All chains from zero drafting on, shortest first."""
+    plans = [plain(costs)]
+    reach, tokens = 1.0, 0.0
+    for length, rate in enumerate(rates[: len(costs.verify) - 1], 1):
+        reach *= rate
+        tokens += reach
+        plans.append(priced(chain(length), tokens, (1,) * length, costs))
+    return plans
+
+
+def best_tree(table: Sequence[Sequence[float]], costs: Costs, *, most: int | None = None) -> Plan:
+    """Over trees of at most ``most`` drafted nodes, as many levels as ``table`` ``[depth][siblings]`` of p[b] has lines; chains
+    included, and zero drafting."""
+    most = min(len(costs.verify) - 1, most if most is not None else len(costs.verify) - 1)
+    first = best_chain([line[0] for line in table[:most]], costs)
+    found: tuple[float, int, int] | None = None
+    programs = {}
+    for depth in range(1, len(table) + 1):
+        programs[depth] = program = Program.of(table[:depth], most)
+        for nodes in SIZES:
+            if not depth <= nodes <= most:
+                continue
+            level = (1, *(max(1, nodes // depth) for _ in range(depth - 1)))
+            plan = priced(first.shape, program.value(nodes), level, costs, nodes)
+            if plan.rate > (found[0] if found else first.rate):
+                found = plan.rate, depth, nodes
+    if found is None:
+        return first
+    _, depth, nodes = found
+    shape = shape_of(programs[depth].paths(nodes))
+    return max(first, priced(shape, programs[depth].value(nodes), _widths(shape), costs), key=lambda plan: plan.rate)
+
+
+def priced(shape: StaticShape, accepted: float, levels: tuple[int, ...], costs: Costs, nodes: int | None = None) -> Plan:
+    """A plan of ``shape`` that keeps ``accepted`` drafted tokens where there is a draft, drafted in ``levels`` of such widths."""
+    verify = costs.any_row * costs.verify[shape.nodes if nodes is None else nodes] + (1 - costs.any_row) * costs.verify[0]
+    return Plan(shape, 1 + costs.available * accepted, verify + costs.draft(levels) + costs.once)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The tables of the dynamic program for one number of levels and up to M nodes.
+
+    Attributes:
+        values: ``values[d]`` ``[M + 1]`` accepted tokens to expect below a node at depth d, from at most so many descendants.
+        splits: ``splits[d][b]`` ``[M + 1]`` how many of them the child of rank b has for itself and what is below it.
+    """
+
+    values: list[np.ndarray]
+    splits: list[list[np.ndarray]]
+
+    @staticmethod
+    def of(table: Sequence[Sequence[float]], most: int) -> Program:
+        """From the leaves up: T[d, m] of rank b and later = max over y of p_d[b] (1 + T[d + 1, y - 1]) + that of rank b + 1 with m - y."""
+        depth = len(table)
+        values = [np.zeros(most + 1) for _ in range(depth + 1)]
+        splits: list[list[np.ndarray]] = [[] for _ in range(depth)]
+        gap, possible = _gaps(most)
+        for level in reversed(range(depth)):
+            rest = np.zeros(most + 1)
+            for chance in reversed(table[level]):
+                own = np.zeros(most + 1)
+                own[1:] = chance * (1 + values[level + 1][:-1])
+                totals = np.where(possible, own[None] + rest[gap], -1.0)  # [m, y]
+                totals[:, 0] = 0.0  # without this child there is none after it
+                choice = totals.argmax(1)
+                splits[level].insert(0, choice)
+                rest = totals[np.arange(most + 1), choice]
+            values[level] = rest
+        return Program(values, splits)
+
+    def value(self, nodes: int) -> float:
+        return float(self.values[0][nodes])
+
+    def paths(self, nodes: int) -> list[tuple[int, ...]]:
+        """Paths of ranks of a best tree with ``nodes`` drafted nodes at most."""
+        found: list[tuple[int, ...]] = []
+
+        def below(path: tuple[int, ...], left: int) -> None:
+            if len(path) == len(self.splits):
+                return
+            for rank, split in enumerate(self.splits[len(path)]):
+                taken = int(split[left])
+                if taken == 0:
+                    return
+                found.append((*path, rank))
+                below((*path, rank), taken - 1)
+                left -= taken
+
+        below((), nodes)
+        return found
+
+
+@lru_cache(maxsize=8)
+def _gaps(most: int) -> tuple[np.ndarray, np.ndarray]:
+    """``[M + 1, M + 1]`` m - y, and where that is possible."""
+    gap = np.arange(most + 1)[:, None] - np.arange(most + 1)[None]
+    return gap.clip(0), gap >= 0
+
+
+@lru_cache(maxsize=128)
+def chain(length: int) -> StaticShape:
+    return TreeShape.chain(length)
+
+
+def shape_of(paths: Sequence[tuple[int, ...]]) -> StaticShape:
+    """The shape with a node per path; a chain where it is one."""
+    if all(rank == 0 for path in paths for rank in path):
+        return chain(len(paths))
+    return _shape(tuple(sorted(paths)))
+
+
+@lru_cache(maxsize=256)
+def _shape(paths: tuple[tuple[int, ...], ...]) -> StaticShape:
+    return TreeShape.paths(paths)
+
+
+def _widths(shape: StaticShape) -> tuple[int, ...]:
+    return (1, *(level.last - level.first for level in shape.levels[:-1]))
