@@ -10,7 +10,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from helpers import alone, clone, generate, padded, perturbed, repetitive, tiny
+from helpers import alone, clone, generate, padded, perturbed, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -284,8 +284,8 @@ def test_nodes_below_a_rows_limit_are_never_proposed():
 def test_a_tree_wider_than_what_the_draft_read_fits_at_the_end_of_its_buffers(shape, prompt):
     """The cache has 256 slots at first; the padded path of a tree is wider than what was fed of it."""
     speculator = Speculator(tiny(), drafter=DraftModel(perturbed()), shape=shape)
-    rows = repetitive((prompt, prompt - 7))
-    assert generate(speculator, rows, max_new_tokens=256 - prompt) == [alone(tiny(), row, max_new_tokens=256 - prompt) for row in rows]
+    (row,) = prompts((prompt,))  # alone, so that its last slots are the buffer's
+    assert generate(speculator, [row], max_new_tokens=256 - prompt) == [alone(tiny(), row, max_new_tokens=256 - prompt)]
 
 
 def test_a_shape_that_grows_beyond_the_drafts_context_is_refused():
