@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import UnsupportedModelError
+from foretoken.target.flex import failure
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from foretoken.target.execution import TreeExecution
+    from foretoken.target.flex import Flex
     from foretoken.target.target import Target
 
 ROLLS_BACK = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -139,6 +142,41 @@ def self_test(target: Target) -> str | None:
         target.release()
 
 
+def tolerance(model: PreTrainedModel) -> float:
+    """What logits of two ways to compute the same may differ by, in parts of the largest."""
+    return TOLERANCE.get(model.dtype, 0.1)  # half precision and quantised weights round differently per shape
+
+
+@torch.inference_mode()
+def attention_test(target: Target, execution: TreeExecution, flex: Flex) -> str | None:
+    """Score a tree and a chain behind two prefixes of unequal length through the model's own attention and through ``flex``.
+
+    Returns:
+        Why ``flex`` is not to be used, None if the logits are the same.
+    """
+    if target.context is not None and target.context < SMALLEST:
+        return f"a context of {target.context} tokens has no room for the test"
+    texts = [_text(target, _beyond_window(target.model), 3), _text(target, 3, 1)]
+    nodes = torch.tensor([_text(target, len(TREE), 23), _text(target, len(TREE), 29)], device=target.device)
+    target.open(texts)
+    try:
+        target.prefill(texts, first=0)
+        for tree in (TokenTree(nodes, torch.tensor([TREE] * 2, device=target.device)), TokenTree.from_chain(nodes)):
+            execution.flex = None
+            expected = target.score(tree)
+            execution.flex, flex.calls = flex, 0
+            difference = flex.differs(target.score(tree), expected)
+            if difference is not None or not flex.calls:
+                return difference or "its layers do not ask transformers' attention interface"
+        return None
+    except Exception as error:  # what a compiler, or a model that was given a block mask, raises has no common type
+        return failure(error)
+    finally:
+        execution.flex = None
+        flex.passes = 0
+        target.release()
+
+
 def _beyond_window(model: PreTrainedModel) -> int:
     """A length that some tokens lie out of sight at."""
     config = model.config.get_text_config()
@@ -187,7 +225,7 @@ def _error(target: Target, cached: Tensor, text: list[int], drafted: list[int]) 
     fresh = target.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -len(drafted) :]
     difference = (cached.float() - fresh.float().to(cached.device)).abs().max()
     scale = fresh.float().abs().max().clamp(min=1e-6)
-    allowed = TOLERANCE.get(target.model.dtype, 0.1)  # half precision and quantised weights round differently per shape
+    allowed = tolerance(target.model)
     if bool(difference <= allowed * scale):
         return None
     return f"{float(difference / scale):.1e} of their scale (allowed {allowed:.0e})"
