@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.errors import ConfigurationError
+from foretoken.quantization import check_quantization, check_quantized, config_for_loading, quantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,31 +16,47 @@ if TYPE_CHECKING:
 PADDING = 1024  # vocabularies that differ by less are taken for one vocabulary padded differently
 
 
-def load_model(source: str, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None) -> PreTrainedModel:
+def load_model(
+    source: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    quantization: str | None = None,
+) -> PreTrainedModel:
     """The causal language model at ``source``, in evaluation mode.
 
     Args:
         source: a path, a hub id or ``zoo:NAME``.
         dtype: a torch dtype, its name, or None for the checkpoint's own.
         device: where to put it; ``"auto"`` spreads it over what there is (accelerate), None means the CPU.
+        quantization: ``"int8"`` makes the weights of linear layers eight bits wide (torchao); see :mod:`foretoken.quantization`.
 
     Raises:
         ConfigurationError: ``source`` is no model; the message says what was tried.
     """
+    check_quantization(quantization, source)
     if source.startswith("zoo:"):
         from foretoken import zoo
 
         if source == zoo.PREFIX + zoo.NGRAM:
             raise ConfigurationError(f"{source} is an n-gram table, not a model; use it as drafter 'ngram:{source}'")
-        return zoo.load(source, dtype=parse_dtype(dtype), device=device)
+        if quantization is None:
+            return zoo.load(source, dtype=parse_dtype(dtype), device=device)
+        embedded: PreTrainedModel = zoo.load(source, dtype=parse_dtype(dtype))
+        quantize(embedded)
+        return embedded.to(device)
     _check_path(source)
     from transformers import AutoModelForCausalLM
 
-    where: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    if quantization is not None:
+        how["quantization_config"] = config_for_loading(quantization)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **where)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{source!r} is no causal language model that can be loaded: {_first_line(error)}") from error
+    if quantization is not None:
+        check_quantized(model, source)
     return model.eval() if device in (None, "auto") else model.to(device).eval()
 
 

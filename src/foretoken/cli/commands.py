@@ -25,6 +25,14 @@ app.add_typer(benchmarks, name="bench")
 
 Target = Annotated[str, typer.Option(help="The model: a path, a hub id, or zoo:NAME (see foretoken models).", rich_help_panel=MODELS)]
 Dtype = Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.", rich_help_panel=MODELS)]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="int8 loads it with weights of eight bits (torchao): another model, with a law of its own.",
+        show_default="as in the checkpoint",
+        rich_help_panel=MODELS,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(
@@ -77,6 +85,7 @@ def generate(
     ] = False,
     target: Target = "zoo:python-8m",
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
     drafter: Annotated[
@@ -179,7 +188,7 @@ def generate(
             from foretoken.cli.generation import Configuration, Decoding, generate
 
             configuration = Configuration(
-                target, drafter, drafter_option or (), rule, shape, draft_length, not lossy, dtype, device, threads
+                target, drafter, drafter_option or (), rule, shape, draft_length, not lossy, dtype, device, threads, quantization
             )
             decoding = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch_size, chat, logprobs)
             try:
@@ -207,6 +216,7 @@ def audit(
         str,
         typer.Option(help="auto, float32, bfloat16 or float16. Below float32, rounding alone moves the law.", rich_help_panel=MODELS),
     ] = "float32",
+    quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
     drafter: Annotated[
@@ -271,7 +281,9 @@ def audit(
             from foretoken.cli import audit as auditing
             from foretoken.cli.generation import Configuration, Decoding
 
-            configuration = Configuration(target, drafter, drafter_option or (), rule, shape, None, False, dtype, device, threads)
+            configuration = Configuration(
+                target, drafter, drafter_option or (), rule, shape, None, False, dtype, device, threads, quantization
+            )
             sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
             own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
             report = auditing.run(configuration, prompts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
@@ -327,6 +339,7 @@ def tune(
         ),
     ] = None,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows that are decoded together.", rich_help_panel=PROMPTS)] = 1,
@@ -360,7 +373,7 @@ def tune(
             from foretoken.cli import tune as tuning
 
             draw = None if plot is None else tuning.plotter()
-            setting = tuning.Setting(target, drafter or (), dtype, device, threads, batch_size, prompts)
+            setting = tuning.Setting(target, drafter or (), dtype, device, threads, batch_size, prompts, quantization)
             found = tuning.Tuning(setting, progress).run()
             if as_json is not None:
                 tuning.write(as_json, tuning.document(setting, found))

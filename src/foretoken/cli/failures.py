@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 it failed while running (the target's output, memory), 2 i
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turn what a person can act on into a message and an exit code; anything else is a defect and keeps its traceback."""
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses kernels for other machines
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         yield
     except (ConfigurationError, UnsupportedModelError) as error:
@@ -52,8 +55,8 @@ def first_line(error: BaseException) -> str:
 
 def quiet() -> None:
     """Keep notices and progress bars of the libraries out of the output; errors stay."""
-    from transformers.utils import logging
+    from transformers.utils import logging as notices
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    notices.set_verbosity_error()
+    notices.disable_progress_bar()
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)\b")

@@ -41,6 +41,7 @@ class Configuration:
     dtype: str = "auto"
     device: str | None = None
     threads: int | None = None
+    quantization: str | None = None
 
     @property
     def drafter_name(self) -> str:
@@ -168,6 +169,7 @@ def load_speculator(configuration: Configuration, tokenizer: Any) -> Speculator:
         lossless=configuration.lossless,
         dtype=configuration.dtype,
         device=pick_device(configuration.device, configuration.target),
+        quantization=configuration.quantization,
     )
 
 

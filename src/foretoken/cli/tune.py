@@ -51,6 +51,7 @@ class Setting:
     threads: int | None = None
     batch_size: int = 1
     prompts: Path | None = None
+    quantization: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -114,7 +115,13 @@ class Tuning:
         ]
         self.given = [make_drafter(name, {}, self.tokenizer) for name in setting.names]  # unknown names before any weights are read
         configuration = Configuration(
-            setting.target, "none", dtype=setting.dtype, device=setting.device, threads=setting.threads, draft_length=0
+            setting.target,
+            "none",
+            dtype=setting.dtype,
+            device=setting.device,
+            threads=setting.threads,
+            draft_length=0,
+            quantization=setting.quantization,
         )
         self.plain = load_speculator(configuration, self.tokenizer)
 
@@ -183,6 +190,7 @@ def document(setting: Setting, found: Sequence[Candidate]) -> dict[str, Any]:
         "schema": 1,
         "target": setting.target,
         "dtype": setting.dtype,
+        "quantization": setting.quantization,
         "threads": torch.get_num_threads(),
         "batch_size": setting.batch_size,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -1,0 +1,180 @@
+"""Compiled layers: the same logits within rounding, no compiling once a target is built, and the model as it was afterwards.
+
+How torch traces the layers does not depend on what compiles the traces, so most tests let nothing compile them (``traced``).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch._inductor.config
+from architectures import ARCHITECTURES, build
+from helpers import alone, clone, generate, perturbed, repetitive, tiny
+from torch._dynamo.utils import counters
+
+from foretoken import ConfigurationError, Speculator, TokenTree
+from foretoken.drafters.draft_model import DraftModel
+from foretoken.target import Target, compilation
+
+ROWS = repetitive((23, 9, 15))
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
+FAMILIES = ["llama", "gpt2", "gpt_oss", "gemma3_text", "cohere2", "ministral3", "bloom", "qwen3_moe"]
+NO_COMPILER = compilation._no_compiler()
+needs_compiler = pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Graphs run as torch's own operations; tracing, guards and recompilation are the real ones."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compilation.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compilation, "_no_compiler", lambda: None)
+
+
+def of(family, dtype=torch.float32):
+    return clone(build(family, ARCHITECTURES[family].implementations[0])).to(dtype).eval()
+
+
+def steps(target):
+    """Passes of every sort: contexts short and long, single nodes, chains and trees, rows that stand alike and not, and commits."""
+    found = []
+    for lengths, parents in (
+        ((10,), (-1,)), ((11,), (-1, 0, 1, 2, 3, 4)), ((20, 3), (-1, 0, 1)), ((30, 4, 9), (-1, 0, 0, 1, 1)), ((12,) * 3, (-1,)),
+        ((33,), (-1, 0, 0, 0, 1, 2, 2)), ((90,), (-1,)), ((40, 30), (-1,)), ((17, 17), (-1, 0)),
+    ):  # fmt: skip
+        texts = [[3 + (7 * i + row) % 50 for i in range(length)] for row, length in enumerate(lengths)]
+        target.open(texts)
+        found.append(target.prefill(texts, first=0))
+        tokens = torch.arange(5, 5 + len(parents)).expand(len(lengths), -1)
+        found.append(target.score(TokenTree(tokens, torch.tensor([list(parents)] * len(lengths)))))
+        target.commit(None, [1] * len(lengths))
+        found.append(target.advance(tokens[:, 0]))
+        target.reset()
+    return found
+
+
+def assert_close(found, wanted, dtype=torch.float32):
+    for got, plain in zip(found, wanted):
+        assert (got.float() - plain.float()).abs().max() <= TOLERANCE[dtype] * plain.float().abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_are_the_same_and_no_step_compiles(family, traced):
+    model = of(family)
+    target = Target(model, execution="compiled")
+    assert target.execution == "compiled" and target.compilation.graphs == 4 and target.passes == 0
+    compiled = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = steps(target)
+    assert counters["stats"]["unique_graphs"] == compiled
+    plain = Target(of(family), execution="eager")
+    assert_close(found, steps(plain))
+    target.close()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@torch.inference_mode()
+def test_layers_share_graphs(traced):
+    before = counters["stats"]["unique_graphs"]
+    target = Target(of("llama"), execution="compiled")
+    assert len(compilation.layers_of(target.model)) == 2
+    assert counters["stats"]["unique_graphs"] - before == 4  # one node and several, one row and several
+
+
+@torch.inference_mode()
+def test_compiled_passes_are_used(traced, monkeypatch):
+    target = Target(of("llama"), execution="compiled")
+    monkeypatch.setattr(compilation, "TreeCache", type("Other", (), {}))  # no cache is known as one: every pass is the model's own
+    ran = []
+    original = target.compilation.run
+    monkeypatch.setattr(target.compilation, "run", lambda kind: ran.append(kind) or original(kind))
+    target.open([[5, 6, 7]])
+    target.prefill([[5, 6, 7]], first=0)
+    target.score(TokenTree.root(torch.tensor([8])))
+    assert ran == []
+    monkeypatch.undo()
+    monkeypatch.setattr(target.compilation, "run", lambda kind: ran.append(kind) or original(kind))
+    target.score(TokenTree.root(torch.tensor([8])))
+    target.score(TokenTree.from_chain(torch.tensor([[8, 9]])))
+    assert ran == [(True, True)] * 2 + [(True, False)] * 2
+    long = torch.full((1, compilation.NODES + 1), 9)
+    target.score(TokenTree.from_chain(long))
+    assert len(ran) == 4
+
+
+def test_text_is_the_same_with_a_compiled_draft(traced):
+    target, draft = clone(tiny()), clone(perturbed())
+    for shape in ("chain(3)", "product(2,1,1)"):
+        speculator = Speculator(target, DraftModel(draft, execution="compiled"), shape=shape, execution="compiled")
+        assert speculator.target.execution == speculator.drafter.model.execution == "compiled"
+        assert generate(speculator, ROWS, max_new_tokens=12) == [alone(tiny(), row, max_new_tokens=12) for row in ROWS]
+        speculator.close()
+    assert not any("forward" in vars(module) for model in (target, draft) for module in model.modules())
+
+
+def test_a_cache_that_grows_and_rows_that_leave(traced):
+    speculator = Speculator(clone(tiny()), "prompt-lookup", shape="chain(3)", execution="compiled")
+    rows = repetitive((40, 6), seed=3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for row in rows:
+            expected = alone(tiny(), row, max_new_tokens=300)
+            assert generate(speculator, [row], max_new_tokens=300) == [expected]
+        assert generate(speculator, rows, max_new_tokens=40) == [alone(tiny(), row, max_new_tokens=40) for row in rows]
+
+
+def test_outside_the_loop_the_model_is_itself(traced):
+    model = clone(tiny())
+    Target(model, execution="compiled")
+    ids = torch.tensor([ROWS[0]])
+    assert torch.equal(model(input_ids=ids).logits, tiny()(input_ids=ids).logits)  # with gradients
+    assert alone(model, ROWS[0], max_new_tokens=8) == alone(tiny(), ROWS[0], max_new_tokens=8)
+
+
+def test_what_can_not_be_compiled_says_why(traced, monkeypatch):
+    for family, why in (("gpt_neo", "keeps a cache of its own"), ("llama4_text", "temperature"), ("gemma3n_text", "take the cache")):
+        with pytest.raises(ConfigurationError, match=rf"can not be compiled: .*{why}.*use execution='auto'"):
+            Target(of(family), execution="compiled")
+    model = clone(tiny())
+    Target(model, execution="compiled")
+    with pytest.raises(ConfigurationError, match="overrides of their own already"):
+        Target(model, execution="compiled")
+
+
+@pytest.mark.parametrize("fault", [lambda out: out * 1.5, lambda out: 1 / 0])
+def test_what_goes_wrong_leaves_the_model_as_it_was(traced, monkeypatch, fault):
+    real = compilation.step
+    monkeypatch.setattr(compilation.Compilation, "run", lambda self, kind: self._runs.setdefault(kind, lambda *given: fault(real(*given))))
+    model = clone(tiny())
+    with pytest.raises(ConfigurationError, match=r"logits that differ|torch\.compile failed: division by zero"):
+        Target(model, execution="compiled")
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_without_a_compiler():
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigurationError, match=r"can not be compiled: torch\.compile needs a C\+\+ compiler.*use execution='auto'"),
+    ):
+        Target(clone(tiny()), execution="compiled")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (
+            ("llama", torch.bfloat16), ("qwen3_moe", torch.float32), ("gemma3_text", torch.bfloat16), ("deepseek_v2", torch.float32),
+        )),
+    ],
+)  # fmt: skip
+@torch.inference_mode()
+def test_compiled_for_this_machine(family, dtype):
+    torch._dynamo.reset()
+    target = Target(of(family, dtype), execution="compiled")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = steps(target)
+    assert_close(found, steps(Target(of(family, dtype), execution="eager")), dtype)
