@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from foretoken import ConfigurationError, Speculator, TokenTree
 from foretoken.target import Target, native
 from foretoken.target import packing as packing_module
-from foretoken.target.fusion import NativeModel
+from foretoken.target.kernel_pass import NativeModel
 from foretoken.target.packing import HINTS, NATIVE, Product, blocked, unblocked
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -71,12 +71,12 @@ def assert_close(got, wanted, dtype):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (100, 64), (192, 352), (17, 96)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (100, 64), (192, 352), (17, 96), (448, 160)])
 def test_products(outputs, inputs, bias, dtype):
     layer = torch.nn.Linear(inputs, outputs, bias=bias).to(dtype)
     product = Product([layer], NATIVE)
     with torch.inference_mode():
-        for tokens in (1, 2, 3, 5, 6, 7, 8, 12, 13, 31):
+        for tokens in (1, 2, 3, 5, 6, 7, 8, 12, 13, 24, 25, 31):  # of two rows; up to 48 in all they share what is in the first cache
             x = torch.randn(2, tokens, inputs).to(dtype)
             assert_close(product(x), layer(x), dtype)
             assert_close(product(x.transpose(0, 1)), layer(x.transpose(0, 1)), dtype)
@@ -127,6 +127,71 @@ def test_ragged_prefills_chains_trees_and_commits(name, dtype, always):
         found.append(steps)
     for wanted, got in zip(*found):
         assert_close(got, wanted, dtype)
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_contexts_of_many_blocks_of_keys(name, dtype, always):
+    """More keys than are taken together, more queries too, rows of very different lengths, and windows that leave whole blocks out."""
+    texts = [[(7 * i * i + row) % 100 for i in range(length)] for row, length in enumerate((200, 64, 129))]
+    plain, kernels = targets(name, dtype)
+    nodes = torch.randint(0, 100, (3, len(TREE)), generator=torch.Generator().manual_seed(2))
+    wide = torch.randint(0, 100, (3, 30), generator=torch.Generator().manual_seed(3))
+    found = []
+    for target in (plain, kernels):
+        target.open(texts)
+        steps = [target.prefill(texts, first=0)]
+        steps += [target.score(TokenTree(nodes, torch.tensor([TREE] * 3))), target.score(TokenTree.from_chain(wide))]
+        found.append(steps)
+    for wanted, got in zip(*found):
+        assert_close(got, wanted, dtype)
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_pay_for_their_own_nodes(dtype, always, monkeypatch):
+    texts = [[(7 * i + row) % 100 for i in range(length)] for row, length in enumerate((40, 3, 17))]
+    plain, kernels = targets("qwen3", dtype)
+    assert kernels.ragged and not plain.ragged
+    tokens = torch.randint(0, 100, (3, 6), generator=torch.Generator().manual_seed(1))
+    counts = torch.tensor([2, 6, 1])
+    chain = TokenTree.from_chain(tokens, valid=torch.arange(6) < counts[:, None])
+    computed = []
+    run_over = NativeModel.run_over
+    monkeypatch.setattr(NativeModel, "run_over", lambda self, x, *rest: computed.append(x.shape[1]) or run_over(self, x, *rest))
+    found = []
+    for target in (plain, kernels):
+        target.open(texts)
+        steps = [target.prefill(texts, first=0), target.score(chain)[chain.valid]]
+        target.commit(None, [2, 4, 1])
+        steps += [target.advance(tokens[:, 0]), target.score(TokenTree.from_chain(tokens))]
+        found.append(steps)
+    assert computed == [40 + 3 + 17, 2 + 6 + 1, 3, 18]
+    for wanted, got in zip(*found):
+        assert_close(got, wanted, dtype)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_whoever_watches_the_model_is_called(always):
+    """A hook anywhere on the way means that the model's own code runs around the kernels, or in their place."""
+    plain, kernels = targets("llama", torch.float32)
+    logits, calls = [], []
+    watched = (kernels.model, kernels.model.model, kernels.model.model.layers[1], kernels.model.model.embed_tokens)
+    for target in (plain, kernels):
+        target.open([[5, 6, 7, 8]])
+        logits.append(target.prefill([[5, 6, 7, 8]], first=0))
+    for module in watched:
+        hook = module.register_forward_hook(lambda module, *rest: calls.append(type(module).__name__))
+        logits.append(kernels.score(TokenTree.from_chain(torch.tensor([[9, 10]]))))
+        hook.remove()
+    assert calls == [type(module).__name__ for module in watched]
+    wanted = plain.score(TokenTree.from_chain(torch.tensor([[9, 10]])))
+    for got in logits[2:]:
+        assert_close(got, wanted, torch.float32)
 
 
 @needs_kernels

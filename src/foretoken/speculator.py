@@ -22,10 +22,12 @@ from foretoken.errors import ConfigurationError, Interrupted
 from foretoken.loading import load_model
 from foretoken.logprobs import LogProbs
 from foretoken.planning import AUTO, FixedPlanner, Planner
-from foretoken.planning.planner import largest_shape
+from foretoken.planning.largest import largest_shape
 from foretoken.preparation import Prepared, prepare, refuse_arguments
+from foretoken.quantization import check_quantization
+from foretoken.rows import Commit
 from foretoken.sampling import Seed
-from foretoken.session import Commit, Session
+from foretoken.session import Session
 from foretoken.shapes import StaticShape, TreeShape
 from foretoken.stats import Stats
 from foretoken.target import Target
@@ -84,7 +86,13 @@ class Speculator:
         prefill_chunk: most prompt tokens of a row per pass.
         execution: how forward passes are made on a CPU: ``eager``, as the model makes them; ``packed``, with weights laid out for
             oneDNN; ``native``, by kernels compiled on this machine; or ``auto``: the fastest of them where the Speculator loaded
-            the model itself, so that the weights are held once, and else ``eager``.
+            the model itself, so that the weights are held once, and else ``eager``. ``compiled``, on any device, compiles decoder
+            layers with torch.compile when the Speculator is built, which takes the better part of a minute.
+        attention: how passes over drafts attend: ``"model"``, as the model was loaded; ``"flex"``, through FlexAttention, with a mask made
+            of ancestor bits and without repeated keys of grouped heads; or ``"auto"``: FlexAttention on CUDA, for shapes that it is
+            measured to be faster for behind a long context, and else as the model was loaded.
+        quantization: ``"int8"`` loads a model that is given by name with linear layers of eight bits per weight (torchao; see
+            docs/quantization.md). That model is then the target: the text has its law, not that of the checkpoint as it is.
 
     Raises:
         ConfigurationError: an unknown name or option, a path that is no model, a rule that is not exact for the drafter.
@@ -107,15 +115,18 @@ class Speculator:
         reuse_prefix: bool = True,
         prefill_chunk: int = 1024,
         execution: str = "auto",
+        attention: str = "auto",
+        quantization: str | None = None,
     ):
         wanted = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
             raise ConfigurationError("dtype and device say how to load a model by name; a model that is given is used as it is")
+        check_quantization(quantization, model)
         self.drafter = _drafter(drafter, drafter_options)
         if wanted is None and self.drafter.name == NoDrafter.name:
             wanted = TreeShape.chain(0)
         self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)
-        self.model = load_model(model, dtype=dtype, device=device) if isinstance(model, str) else model
+        self.model = load_model(model, dtype=dtype, device=device, quantization=quantization) if isinstance(model, str) else model
         self.target = Target(
             self.model,
             test=self_test,
@@ -123,6 +134,7 @@ class Speculator:
             reuse_prefix=reuse_prefix,
             execution=execution,
             owned=isinstance(model, str),
+            attention=attention,
         )
         self.drafter.bind(self.target)
         self.drafter.owner = None  # a drafter that served another Speculator starts afresh here

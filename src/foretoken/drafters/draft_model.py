@@ -18,6 +18,7 @@ from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.growth import Expand, Growth, grow
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_model, vocabulary_difference
+from foretoken.quantization import check_quantization
 from foretoken.sampler import fit_vocabulary
 from foretoken.shapes import DynamicShape, TreeShape
 from foretoken.target import Target, unwrap
@@ -47,11 +48,12 @@ class DraftModel(Drafter):
         use accepts best in the shape in use.
     execution: how its passes are made, as in :class:`~foretoken.Speculator`.
     dtype, device: where to load it, the target's by default; a model that is given is used as it is.
+    quantization: ``int8`` loads it with weights of eight bits (torchao); the text keeps the target's law with any draft.
     """
 
     name = "draft-model"
     summary = "a smaller causal language model with the same tokenizer, KV-cached and batched; chains and trees"
-    branches = True
+    branches = grows = True
 
     def __init__(
         self,
@@ -61,12 +63,15 @@ class DraftModel(Drafter):
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         execution: str = "auto",
+        quantization: str | None = None,
     ):
+        check_quantization(quantization, source)
         if siblings != "auto" and siblings not in SIBLINGS:
             raise ConfigurationError(f"unknown siblings {siblings!r}; choose auto, {', '.join(SIBLINGS)}")
         self.siblings = siblings
         self.proposals = SIBLINGS.get(siblings, ON_CHAINS)
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
+        self.quantization = quantization
         self._target: Target | None = None
         self._slots: list[int] = []
         self._smaller = False
@@ -83,7 +88,8 @@ class DraftModel(Drafter):
     def bind(self, target: Target) -> None:
         draft = self.source
         if isinstance(draft, str):
-            draft = load_model(draft, dtype=self.dtype or target.model.dtype, device=self.device or target.device)
+            dtype, device = self.dtype or target.model.dtype, self.device or target.device
+            draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization)
         difference = vocabulary_difference(target.model, unwrap(draft))
         if difference:
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
@@ -180,12 +186,14 @@ class DraftModel(Drafter):
             self.model.rewind([length + 1 for length in self.model.lengths])
             return
         if grown.own is None:
-            path, deepest = feedback.path, max(depths_of((grown.tree.layout or ())[: grown.seen]))
+            path, deepest = feedback.path.clamp(max=grown.seen - 1), max(depths_of((grown.tree.layout or ())[: grown.seen]))
             kept = [min(count, deepest) + 1 for count in feedback.accepted]
         else:
-            path = grown.own.gather(1, feedback.path)
-            kept = [min(count + 1, fed) for count, fed in zip(feedback.accepted, (path < grown.seen).long().cumprod(1).sum(1).tolist())]
-        self.model.commit(path.clamp(max=grown.seen - 1).to(self.model.device), kept)
+            own, last = grown.own.tolist(), grown.seen - 1
+            numbered = [[mine[node] for node in nodes] for mine, nodes in zip(own, feedback.path.tolist())]
+            kept = [sum(number <= last for number in row[: count + 1]) for row, count in zip(numbered, feedback.accepted)]
+            path = torch.tensor([[min(number, last) for number in row] for row in numbered])
+        self.model.commit(path.to(self.model.device), kept)
 
     def end(self, rows: Sequence[Row]) -> None:
         gone = {row.slot for row in rows}

@@ -19,13 +19,16 @@ from transformers.cache_utils import Cache
 from foretoken.errors import CacheMemoryError
 
 BLOCK = 64  # capacities are multiples of this many tokens
+FEW = 4  # vectors per buffer that are moved one by one
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers of so many bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
     """Where one forward pass reads and writes: physical rows ``first`` to ``last``, N tokens from each row's start on.
 
-    ``before`` nodes of the same tree lie in front of the starts, written by earlier passes.
+    ``before`` nodes of the same tree lie in front of the starts, written by earlier passes. ``counts`` says of a chain how many nodes of
+    each row count, where that is known: what is behind them need not be computed.
     """
 
     first: int
@@ -33,6 +36,7 @@ class Window:
     starts: tuple[int, ...]
     nodes: int
     before: int = 0
+    counts: tuple[int, ...] | None = None
 
     @cached_property
     def rows(self) -> int:
@@ -84,6 +88,7 @@ class TreeCache(Cache):
         self.window: Window | None = None
         self.allocations = 0  # so far; what pointed into the buffers is stale when this changes
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._viewed: list[Any] | None = None
 
     @property
     def written(self) -> list[Layer]:
@@ -145,12 +150,6 @@ class TreeCache(Cache):
             self._allocate(layer, shaped, shaped)
         return layer.keys[window.first : window.last], layer.values[window.first : window.last]
 
-    @property
-    def slots(self) -> Tensor:
-        """``[R, N]`` int32: where the keys of each node of the pass go."""
-        starts = torch.tensor(self._window.starts, dtype=torch.int32)
-        return starts[:, None] + torch.arange(self._window.nodes, dtype=torch.int32)
-
     # -- what the target asks between forward passes ----------------------------------------------------------------
 
     def open(self, lengths: Sequence[int]) -> None:
@@ -177,15 +176,8 @@ class TreeCache(Cache):
             raise ValueError(
                 f"kept must say for each of {window.rows} rows how many of {window.before + window.nodes} nodes stay, got {kept}"
             )
-        if path is not None:
-            path = path[:, : max(kept)]
-            starts = torch.tensor(self.lengths[window.first : window.last], device=path.device)[:, None]
-            source, goal = starts + path, starts + torch.arange(path.shape[1], device=path.device)
-            rows = torch.arange(window.first, window.last, device=path.device)[:, None]
-            for layer in self.written:
-                index = [each.to(layer.keys.device) for each in (rows, source, goal)]
-                for store in (layer.keys, layer.values):
-                    store[index[0], :, index[2]] = store[index[0], :, index[1]]
+        if path is not None and not (path.device.type == "cpu" and self._move_path(path.tolist(), kept, window.first)):
+            self._gather_path(path[:, : max(kept)], window)
         for row, count in zip(range(window.first, window.last), kept):
             self.lengths[row] += count
         self.window = None
@@ -223,6 +215,7 @@ class TreeCache(Cache):
     def forget(self) -> None:
         """Release every buffer and row; the next ones begin as small as the first."""
         self.layers, self.lengths, self.window = [], [], None
+        self._viewed = None
         self.row_capacity, self.capacity = 1, self._least
 
     @property
@@ -237,6 +230,47 @@ class TreeCache(Cache):
         if self.window is None:
             raise RuntimeError("this cache serves passes made by a foretoken Target only; do not hand it to the model yourself")
         return self.window
+
+    def _gather_path(self, path: Tensor, window: Window) -> None:
+        """Bring the nodes of ``path`` ``[R, D]`` to the front of each row's tree."""
+        starts = torch.tensor(self.lengths[window.first : window.last], device=path.device)[:, None]
+        source, goal = starts + path, starts + torch.arange(path.shape[1], device=path.device)
+        rows = torch.arange(window.first, window.last, device=path.device)[:, None]
+        for layer in self.written:
+            index = [each.to(layer.keys.device) for each in (rows, source, goal)]
+            for store in (layer.keys, layer.values):
+                store[index[0], :, index[2]] = store[index[0], :, index[1]]
+
+    def _move_path(self, path: Sequence[Sequence[int]], kept: Sequence[int], first: int) -> bool:
+        """The same on a CPU: the first ``kept[r]`` nodes of each row, and only those that are not in their place. False if some buffers
+        are elsewhere."""
+        moves = [
+            (row, self.lengths[row] + place, self.lengths[row] + node)
+            for row, (nodes, count) in enumerate(zip(path, kept), first)
+            for place, node in enumerate(nodes[:count])
+            if node != place
+        ]
+        if not moves:
+            return True
+        stores = self._arrays()
+        if len(moves) <= FEW and all(source > goal for _, goal, source in moves):  # then none is overwritten before it was moved
+            for row, goal, source in moves:
+                for store in stores:
+                    store[row, :, goal] = store[row, :, source]
+        else:
+            rows, goals, sources = (list(each) for each in zip(*moves))
+            for store in stores:
+                store[rows, :, goals] = store[rows, :, sources]
+        return bool(stores)
+
+    def _arrays(self) -> list[Any]:
+        """Every buffer as a NumPy array of its bits, whose vectors are moved in a fraction of the time; none if one is on another
+        device."""
+        if self._viewed is None:
+            held = [store for layer in self.written for store in (layer.keys, layer.values)]
+            fits = all(store.device.type == "cpu" and store.element_size() in BITS for store in held)
+            self._viewed = [store.view(BITS[store.element_size()]).numpy() for store in held] if fits else []
+        return self._viewed
 
     def _write_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._indices:
@@ -258,7 +292,7 @@ class TreeCache(Cache):
                 store[: old.shape[0], :, : old.shape[2]] = old
             stores.append(store)
         layer.keys, layer.values = stores
-        self.allocations += 1
+        self.allocations, self._viewed = self.allocations + 1, None
 
     def _no_room(self, keys: Tensor, values: Tensor) -> CacheMemoryError:
         per_token = sum(each.shape[1] * each.shape[3] * each.element_size() for each in (keys, values))

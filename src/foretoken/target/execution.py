@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from foretoken.target.alibi import alibi_from, uses_alibi
+from foretoken.target.block_masks import spanned
 from foretoken.target.cache import TreeCache, Window
-from foretoken.target.masks import Layout, MaskBuilder, layout
+from foretoken.target.flex import Flex
+from foretoken.target.kernel_pass import Direct
+from foretoken.target.masks import MaskBuilder, layout
 from foretoken.target.temperature import temperature_from, tuned_layers
 from foretoken.tree import TokenTree
 
@@ -27,6 +31,9 @@ class TreeExecution:
         model: takes the cache, and a mask of four dimensions where it needs one.
         device: where its input ids go.
         context: positions the model knows; filler is kept inside.
+
+    Attributes:
+        flex: attention through FlexAttention, None for the model's own.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, context: int | None):
@@ -34,34 +41,54 @@ class TreeExecution:
         self.model, self.device, self.context = model, device, context
         self.cache = TreeCache()
         self.passes = 0
+        self.flex: Flex | None = None
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._masks = MaskBuilder(config, config._attn_implementation, model.dtype)
         self._alibi = uses_alibi(model)
         self._tuned = tuned_layers(model)
+        self._called: tuple[object, Direct | None] = (None, None)
         self._counting = torch.arange(1024, device=device)[None]
 
     def forward(self, tree: TokenTree, window: Window, *, tokens: Tensor | None = None, keep: Sequence[int] | None = None) -> Tensor:
         """``[R, nodes, V]`` logits of one pass over ``tokens`` (None: the tree's). ``keep`` asks for those of one node per row only,
         ``[R, 1, V]``."""
+        self.passes += 1
+        model_pass = partial(self._pass, tree, window, tokens, keep)
+        masked = not (tree.chain and window.uniform) or (window.nodes > 1 and window.starts[0] > 0)
+        if self.flex is None or not masked:
+            return model_pass()
+        flex_pass = partial(self._pass, tree, spanned(window), tokens, keep, self.flex)
+        within = self.context is None or window.width <= self.context  # filler beyond it stands where no path does
+        return self.flex.run(tree, window, model_pass, flex_pass, timed=keep is None and within)
+
+    def _pass(self, tree: TokenTree, window: Window, tokens: Tensor | None, keep: Sequence[int] | None, flex: Flex | None = None) -> Tensor:
+        """One pass, through the model's own attention or through ``flex``."""
         self.cache.enter(window)
+        if flex is None and (direct := self._direct) is not None:
+            return direct(tree.tokens if tokens is None else tokens, window, self.cache, self.context, self._masked(tree, window), keep)
         arguments: dict[str, Any] = {}
-        overrides: AbstractContextManager[None] = nullcontext()
         last_only = keep is not None and all(node == tree.nodes - 1 for node in keep)
         positions = self._positions(tree, window)
         if self._takes_positions:
             arguments["position_ids"] = positions[:, -window.nodes :]
-        if not (tree.chain and window.uniform):
-            where = layout(tree, window, positions)
-            arguments["attention_mask"] = self._masks(where, self.cache)
-            overrides = self._from_positions(where)
-        elif not self._alibi and (mask := self._masks.for_chain(window, self.device)) is not None:
-            arguments["attention_mask"] = mask
-        if keep is not None and self._takes_logits_to_keep:
-            arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
-        self.passes += 1
-        with overrides:
+        with ExitStack() as overrides:
+            if flex is not None:
+                arguments["attention_mask"] = flex.masks(tree, window, positions, self.cache)
+                overrides.enter_context(flex.in_use())
+                if not (tree.chain and window.uniform):
+                    overrides.enter_context(self._temperature(positions[:, -window.nodes :], window))
+            elif not (tree.chain and window.uniform):
+                where = layout(tree, window, positions)
+                arguments["attention_mask"] = self._masks(where, self.cache)
+                overrides.enter_context(self._temperature(where.queries, window))
+                if self._alibi:
+                    overrides.enter_context(alibi_from(self.model, where.keys))
+            elif not self._alibi and (mask := self._masks.for_chain(window, self.device)) is not None:
+                arguments["attention_mask"] = mask
+            if keep is not None and self._takes_logits_to_keep:
+                arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
             logits: Tensor = self.model(
                 input_ids=tree.tokens if tokens is None else tokens, past_key_values=self.cache, use_cache=True, **arguments
             ).logits
@@ -69,15 +96,35 @@ class TreeExecution:
             return logits
         return logits[:, -1:] if last_only else self._pick(logits, keep)
 
-    @contextmanager
-    def _from_positions(self, where: Layout) -> Iterator[None]:
-        """For one pass, whatever the model would derive from slots comes from positions."""
-        alibi = alibi_from(self.model, where.keys) if self._alibi else nullcontext()
+    @property
+    def ragged(self) -> bool:
+        """Rows pay for their own nodes of a chain."""
+        return self._direct is not None
+
+    @property
+    def _direct(self) -> Direct | None:
+        """The model in one call, where its weights are laid out for that and nobody watches."""
+        decoder = vars(getattr(self.model, "model", self.model)).get("forward")
+        if decoder is None:
+            return None
+        if decoder is not self._called[0]:
+            self._called = decoder, Direct.of(self.model)
+        direct = self._called[1]
+        return direct if direct is not None and direct.ready else None
+
+    def _masked(self, tree: TokenTree, window: Window) -> tuple[Tensor, Tensor] | None:
+        """Positions of the nodes of this pass, and their mask; None for a chain, where slots say both."""
+        if tree.chain:
+            return None
+        where = layout(tree, window, self._positions(tree, window))
+        mask = self._masks(where, self.cache)
+        return where.queries, mask if isinstance(mask, Tensor) else mask["full_attention"]
+
+    def _temperature(self, queries: Tensor, window: Window) -> AbstractContextManager[None]:
+        """For one pass, temperatures that the model would derive from slots come from positions ``queries`` ``[R, N]``."""
         # up to the first floor scale every position has the same temperature, by slots as well
-        tuned = [layer for layer in self._tuned if where.keys.shape[1] >= layer.floor_scale]
-        temperature = temperature_from(tuned, where.queries) if tuned else nullcontext()
-        with alibi, temperature:
-            yield
+        tuned = [layer for layer in self._tuned if window.width >= layer.floor_scale]
+        return temperature_from(tuned, queries) if tuned else nullcontext()
 
     def _pick(self, logits: Tensor, keep: Sequence[int]) -> Tensor:
         """``[R, 1, V]`` of ``logits`` at node ``keep[r]``, whether the model kept all nodes or the wanted ones only."""
@@ -95,6 +142,8 @@ class TreeExecution:
             positions = self._counting.narrow(1, start, window.nodes)
             if tree.rows > 1:
                 positions = positions.expand(tree.rows, -1)
+        elif window.uniform:
+            positions = tree.depths + (window.starts[0] - window.before)
         else:
             positions = torch.tensor(window.starts, device=self.device)[:, None] - window.before + tree.depths
         if self.context is not None and window.width > self.context:

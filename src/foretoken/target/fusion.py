@@ -11,22 +11,17 @@ what the model gives them, so masks, caches and hooks work as before.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from foretoken.target import native
 from foretoken.target.cache import TreeCache
-from foretoken.target.packing import NATIVE, PLAIN, Packing, Product
+from foretoken.target.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, NativePass, fits
+from foretoken.target.packing import PLAIN, Packing, Product
 
-MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-BY_POSITION = ("default", "linear", "llama3", "yarn")
-PLAIN_ARGUMENTS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
 
 
 class Fusion:
@@ -168,201 +163,6 @@ class FusedLayer:
         else:
             attended = attend(query.transpose(1, 2), key, value, attn_mask=mask, scale=self.scaling, enable_gqa=group > 1)
         return attended.transpose(1, 2).reshape(rows, nodes, heads * size)
-
-
-class NativePass:
-    """What the kernels need to know about a pass, filled in by its first layer."""
-
-    def __init__(self) -> None:
-        self.about = native.Pass()
-        self._given: tuple[object, object] = (None, None)
-        self._held: list[Tensor] = []  # what the pointers point to
-        self._scratch: dict[tuple[int, int, int], list[Tensor]] = {}
-
-    def of(self, layer: NativeLayer, x: Tensor, cache: TreeCache, angles: tuple[Tensor, Tensor]) -> native.Pass:
-        about, window = self.about, cache.window
-        if angles is self._given[0] and window is self._given[1]:
-            return about
-        assert window is not None
-        rows, nodes, _ = x.shape
-        cos, sin = (each.contiguous() for each in angles)
-        slots = cache.slots
-        about.threads, about.rows, about.nodes, about.width = torch.get_num_threads(), rows, nodes, window.width
-        about.angle_stride = 0 if cos.shape[0] == 1 else nodes * layer.about.size
-        scratch = self._room(layer, x, rows * nodes, window.width, int(about.threads))
-        for name, tensor in zip(
-            ("cos", "sin", "slots", "states", "projected", "attended", "wide", "thin", "scores"), (cos, sin, slots, *scratch)
-        ):
-            setattr(about, name, tensor.data_ptr())
-        self._held = [cos, sin, slots, *scratch]
-        self._given = angles, window
-        return about
-
-    def _room(self, layer: NativeLayer, x: Tensor, tokens: int, width: int, threads: int) -> list[Tensor]:
-        """Scratch for so many tokens and slots, kept for the next pass of that size."""
-        width = -(-width // 256) * 256
-        key = tokens, width, threads
-        if key not in self._scratch:
-            if len(self._scratch) >= 16:
-                self._scratch.clear()
-            about = layer.about
-            sizes = (about.hidden, (about.heads + 2 * about.key_heads) * about.size, about.heads * about.size, 2 * about.inner, about.inner)
-            made = [x.new_empty(tokens, size) for size in sizes]
-            self._scratch[key] = [*made, torch.empty(threads * 8 * (width + 16))]
-        return self._scratch[key]
-
-
-class NativeLayer:
-    """A decoder layer in one call of a kernel."""
-
-    def __init__(self, layer: FusedLayer):
-        self.shared, self.index, self.run = layer.shared, layer.index, native.library(layer.qkv.packed.dtype).layer
-        products = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
-        norms = {"before": layer.before, "after": layer.after, "query_norm": layer.q_norm, "key_norm": layer.k_norm}
-        self._held = [layer, *products.values()]  # the pointers below point into them
-        self.about = native.Layer(
-            hidden=layer.qkv.inputs,
-            inner=layer.down.inputs,
-            heads=layer.queries,
-            key_heads=layer.pairs - layer.queries,
-            size=layer.size,
-            eps=layer.before.variance_epsilon,
-            head_eps=0.0 if layer.q_norm is None else layer.q_norm.variance_epsilon,
-            scaling=layer.scaling,
-            **{name: product.packed.data_ptr() for name, product in products.items()},
-            **{f"{name}_bias": None if product.bias is None else product.bias.data_ptr() for name, product in products.items()},
-            **{name: None if norm is None else norm.weight.data_ptr() for name, norm in norms.items()},
-        )
-
-    @staticmethod
-    def of(layer: FusedLayer) -> NativeLayer | None:
-        """The kernel for ``layer``, or None if its sizes or layouts are not those that the kernel is made for."""
-        products = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        whole = [layer.qkv.outputs, layer.output.outputs, layer.gate_up.outputs, layer.down.outputs]
-        if any(product.hint != NATIVE for product in products) or any(size % 64 for size in whole) or layer.down.inputs % 32:
-            return None
-        norms = [each for each in (layer.before, layer.after, layer.q_norm, layer.k_norm) if each is not None]
-        if (
-            layer.size % 32
-            or layer.activation is not nn.functional.silu
-            or any(each.weight.dtype != layer.qkv.packed.dtype for each in norms)
-        ):
-            return None
-        return NativeLayer(layer)
-
-    def __call__(self, x: Tensor, mask: Tensor | None, cache: TreeCache, angles: tuple[Tensor, Tensor]) -> Tensor:
-        keys, values = cache.buffers(self.index, x, int(self.about.key_heads), int(self.about.size))
-        about = self.shared.native.of(self, x, cache, angles)
-        about.row_stride, about.head_stride = keys.stride(0), keys.stride(1)
-        if mask is not None:
-            about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
-        out = x.clone(memory_format=torch.contiguous_format)
-        self.run(self.about, about, None if mask is None else mask.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
-        return out
-
-
-class NativeModel:
-    """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them."""
-
-    def __init__(self, base: Any, kernels: list[NativeLayer]):
-        self.base, self.kernels, self.shared = base, kernels, kernels[0].shared
-        self.run = native.library(base.norm.weight.dtype).model
-        self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
-        self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
-        self._buffers: tuple[object, Any, Any] = (None, None, None)
-
-    @staticmethod
-    def of(base: Any) -> NativeModel | None:
-        """The kernel for ``base``, or None if it is no such model."""
-        if type(base).__name__ not in MODELS or not type(base).__module__.startswith("transformers.models."):
-            return None
-        config = base.config
-        layers = list(base.layers)[: config.num_hidden_layers]
-        kernels = [getattr(vars(layer).get("forward"), "kernel", None) for layer in layers]
-        windows = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
-            getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
-        )
-        if windows or not kernels or any(kernel is None for kernel in kernels):
-            return None
-        if type(base.embed_tokens) is not nn.Embedding or base.norm.weight.dtype != base.embed_tokens.weight.dtype:
-            return None
-        return NativeModel(base, [kernel for kernel in kernels if kernel is not None])
-
-    def __call__(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        **others: Any,
-    ) -> Any:
-        if not self._serves(input_ids, attention_mask, position_ids, past_key_values, others):
-            given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
-            return type(self.base).forward(self.base, input_ids, **given, **others)
-        assert input_ids is not None and position_ids is not None
-        cache: TreeCache = past_key_values
-        window = cache.window
-        assert window is not None
-        x = nn.functional.embedding(input_ids, self.base.embed_tokens.weight)
-        first, norm = self.kernels[0], self.base.norm
-        keys, values, row_stride, head_stride = self._held(cache, x)
-        about = self.shared.native.of(first, x, cache, self._angles(x, position_ids, window.width))
-        about.row_stride, about.head_stride = row_stride, head_stride
-        if attention_mask is not None:
-            about.mask_row_stride = 0 if attention_mask.shape[0] == 1 else attention_mask.stride(0)
-            about.mask_stride = attention_mask.stride(2)
-        mask = None if attention_mask is None else attention_mask.data_ptr()
-        out, offset = torch.empty_like(x), window.first * row_stride
-        where = norm.weight.data_ptr(), norm.variance_epsilon, out.data_ptr()
-        self.run(self.abouts, len(self.kernels), about, mask, x.data_ptr(), keys, values, offset, *where)
-        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=cache)
-
-    def _serves(self, ids: Tensor | None, mask: Any, positions: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
-        config, layers = self.base.config, self.base.layers
-        return (
-            ids is not None
-            and positions is not None
-            and isinstance(cache, TreeCache)
-            and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4 and fits(mask)))
-            and others.keys() <= PLAIN_ARGUMENTS | {"inputs_embeds"}
-            and not any(others.get(name) for name in ("output_attentions", "output_hidden_states"))
-            and others.get("inputs_embeds") is None
-            and not (config.output_attentions or config.output_hidden_states or torch.is_grad_enabled())
-            and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
-        )
-
-    def _held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any, int, int]:
-        """Pointers to every layer's keys and values, and the strides of all of them."""
-        about = self.kernels[0].about
-        stale = len(cache.layers) < len(self.kernels) or cache.layers[0].keys.shape[0] < cache.row_capacity
-        if stale or cache.layers[0].keys.shape[2] < cache.capacity or self._buffers[0] != (id(cache), cache.allocations):
-            for kernel in self.kernels:
-                cache.buffers(kernel.index, x, int(about.key_heads), int(about.size))
-            held = [cache.layers[kernel.index] for kernel in self.kernels]
-            where = [pointers([getattr(layer, name).data_ptr() for layer in held]) for name in ("keys", "values")]
-            self._buffers = (id(cache), cache.allocations), *where
-        keys = cache.layers[0].keys
-        return self._buffers[1], self._buffers[2], keys.stride(0), keys.stride(1)
-
-    def _angles(self, x: Tensor, positions: Tensor, needed: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""
-        rotary = self.base.rotary_emb
-        if getattr(rotary, "rope_type", None) not in BY_POSITION:
-            angles: tuple[Tensor, Tensor] = rotary(x, position_ids=positions)
-            return angles
-        if self._tables is None or self._tables[0].shape[0] < needed:
-            cos, sin = rotary(x, position_ids=torch.arange(max(1024, 2 * needed))[None])
-            self._tables = cos[0].contiguous(), sin[0].contiguous()
-        return self._tables[0][positions], self._tables[1][positions]
-
-
-def pointers(addresses: list[int]) -> Any:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
-
-
-def fits(mask: Tensor | None) -> bool:
-    """Whether the kernels can read ``mask``: one byte per node and slot, the same for every head."""
-    return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1 and mask.stride(3) == 1)
 
 
 def alone(layer: Any) -> Product | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig
@@ -24,29 +26,69 @@ NAME = "foretoken_positions"
 CHAIN = 64  # longest chain whose mask is cut out of the band
 
 
+class Standing(Protocol):
+    """What a mask builder of ours is given through the config: where the queries of a pass stand, ``[R, N]``, and more."""
+
+    @property
+    def queries(self) -> Tensor: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where queries and keys stand in one pass: ``queries`` ``[R, N]`` and ``keys`` ``[R, W]`` positions, ``visible`` ``[R, N, W]``."""
-
-    queries: Tensor
-    keys: Tensor
-    visible: Tensor
-
-
-def layout(tree: TokenTree, window: Window, positions: Tensor) -> Layout:
-    """The layout of ``tree`` behind each row's prefix, with ``positions`` ``[R, nodes]`` of all its nodes.
+    """Where queries and keys stand in one pass over ``tree``, with ``positions`` ``[R, nodes]`` of all its nodes.
 
     Queries are the nodes from ``window.before`` on; keys are the prefix and every node so far.
     """
-    device = positions.device
-    starts = torch.tensor(window.starts, device=device)[:, None] - window.before  # [R, 1]
-    slots = torch.arange(window.width, device=device)[None]  # [1, W]
-    node = (slots - starts).clamp(0, tree.nodes - 1)  # [R, W] node that a slot would hold
-    in_prefix = slots < starts
-    in_tree = (slots >= starts) & (slots < starts + tree.nodes)
-    keys = torch.where(in_prefix, slots, positions.gather(1, node))
-    ancestry = tree.ancestors[:, window.before :].gather(2, node[:, None].expand(-1, window.nodes, -1))  # [R, N, W]
-    return Layout(positions[:, window.before :], keys, in_prefix[:, None] | (in_tree[:, None] & ancestry))
+
+    tree: TokenTree
+    window: Window
+    positions: Tensor
+
+    @property
+    def queries(self) -> Tensor:
+        """``[R, N]`` positions."""
+        return self.positions[:, self.window.before :]
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """``[R, W]`` positions."""
+        slots, starts, node = self._slots
+        return torch.where(slots < starts, slots, self.positions.gather(1, node))
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """``[R, N, W]`` bool: the prefix, and a node's ancestors and itself."""
+        tree, window = self.tree, self.window
+        ancestors = tree.ancestors[:, window.before :]
+        if ancestors.device.type == "cpu" == self.positions.device.type:
+            return seen_on_host(ancestors, window, tree.nodes)
+        slots, starts, node = self._slots
+        in_tree = (slots >= starts) & (slots < starts + tree.nodes)
+        ancestry = ancestors.gather(2, node[:, None].expand(-1, window.nodes, -1))  # [R, N, W]
+        return (slots < starts)[:, None] | (in_tree[:, None] & ancestry)
+
+    @cached_property
+    def _slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots ``[1, W]``, where each row's tree starts ``[R, 1]``, and the node that a slot would hold ``[R, W]``."""
+        device = self.positions.device
+        starts = torch.tensor(self.window.starts, device=device)[:, None] - self.window.before
+        slots = torch.arange(self.window.width, device=device)[None]
+        return slots, starts, (slots - starts).clamp(0, self.tree.nodes - 1)
+
+
+def layout(tree: TokenTree, window: Window, positions: Tensor) -> Layout:
+    """The layout of ``tree`` behind each row's prefix."""
+    return Layout(tree, window, positions)
+
+
+def seen_on_host(ancestors: Tensor, window: Window, nodes: int) -> Tensor:
+    """:attr:`Layout.visible` for ``ancestors`` ``[R, N, nodes]`` of the queries, by slices: on a CPU calls cost more than what they do."""
+    seen = np.ones((window.rows, window.nodes, window.width), dtype=np.bool_)
+    for row, start, within in zip(seen, window.starts, ancestors.numpy()):
+        start -= window.before
+        row[:, start : start + nodes] = within
+        row[:, start + nodes :] = False
+    return torch.from_numpy(seen)
 
 
 def mask_in_positions(
@@ -65,20 +107,27 @@ AttentionMaskInterface.register(NAME, mask_in_positions)
 
 
 class MaskBuilder:
-    """Builds what a model takes as ``attention_mask``: a tensor, or one per layer type where its config lists layer types."""
+    """Builds what a model takes as ``attention_mask``: a tensor, or one per layer type where its config lists layer types.
 
-    def __init__(self, config: PreTrainedConfig, implementation: str, dtype: torch.dtype):
+    ``builder`` names who makes each of them, in transformers' ``AttentionMaskInterface``.
+    """
+
+    def __init__(self, config: PreTrainedConfig, implementation: str, dtype: torch.dtype, *, builder: str = NAME):
         self.config = copy.copy(config)
-        self.config.__dict__["_attn_implementation_internal"] = NAME
+        self.config.__dict__["_attn_implementation_internal"] = builder
         self.additive = implementation == "eager"
         self.dtype = dtype
         kinds = getattr(config, "layer_types", None)
         windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
         self.full = set(kinds) == {"full_attention"} if kinds else windows == [None, None]
         self._keyed = bool(kinds)
+        self._causal = bool(getattr(config, "is_causal", True))
         self._band: Tensor | None = None  # [CHAIN, 2 capacity]
 
-    def __call__(self, where: Layout, cache: TreeCache) -> Tensor | dict[str, Tensor]:
+    def __call__(self, where: Standing, cache: TreeCache) -> Any:
+        if self.full and self._causal and isinstance(where, Layout):  # a node sees nothing behind it that causality would hide
+            mask = self._finish(where.visible[:, None])
+            return {"full_attention": mask} if self._keyed else mask
         self.config.__dict__["foretoken_layout"] = where
         embeds = torch.empty(*where.queries.shape, 0, dtype=self.dtype, device=where.queries.device)
         masks = create_masks_for_generate(self.config, embeds, None, cache, where.queries)

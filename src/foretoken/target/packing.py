@@ -3,14 +3,15 @@
 A pass over a few tokens reads every weight once, and how fast depends on the order in which the weights lie in memory. oneDNN packs
 a matrix into blocks for its kernels, and so do the kernels in ``native``; torch's own linear layers pack it anew in every pass,
 or read it as it is. Here each linear layer of a model is packed once, in the layout that was measured to be fastest, and layers
-that read the same input (query, key and value; gate and up) become one product.
+that read the same input (query, key and value; gate and up) become one product. torchao's weights of eight bits have one layout
+only, that of ``native``.
 
 The classes of the model stay what they are: ``forward`` is overridden on single layers, and :meth:`Packing.undo` takes that back.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.target import native
+from foretoken.target.int8 import give_back, integers, is_held, is_int8, scales, take
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = 0  # the layout that torch has them in
@@ -28,7 +30,8 @@ NATIVE = -1  # the layout of the kernels in ``native``
 HINTS = (PLAIN, 8)  # numbers of tokens that layouts are made for; 2 to 16 make the same one
 TRIED = (1, 8)  # numbers of tokens that layouts are compared at
 TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
-REPEATS = 4
+REPEATS, MOST_REPEATS = 4, 20
+STEADY = 1.1  # times its best time that another time of a layout has to be, for the best to count
 WORTH = 0.97  # of the time of torch's own layers that a layout has to stay below
 WHOLE = 0.95  # what a product of our kernels counts for: where all of a layer are, it becomes one call
 
@@ -45,13 +48,18 @@ class Product:
 
     def __init__(self, layers: Sequence[nn.Linear] | Sequence[Rows], hint: int):
         self.layers, self.sizes, self.hint = layers, [layer.out_features for layer in layers], hint
-        weight = joined([layer.weight.detach() for layer in layers])
+        self.outputs, self.inputs = sum(self.sizes), layers[0].in_features
+        self.dtype, self.int8 = layers[0].weight.dtype, is_int8(layers[0].weight)
+        weights = [layer.weight if self.int8 else layer.weight.detach() for layer in layers]
         self.bias = joined_bias(layers)
-        self.outputs, self.inputs = weight.shape
         if hint == NATIVE:
-            self.packed, self.bias = blocked(weight), padded(self.bias)
-            self._linear = native.library(weight.dtype).linear
+            self.packed, self.bias = blocked(integers(weights) if self.int8 else joined(weights), self.dtype), padded(self.bias)
+            self.scale = padded(scales(weights)) if self.int8 else None
+            parts = (self.packed, self.scale, self.bias)
+            self.matrix = native.Matrix(*(None if part is None else part.data_ptr() for part in parts))
+            self._linear = native.library(self.dtype, self.int8).linear
         else:
+            weight = joined(weights)
             self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] = ()
@@ -66,12 +74,11 @@ class Product:
         return product
 
     def _by_kernel(self, x: Tensor) -> Tensor:
-        if x.dtype != self.packed.dtype:
-            raise RuntimeError(f"expected an input in {self.packed.dtype}, got {x.dtype}")
+        if x.dtype != self.dtype:
+            raise RuntimeError(f"expected an input in {self.dtype}, got {x.dtype}")
         width = padded_size(self.outputs)
         y = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
-        bias = None if self.bias is None else self.bias.data_ptr()
-        self._linear(self.packed.data_ptr(), x.data_ptr(), bias, y.data_ptr(), x.numel() // self.inputs, self.inputs, width)
+        self._linear(ctypes.byref(self.matrix), x.data_ptr(), y.data_ptr(), x.numel() // self.inputs, self.inputs, width)
         return y if width == self.outputs else y[..., : self.outputs]
 
     def part(self, index: int) -> Forward:
@@ -91,7 +98,7 @@ class Product:
         return forward
 
     def weights(self) -> Sequence[Tensor]:
-        """The weights as they were, one matrix per layer."""
+        """The weights as they were, one matrix per layer; of eight bits the integers."""
         dense = self.packed
         if self.hint == NATIVE:
             dense = unblocked(dense, self.outputs)
@@ -107,10 +114,11 @@ class Kind:
     outputs: int
     inputs: int
     layers: int
+    int8: bool = False
 
     @staticmethod
     def of(layers: Sequence[nn.Linear]) -> Kind:
-        return Kind(sum(layer.out_features for layer in layers), layers[0].in_features, len(layers))
+        return Kind(sum(layer.out_features for layer in layers), layers[0].in_features, len(layers), is_int8(layers[0].weight))
 
 
 class Packing:
@@ -142,7 +150,9 @@ class Packing:
             freed = [owned and id(layer.weight) not in shared for layer in layers]
             for index, (layer, free) in enumerate(zip(layers, freed)):
                 vars(layer)["forward"] = product.part(index)
-                if free:
+                if free and product.int8:
+                    take(layer.weight)
+                elif free:
                     layer.weight = placeholder(layer.weight)
                 self._found[id(layer)] = product
             self._products.append((product, layers, freed))
@@ -161,31 +171,39 @@ class Packing:
     def undo(self) -> None:
         """Give every layer its own ``forward`` and weight back."""
         for product, layers, freed in self._products:
-            weights = product.weights() if any(freed) else [None] * len(layers)
+            weights = product.weights() if any(freed) else [torch.empty(0)] * len(layers)
             for layer, free, weight in zip(layers, freed, weights):
                 del layer.forward
-                if free and weight is not None:
+                if free and product.int8:
+                    give_back(layer.weight, weight)
+                elif free:
                     layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
         self._products, self._found = [], {}
 
 
-def refusal(model: nn.Module) -> str | None:
-    """Why the weights of ``model`` can not be packed, or None."""
+def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | None:
+    """Why the weights of ``model`` can not be packed in one of the layouts ``hints``, or None."""
     if not torch._C._has_mkldnn:
         return "this build of torch has no oneDNN"
     devices = {parameter.device.type for parameter in model.parameters()}
     if devices != {"cpu"}:
         return f"its weights are on {', '.join(sorted(devices))}, and only those in CPU memory are packed"
-    if getattr(model, "is_quantized", False):
-        return "its weights are quantised"
-    if not any(packable(module) for module in model.modules()):
+    packed = [module for module in model.modules() if packable(module)]
+    int8 = any(is_int8(module.weight) for module in packed)
+    if getattr(model, "is_quantized", False) and not int8:
+        return "its weights are quantised, and not by torchao to eight bits with a scale per output"
+    if int8 and NATIVE not in hints:
+        return "its weights have eight bits, for which there is no other layout than that of the native kernels"
+    if not packed:
         return "it has no plain linear layers in float32 or bfloat16"
     return None
 
 
 def packable(module: nn.Module) -> bool:
-    """A linear layer as torch makes it: no subclass, no override, a dtype that oneDNN multiplies."""
-    return type(module) is nn.Linear and module.weight.dtype in DTYPES and "forward" not in vars(module) and not module.weight.is_meta
+    """A linear layer as torch makes it: no subclass, no override, a dtype that oneDNN multiplies or eight bits that our kernels do."""
+    if type(module) is not nn.Linear or module.weight.dtype not in DTYPES or "forward" in vars(module):
+        return False
+    return (type(module.weight) is nn.Parameter or is_int8(module.weight)) and is_held(module.weight)
 
 
 def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]]:
@@ -209,7 +227,7 @@ def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]
             before = None
             continue
         seen.add(id(layer))
-        if x is before:
+        if x is before and is_int8(layer.weight) == is_int8(groups[-1][0].weight):
             groups[-1].append(layer)
         else:
             groups.append([layer])
@@ -224,7 +242,7 @@ def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear
     return found
 
 
-@torch.inference_mode()
+@torch.no_grad()  # a slice of torchao's tensors can not be made in inference mode
 def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
     """The hint whose layout was fastest for these products, None if torch's own layers were.
 
@@ -232,12 +250,14 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     than that, its first rows. The layouts take turns as well, and each is judged by its best time: other work on the machine only
     ever adds to one.
     """
-    size = sum(layer.weight.nbytes for layer in groups[0])
+    weight = groups[0][0].weight
+    int8 = is_int8(weight)
+    size = sum(layer.weight.numel() for layer in groups[0]) * (1 if int8 else weight.element_size())
     trial = [[Rows.of(layer, max(64, layer.out_features * TRIAL // max(size, TRIAL))) for layer in layers] for layers in groups]
     trial = trial[: max(1, -(-TRIAL // size))]
-    weight = groups[0][0].weight
     inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
     fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % 32)]
+    fitting = [hint for hint in fitting if hint == NATIVE or not int8]
     runs: dict[int | None, Forward] = {hint: all_of([Product(layers, hint) for layers in trial]) for hint in fitting}
     runs[None] = all_of([layer for layers in trial for layer in layers])
     took = best_seconds(runs, inputs)
@@ -275,17 +295,20 @@ def all_of(products: Sequence[Forward]) -> Forward:
 
 
 def best_seconds(runs: dict[int | None, Forward], inputs: Sequence[Tensor]) -> dict[int | None, float]:
-    """For each of ``runs`` the sum over ``inputs`` of its best time, after a warm-up; they take turns."""
+    """For each of ``runs`` the sum over ``inputs`` of its best time, after a warm-up; they take turns, until each has come close to its
+    best time twice: on a machine with other work to do a single good time may be the luck of one."""
     total = dict.fromkeys(runs, 0.0)
     for x in inputs:
-        best = dict.fromkeys(runs, math.inf)
-        for repeat in range(1 + REPEATS):
+        times: dict[int | None, list[float]] = {name: [] for name in runs}
+        for repeat in range(1 + MOST_REPEATS):
             for name, run in runs.items():
                 begin = time.perf_counter()
                 run(x)
                 if repeat:
-                    best[name] = min(best[name], time.perf_counter() - begin)
-        total = {name: seconds + best[name] for name, seconds in total.items()}
+                    times[name].append(time.perf_counter() - begin)
+            if repeat >= REPEATS and all(sorted(each)[1] <= STEADY * min(each) for each in times.values()):
+                break
+        total = {name: seconds + min(times[name]) for name, seconds in total.items()}
     return total
 
 
@@ -305,7 +328,8 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
 def joined_bias(layers: Sequence[nn.Linear] | Sequence[Rows]) -> Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
-    return joined([torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias.detach() for layer in layers])
+    dtype = layers[0].weight.dtype
+    return joined([torch.zeros(layer.out_features, dtype=dtype) if layer.bias is None else layer.bias.detach() for layer in layers])
 
 
 def placeholder(weight: Tensor) -> nn.Parameter:
@@ -317,16 +341,16 @@ def padded_size(outputs: int) -> int:
     return -(-outputs // 64) * 64
 
 
-def padded(bias: Tensor | None) -> Tensor | None:
-    """``bias`` with zeros behind, for the outputs that pad a matrix."""
-    return None if bias is None else nn.functional.pad(bias, (0, padded_size(len(bias)) - len(bias)))
+def padded(row: Tensor | None) -> Tensor | None:
+    """``row`` with zeros behind, for the outputs that pad a matrix."""
+    return None if row is None else nn.functional.pad(row, (0, padded_size(len(row)) - len(row)))
 
 
-def blocked(weight: Tensor) -> Tensor:
-    """``weight`` ``[N, K]`` as ``layer.c`` reads it."""
+def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``weight`` ``[N, K]`` as ``layer.c`` reads it for products in ``dtype``, its own by default."""
     outputs, inputs = weight.shape
     rows = nn.functional.pad(weight, (0, 0, 0, padded_size(outputs) - outputs))
-    if weight.dtype == torch.bfloat16:
+    if (dtype or weight.dtype) == torch.bfloat16:
         return rows.view(-1, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
     return rows.view(-1, 16, inputs).permute(0, 2, 1).contiguous()
 

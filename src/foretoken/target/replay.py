@@ -149,6 +149,8 @@ class ReplayExecution:
         context: positions the model knows; of a row beyond it nothing is read, and its logits are zeros.
     """
 
+    ragged = True  # each row pays for its own nodes
+
     def __init__(self, model: PreTrainedModel, device: torch.device, vocab_size: int, chunk: int, context: int | None):
         self.model, self.device, self.vocab_size, self.chunk, self.context = model, device, vocab_size, chunk, context
         self.cache = ReplayCache()

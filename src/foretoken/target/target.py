@@ -14,12 +14,16 @@ from torch import Tensor
 from foretoken.errors import ConfigurationError, UnsupportedModelError
 from foretoken.target import native
 from foretoken.target.cache import TreeCache, Window
+from foretoken.target.compilation import Compilation
+from foretoken.target.compilation import refusal as compilation_refusal
 from foretoken.target.execution import TreeExecution
+from foretoken.target.flex import ATTENTIONS, Flex
+from foretoken.target.flex import refusal as flex_refusal
 from foretoken.target.kernels import Kernels
 from foretoken.target.packing import HINTS, NATIVE
 from foretoken.target.packing import refusal as packing_refusal
 from foretoken.target.replay import ReplayCache, ReplayExecution
-from foretoken.target.support import chains_only, check_model, context_of, describe, self_test
+from foretoken.target.support import attention_test, chains_only, check_model, context_of, describe, self_test, tolerance
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -31,13 +35,16 @@ RESERVE = 4096  # tokens per row allocated ahead of their use, at most
 WORTH_COPYING = 16  # a shorter shared beginning is computed again
 CANDIDATES = 8  # rows compared with a prompt that begins as they do
 SAMPLE = 7  # tokens of the pass that packed weights are compared on
-EXECUTIONS = ("auto", "eager", "packed", "native")
+EXECUTIONS = ("auto", "eager", "packed", "native", "compiled")
 
 
 class Execution(Protocol):
     """How forward passes are made and what they leave behind; one per kind of cache."""
 
     passes: int
+
+    @property
+    def ragged(self) -> bool: ...
 
     @property
     def cache(self) -> TreeCache | ReplayCache: ...
@@ -57,19 +64,23 @@ class Target:
         prefill_chunk: most tokens of a row in one prefill pass; bounds the memory of a long prompt.
         reuse_prefix: keep the cache of finished rows for prompts that begin alike.
         execution: ``eager`` runs the model as it is; ``packed`` lays its weights out for oneDNN's kernels first, ``native`` for
-            kernels compiled on this machine; ``auto`` takes what is measured to be fastest, and only where that can be done without
-            holding the weights twice.
+            kernels compiled on this machine; ``compiled`` compiles its decoder layers with torch.compile; ``auto`` takes what is
+            measured to be fastest of the first three, and only where that can be done without holding the weights twice.
         owned: nobody else holds the model, so that packed weights may replace the originals.
+        attention: how passes that need a mask attend: ``model``, as the model was loaded; ``flex``, through FlexAttention; ``auto``
+            takes FlexAttention on CUDA for the shapes that it is measured to be faster for.
 
     Attributes:
-        execution: what is in use: ``eager``, ``packed`` or ``native``; ``unpacked`` says why ``auto`` did not pack.
+        execution: what is in use: ``eager``, ``packed``, ``native`` or ``compiled``; ``unpacked`` says why weights are not packed.
         kernels: how the weights are laid out, None if they are as they were.
+        compilation: the compiled layers, None if there are none.
+        flex: FlexAttention, its passes and trials; None if it is out of the question, and ``unflexed`` says why.
         chains_only: why this target can verify chains but no branching trees; None if it takes trees.
         context: most tokens a row may hold, None if the model sets no limit.
 
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
-        ConfigurationError: an execution that the model can not have.
+        ConfigurationError: an execution or an attention that the model can not have.
     """
 
     def __init__(
@@ -81,6 +92,7 @@ class Target:
         reuse_prefix: bool = True,
         execution: str = "auto",
         owned: bool = False,
+        attention: str = "auto",
     ):
         self.model = unwrap(model)
         check_model(self.model)
@@ -102,10 +114,13 @@ class Target:
         self._weights: object = None
         self._check_mode()
         self.kernels: Kernels | None = None
+        self.compilation: Compilation | None = None
         self.unpacked = self._pack(execution, owned)
         if test:
             self.chains_only = self_test(self)
-            self._execution.passes = 0
+        self.flex: Flex | None = None
+        self.unflexed = self._attend(attention, test)
+        self._execution.passes = 0
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -166,12 +181,22 @@ class Target:
         if self.kernels is not None:
             self.kernels.undo()
             self.kernels = None
+        if self.compilation is not None:
+            self.compilation.undo()
+            self.compilation = None
 
     @property
     def execution(self) -> str:
+        if self.compilation is not None:
+            return "compiled"
         if self.kernels is None:
             return "eager"
         return "native" if self.kernels.native else "packed"
+
+    @property
+    def ragged(self) -> bool:
+        """Rows of a pass over chains pay for their own nodes alone."""
+        return self._execution.ragged
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -210,7 +235,8 @@ class Target:
             raise ValueError(f"first must name one of the {tree.nodes} nodes of the tree, got {first}")
         if tree.rows != len(self.lengths):
             raise ValueError(f"the tree has {tree.rows} rows and the cache {len(self.lengths)}")
-        window = Window(0, len(self.lengths), tuple(length + first for length in self.lengths), tree.nodes - first, first)
+        counts = None if first or tree.rows == 1 or self.device.type != "cpu" else tree.counts
+        window = Window(0, len(self.lengths), tuple(length + first for length in self.lengths), tree.nodes - first, first, counts)
         return self._execution.forward(tree, window, tokens=tree.tokens[:, first:].clamp(0, self.vocab_size - 1))
 
     def advance(self, tokens: Tensor) -> Tensor:
@@ -239,15 +265,58 @@ class Target:
             raise ConfigurationError(f"unknown execution {execution!r}; choose {', '.join(EXECUTIONS)}")
         if execution == "eager":
             return "execution='eager' was asked for"
+        if execution == "compiled":
+            self._compile()
+            return "execution='compiled' was asked for"
         if execution == "auto" and not owned:
             return "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
-        why = packing_refusal(self.model)
+        hints = self._hints(execution)
+        why = packing_refusal(self.model, hints)
         if why is None:
-            kernels = Kernels(self.model, self._sample, owned=owned, hints=self._hints(execution))
+            kernels = Kernels(self.model, self._sample, owned=owned, hints=hints)
             why = kernels.refused
             self.kernels = kernels if why is None else None
         if why is not None and execution != "auto":
             raise ConfigurationError(f"{describe(self.model)} can not be packed: {why}; use execution='auto'")
+        return why
+
+    def _compile(self) -> None:
+        why = compilation_refusal(self.model, self.chains_only)
+        if why is None:
+            self.compilation = Compilation(self.model, self._every_kind)
+            why = self.compilation.refused
+        if why is not None:
+            self.compilation = None
+            raise ConfigurationError(f"{describe(self.model)} can not be compiled: {why}; use execution='auto'")
+
+    @torch.inference_mode()
+    def _every_kind(self) -> list[Tensor]:
+        """The logits of one pass of each kind that is compiled: one node and several, of one row, of rows that stand alike and not."""
+        found = []
+        for lengths in ((4,), (4, 4), (4, 2)):
+            texts = [[(3 + row + i) % self.vocab_size for i in range(length)] for row, length in enumerate(lengths)]
+            self.open(texts)
+            self.prefill(texts, first=0)
+            for nodes in (1, 3):
+                tokens = torch.arange(7, 7 + nodes, device=self.device).expand(len(lengths), -1) % self.vocab_size
+                found.append(self.score(TokenTree.from_chain(tokens)))
+            self.release()
+        self._execution.passes = 0
+        return found
+
+    def _attend(self, attention: str, test: bool) -> str | None:
+        """Attend through FlexAttention if that is asked for, or may turn out to be faster; else returns why not."""
+        if attention not in ATTENTIONS:
+            raise ConfigurationError(f"unknown attention {attention!r}; choose {', '.join(ATTENTIONS)}")
+        if attention == "model":
+            return "attention='model' was asked for"
+        why = self.chains_only or flex_refusal(self.model, self.device, packed=self.kernels is not None, forced=attention == "flex")
+        if why is None and isinstance(self._execution, TreeExecution):
+            flex = Flex(self.model, self.device, forced=attention == "flex", tolerance=tolerance(self.model))
+            why = attention_test(self, self._execution, flex) if flex.forced and test else None
+            self.flex = self._execution.flex = flex if why is None else None
+        if why is not None and attention == "flex":
+            raise ConfigurationError(f"{describe(self.model)} can not attend through FlexAttention: {why}; use attention='auto'")
         return why
 
     def _hints(self, execution: str) -> tuple[int, ...]:
@@ -316,7 +385,7 @@ class Target:
             width = max(counts)
             chunk = [list(p[s : s + c]) + [0] * (width - c) for p, s, c in zip(prompts, starts, counts)]
             tokens = torch.tensor(chunk, device=self.device).clamp(max=self.vocab_size - 1)  # a draft may know fewer than its target
-            window = Window(row, last, starts, width)
+            window = Window(row, last, starts, width, counts=tuple(counts))
             logits = self._execution.forward(TokenTree.from_chain(tokens), window, keep=[count - 1 for count in counts])
             self.commit(None, counts)
             if self.lengths[row] == len(prompts[0]):

@@ -22,10 +22,18 @@ import torch
 SOURCE = Path(__file__).with_name("layer.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-std=c11", "-w")
 LIMIT = 120  # seconds for the compiler
+KEYS, QUERIES = 64, 24  # of ``layer.c``
+POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
 
 
 class Unavailable(Exception):
     """There are no kernels for this machine; the message says why."""
+
+
+class Matrix(ctypes.Structure):
+    """``Matrix`` of ``layer.c``."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scale", "bias")]
 
 
 class Layer(ctypes.Structure):
@@ -34,8 +42,7 @@ class Layer(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")]
         + [(name, ctypes.c_double) for name in ("eps", "head_eps", "scaling")]
-        + [(name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")]
-        + [(name, ctypes.c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")]
+        + [(name, Matrix) for name in ("qkv", "output", "gate_up", "down")]
         + [(name, ctypes.c_void_p) for name in ("before", "after", "query_norm", "key_norm")]
     )
 
@@ -44,15 +51,15 @@ class Pass(ctypes.Structure):
     """``Pass`` of ``layer.c``."""
 
     _fields_ = (
-        [(name, ctypes.c_int64) for name in ("threads", "rows", "nodes", "width", "row_stride", "head_stride", "angle_stride")]
+        [(name, ctypes.c_int64) for name in ("threads", "rows", "tokens", "nodes", "width", "row_stride", "head_stride", "own_angles")]
         + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
-        + [(name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "states", "projected", "attended", "wide", "thin", "scores")]
+        + [(name, ctypes.c_void_p) for name in POINTERS]
     )
 
 
 @lru_cache(maxsize=4)
-def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The kernels for ``dtype``: ``linear``, ``layer`` and ``model`` of ``layer.c``.
+def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
+    """The kernels for ``dtype``, with weights of eight bits or of that dtype: ``linear``, ``layer`` and ``model`` of ``layer.c``.
 
     Raises:
         Unavailable: they can not be had here.
@@ -64,7 +71,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     openmp = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
     if openmp is None:
         raise Unavailable("this build of torch brings no libgomp")
-    flags = [*FLAGS, *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    flags = [*FLAGS, *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
     path = _folder() / f"layer-{_key(compiler, flags, openmp)}.so"
     if not path.exists():
         _compile(compiler, flags, openmp, path)
@@ -73,7 +80,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     except OSError as error:
         raise Unavailable(f"the compiled kernels do not load: {error}") from error
     pointer, number = ctypes.c_void_p, ctypes.c_int
-    kernels.linear.argtypes = [pointer, pointer, pointer, pointer, number, number, number]
+    kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number]
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer]
     several, size = ctypes.POINTER(pointer), ctypes.c_int64
     kernels.model.argtypes = [
@@ -91,6 +98,17 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     ]
     kernels.linear.restype = kernels.layer.restype = kernels.model.restype = None
     return kernels
+
+
+@lru_cache(maxsize=1)
+def revision() -> str:
+    """Changes with the source of the kernels, and so may what they take."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+
+
+def scratch(size: int) -> int:
+    """Numbers in float32 that attention over heads of ``size`` needs per thread, as ``layer.c`` divides them up."""
+    return QUERIES * KEYS + (KEYS + 2 * QUERIES) * size
 
 
 def refusal(dtype: torch.dtype) -> str | None:

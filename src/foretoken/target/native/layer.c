@@ -5,18 +5,29 @@
  * parallel region, in registers and the first cache. Sums are in float32; results are rounded to the model's dtype at the
  * places where torch rounds them.
  *
- * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. All sizes are multiples of 32.
+ * Compiled once per dtype: -DBF16 for bfloat16, without it for float32; and with -DINT8 for weights of eight bits, which are
+ * widened to the model's dtype in a register, exactly. All sizes are multiples of 32.
  *
- * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS) and [N/16][K][16] in float32, N padded to 64.
+ * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS) and [N/16][K][16] in float32, N padded to 64;
+ * one of eight bits has the order of the dtype that it is multiplied in.
  */
 #include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
 
+extern int omp_get_thread_num(void), omp_get_num_threads(void);
+
 #define INLINE static inline __attribute__((always_inline))
 #define BLOCKS 4 /* of 16 outputs computed together */
 #define TOKENS 6 /* computed together: BLOCKS * TOKENS + BLOCKS + 1 registers */
-#define QUERIES 8 /* that share a reading of the keys */
+#define MANY 48 /* tokens that weights are kept in the first cache for, at most */
+#define STEP (64 * DEPTH) /* inputs at a time, whose weights for BLOCKS * 16 outputs are a third of that cache */
+#define GROUP 8 /* steps between two times of asking for what comes next; inputs are multiples of GROUP * DEPTH */
+#define LINE 64 /* bytes of a cache line */
+#define KEYS 64 /* of one head taken together: BLOCKS * 16 */
+#define QUERIES 24 /* that share a reading of the keys */
+
+INLINE __m512 widened(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 
 #ifdef BF16
 typedef uint16_t value;
@@ -30,14 +41,9 @@ INLINE __m512 rounded(__m512 x) {
 typedef __m512bh operand;
 #define DEPTH 2 /* elements of the inner dimension per step */
 INLINE operand weights(const value *p) { return (__m512bh)_mm512_loadu_si512(p); }
+INLINE operand eights(const int8_t *p) { return _mm512_cvtne2ps_pbh(widened(p + 16), widened(p)); }
 INLINE operand input(const value *p) { return (__m512bh)_mm512_set1_epi32(*(const int32_t *)p); }
 INLINE __m512 multiply(__m512 sum, operand w, operand x) { return _mm512_dpbf16_ps(sum, w, x); }
-INLINE float dot(const value *a, const value *b, int size) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int d = 0; d < size; d += 32)
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + d), (__m512bh)_mm512_loadu_si512(b + d));
-    return _mm512_reduce_add_ps(sum);
-}
 #else
 typedef float value;
 INLINE __m512 load(const value *p) { return _mm512_loadu_ps(p); }
@@ -46,13 +52,9 @@ INLINE __m512 rounded(__m512 x) { return x; }
 typedef __m512 operand;
 #define DEPTH 1
 INLINE operand weights(const value *p) { return _mm512_loadu_ps(p); }
+INLINE operand eights(const int8_t *p) { return widened(p); }
 INLINE operand input(const value *p) { return _mm512_set1_ps(*p); }
 INLINE __m512 multiply(__m512 sum, operand w, operand x) { return _mm512_fmadd_ps(w, x, sum); }
-INLINE float dot(const value *a, const value *b, int size) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int d = 0; d < size; d += 16) sum = _mm512_fmadd_ps(_mm512_loadu_ps(a + d), _mm512_loadu_ps(b + d), sum);
-    return _mm512_reduce_add_ps(sum);
-}
 #endif
 
 /* e^x, relative error below 2e-7 for x <= 0 */
@@ -73,47 +75,129 @@ INLINE __m512 exponential(__m512 x) {
 
 /* -- products ---------------------------------------------------------------------------------------------------------- */
 
-/* BLOCKS * 16 outputs of n tokens; y has N columns */
-INLINE void tile(const value *w, const value *x, const value *bias, value *y, int K, int N, int n) {
+#define FOR_KNOWN(n, call) /* with n known, the sums stay in registers */ \
+    switch (n) { \
+        case 1: { enum { COUNT = 1 }; call; } break; \
+        case 2: { enum { COUNT = 2 }; call; } break; \
+        case 3: { enum { COUNT = 3 }; call; } break; \
+        case 4: { enum { COUNT = 4 }; call; } break; \
+        case 5: { enum { COUNT = 5 }; call; } break; \
+        default: { enum { COUNT = TOKENS }; call; } \
+    }
+
+#ifdef INT8
+typedef int8_t weight;
+#define READ eights
+#else
+typedef value weight;
+#define READ weights
+#endif
+
+typedef struct {
+    const weight *values; /* packed */
+    const value *scale;   /* of each output's weights, where they are of eight bits */
+    const value *bias;    /* or null */
+} Matrix;
+
+/* Where the sum of 16 outputs begins, and what becomes of it: torch adds a bias inside a product, but behind the scale of one with
+ * weights of eight bits, and rounds in between. */
+#ifdef INT8
+INLINE __m512 begun(const Matrix *m, int o) { return _mm512_setzero_ps(); }
+INLINE __m512 ended(__m512 sum, const Matrix *m, int o) {
+    sum = _mm512_mul_ps(rounded(sum), load(m->scale + o));
+    return m->bias ? _mm512_add_ps(rounded(sum), load(m->bias + o)) : sum;
+}
+#else
+INLINE __m512 begun(const Matrix *m, int o) { return m->bias ? load(m->bias + o) : _mm512_setzero_ps(); }
+INLINE __m512 ended(__m512 sum, const Matrix *m, int o) { return sum; }
+#endif
+
+/* BLOCKS * 16 outputs from o on, of n tokens; y has N columns */
+INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
     __m512 sums[BLOCKS][TOKENS];
     const size_t block = (size_t)K * 16;
+    const weight *w = m->values + (size_t)o * K;
     for (int b = 0; b < BLOCKS; b++)
-        for (int t = 0; t < n; t++) sums[b][t] = bias ? load(bias + b * 16) : _mm512_setzero_ps();
+        for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16);
     for (int k = 0; k < K; k += DEPTH) {
         operand w_k[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++) w_k[b] = weights(w + b * block + (size_t)k * 16);
+        for (int b = 0; b < BLOCKS; b++) w_k[b] = READ(w + b * block + (size_t)k * 16);
         for (int t = 0; t < n; t++) {
             operand x_k = input(x + (size_t)t * K + k);
             for (int b = 0; b < BLOCKS; b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
         }
     }
     for (int b = 0; b < BLOCKS; b++)
-        for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, sums[b][t]);
+        for (int t = 0; t < n; t++) store(y + (size_t)t * N + o + b * 16, ended(sums[b][t], m, o + b * 16));
 }
 
-static void some_tokens(const value *w, const value *x, const value *bias, value *y, int K, int N, int n) {
-    switch (n) { /* with n known, the sums stay in registers */
-        case 1: tile(w, x, bias, y, K, N, 1); break;
-        case 2: tile(w, x, bias, y, K, N, 2); break;
-        case 3: tile(w, x, bias, y, K, N, 3); break;
-        case 4: tile(w, x, bias, y, K, N, 4); break;
-        case 5: tile(w, x, bias, y, K, N, 5); break;
-        default: tile(w, x, bias, y, K, N, TOKENS);
+static void some_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
+    FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT))
+}
+
+/* The same for more tokens than fit into registers, over the next STEP inputs or fewer: sums [n, BLOCKS * 16] go on from what they are.
+ * After every GROUP steps `lines` cache lines of the weights behind these are asked for, from number `from` on. */
+INLINE void part(const weight *w, size_t block, const value *x, float *sums_so_far, int K, int n, int steps, const weight *next, int from,
+                 int lines) {
+    __m512 sums[BLOCKS][TOKENS];
+    for (int b = 0; b < BLOCKS; b++)
+        for (int t = 0; t < n; t++) sums[b][t] = _mm512_loadu_ps(sums_so_far + (t * BLOCKS + b) * 16);
+    for (int k = 0; k < steps; k += GROUP * DEPTH) {
+        for (int i = 0; i < lines; i++, from++) _mm_prefetch((const char *)(next + from % BLOCKS * block) + from / BLOCKS * LINE, _MM_HINT_T0);
+        for (int j = k; j < k + GROUP * DEPTH; j += DEPTH) {
+            operand w_k[BLOCKS];
+            for (int b = 0; b < BLOCKS; b++) w_k[b] = READ(w + b * block + (size_t)j * 16);
+            for (int t = 0; t < n; t++) {
+                operand x_k = input(x + (size_t)t * K + j);
+                for (int b = 0; b < BLOCKS; b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
+            }
+        }
     }
+    for (int b = 0; b < BLOCKS; b++)
+        for (int t = 0; t < n; t++) _mm512_storeu_ps(sums_so_far + (t * BLOCKS + b) * 16, sums[b][t]);
+}
+
+static void some_parts(const weight *w, size_t block, const value *x, float *sums, int K, int n, int steps, const weight *next, int from,
+                       int lines) {
+    FOR_KNOWN(n, part(w, block, x, sums, K, COUNT, steps, next, from, lines))
+}
+
+/* BLOCKS * 16 outputs from o on, of TOKENS < T <= MANY tokens. The weights of STEP inputs stay in the first cache for all tokens, while the
+ * next ones are on their way, so that reading and computing overlap. `after` is what is likely to be read behind these outputs, or null. */
+static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N, const weight *after) {
+    float sums[MANY * BLOCKS * 16];
+    const size_t block = (size_t)K * 16;
+    const weight *w = m->values + (size_t)o * K;
+    const int chunks = (T + TOKENS - 1) / TOKENS, each = (T + chunks - 1) / chunks; /* of about equal size */
+    const int groups = STEP / (GROUP * DEPTH), whole = BLOCKS * STEP * 16 * (int)sizeof(weight) / LINE;
+    for (int t = 0; t < T; t++)
+        for (int b = 0; b < BLOCKS; b++) _mm512_storeu_ps(sums + (t * BLOCKS + b) * 16, begun(m, o + b * 16));
+    for (int k = 0; k < K; k += STEP) {
+        const weight *next = k + STEP < K ? w + (size_t)(k + STEP) * 16 : after;
+        const int steps = K - k < STEP ? K - k : STEP, lines = next ? (whole + chunks * groups - 1) / (chunks * groups) : 0;
+        for (int t = 0, from = 0; t < T; t += each, from += lines * groups)
+            some_parts(w + (size_t)k * 16, block, x + (size_t)t * K + k, sums + t * BLOCKS * 16, K, T - t < each ? T - t : each, steps, next,
+                       from, lines);
+    }
+    for (int t = 0; t < T; t++)
+        for (int b = 0; b < BLOCKS; b++)
+            store(y + (size_t)t * N + o + b * 16, ended(_mm512_loadu_ps(sums + (t * BLOCKS + b) * 16), m, o + b * 16));
 }
 
 /* y [T, N] = x [T, K] W^T + bias, by all threads of the region; N is padded to 64. Ends with a barrier. */
-static void product(const value *w, const value *x, const value *bias, value *y, int T, int K, int N) {
-    const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds; /* of about equal size */
+static void product(const Matrix *m, const value *x, value *y, int T, int K, int N) {
+    const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds, ahead = omp_get_num_threads() * BLOCKS * 16;
 #pragma omp for schedule(dynamic, 1)
     for (int o = 0; o < N; o += BLOCKS * 16)
-        for (int t = 0; t < T; t += each)
-            some_tokens(w + (size_t)o * K, x + (size_t)t * K, bias ? bias + o : 0, y + (size_t)t * N + o, K, N, T - t < each ? T - t : each);
+        if (T > TOKENS && T <= MANY)
+            many_tokens(m, o, x, y, T, K, N, o + ahead < N ? m->values + (size_t)(o + ahead) * K : 0);
+        else
+            for (int t = 0; t < T; t += each) some_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each);
 }
 
-void linear(const value *w, const value *x, const value *bias, value *y, int T, int K, int N) {
+void linear(const Matrix *m, const value *x, value *y, int T, int K, int N) {
 #pragma omp parallel
-    product(w, x, bias, y, T, K, N);
+    product(m, x, y, T, K, N);
 }
 
 /* -- between the products ---------------------------------------------------------------------------------------------- */
@@ -155,102 +239,218 @@ INLINE void gated(const value *gate, const value *up, value *out, int size) {
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
 
-/* Scores of one query into probabilities; unseen keys have -inf. Returns 1 / sum. */
-INLINE float weighed(float *scores, int padded) {
-    __m512 most = _mm512_set1_ps(-__builtin_inff()), sum = _mm512_setzero_ps();
-    for (int j = 0; j < padded; j += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + j));
-    const float largest = _mm512_reduce_max_ps(most);
-    if (largest == -__builtin_inff()) return 0.0f; /* filler that sees nothing */
-    const __m512 shift = _mm512_set1_ps(largest), none = _mm512_set1_ps(-__builtin_inff());
-    for (int j = 0; j < padded; j += 16) {
-        __m512 s = _mm512_loadu_ps(scores + j);
-        __m512 e = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(s, none, _CMP_NEQ_OQ), exponential(_mm512_sub_ps(s, shift)));
-        _mm512_storeu_ps(scores + j, e);
-        sum = _mm512_add_ps(sum, e);
+/* 16 rows of 16 words, each row becoming a column */
+INLINE void turned(__m512i r[16]) {
+    __m512i s[16];
+    for (int i = 0; i < 16; i += 2) {
+        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
     }
-    return 1.0f / _mm512_reduce_add_ps(sum);
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        s[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        s[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        s[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        s[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(s[i], s[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(s[i], s[i + 8], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd);
+    }
 }
 
-INLINE void gathered(const float *weights_, float scale, const value *values, value *out, int width, int size) {
-    for (int d = 0; d < size; d += 32) {
-        __m512 a = _mm512_setzero_ps(), b = a;
-        for (int j = 0; j < width; j++) {
-            const __m512 w = _mm512_set1_ps(weights_[j]);
-            a = _mm512_fmadd_ps(w, load(values + (size_t)j * size + d), a);
-            b = _mm512_fmadd_ps(w, load(values + (size_t)j * size + d + 16), b);
+/* The first `count` of KEYS keys as a packed matrix, zeros behind them. */
+static void packed_keys(const value *keys, int count, int size, value *out) {
+    const int words = size / DEPTH;
+    for (int b = 0; b < KEYS && b < count; b += 16)
+        for (int w = 0; w < words; w += 16) {
+            __m512i r[16];
+            for (int j = 0; j < 16; j++)
+                r[j] = b + j < count ? _mm512_loadu_si512(keys + (size_t)(b + j) * size + w * DEPTH) : _mm512_setzero_si512();
+            turned(r);
+            for (int j = 0; j < 16; j++) _mm512_storeu_si512(out + (size_t)b * size + (w + j) * 16 * DEPTH, r[j]);
         }
-        store(out + d, _mm512_mul_ps(a, _mm512_set1_ps(scale)));
-        store(out + d + 16, _mm512_mul_ps(b, _mm512_set1_ps(scale)));
+}
+
+/* Products of n queries with KEYS packed keys, in float32 */
+INLINE void scored(const value *keys, const value *queries, float *scores, int size, int n) {
+    __m512 sums[KEYS / 16][TOKENS];
+    for (int b = 0; b < KEYS / 16; b++)
+        for (int t = 0; t < n; t++) sums[b][t] = _mm512_setzero_ps();
+    for (int d = 0; d < size; d += DEPTH) {
+        operand k[KEYS / 16];
+        for (int b = 0; b < KEYS / 16; b++) k[b] = weights(keys + (size_t)b * 16 * size + d * 16);
+        for (int t = 0; t < n; t++) {
+            operand q = input(queries + t * size + d);
+            for (int b = 0; b < KEYS / 16; b++) sums[b][t] = multiply(sums[b][t], k[b], q);
+        }
     }
+    for (int b = 0; b < KEYS / 16; b++)
+        for (int t = 0; t < n; t++) _mm512_storeu_ps(scores + t * KEYS + b * 16, sums[b][t]);
+}
+
+/* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time */
+INLINE void gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int vectors) {
+    for (int d = 0; d < size; d += vectors * 16) {
+        __m512 all[TOKENS][4];
+        for (int t = 0; t < n; t++)
+            for (int i = 0; i < vectors; i++) all[t][i] = _mm512_loadu_ps(sums + t * size + d + i * 16);
+        for (int j = 0; j < count; j++) {
+            __m512 v[4];
+            for (int i = 0; i < vectors; i++) v[i] = load(values + (size_t)j * size + d + i * 16);
+            for (int t = 0; t < n; t++) {
+                const __m512 p = _mm512_set1_ps(probabilities[t * KEYS + j]);
+                for (int i = 0; i < vectors; i++) all[t][i] = _mm512_fmadd_ps(p, v[i], all[t][i]);
+            }
+        }
+        for (int t = 0; t < n; t++)
+            for (int i = 0; i < vectors; i++) _mm512_storeu_ps(sums + t * size + d + i * 16, all[t][i]);
+    }
+}
+
+INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n) {
+    if (size % 64)
+        gathered(probabilities, values, sums, count, size, n, 2);
+    else
+        gathered(probabilities, values, sums, count, size, n, 4);
+}
+
+static void some_scored(const value *keys, const value *queries, float *scores, int size, int n) {
+    FOR_KNOWN(n, scored(keys, queries, scores, size, COUNT))
+}
+
+static void some_gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n) {
+    FOR_KNOWN(n, gathered_all(probabilities, values, sums, count, size, COUNT))
 }
 
 typedef struct {
     int64_t hidden, inner, heads, key_heads, size; /* of the model, of the MLP, query heads, key heads, of a head */
     double eps, head_eps, scaling;
-    const value *qkv, *output, *gate_up, *down;                         /* packed */
-    const value *qkv_bias, *output_bias, *gate_up_bias, *down_bias;     /* or null */
-    const value *before, *after, *query_norm, *key_norm;                /* norms; the last two or null */
+    Matrix qkv, output, gate_up, down;
+    const value *before, *after, *query_norm, *key_norm; /* norms; the last two or null */
 } Layer;
 
 typedef struct {
     int64_t threads;
-    int64_t rows, nodes, width;            /* slots that keys span */
+    int64_t rows, tokens, nodes, width;    /* of all rows, of a row at most; slots that keys span */
     int64_t row_stride, head_stride;       /* of the cache, in values */
-    int64_t angle_stride;                  /* of cos and sin from row to row; 0 if rows share them */
+    int64_t own_angles;                    /* cos and sin are [tokens, size]; 0: [nodes, size], rows share them */
     int64_t mask_row_stride, mask_stride;  /* from row to row, from node to node */
-    const value *cos, *sin;                /* [rows or 1, nodes, size] */
-    const int32_t *slots;                  /* [rows, nodes] where each node's keys go */
+    const value *cos, *sin;
+    const int32_t *begins, *row_of;        /* [rows + 1] first token of each row, [tokens] */
+    const int32_t *slots;                  /* [tokens] where each one's keys go */
     value *states, *projected, *attended, *wide, *thin; /* scratch: [T, hidden], [T, qkv], [T, heads * size], [T, 2 inner], [T, inner] */
-    float *scores;                         /* scratch: [threads, QUERIES, width + 16] */
+    float *scratch;                        /* [threads, QUERIES * KEYS + (KEYS + 2 * QUERIES) * size] */
 } Pass;
 
-extern int omp_get_thread_num(void);
+/* Which of the 16 slots from `first` on a query sees: those in `seen`, or all up to its own */
+INLINE __mmask16 visible(const uint8_t *seen, int slot, int first, int width) {
+    const int left = (seen ? width : slot + 1) - first;
+    const __mmask16 there = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
+    if (!seen) return there;
+    const __m128i bytes = _mm_maskz_loadu_epi8(there, seen + first);
+    return _mm_test_epi8_mask(bytes, bytes);
+}
 
-/* Nodes first to last of one head of one row. */
-static void attend(const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values, int row, int head, float *scores) {
-    const int size = l->size, nodes = p->nodes, width = p->width, padded = (width + 15) / 16 * 16;
+/* Queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. Keys are taken
+ * KEYS at a time, with the largest score and the sum so far. */
+static void attend(const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values, int row, int head, int first,
+                   int n, float *scratch) {
+    const int size = l->size, begin = p->begins[row], width = p->width, group = l->heads / l->key_heads;
     const int all = (l->heads + 2 * l->key_heads) * size;
-    const size_t place = (size_t)row * p->row_stride + (size_t)(head / (l->heads / l->key_heads)) * p->head_stride;
-    const value *k = keys + place, *v = values + place;
-    for (int first = 0; first < nodes; first += QUERIES) {
-        const int n = nodes - first < QUERIES ? nodes - first : QUERIES;
-        int reach = 0; /* keys behind the last one that a query sees */
-        for (int t = 0; t < n; t++) {
-            const int slot = p->slots[row * nodes + first + t];
-            const uint8_t *seen = mask ? mask + row * p->mask_row_stride + (first + t) * p->mask_stride : 0;
-            const value *q = p->projected + ((size_t)row * nodes + first + t) * all + head * size;
-            float *s = scores + (size_t)t * padded;
-            const int end = mask ? width : slot + 1;
-            for (int j = 0; j < padded; j++)
-                s[j] = j < end && (!seen || seen[j]) ? dot(q, k + (size_t)j * size, size) * (float)l->scaling : -__builtin_inff();
-            if (end > reach) reach = end;
+    const size_t place = (size_t)row * p->row_stride + (size_t)head * p->head_stride;
+    float *scores = scratch, *sums = scores + QUERIES * KEYS;
+    value *packed = (value *)(sums + QUERIES * size), *queries = packed + KEYS * size;
+    float most[QUERIES], total[QUERIES];
+    const uint8_t *seen[QUERIES];
+    int slots[QUERIES], reach = 0;
+    for (int i = 0; i < n; i++) {
+        const int node = (first + i) / group, which = head * group + (first + i) % group;
+        const value *q = p->projected + ((size_t)begin + node) * all + (size_t)which * size;
+        for (int d = 0; d < size; d += 16) store(queries + i * size + d, load(q + d));
+        for (int d = 0; d < size; d += 16) _mm512_storeu_ps(sums + i * size + d, _mm512_setzero_ps());
+        most[i] = -__builtin_inff(), total[i] = 0.0f;
+        seen[i] = mask ? mask + row * p->mask_row_stride + node * p->mask_stride : 0;
+        slots[i] = p->slots[begin + node];
+        if (slots[i] >= reach) reach = slots[i] + 1;
+    }
+    if (mask) reach = width;
+    const __m512 none = _mm512_set1_ps(-__builtin_inff());
+    for (int start = 0; start < reach; start += KEYS) {
+        __mmask16 sees[QUERIES][KEYS / 16];
+        int count = 0; /* keys up to the last one that a query sees */
+        for (int i = 0; i < n; i++)
+            for (int b = 0; b < KEYS / 16; b++) {
+                sees[i][b] = visible(seen[i], slots[i], start + b * 16, width);
+                const int last = sees[i][b] ? b * 16 + 32 - __builtin_clz(sees[i][b]) : 0;
+                if (last > count) count = last;
+            }
+        if (count == 0) continue;
+        packed_keys(keys + place + (size_t)start * size, count, size, packed);
+        for (int t = 0; t < n; t += TOKENS)
+            some_scored(packed, queries + t * size, scores + t * KEYS, size, n - t < TOKENS ? n - t : TOKENS);
+        for (int i = 0; i < n; i++) {
+            float *s = scores + i * KEYS;
+            __m512 each[KEYS / 16], largest = _mm512_set1_ps(most[i]), sum = _mm512_setzero_ps();
+            for (int b = 0; b < KEYS / 16; b++) {
+                each[b] = _mm512_mask_mul_ps(none, sees[i][b], _mm512_loadu_ps(s + b * 16), _mm512_set1_ps(l->scaling));
+                largest = _mm512_max_ps(largest, each[b]);
+            }
+            const float before = most[i], now = _mm512_reduce_max_ps(largest);
+            if (now == -__builtin_inff()) { /* sees nothing so far */
+                for (int b = 0; b < KEYS / 16; b++) _mm512_storeu_ps(s + b * 16, sum);
+                continue;
+            }
+            for (int b = 0; b < KEYS / 16; b++) {
+                const __m512 e = _mm512_maskz_mov_ps(sees[i][b], exponential(_mm512_sub_ps(each[b], _mm512_set1_ps(now))));
+                _mm512_storeu_ps(s + b * 16, e);
+                sum = _mm512_add_ps(sum, e);
+            }
+            if (now > before && before > -__builtin_inff()) {
+                const __m512 less = exponential(_mm512_set1_ps(before - now));
+                total[i] *= _mm512_cvtss_f32(less);
+                for (int d = 0; d < size; d += 16) _mm512_storeu_ps(sums + i * size + d, _mm512_mul_ps(less, _mm512_loadu_ps(sums + i * size + d)));
+            }
+            most[i] = now, total[i] += _mm512_reduce_add_ps(sum);
         }
-        for (int t = 0; t < n; t++) {
-            float *s = scores + (size_t)t * padded;
-            const float scale = weighed(s, padded);
-            value *out = p->attended + ((size_t)row * nodes + first + t) * l->heads * size + head * size;
-            gathered(s, scale, v, out, scale == 0.0f ? 0 : reach, size);
-        }
+        for (int t = 0; t < n; t += TOKENS)
+            some_gathered(scores + t * KEYS, values + place + (size_t)start * size, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS);
+    }
+    for (int i = 0; i < n; i++) {
+        const int node = (first + i) / group, which = head * group + (first + i) % group;
+        value *out = p->attended + ((size_t)begin + node) * l->heads * size + (size_t)which * size;
+        const __m512 scale = _mm512_set1_ps(total[i] > 0.0f ? 1.0f / total[i] : 0.0f); /* filler may see nothing */
+        for (int d = 0; d < size; d += 16) store(out + d, _mm512_mul_ps(_mm512_loadu_ps(sums + i * size + d), scale));
     }
 }
 
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
  * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own. */
 void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *keys, value *values) {
-    const int T = p->rows * p->nodes, H = l->hidden, I = l->inner, size = l->size, nodes = p->nodes;
-    const int queries = l->heads, all = (queries + 2 * l->key_heads) * size, padded = (p->width + 15) / 16 * 16;
+    const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, group = l->heads / l->key_heads;
+    const int queries = l->heads, all = (queries + 2 * l->key_heads) * size, asked = p->nodes * group;
+    int share = QUERIES, parts; /* of the queries of a head of keys that a thread takes at a time */
+    while ((parts = (asked + share - 1) / share) * p->rows * l->key_heads < p->threads && share > 1) share /= 2;
+    const int heads = l->key_heads, items = p->rows * heads * parts;
 #pragma omp parallel num_threads(p->threads)
     {
-        float *scores = p->scores + (size_t)omp_get_thread_num() * QUERIES * padded;
+        float *scratch = p->scratch + (size_t)omp_get_thread_num() * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * size);
 #pragma omp for schedule(static)
         for (int t = 0; t < T; t++) normed(x + (size_t)t * H, l->before, p->states + (size_t)t * H, H, l->eps);
-        product(l->qkv, p->states, l->qkv_bias, p->projected, T, H, all);
+        product(&l->qkv, p->states, p->projected, T, H, all);
 #pragma omp for schedule(static) collapse(2)
         for (int t = 0; t < T; t++)
             for (int head = 0; head < (int)(queries + l->key_heads); head++) {
                 value *from = p->projected + (size_t)t * all + head * size, *to = from;
-                const int row = t / nodes, node = t % nodes;
-                const size_t angle = (size_t)row * p->angle_stride + (size_t)node * size;
+                const int row = p->row_of[t];
+                const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[row]) * size;
                 const value *norm = head < queries ? l->query_norm : l->key_norm;
                 if (norm) normed(from, norm, from, size, l->head_eps);
                 if (head >= queries) {
@@ -262,17 +462,21 @@ void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *
                 rotated(from, p->cos + angle, p->sin + angle, to, size);
             }
 #pragma omp for schedule(dynamic, 1)
-        for (int item = 0; item < (int)p->rows * queries; item++) attend(l, p, mask, keys, values, item / queries, item % queries, scores);
-        product(l->output, p->attended, l->output_bias, p->states, T, queries * size, H);
+        for (int item = 0; item < items; item++) {
+            const int first = item % parts * share, row = item / parts / heads;
+            const int left = (p->begins[row + 1] - p->begins[row]) * group - first;
+            if (left > 0) attend(l, p, mask, keys, values, row, item / parts % heads, first, left < share ? left : share, scratch);
+        }
+        product(&l->output, p->attended, p->states, T, queries * size, H);
 #pragma omp for schedule(static)
         for (int t = 0; t < T; t++) {
             add(x + (size_t)t * H, p->states + (size_t)t * H, H);
             normed(x + (size_t)t * H, l->after, p->states + (size_t)t * H, H, l->eps);
         }
-        product(l->gate_up, p->states, l->gate_up_bias, p->wide, T, H, 2 * I);
+        product(&l->gate_up, p->states, p->wide, T, H, 2 * I);
 #pragma omp for schedule(static)
         for (int t = 0; t < T; t++) gated(p->wide + (size_t)t * 2 * I, p->wide + (size_t)t * 2 * I + I, p->thin + (size_t)t * I, I);
-        product(l->down, p->thin, l->down_bias, p->states, T, I, H);
+        product(&l->down, p->thin, p->states, T, I, H);
 #pragma omp for schedule(static)
         for (int t = 0; t < T; t++) add(x + (size_t)t * H, p->states + (size_t)t * H, H);
     }
@@ -282,7 +486,7 @@ void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *
  * `offset` values behind keys[i] and values[i]. */
 void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *mask, value *x, value *const *keys, value *const *values,
            int64_t offset, const value *norm, double eps, value *out) {
-    const int T = p->rows * p->nodes, H = layers[0]->hidden;
+    const int T = p->tokens, H = layers[0]->hidden;
     for (int i = 0; i < count; i++) layer(layers[i], p, mask, x, keys[i] + offset, values[i] + offset);
     for (int t = 0; t < T; t++) normed(x + (size_t)t * H, norm, out + (size_t)t * H, H, eps);
 }
