@@ -21,6 +21,7 @@ WRITTEN = [
     "dynamic(depth=5,k=4,total=16)",
     "opt(total=16,depth=8,delta=0.05)",
     "opt(total=16,depth=8,delta=1e-05)",
+    "opt(total=24,depth=8,delta=0.05,floor=0.02,k=4)",
 ]
 
 
@@ -95,6 +96,8 @@ def test_a_dynamic_shape_is_cut_to_what_it_can_hold():
         ("dynamic(depth=1,k=2,total=5)", "grows 2 nodes; total=5 must not be above that"),
         ("dynamic(k=0)", "k must be a whole number from 1 on"),
         ("opt(delta=1.5)", "delta must be a number from 0 to 1"),
+        ("opt(floor=1)", "floor must be a number from 0 to 1"),
+        ("opt(k=0)", "k must be a whole number from 1 on"),
         (5, "unknown shape 5"),
     ],
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.logprobs import LogProbs, log_probabilities
-from foretoken.sampler import Sampler
+from foretoken.sampler import Sampler, widened
 from foretoken.sampling import argmax
 from foretoken.tree import TokenTree
 from foretoken.verification.base import Rule, Verdict
@@ -59,10 +59,10 @@ def judge(
     ``record`` names vectors to keep along the paths: ``scores`` (processed) and ``logits`` (raw). ``top`` asks for log-probabilities,
     with so many of the likeliest tokens.
     """
-    if sampler.greedy and sampler.plain and tree.chain and not record and top is None:
-        lines = match_on_host(tree, sampler.scores(logits, tree))
-        if lines is not None:
-            return Judgement(lines)
+    if sampler.greedy and sampler.plain and not record and top is None:
+        judgement = match_on_host(tree, logits)
+        if judgement is not None:
+            return judgement
     logits = logits.to(tree.tokens.device)
     inside = replace(tree.settled(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # what is wrong is told of, not read at
     scores = sampler.scores(logits, inside)
@@ -75,48 +75,91 @@ def judge(
     return Judgement(lines, None if tree.chain else verdict.path, vectors, logprobs)
 
 
-def match_on_host(tree: TokenTree, scores: Tensor) -> list[Line] | None:
-    """Greedy chains, the common case: comparing a few integers is quicker here than a dozen tensor calls.
+def match_on_host(tree: TokenTree, logits: Tensor) -> Judgement | None:
+    """Greedy matching, the common case: comparing a few integers is quicker here than two dozen tensor calls.
 
-    None if a score that counts is not finite, which takes a closer look. An argmax finds NaN, +inf, and -inf where there is
-    nothing else.
+    None for what takes a closer look: a tree that may be none or holds a token that is none, a score that counts and is not finite
+    (an argmax finds NaN, +inf, and -inf where there is nothing else), and branches on a device that would have to be waited for.
     """
-    tokens, choices, finite, lengths = (chain_on_cpu if scores.device.type == "cpu" else chain_on_device)(tree, scores)
-    vocab_size, faults = scores.shape[-1], [0] * tree.nodes
-    lines = []
-    for drafted, drafts, chosen, fine in zip(lengths, tokens, choices, finite):
+    if logits.device.type == "cpu":
+        return walk_on_host(tree, logits)
+    lines = chain_on_device(tree, logits) if tree.chain else None
+    return None if lines is None else Judgement(lines)
+
+
+def walk_on_host(tree: TokenTree, logits: Tensor) -> Judgement | None:
+    """Reads the logits of nodes that the walk comes to, no others."""
+    if not tree.sound:
+        return None
+    assert tree.parent_lists is not None and tree.depth_lists is not None
+    tokens: list[list[int]] = tree.tokens.tolist()
+    real: list[list[bool]] = [[True] * tree.nodes] * tree.rows if tree.valid is None else tree.valid.tolist()
+    vocab_size, longest = logits.shape[-1], tree.height + 1
+    lines, paths, faults = [], [], [0] * longest
+    for row, (drafts, parents, valid, depths) in enumerate(zip(tokens, tree.parent_lists, real, tree.depth_lists)):
+        reached = reached_on_host(drafts, parents, valid, logits[row])
+        if reached is None:
+            return None
+        last = max(reached, key=depths.__getitem__)  # the deepest, of several the first
+        path = [last]
+        while path[-1]:
+            path.append(parents[path[-1]])
+        path.reverse()
+        proposed = drafts if tree.valid is None else [token for token, kept in zip(drafts, valid) if kept]
+        outside = min(proposed) < 0 or max(proposed) >= vocab_size
+        if tree.chain:
+            lines.append(Line(len(path) - 1, reached[last], [1] * (len(proposed) - 1), outside, drafts, faults))
+            continue
+        if outside:
+            return None
+        counts = [0] * longest
+        for depth, kept in zip(depths, valid):
+            counts[depth] += kept
+        accepted = len(path) - 1
+        path += [tree.nodes - 1] * (longest - len(path))
+        paths.append(path)
+        lines.append(Line(accepted, reached[last], counts[1:], False, [drafts[node] for node in path], faults, path=path))
+    return Judgement(lines, None if tree.chain else torch.tensor(paths))
+
+
+def reached_on_host(drafts: Sequence[int], parents: Sequence[int], valid: Sequence[bool], logits: Tensor) -> dict[int, int] | None:
+    """The nodes of a row that the target's choices lead to, each with the choice there: several at a depth where siblings have the same
+    token. ``logits`` ``[N, V]``; None if one that counts is not finite."""
+    reached: dict[int, int] = {}
+    for node, parent in enumerate(parents):  # parents come before their children
+        if node and (parent not in reached or reached[parent] != drafts[node] or not valid[node]):
+            continue
+        choice = chosen(logits[node])
+        if choice is None:
+            return None
+        reached[node] = choice
+    return reached
+
+
+def chosen(logits: Tensor) -> int | None:
+    """The first largest of ``[V]`` logits on a CPU, None if it is not finite."""
+    values = widened(logits).numpy()
+    token = int(values.argmax())
+    return token if isfinite(values.item(token)) else None
+
+
+def chain_on_device(tree: TokenTree, logits: Tensor) -> list[Line] | None:
+    """Chains with one copy to the host."""
+    choices = logits.argmax(-1)
+    best = logits.gather(-1, choices[..., None])[..., 0]
+    columns = torch.cat([tree.tokens, choices.to(tree.tokens.device), best.isfinite().to(tree.tokens.device), tree.drafted[:, None]], 1)
+    nodes, faults, lines = tree.nodes, [0] * tree.nodes, []
+    for packet in columns.tolist():
+        drafts, choice, fine, drafted = packet[:nodes], packet[nodes : 2 * nodes], packet[2 * nodes : 3 * nodes], packet[-1]
         accepted = 0
-        while accepted < drafted and drafts[accepted + 1] == chosen[accepted]:
+        while accepted < drafted and drafts[accepted + 1] == choice[accepted]:
             accepted += 1
         if not all(fine[: accepted + 1]):
             return None
         proposed = drafts[: drafted + 1]
-        lines.append(Line(accepted, chosen[accepted], [1] * drafted, min(proposed) < 0 or max(proposed) >= vocab_size, drafts, faults))
+        outside = min(proposed) < 0 or max(proposed) >= logits.shape[-1]
+        lines.append(Line(accepted, choice[accepted], [1] * drafted, outside, drafts, faults))
     return lines
-
-
-def chain_on_cpu(tree: TokenTree, scores: Tensor) -> tuple[list[list[int]], list[list[int]], list[list[bool]], list[int]]:
-    """Tokens, choices, whether their scores are finite, and drafted lengths, without a tensor call more than it takes."""
-    values = scores.numpy()
-    choices = values.argmax(-1).tolist()
-    finite = [[isfinite(values.item(row, node, token)) for node, token in enumerate(chosen)] for row, chosen in enumerate(choices)]
-    lengths = [tree.nodes - 1] * tree.rows if tree.valid is None else [sum(valid) - 1 for valid in tree.valid.tolist()]
-    return tree.tokens.tolist(), choices, finite, lengths
-
-
-def chain_on_device(tree: TokenTree, scores: Tensor) -> tuple[list[list[int]], list[list[int]], list[list[bool]], list[int]]:
-    """The same with one copy to the host."""
-    choices = scores.argmax(-1)
-    best = scores.gather(-1, choices[..., None])[..., 0]
-    columns = torch.cat([tree.tokens, choices.to(tree.tokens.device), best.isfinite().to(tree.tokens.device), tree.drafted[:, None]], 1)
-    nodes = tree.nodes
-    packet = columns.tolist()
-    return (
-        [line[:nodes] for line in packet],
-        [line[nodes : 2 * nodes] for line in packet],
-        [line[2 * nodes : 3 * nodes] for line in packet],
-        [line[-1] for line in packet],
-    )
 
 
 def verify(rule: Rule, tree: TokenTree, scores: Tensor, sampler: Sampler) -> tuple[Verdict, Tensor]:

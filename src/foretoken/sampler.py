@@ -68,7 +68,7 @@ class Sampler:
         rules out has to be filler.
         """
         if self.plain:
-            return _widen(logits)
+            return widened(logits)
         histories = NodeHistories(self.committed(), self.lengths, tree, first, self.ends) if self.needs_history else None
         return process(self.pipelines, logits, histories, watch=self.watch)
 
@@ -78,7 +78,7 @@ class Sampler:
         A row whose chain is at most ``limits[r]`` long is over before some of them; a processor of the user's own is not asked there.
         """
         if not self.needs_history:
-            return _widen(logits) if self.plain else process(self.pipelines, logits[:, None])[:, 0]
+            return widened(logits) if self.plain else process(self.pipelines, logits[:, None])[:, 0]
         committed = self.committed()
         root = committed.gather(1, torch.tensor(self.lengths, device=committed.device)[:, None] - 1)[:, 0]
         tree = TokenTree.from_chain(torch.stack([root, *tokens], 1)).within(limits)
@@ -93,7 +93,7 @@ class Sampler:
         return p
 
 
-def _widen(logits: Tensor) -> Tensor:
+def widened(logits: Tensor) -> Tensor:
     """As transformers, processors see float32; float64 stays, so that laws can be computed exactly."""
     return logits if logits.dtype == torch.float64 else logits.float()
 

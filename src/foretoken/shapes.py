@@ -100,15 +100,18 @@ class TreeShape:
         return DynamicShape(depth, k, total)
 
     @staticmethod
-    def opt(total: int = 16, depth: int = 8, delta: float = 0.05) -> DynamicShape:
+    def opt(total: int = 16, depth: int = 8, delta: float = 0.05, floor: float = 0.0, k: int | None = None) -> DynamicShape:
         """Keep the ``total`` best nodes; grow level by level, at most ``depth``, while their summed probability, the expected number
-        of accepted tokens, rises by more than ``delta`` (OPT-Tree)."""
-        for name, value in (("total", total), ("depth", depth)):
+        of accepted tokens, rises by more than ``delta`` (OPT-Tree). Of each level the ``k`` best nodes are expanded (None: ``total``);
+        nodes whose path is less likely than ``floor`` are left out."""
+        k = total if k is None else k
+        for name, value in (("total", total), ("depth", depth), ("k", k)):
             _whole("opt", name, value)
-        if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 <= delta < 1:
-            raise ConfigurationError(f"opt: delta must be a number from 0 to 1, got {delta!r}")
-        _bounded(total + (depth - 1) * total * total, f"opt(total={total},depth={depth})")
-        return DynamicShape(depth, total, total, float(delta))
+        for name, share in (("delta", delta), ("floor", floor)):
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+                raise ConfigurationError(f"opt: {name} must be a number from 0 to 1, got {share!r}")
+        _bounded(k + (depth - 1) * k * k, f"opt(total={total},depth={depth})")
+        return DynamicShape(depth, k, min(total, k + (depth - 1) * k * k), float(delta), float(floor))
 
     @staticmethod
     def parse(shape: TreeShape | str) -> TreeShape:
@@ -193,17 +196,21 @@ def _cut(shape: StaticShape, depth: int) -> StaticShape:
 @dataclass(frozen=True)
 class DynamicShape(TreeShape):
     """Grown by the draft's probabilities: ``k`` nodes of each level are expanded to ``k`` children each, the best ``total`` stay;
-    with ``delta`` growth ends where another level raises their summed probability by no more than that."""
+    with ``delta`` growth ends where another level raises their summed probability by no more than that, and paths less likely than
+    ``floor`` are left out."""
 
     levels: int
     k: int
     total: int
     delta: float | None = None
+    floor: float = 0.0
 
     def __str__(self) -> str:
         if self.delta is None:
             return f"dynamic(depth={self.levels},k={self.k},total={self.total})"
-        return f"opt(total={self.total},depth={self.levels},delta={self.delta:g})"
+        more = f",floor={self.floor:g}" if self.floor else ""
+        more += f",k={self.k}" if self.k != self.total else ""
+        return f"opt(total={self.total},depth={self.levels},delta={self.delta:g}{more})"
 
     @property
     def depth(self) -> int:
@@ -216,7 +223,7 @@ class DynamicShape(TreeShape):
     def within(self, depth: int) -> DynamicShape:
         if depth >= self.levels:
             return self
-        return DynamicShape(depth, self.k, min(self.total, self.k + (depth - 1) * self.k * self.k), self.delta)
+        return DynamicShape(depth, self.k, min(self.total, self.k + (depth - 1) * self.k * self.k), self.delta, self.floor)
 
 
 EXAMPLES = "chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16) or opt(total=16,depth=8,delta=0.05)"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,6 +80,21 @@ class TokenTree:
         parents = layout_parents(layout, tokens.device).expand(tokens.shape)
         return TokenTree(tokens, parents, valid, proposal, q, layout=layout)
 
+    @staticmethod
+    def from_lists(
+        tokens: list[list[int]],
+        parents: list[list[int]],
+        valid: list[list[bool]],
+        *,
+        proposal: Proposal = "deterministic",
+        pruned: bool = False,
+    ) -> TokenTree:
+        """A tree per row on a CPU, N nodes each, whose parents are known to come before their children, below the one root."""
+        filler = not all(map(all, valid))
+        tree = TokenTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid) if filler else None, proposal, pruned=pruned)
+        tree.__dict__["parent_lists"] = parents
+        return tree
+
     @property
     def rows(self) -> int:
         return self.tokens.shape[0]
@@ -94,7 +110,8 @@ class TokenTree:
             return chain_depths(self.nodes, self.tokens.device).expand(self.rows, self.nodes)
         if self.layout is not None:
             return layout_depths(self.layout, self.tokens.device).expand(self.rows, self.nodes)
-        return self.ancestors.sum(-1) - 1
+        known = self.depth_lists
+        return self.ancestors.sum(-1) - 1 if known is None else torch.tensor(known)
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -103,12 +120,46 @@ class TokenTree:
             return chain_ancestors(self.nodes, self.tokens.device).expand(self.rows, -1, -1)
         if self.layout is not None:
             return layout_ancestors(self.layout, self.tokens.device).expand(self.rows, -1, -1)
-        return reach(self.parents)
+        return reach(self.parents) if self.parent_lists is None else reach_on_host(self.parent_lists)
+
+    @cached_property
+    def parent_lists(self) -> list[list[int]] | None:
+        """The parents of every row, where they are on a CPU and come before their children, below the one root; else None.
+
+        A small tree is walked in less time than a few tensor calls take. On another device looking would wait for it.
+        """
+        if self.parents.device.type != "cpu":
+            return None
+        known: list[list[int]] = self.parents.tolist()
+        for row in known:
+            if row[0] != -1:
+                return None
+            for node in range(1, len(row)):
+                if not 0 <= row[node] < node:
+                    return None
+        return known
+
+    @cached_property
+    def depth_lists(self) -> list[list[int]] | None:
+        """:attr:`depths` where :attr:`parent_lists` are known, else None."""
+        known = self.parent_lists
+        return None if known is None else [depths_of(row) for row in known]
+
+    @cached_property
+    def sound(self) -> bool:
+        """It is known without waiting for a device that no row is :attr:`malformed`."""
+        known = self.parent_lists
+        if known is None or (self.layout is not None and any(tuple(row) != self.layout for row in known)):
+            return False
+        if self.valid is None:
+            return True
+        rows = self.valid.tolist()
+        return all(valid[0] and all(valid[p] for p, real in zip(parents, valid) if real and p > 0) for parents, valid in zip(known, rows))
 
     @property
     def height(self) -> int:
         """How deep a node may lie, as far as the host knows without looking."""
-        return max(depths_of(self.layout)) if self.layout is not None and not self.chain else self.nodes - 1
+        return layout_height(self.layout) if self.layout is not None and not self.chain else self.nodes - 1
 
     @property
     def drafted(self) -> Tensor:
@@ -120,6 +171,8 @@ class TokenTree:
     def within(self, limits: Sequence[int]) -> TokenTree:
         """This tree with nodes deeper than ``limits[r]`` turned into filler; the depth alone decides, never a token's value."""
         if self.height <= min(limits):
+            return self
+        if self.depth_lists is not None and all(max(depths) <= limit for depths, limit in zip(self.depth_lists, limits)):
             return self
         allowed = self.settled().depths <= torch.tensor(limits, device=self.tokens.device)[:, None]
         return replace(self, valid=allowed if self.valid is None else self.valid & allowed)
@@ -153,10 +206,15 @@ class TokenTree:
         ):
             raise ValueError(f"q must be [B={self.rows}, M >= {needed}, V={vocab_size}], got {list(self.q.shape)}")
 
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """Of a chain with filler, how many nodes of each row come before it; None for others. Reads values: it synchronises."""
+        return tuple(self.valid.long().cumprod(1).sum(1).tolist()) if self.chain and self.valid is not None else None
+
     def settled(self) -> TokenTree:
         """This tree with parents that come before their children, whatever they were, so that nothing reads out of bounds;
         :meth:`check` says what was wrong, without which it is the same tree."""
-        if self.chain or self.layout is not None:
+        if self.chain or self.layout is not None or self.parent_lists is not None:
             return self
         before = torch.arange(-1, self.nodes - 1, device=self.parents.device)
         return replace(self, parents=torch.minimum(self.parents.clamp(min=0), before))
@@ -204,6 +262,8 @@ class TokenTree:
     @property
     def malformed(self) -> Tensor:
         """``[B]`` bool: rows in which the nodes make no tree, or hang below filler, or not where ``layout`` says."""
+        if self.sound:
+            return torch.zeros(self.rows, dtype=torch.bool)
         if self.layout is not None:
             wrong = self.parents != layout_parents(self.layout, self.parents.device)
         else:
@@ -241,6 +301,18 @@ def reach(parents: Tensor) -> Tensor:
     return reached
 
 
+def reach_on_host(parents: Sequence[Sequence[int]]) -> Tensor:
+    """:func:`reach` of parents that come before their children, node by node."""
+    nodes = len(parents[0])
+    reached = np.zeros((len(parents), nodes, nodes), dtype=np.bool_)
+    for lines, row in zip(reached, parents):
+        lines[0, 0] = True
+        for node in range(1, nodes):
+            lines[node] = lines[row[node]]
+            lines[node, node] = True
+    return torch.from_numpy(reached)
+
+
 @lru_cache(maxsize=256)
 def chain_parents(nodes: int, device: torch.device) -> Tensor:
     return (torch.arange(nodes, device=device) - 1)[None]
@@ -270,6 +342,11 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     return depths
+
+
+@lru_cache(maxsize=256)
+def layout_height(layout: tuple[int, ...]) -> int:
+    return max(depths_of(layout))
 
 
 @lru_cache(maxsize=256)

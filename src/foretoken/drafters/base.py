@@ -124,14 +124,15 @@ class Feedback:
 class Drafter:
     """Base of drafters; a subclass sets the class variables and writes :meth:`draft`.
 
-    ``proposals`` lists how it can choose tokens, best first; ``branches`` that it can draft trees; its constructor's keyword
-    arguments are its options.
+    ``proposals`` lists how it can choose tokens, best first; ``branches`` that it can draft trees, ``grows`` that it can do so by its
+    own probabilities; its constructor's keyword arguments are its options.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     proposals: tuple[Proposal, ...] = ("deterministic",)
     branches: bool = False
+    grows: bool = False
     owner: object = None  # the session whose rows these are
 
     def bind(self, target: Target) -> None:

@@ -8,7 +8,8 @@ drafter's model per level, for all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -62,6 +63,8 @@ def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Gr
         if min(request.limits) <= depth:  # by its depth alone, so that every rule stays exact
             room = torch.tensor(request.limits, device=tokens.device)[:, None] > depth
             possible = room.expand(tokens.shape) if possible is None else possible & room
+        if possible is not None and possible.device.type == "cpu" and bool(possible.all()):
+            possible = None  # looking costs less than a mask that hides nothing
         tree = extended(tree, shape.parents[: level.last], tokens, possible)
     tree = replace(tree, proposal=request.proposal, q=torch.cat(qs, 1) if qs else None)
     return Growth(tree, shape.levels[-1].first)
@@ -76,13 +79,16 @@ def scored(request: DraftRequest, expand: Expand, tree: TokenTree, first: int) -
 def children(request: DraftRequest, scores: Tensor, level: Level, depth: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """For the nodes of ``level``, below those at ``depth``: tokens ``[R, c]``; which of them the draft holds possible, ``[R, c]`` or
     None for all; and the q ``[R, n, V]`` they were drawn from, None where they are simply the most likely."""
-    above, rank = places(level, scores.device)
+    where = places(level, scores.device)
     if request.proposal == "iid":
         drawn_from = request.sampler.distribution(scores)
         assert request.sampler.noise is not None
         nodes = torch.arange(level.first, level.last, device=scores.device)
-        return request.sampler.noise.rank(drawn_from[:, above], 1, Purpose.DRAFT, nodes)[..., 0], None, drawn_from
+        return request.sampler.noise.rank(drawn_from[:, where[0]], 1, Purpose.DRAFT, nodes)[..., 0], None, drawn_from
     ranked, possible, q = siblings(request, scores, 1 + max(level.ranks), first=level.above, depth=depth)
+    if ranked.shape[1] * ranked.shape[2] == len(level.parents):  # all of them, in order
+        return ranked.flatten(1), None if possible is None else possible.flatten(1), q
+    above, rank = where
     return ranked[:, above, rank], None if possible is None else possible[:, above, rank], q
 
 
@@ -124,12 +130,124 @@ def places(level: Level, device: torch.device) -> tuple[Tensor, Tensor]:
 
 # -- grown by probability -------------------------------------------------------------------------------------------------
 
+SMALL = 1024  # candidates in a level of all rows, up to which they are told apart on the host where that waits for no device
+UNSEEN = 1 << 30
+IMPOSSIBLE = float("-inf")
+
+
+def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
+    k = min(shape.k, request.vocab_size)
+    on_host = request.device.type == "cpu" and len(request.rows) * k * k <= SMALL
+    return (grow_on_host if on_host else grow_on_device)(request, shape, k, expand)
+
+
+def below(request: DraftRequest, scores: Tensor, above: Tensor, k: int, *, first: int, depth: int) -> tuple[Tensor, Tensor]:
+    """k children of each of n nodes, whose paths have log-probability ``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability
+    of their paths likewise, -inf for those that can not be."""
+    possible: Tensor | None = None
+    if request.proposal == "iid":
+        q = request.sampler.distribution(scores)
+        assert request.sampler.noise is not None
+        spread = torch.arange(q.shape[1], device=q.device).repeat_interleave(k)
+        nodes = first * k + 1 + torch.arange(len(spread), device=q.device)
+        tokens = request.sampler.noise.rank(q[:, spread], 1, Purpose.DRAFT, nodes).view(*q.shape[:2], k)
+    else:
+        tokens, possible, _ = siblings(request, scores, k, first=first, depth=depth)
+    reached = above[..., None] + torch.log_softmax(scores, -1).gather(2, tokens)
+    reached = reached.nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)  # where the processors leave nothing
+    if possible is not None and request.proposal != "deterministic":  # of the likeliest log q says the same
+        reached = reached.masked_fill(~possible, IMPOSSIBLE)
+    return tokens, reached
+
+
+class Found:
+    """What one row may propose, candidate by candidate in the order in which they were found, as :class:`Candidates` has it; and the
+    drafter's own tree."""
+
+    def __init__(self, root: int):
+        self.tokens: list[int] = []
+        self.scores: list[float] = []
+        self.parents: list[int] = []
+        self.own: list[int] = []
+        self.fed_tokens, self.fed_parents, self.fed_valid = [root], [-1], [True]
+        self.newest = [-1]  # the candidates that were fed last
+
+    def add(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """A level: as many children of each of the newest nodes, one node after the other."""
+        self.tokens += tokens
+        self.scores += scores
+        self.parents += [number for number in self.newest for _ in range(len(tokens) // len(self.newest))]
+        self.own += [UNSEEN] * len(tokens)
+
+    def best(self, first: int, count: int) -> list[int]:
+        """The ``count`` best candidates from ``first`` on, best first; equals go to the earlier."""
+        return sorted(range(first, len(self.scores)), key=self.scores.__getitem__, reverse=True)[:count]
+
+    def feed(self, numbers: list[int]) -> list[float]:
+        """Hang these candidates into the own tree, impossible ones as filler; returns their scores."""
+        for number in numbers:
+            above = self.parents[number]
+            self.own[number] = len(self.fed_tokens)
+            self.fed_tokens.append(self.tokens[number])
+            self.fed_parents.append(0 if above < 0 else self.own[above])
+            self.fed_valid.append(self.scores[number] > IMPOSSIBLE)
+        self.newest = numbers
+        return [self.scores[number] for number in numbers]
+
+
+def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, expand: Expand) -> Growth:
+    """As :func:`grow_on_device`, with Python in place of some thirty tensor calls per level, of which each costs more than its work."""
+    found = [Found(row.ids[-1]) for row in request.rows]
+    tree = TokenTree.root(request.roots())
+    above, expected, first = torch.zeros(tree.rows, 1), torch.zeros(tree.rows), 0
+    for depth in range(shape.depth):
+        tokens, reached = below(request, scored(request, expand, tree, first), above, k, first=first, depth=depth)
+        begin, level = len(found[0].scores), reached[0].numel()
+        for each, limit, drawn, scores in zip(found, request.limits, tokens.flatten(1).tolist(), reached.flatten(1).tolist()):
+            each.add(drawn, scores if depth < limit else [IMPOSSIBLE] * level)
+        if depth + 1 == shape.depth:
+            break
+        if shape.delta is not None:
+            so_far = torch.tensor([each.scores for each in found], dtype=reached.dtype)
+            before, expected = expected, summed(so_far, shape.total)
+            if not bool((expected - before > shape.delta).any()):
+                break
+        first = tree.nodes
+        above = torch.tensor([each.feed(each.best(begin, k)) for each in found], dtype=reached.dtype)
+        tree = TokenTree.from_lists(
+            [list(each.fed_tokens) for each in found], [list(each.fed_parents) for each in found], [list(each.fed_valid) for each in found]
+        )
+    least = lowest(shape)
+    total = min(shape.total, max(sum(score >= least for score in each.scores) for each in found))
+    kept = [sorted(each.best(0, total)) for each in found]
+    numbered = [{-1: 0, **{number: node for node, number in enumerate(numbers, 1)}} for numbers in kept]
+    proposed = TokenTree.from_lists(
+        [[each.fed_tokens[0], *(each.tokens[number] for number in numbers)] for each, numbers in zip(found, kept)],
+        [[-1, *(nodes[each.parents[number]] for number in numbers)] for each, numbers, nodes in zip(found, kept, numbered)],
+        [[True, *(each.scores[number] >= least for number in numbers)] for each, numbers in zip(found, kept)],
+        proposal=request.proposal,
+        pruned=True,
+    )
+    return Growth(
+        proposed, tree.nodes, torch.tensor([[0, *(each.own[number] for number in numbers)] for each, numbers in zip(found, kept)])
+    )
+
+
+def lowest(shape: DynamicShape) -> float:
+    """Log-probability that a path must have to be proposed: none that is impossible, and none below the shape's floor."""
+    return math.log(shape.floor) if shape.floor > 0 else torch.finfo(torch.float32).min  # a lower one would round to what is impossible
+
+
+def summed(scores: Tensor, total: int) -> Tensor:
+    """``[R]`` the probability of the ``total`` best paths, summed: how many drafted tokens are expected to be accepted."""
+    return scores.topk(min(total, scores.shape[1]), -1).values.exp().sum(-1)
+
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
     """Nodes that may be proposed, level by level, ``[R, C]`` each: ``tokens``, log-probability ``scores`` of their paths (-inf for none
     at all), the candidate number of their ``parents`` (-1 for the root), and ``own``, the number under which the drafter's model saw
-    them (``unseen`` if it did not)."""
+    them (``UNSEEN`` if it did not)."""
 
     tokens: Tensor
     scores: Tensor
@@ -140,12 +258,9 @@ class Candidates:
         return Candidates(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(others).values())))
 
 
-UNSEEN = 1 << 30
-
-
-def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
+def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, expand: Expand) -> Growth:
+    """Waits for the device only where ``delta`` asks what was found."""
     tree = TokenTree.root(request.roots())
-    k = min(shape.k, request.vocab_size)
     device = tree.tokens.device
     limits = torch.tensor(request.limits, device=device)[:, None]
     found: Candidates | None = None
@@ -156,18 +271,19 @@ def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> 
         0,
     )  # of the newest nodes
     for depth in range(shape.depth):
-        level = candidates(request, scored(request, expand, tree, first), score, numbers, k, first=first, depth=depth)
-        level = replace(level, scores=level.scores.masked_fill(limits <= depth, float("-inf")))
+        tokens, reached = below(request, scored(request, expand, tree, first), score, k, first=first, depth=depth)
+        flat, scores = tokens.flatten(1), reached.flatten(1).masked_fill(limits <= depth, IMPOSSIBLE)
+        level = Candidates(flat, scores, numbers[..., None].expand_as(tokens).flatten(1), torch.full_like(flat, UNSEEN))
         begin = 0 if found is None else found.tokens.shape[1]
         found = level if found is None else found.joined(level)
         if depth + 1 == shape.depth:
             break
         if shape.delta is not None:
-            before, expected = expected, found.scores.topk(min(shape.total, found.scores.shape[1]), -1).values.exp().sum(-1)
+            before, expected = expected, summed(found.scores, shape.total)
             if not bool((expected - before > shape.delta).any()):
                 break
-        best = level.scores.topk(min(k, level.scores.shape[1]), -1)
-        score, numbers, first = best.values, begin + best.indices, tree.nodes
+        best = scores.sort(dim=-1, descending=True, stable=True)  # equals go to the earlier
+        score, numbers, first = best.values[:, :k], begin + best.indices[:, :k], tree.nodes
         tree = beneath(tree, found, numbers, score)
         found.own.scatter_(1, numbers, torch.arange(first, tree.nodes, device=device).expand_as(numbers))
     assert found is not None
@@ -176,31 +292,11 @@ def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> 
     proposed = TokenTree(
         torch.cat([roots.tokens, chosen.tokens], 1),
         torch.cat([roots.parents.expand(tree.rows, 1), chosen.parents], 1),
-        torch.cat([torch.ones_like(roots.tokens, dtype=torch.bool), chosen.scores > float("-inf")], 1),
+        torch.cat([torch.ones_like(roots.tokens, dtype=torch.bool), chosen.scores >= lowest(shape)], 1),
         request.proposal,
         pruned=True,
     )
     return Growth(proposed, tree.nodes, torch.cat([torch.zeros_like(roots.tokens), own], 1))
-
-
-def candidates(request: DraftRequest, scores: Tensor, above: Tensor, numbers: Tensor, k: int, *, first: int, depth: int) -> Candidates:
-    """k children of each of n nodes, whose paths have log-probability ``above`` and which are candidates ``numbers``, ``[R, n]`` each."""
-    if request.proposal == "iid":
-        q = request.sampler.distribution(scores)
-        assert request.sampler.noise is not None
-        spread = torch.arange(q.shape[1], device=q.device).repeat_interleave(k)
-        nodes = first * k + 1 + torch.arange(len(spread), device=q.device)
-        tokens = request.sampler.noise.rank(q[:, spread], 1, Purpose.DRAFT, nodes).view(*q.shape[:2], k)
-        possible: Tensor | None = None
-    else:
-        tokens, possible, _ = siblings(request, scores, k, first=first, depth=depth)
-    reached = above[..., None] + torch.log_softmax(scores, -1).gather(2, tokens)  # [R, n, k]
-    reached = reached.nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # where the processors leave nothing
-    if possible is not None:
-        reached = reached.masked_fill(~possible, float("-inf"))
-    parents = numbers[..., None].expand_as(tokens)
-    flat = tokens.flatten(1)
-    return Candidates(flat, reached.flatten(1), parents.flatten(1), torch.full_like(flat, UNSEEN))
 
 
 def beneath(tree: TokenTree, found: Candidates, numbers: Tensor, score: Tensor) -> TokenTree:
@@ -211,7 +307,7 @@ def beneath(tree: TokenTree, found: Candidates, numbers: Tensor, score: Tensor) 
     return TokenTree(
         torch.cat([tree.tokens, found.tokens.gather(1, numbers)], 1),
         torch.cat([tree.parents.expand(tree.rows, tree.nodes), parents], 1),
-        torch.cat([known, score > float("-inf")], 1),
+        torch.cat([known, score > IMPOSSIBLE], 1),
     )
 
 
