@@ -24,7 +24,7 @@ from foretoken.planning import search
 from foretoken.planning.acceptance import Acceptance, expected
 from foretoken.planning.costs import CostModel, measure, widths
 from foretoken.planning.curves import Curve, interpolated, monotone
-from foretoken.planning.planner import largest_shape
+from foretoken.planning.largest import largest_shape
 from foretoken.planning.profiles import Profile, describe, profile
 from foretoken.shapes import TreeShape
 from foretoken.target import Target

@@ -21,8 +21,8 @@ from foretoken.drafters.draft_model import DraftModel
 from foretoken.drafters.several import Several
 from foretoken.errors import ConfigurationError
 from foretoken.planning import AutomaticPlanner, CostModel, Round
-from foretoken.planning.planner import largest_shape
-from foretoken.session import RowParameters
+from foretoken.planning.largest import largest_shape
+from foretoken.rows import RowParameters
 from foretoken.shapes import TreeShape
 from foretoken.stats import Stats
 from foretoken.testing import ProbabilityTable, ScriptedDrafter, TableTarget, continuation_law, continuations, distance, plain_law
@@ -46,8 +46,11 @@ class Changing:
     def prepare(self, target: Any, drafter: Drafter, rows: int) -> float:
         return 0.0
 
-    def plan(self, rows: Sequence[Any], *, greedy: bool) -> TreeShape:
+    def plan(self, rows: Sequence[Any], *, greedy: bool, together: bool = True) -> TreeShape:
         return self.shapes[self.turn % len(self.shapes)]
+
+    def limits(self, rows: Sequence[Any]) -> list[int] | None:
+        return None if self.turn % 2 == 0 else [(self.turn // 2 + row.slot + 1) % 3 for row in rows]
 
     def passes_over(self, rows: int) -> bool:
         return False
@@ -61,7 +64,7 @@ CHAINS = [TreeShape.chain(length) for length in (2, 0, 1, 3)]
 TREES = [TreeShape.product(2, 1), TreeShape.chain(0), TreeShape.chain(2), TreeShape.paths([(0,), (1,), (2,), (1, 0)]), TreeShape.chain(1)]
 
 
-def planner_of(seconds: Callable[[int], float], largest: Any, *, level: float = 1e-4) -> AutomaticPlanner:
+def planner_of(seconds: Callable[[int], float], largest: Any, *, level: float = 1e-4, grows: bool = False) -> AutomaticPlanner:
     """An automatic planner that believes in these costs."""
     costs = CostModel()
     for size in (1, 2, 5, 13, 25):
@@ -69,7 +72,7 @@ def planner_of(seconds: Callable[[int], float], largest: Any, *, level: float = 
     costs.level.measured(1, 1, level)
     costs.fixed[1] = costs.catch_up[1] = 0.0
     costs.observe = lambda *_, **__: None  # type: ignore[method-assign]
-    return AutomaticPlanner(largest, costs=costs, budget=0, clock=lambda: 0.0)
+    return AutomaticPlanner(largest, grows=grows, costs=costs, budget=0, clock=lambda: 0.0)
 
 
 def flat(nodes: int) -> float:
@@ -91,6 +94,16 @@ def test_with_match_the_text_is_the_same_with_the_planner_on_and_off(name: str, 
     auto.planner = Changing(TREES if name in ("draft-model", "several") else CHAINS)
     assert generate(auto, rows, **options) == expected
     assert len({str(done.shape) for done in auto.planner.rounds}) > 1
+
+
+def test_a_planner_that_grows_trees_keeps_the_text():
+    """Cheap nodes, and a draft that is nearly the target: trees are grown, and greedy text stays what it is."""
+    options = {"max_new_tokens": 3 * NEW, "do_sample": False}
+    expected = generate(Speculator(tiny(), "none"), repetitive()[:1], **options)
+    speculator = Speculator(tiny(), make_drafter("draft-model"), shape="auto")
+    speculator.planner = planner_of(flat, largest_shape(branches=True), level=1e-5, grows=True)
+    assert generate(speculator, repetitive()[:1], **options) == expected
+    assert speculator.planner.forecaster.grown.rounds > 0
 
 
 @pytest.mark.parametrize("shapes", [CHAINS, TREES], ids=["chains", "trees"])

@@ -13,8 +13,9 @@ import pytest
 from foretoken.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foretoken.planning.acceptance import family
 from foretoken.planning.costs import widths
-from foretoken.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE, largest_shape
-from foretoken.shapes import TreeShape
+from foretoken.planning.largest import largest_shape
+from foretoken.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
+from foretoken.shapes import DynamicShape, TreeShape
 from foretoken.tree import depths_of
 
 CHAINS, TREES = largest_shape(branches=False), largest_shape(branches=True)
@@ -24,7 +25,8 @@ MS = 1e-3
 @dataclass
 class Machine:
     """What rounds take and bring: ``target(tokens of all rows)``, ``level`` per level of the draft, ``missed`` per token that a draft model
-    has to read first, and ``rates[rank]`` of acceptance, at every depth alike."""
+    has to read first, and ``rates[rank]`` of acceptance, at every depth alike. Of a tree that the draft grows by its own probabilities
+    each level brings a token with the rate ``grown``, and there are ``grown_nodes``."""
 
     target: Callable[[int], float]
     level: float = 0.2 * MS
@@ -32,6 +34,8 @@ class Machine:
     rates: Sequence[float] = (0.0,)
     noise: float = 0.0
     available: float = 1.0
+    grown: float = 0.0
+    grown_nodes: int = 10
 
     def known(self, rows: int) -> CostModel:
         """As if measured before."""
@@ -74,7 +78,8 @@ class Run:
         self.shapes.append(str(shape))
         given = [shape.nodes > 0 and self.draw.random() < machine.available for _ in self.live]
         paths = [self._walk(shape) if each else [0] for each in given]
-        nodes = 1 + shape.nodes if any(given) else 1
+        grown = isinstance(shape, DynamicShape)
+        nodes = 1 + (machine.grown_nodes if grown else shape.nodes) if any(given) else 1
         target = machine.target(self.rows * nodes)
         draft = 0.0
         if shape.nodes:
@@ -89,15 +94,15 @@ class Run:
         done = Round(
             shape=shape,
             asked=[shape.depth] * self.rows,
-            drafted=[levels(shape) if each else [] for each in given],
+            drafted=[[1] * shape.depth if grown else levels(shape) if each else [] for each in given],
             accepted=accepted,
             nodes=nodes,
             context=len(self.live[0].ids),
             draft=draft * slower,
             target=target * slower,
             rest=0.02 * MS,
-            layout=None if shape.is_chain else shape.parents,
-            paths=() if shape.is_chain else paths,
+            layout=None if grown or shape.is_chain else shape.parents,
+            paths=() if grown or shape.is_chain else paths,
         )
         self.seconds += (target + draft) * slower + 0.02 * MS
         self.tokens += 1 + sum(accepted) / self.rows
@@ -106,6 +111,9 @@ class Run:
 
     def _walk(self, shape: TreeShape) -> list[int]:
         """Children in order, each accepted with its rate where those before it were not."""
+        if isinstance(shape, DynamicShape):
+            lucky = next((depth for depth in range(shape.depth) if self.draw.random() > self.machine.grown), shape.depth)
+            return [0] * (1 + lucky)
         path, (ranks, _) = [0], family(shape.parents)
         while True:
             u = self.draw.random()
@@ -124,9 +132,9 @@ def levels(shape: TreeShape) -> list[int]:
     return [depths.count(depth) for depth in range(1, shape.depth + 1)]
 
 
-def planner(machine: Machine, rows: int = 1, *, shapes=CHAINS, known: bool = True) -> AutomaticPlanner:
+def planner(machine: Machine, rows: int = 1, *, shapes=CHAINS, known: bool = True, grows: bool = False) -> AutomaticPlanner:
     costs = machine.known(rows) if known else CostModel()
-    return AutomaticPlanner(shapes, costs=costs, budget=0, catches_up=machine.missed > 0, clock=lambda: 0.0)
+    return AutomaticPlanner(shapes, grows=grows, costs=costs, budget=0, catches_up=machine.missed > 0, clock=lambda: 0.0)
 
 
 def flat(tokens: int) -> float:
@@ -255,6 +263,36 @@ def test_siblings_are_drafted_where_they_are_cheap_and_accepted():
     assert sum(run.last(100)[shape] for shape in trees) > 80 and all(shape.startswith("paths(") for shape in trees)
     chains = Run(machine, planner(machine)).go(300)
     assert run.tokens / run.seconds > 1.05 * chains.tokens / chains.seconds
+
+
+@pytest.mark.parametrize(("grown", "rates", "used"), [(0.7, (0.5, 0.2), True), (0.4, (0.7, 0.2), False), (0.0, (0.0,), False)])
+def test_trees_are_grown_where_they_have_kept_more(grown: float, rates: tuple[float, ...], used: bool):
+    machine = Machine(lambda tokens: 30 * MS * (1 + 0.02 * tokens), level=0.5 * MS, rates=rates, grown=grown)
+    run = Run(machine, planner(machine, shapes=TREES, grows=True)).go(400)
+    share = sum(shape.startswith("opt(") for shape in run.shapes[-200:]) / 200
+    assert share > 0.9 if used else share < 0.1
+    without = Run(machine, planner(machine, shapes=TREES)).go(400)
+    assert run.tokens / run.seconds > (1.05 if used else 0.97) * without.tokens / without.seconds
+
+
+def test_the_other_kind_of_tree_is_looked_at_again():
+    """At first grown trees are better, then the others are."""
+    machine = Machine(lambda tokens: 30 * MS * (1 + 0.02 * tokens), level=0.5 * MS, rates=(0.3, 0.1), grown=0.7)
+    run = Run(machine, planner(machine, shapes=TREES, grows=True)).go(300)
+    assert sum(shape.startswith("opt(") for shape in run.shapes[-100:]) > 80
+    machine.grown, machine.rates = 0.3, (0.8, 0.1)
+    run.go(400)
+    assert sum(shape.startswith("opt(") for shape in run.shapes[-100:]) < 20
+
+
+def test_a_node_of_a_grown_tree_has_to_be_worth_what_it_costs():
+    shapes = []
+    for slope in (0.002, 0.02):
+        machine = Machine(lambda tokens: 30 * MS * (1 + slope * tokens), level=0.5 * MS, rates=(0.5, 0.2), grown=0.7)  # noqa: B023
+        run = Run(machine, planner(machine, shapes=TREES, grows=True)).go(200)
+        shapes.append(TreeShape.parse(next(shape for shape in reversed(run.shapes) if shape.startswith("opt("))))
+    cheap, dear = shapes
+    assert cheap.floor < dear.floor and cheap.total == dear.total == TREES.nodes
 
 
 def test_what_the_draft_model_missed_is_part_of_the_price_of_a_try():

@@ -1,11 +1,14 @@
 """How much to draft: measured costs, tracked acceptance, and the shape that makes the most of both.
 
-``costs`` says what a round takes, ``acceptance`` what comes out of it, ``search`` finds the best shape between them, ``planner``
-decides round by round, and ``profiles`` keeps what was measured between runs.
+``costs`` says what a round takes, ``acceptance`` what comes out of it; ``search`` finds the best shape between them and ``batches`` the
+best depth for each row; ``forecasts`` puts them together, ``planner`` decides round by round, and ``profiles`` keeps what was measured
+between runs.
 """
 
 from foretoken.planning.acceptance import Acceptance
 from foretoken.planning.costs import CostModel
-from foretoken.planning.planner import AUTO, AutomaticPlanner, FixedPlanner, Planner, Round
+from foretoken.planning.largest import AUTO
+from foretoken.planning.planner import AutomaticPlanner
+from foretoken.planning.rounds import FixedPlanner, Planner, Round
 
 __all__ = ["AUTO", "Acceptance", "AutomaticPlanner", "CostModel", "FixedPlanner", "Planner", "Round"]

@@ -16,7 +16,7 @@ from foretoken.drafters.base import Drafter, DraftRequest, Feedback
 from foretoken.planning.curves import Curve
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
-from foretoken.shapes import StaticShape, TreeShape
+from foretoken.shapes import DynamicShape, StaticShape, TreeShape
 from foretoken.target import Target
 from foretoken.tree import TokenTree
 
@@ -60,7 +60,7 @@ class CostModel:
         self.catch_up: dict[int, float] = {}
         self.spent = 0.0
 
-    def verify(self, rows: int, sizes: Sequence[int], context: int) -> list[float]:
+    def verify(self, rows: int, sizes: Sequence[float], context: int) -> list[float]:
         """Seconds of a pass over each of ``sizes`` nodes per row, ascending, the longest row having ``context`` tokens, and of the rest
         of its round."""
         more = self.context * rows * max(0, context - PROMPT)
@@ -86,7 +86,7 @@ class CostModel:
         return math.exp(self.target.scale - self._pace)
 
     def observe(
-        self, rows: int, nodes: int, context: int, target: float, rest: float, draft: float | None, widths: Sequence[int], behind: int
+        self, rows: int, nodes: float, context: int, target: float, rest: float, draft: float | None, widths: Sequence[int], behind: int
     ) -> None:
         """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart."""
         more = self.context * rows * max(0, context - PROMPT)
@@ -164,7 +164,8 @@ def widths(shape: TreeShape) -> tuple[int, ...]:
     """How many nodes each level of a draft of ``shape`` is drafted below."""
     if isinstance(shape, StaticShape):
         return (1, *(level.last - level.first for level in shape.levels[:-1])) if shape.depth else ()
-    return (1, *(min(shape.nodes, 8) for _ in range(shape.depth - 1)))
+    width = shape.k if isinstance(shape, DynamicShape) else shape.nodes
+    return (1, *(min(width, 8) for _ in range(shape.depth - 1)))
 
 
 # -- measuring ------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Curve:
         self.scale = 0.0
         self.checked = 0.0  # the scale when all sizes were last compared
         self.observations = 0
-        self._anchors: dict[int, dict[int, Anchor]] = {}
+        self._anchors: dict[int, dict[float, Anchor]] = {}
         self._monotone: dict[int, tuple[list[int], list[float]]] = {}
 
     def measured(self, rows: int, size: int, seconds: float) -> None:
@@ -60,10 +60,10 @@ class Curve:
     def known(self) -> bool:
         return bool(self.points) or self.observations > 0
 
-    def at(self, rows: int, size: int) -> float:
+    def at(self, rows: int, size: float) -> float:
         return self.line(rows, (size,))[0]
 
-    def line(self, rows: int, sizes: Sequence[int]) -> list[float]:
+    def line(self, rows: int, sizes: Sequence[float]) -> list[float]:
         """Seconds for each of ``sizes``, ascending; never less for more."""
         places, deviations = self._deviations(rows)
         found, most = [], 0.0
@@ -73,7 +73,7 @@ class Curve:
             found.append(most)
         return found
 
-    def _deviations(self, rows: int) -> tuple[list[int], list[float]]:
+    def _deviations(self, rows: int) -> tuple[list[float], list[float]]:
         """Sizes seen, ascending, and their deviations."""
         anchors = sorted(self._anchors.get(rows, {}).items())
         return [size for size, _ in anchors], [each.deviation * FADING ** (self.observations - each.last) for _, each in anchors]
@@ -95,7 +95,7 @@ class Curve:
         slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
         return values[-1] + slope * (size - places[-1])
 
-    def observe(self, rows: int, size: int, seconds: float) -> None:
+    def observe(self, rows: int, size: float, seconds: float) -> None:
         """What a round took."""
         residual = math.log(max(seconds, 1e-9) / self.base(rows, size))
         if not self.known:
@@ -115,7 +115,7 @@ class Curve:
         if self.observations % 8 == 0:
             self._order(rows, size)
 
-    def _new(self, rows: int, size: int) -> Anchor:
+    def _new(self, rows: int, size: float) -> Anchor:
         """An anchor as its neighbours would have it."""
         places, deviations = self._deviations(rows)
         trusted = TRUSTED if size in self.points.get(rows, ()) else 1  # the first time may be a warm-up
@@ -123,14 +123,14 @@ class Curve:
         self._anchors[rows][size] = anchor
         return anchor
 
-    def _order(self, rows: int, size: int) -> None:
+    def _order(self, rows: int, size: float) -> None:
         """Forget what was seen of sizes long ago where it contradicts: more can not take less."""
         seen, anchors = self._level(rows, size), self._anchors[rows]
         for other in [each for each, anchor in anchors.items() if self.observations - anchor.last > STALE]:
             if (self._level(rows, other) - seen) * (other - size) < 0:
                 del anchors[other]
 
-    def _level(self, rows: int, size: int) -> float:
+    def _level(self, rows: int, size: float) -> float:
         """Logarithm of the seconds of a size that was seen, the scale left out."""
         return math.log(self.base(rows, size)) + self._anchors[rows][size].deviation
 
@@ -148,7 +148,7 @@ class Curve:
                 anchor.recent.clear()
 
 
-def interpolated(place: float, places: Sequence[int], values: Sequence[float]) -> float:
+def interpolated(place: float, places: Sequence[float], values: Sequence[float]) -> float:
     """Linear between ``places``, ascending, and flat outside."""
     right = bisect_left(places, place)
     if right == 0:

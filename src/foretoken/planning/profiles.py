@@ -20,6 +20,7 @@ import torch
 
 from foretoken.caching import cache_folder
 from foretoken.planning.costs import CostModel, runs_a_model
+from foretoken.target import native
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
@@ -93,6 +94,7 @@ def describe(target: Target, drafter: Drafter) -> dict[str, Any]:
         },
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
+        "kernels": native.revision(),
     }
 
 
@@ -105,5 +107,7 @@ def model_of(target: Target) -> dict[str, Any]:
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     }
     weights = sum(parameter.numel() for parameter in model.parameters())
+    kinds = sorted({type(parameter).__name__ for parameter in model.parameters()})  # quantised ones have classes of their own
     execution = str(getattr(target, "execution", "") or "")
-    return {"class": type(model).__name__, "weights": weights, "dtype": str(model.dtype), "execution": execution, **sizes}
+    about = {"class": type(model).__name__, "weights": weights, "kinds": kinds, "dtype": str(model.dtype), "execution": execution}
+    return {**about, **sizes}

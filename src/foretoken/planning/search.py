@@ -22,7 +22,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # drafted nodes o
 class Plan:
     """A ``shape``, the ``tokens`` per row that a round with it should keep, and the ``seconds`` that it should take."""
 
-    shape: StaticShape
+    shape: TreeShape
     tokens: float
     seconds: float
 
@@ -42,6 +42,7 @@ class Costs:
         once: seconds added to a round that drafts, such as reading what was missed, spread over the rounds that follow.
         available: how often a row gets a draft when asked.
         any_row: how often any row does; otherwise the target's pass has one node.
+        own: rows pay for their own nodes, so that one without a draft is as cheap as one that was not asked for.
     """
 
     verify: Sequence[float]
@@ -49,6 +50,7 @@ class Costs:
     once: float = 0.0
     available: float = 1.0
     any_row: float = 1.0
+    own: bool = False
 
 
 def plain(costs: Costs) -> Plan:
@@ -85,7 +87,7 @@ def best_tree(table: Sequence[Sequence[float]], costs: Costs, *, most: int | Non
             if not depth <= nodes <= most:
                 continue
             level = (1, *(max(1, nodes // depth) for _ in range(depth - 1)))
-            plan = priced(first.shape, program.value(nodes), level, costs, nodes)
+            plan = priced(chain(0), program.value(nodes), level, costs, nodes)
             if plan.rate > (found[0] if found else first.rate):
                 found = plan.rate, depth, nodes
     if found is None:
@@ -97,7 +99,13 @@ def best_tree(table: Sequence[Sequence[float]], costs: Costs, *, most: int | Non
 
 def priced(shape: StaticShape, accepted: float, levels: tuple[int, ...], costs: Costs, nodes: int | None = None) -> Plan:
     """A plan of ``shape`` that keeps ``accepted`` drafted tokens where there is a draft, drafted in ``levels`` of such widths."""
-    verify = costs.any_row * costs.verify[shape.nodes if nodes is None else nodes] + (1 - costs.any_row) * costs.verify[0]
+    nodes = shape.nodes if nodes is None else nodes
+    if costs.own and len(levels) == nodes:
+        size = costs.available * nodes
+        below = int(size)
+        verify = costs.verify[below] + (size - below) * (costs.verify[min(below + 1, nodes)] - costs.verify[below])
+    else:
+        verify = costs.any_row * costs.verify[nodes] + (1 - costs.any_row) * costs.verify[0]
     return Plan(shape, 1 + costs.available * accepted, verify + costs.draft(levels) + costs.once)
 
 

@@ -1,0 +1,259 @@
+"""What the next round promises with each shape: the search between measured costs and tracked acceptance, from what rounds have said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foretoken.drafters.base import Row
+from foretoken.planning import batches, search
+from foretoken.planning.acceptance import HASTE, MEMORY, Acceptance, expected
+from foretoken.planning.costs import CostModel, widths
+from foretoken.planning.rounds import Round
+from foretoken.shapes import DynamicShape, StaticShape, TreeShape
+
+GAIN = 1.01  # drafting has to be better than none by so much
+SWITCH = 1.02  # another shape has to be better than the one in use by so much
+HOPE, TRY = 0.7, 4  # acceptance that a try is made for, and its length at most
+HORIZON = 32  # rounds that what the drafter missed is spread over
+GROWN_K, GROWN_DEPTH = 4, 8  # nodes of a level that are expanded in a grown tree, and levels at most
+GROWN_TRIES = 12  # rounds that a first opinion of grown trees takes
+GROWN_MEMORY = 0.96  # of what was known of grown trees that a round leaves
+FINEST = 0.25  # nodes per row that costs are told apart by, where rows have different numbers of them
+
+
+@dataclass
+class Forecast:
+    """One decision: the best plan, and zero drafting; ``limits`` by slot, where rows are drafted for differently; ``other`` is worth a
+    look now and then."""
+
+    best: search.Plan
+    plain: search.Plan
+    limits: dict[int, int] | None = None
+    other: search.Plan | None = None
+
+    @property
+    def lasts(self) -> bool:
+        """It is not made for what is left of a batch, or for the rate of the moment."""
+        return self.limits is None and isinstance(self.best.shape, StaticShape)
+
+
+class Grown:
+    """How grown trees have done: ``tokens`` kept per round, in ``seconds`` of which one is a plain round's."""
+
+    def __init__(self) -> None:
+        self.tokens = self.seconds = 1.0
+        self.rounds = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        self.rounds += 1
+        share = max(1 - GROWN_MEMORY, 1 / self.rounds)
+        self.tokens += share * (tokens - self.tokens)
+        self.seconds += share * (min(seconds, 3 * self.seconds + 3) - self.seconds)
+
+
+class Forecaster:
+    """Promises, and the memory behind them.
+
+    Args:
+        largest: how deep, how wide and how large a tree may be, and whether it may branch.
+        costs: what is known of the machine.
+        grows: trees may be grown by the draft's probabilities, where no row samples.
+        catches_up: the drafter has to read what it missed in rounds without a draft.
+
+    Attributes:
+        own: rows of a batch pay for their own nodes.
+        acceptance: of greedy rounds, and of others: drafts are made differently.
+    """
+
+    def __init__(self, largest: StaticShape, costs: CostModel, *, grows: bool = False, catches_up: bool = True):
+        self.largest, self.costs, self.catches_up = largest, costs, catches_up
+        self.siblings = 1 if largest.is_chain else 1 + max(max(level.ranks) for level in largest.levels)
+        self.acceptance: dict[bool, Acceptance] = {}
+        self.grown = Grown() if grows else None
+        self.own = False
+        self._sizes = range(1, largest.nodes + 2)
+        self._seen: dict[int, int] = {}  # slot: tokens that the drafter has read
+        self._records: dict[int, batches.RowRecord] = {}  # by slot
+
+    def begin(self, *, own: bool, catches_up: bool) -> None:
+        """Other rows than before."""
+        self.own, self.catches_up = own, catches_up
+        self._seen.clear()
+        self._records.clear()
+
+    def forecast(self, rows: Sequence[Row], *, greedy: bool, together: bool, growing: bool = False) -> Forecast:
+        """The best plan for rows of which no others join them, if they are ``together``; ``growing`` says that a grown tree is in use."""
+        acceptance = self.of(greedy)
+        costs = self._lasting(rows, acceptance)
+        if together and max(len(rows), len(self._records)) > 1:
+            return self._search_batch(rows, acceptance, costs)
+        chains = search.chains(acceptance.by_depth(self.largest.depth), costs)
+        best = max(chains, key=lambda plan: plan.rate)
+        if self.siblings > 1:
+            tree = search.best_tree(acceptance.by_rank(self.largest.depth, self.siblings), costs)
+            best = max(best, tree, key=lambda plan: plan.rate)
+        if best.rate < GAIN * chains[0].rate:
+            best = chains[0]
+        other = None
+        if self.grown is not None and greedy and len(rows) == 1:
+            best, other = self._with_grown(self.grown, best, chains[0], costs, growing)
+        return Forecast(best, chains[0], other=other)
+
+    def of(self, greedy: bool) -> Acceptance:
+        """Acceptance of such rounds."""
+        if greedy not in self.acceptance:
+            self.acceptance[greedy] = Acceptance(self.largest.depth, self.siblings)
+        return self.acceptance[greedy]
+
+    def attempt(self, rows: Sequence[Row], *, greedy: bool) -> search.Plan:
+        """The chain that promises most tokens for the seconds it costs more than a plain round, if drafting did work."""
+        depth = min(TRY, self.largest.depth)
+        plans = search.chains([HOPE] * depth, self._costs(rows, self.of(greedy), horizon=1))
+        return max(plans[1:], key=lambda plan: (plan.tokens - 1) / max(plan.seconds - plans[0].seconds, 1e-12))
+
+    def catch_up(self, rows: Sequence[Row], done: Round) -> int:
+        """Tokens that the drafter had to read before the round that is over; now it has."""
+        if not self.catches_up:
+            return 0
+        behind = max(0, self._behind(rows) - sum(done.accepted) - len(done.asked))
+        self._seen = {row.slot: len(row.ids) for row in rows}
+        return behind
+
+    def learn(self, rows: Sequence[Row], done: Round, cost: float, *, trying: bool) -> None:
+        """A round that drafted is over; it took ``cost`` plain rounds. ``trying`` where drafts are only made now and then."""
+        acceptance = self.of(done.greedy)
+        if isinstance(done.shape, DynamicShape) and self.grown is not None:  # of ranks and depths it says nothing
+            self.grown.observe(1 + sum(done.accepted) / len(rows), cost)
+            return
+        usual = _summed(acceptance.by_depth(self.largest.depth))
+        for row, asked, drafted, kept in zip(rows, done.asked, done.drafted, done.accepted):
+            if asked > 0:
+                self._record(row).observe(given=any(drafted), accepted=kept, expected=usual[min(asked, len(usual)) - 1])
+        memory = HASTE if trying else MEMORY
+        acceptance.observe(done.asked, done.drafted, done.accepted, layout=done.layout, paths=done.paths, memory=memory)
+
+    def worth(self, rows: Sequence[Row], done: Round, plain: float, *, together: bool) -> float:
+        """Seconds of plain decoding that a round's tokens save: of rows that end together, those until the last one is done."""
+        count = len(rows)
+        if count == 1 or not together:
+            return (1 + sum(done.accepted) / count) * plain
+        alone = self.costs.verify(1, (1,), done.context)[0]
+        each = (max(0.0, plain - alone)) / (count - 1)
+        after = [max(0, row.capacity - len(row.ids)) for row in rows]
+        before = [left + 1 + kept for left, kept in zip(after, done.accepted)]
+        seconds = [batches.worth(left, lambda live: plain - (count - live) * each) for left in (before, after)]
+        return seconds[0] - seconds[1]
+
+    def price(self, shape: TreeShape, rows: Sequence[Row], *, greedy: bool) -> search.Plan:
+        """What ``shape`` promises."""
+        acceptance = self.of(greedy)
+        costs = self._lasting(rows, acceptance)
+        if not isinstance(shape, StaticShape):
+            assert self.grown is not None
+            return search.Plan(shape, self.grown.tokens, self.grown.seconds * costs.verify[0])
+        if not shape.nodes:
+            return search.plain(costs)
+        accepted = expected(shape.parents, acceptance.by_rank(self.largest.depth, self.siblings))
+        return search.priced(shape, accepted, widths(shape), costs)
+
+    def compare(self, rows: int, *, context: int, greedy: bool = True) -> list[search.Plan]:
+        """What is to be expected of zero drafting, of every chain, and of the best tree where it is better, in a batch of so many rows;
+        nobody being behind."""
+        acceptance = self.of(greedy)
+        costs = self._priced(rows, acceptance, context, once=0.0)
+        plans = search.chains(acceptance.by_depth(self.largest.depth), costs)
+        if self.siblings > 1:
+            tree = search.best_tree(acceptance.by_rank(self.largest.depth, self.siblings), costs)
+            plans += [tree] if all(tree.shape != plan.shape for plan in plans) else []
+        return plans
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _with_grown(
+        self, grown: Grown, best: search.Plan, plain: search.Plan, costs: search.Costs, growing: bool
+    ) -> tuple[search.Plan, search.Plan | None]:
+        """The better of ``best`` and a tree that is grown by the draft's probabilities, as far as a node and a level are worth what they
+        cost at the best rate so far; and the other one. Grown trees are known by what they have kept, so they are tried first."""
+        rate = max(best.rate, grown.rate / plain.seconds)
+        node = (costs.verify[-1] - costs.verify[0]) / (len(costs.verify) - 1)
+        level = costs.draft((1, GROWN_K, GROWN_K)) - costs.draft((1, GROWN_K))
+        depth = min(GROWN_DEPTH, self.largest.depth)
+        shape = TreeShape.opt(self.largest.nodes, depth, delta=_coarse(level * rate), floor=_coarse(node * rate), k=GROWN_K)
+        plan = search.Plan(shape, grown.tokens, grown.seconds * plain.seconds)
+        if grown.rounds < GROWN_TRIES:
+            return (search.Plan(shape, best.tokens, best.seconds), None) if best.shape.nodes else (best, None)
+        if plan.rate > max(best.rate * (1 if growing else SWITCH), GAIN * plain.rate):
+            return plan, best if best.shape.nodes else None
+        return best, plan
+
+    def _search_batch(self, rows: Sequence[Row], acceptance: Acceptance, costs: search.Costs) -> Forecast:
+        """Rows that end together: a depth for each of them, or one tree for all."""
+        count, context, deepest = len(rows), max(len(row.ids) for row in rows), self.largest.depth
+        accepted = _summed(acceptance.by_depth(deepest))
+        sizes = np.arange(1, deepest + 1 + FINEST, FINEST if self.own else 1.0)
+        seconds = self.costs.verify(count, sizes.tolist(), context)
+
+        def verify(nodes: np.ndarray) -> np.ndarray:
+            return np.interp(nodes, sizes, seconds)
+
+        outlooks = [
+            self._record(row).outlook(max(1, row.capacity - len(row.ids)), costs.available, accepted[-1] if accepted else 0.0)
+            for row in rows
+        ]
+        plain = batches.plain_plan(outlooks, verify)
+        best = batches.best_plan(outlooks, accepted, verify, lambda depth: costs.draft((1,) * depth), once=costs.once, own=self.own)
+        zero = search.Plan(search.chain(0), plain.tokens, plain.seconds)
+        total = plain.total / GAIN
+        found, limits = zero, None
+        if any(best.limits) and best.total < total:
+            total, found = best.total, search.Plan(search.chain(max(best.limits)), best.tokens, best.seconds)
+            limits = {row.slot: limit for row, limit in zip(rows, best.limits)}
+        if self.siblings > 1:
+            tree = search.best_tree(acceptance.by_rank(deepest, self.siblings), costs)
+            if not tree.shape.is_chain and plain.rounds / tree.tokens * tree.seconds < total:
+                found, limits = tree, None
+        return Forecast(found, zero, limits)
+
+    def _record(self, row: Row) -> batches.RowRecord:
+        return self._records.setdefault(row.slot, batches.RowRecord())
+
+    def _lasting(self, rows: Sequence[Row], acceptance: Acceptance) -> search.Costs:
+        """Costs with what the drafter missed spread over the rounds to come."""
+        return self._costs(rows, acceptance, horizon=max(1, min(HORIZON, min(row.capacity - len(row.ids) for row in rows))))
+
+    def _costs(self, rows: Sequence[Row], acceptance: Acceptance, *, horizon: int) -> search.Costs:
+        once = self.costs.catching_up(len(rows), self._behind(rows)) / horizon
+        return self._priced(len(rows), acceptance, max(len(row.ids) for row in rows), once=once)
+
+    def _priced(self, rows: int, acceptance: Acceptance, context: int, *, once: float) -> search.Costs:
+        available = acceptance.availability
+        return search.Costs(
+            verify=self.costs.verify(rows, self._sizes, context),
+            draft=lambda levels: self.costs.draft_seconds(rows, levels),
+            once=once,
+            available=available,
+            any_row=1 - (1 - available) ** rows,
+            own=self.own and rows > 1,
+        )
+
+    def _behind(self, rows: Sequence[Row]) -> int:
+        """Tokens that the drafter has not read, the roots left out, over all rows."""
+        return sum(max(0, len(row.ids) - 1 - self._seen.get(row.slot, 0)) for row in rows) if self.catches_up else 0
+
+
+def _coarse(share: float) -> float:
+    """A probability as a power of the square root of two, so that few different shapes come about."""
+    return round(2 ** (round(2 * math.log2(min(max(share, 1 / 256), 0.5))) / 2), 4)
+
+
+def _summed(rates: Sequence[float]) -> list[float]:
+    """Accepted tokens to expect of a chain of each length."""
+    return np.cumsum(np.cumprod(rates)).tolist() if rates else []
