@@ -23,7 +23,8 @@ from foretoken import (
     rules,
 )
 from foretoken.drafters.draft_model import DraftModel
-from foretoken.session import RowParameters, Session
+from foretoken.rows import RowParameters
+from foretoken.session import Session
 from foretoken.target import Target
 from foretoken.testing import ProbabilityTable, TableTarget
 

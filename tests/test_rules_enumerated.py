@@ -16,8 +16,9 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest
 from foretoken.drafters.none import NoDrafter
+from foretoken.rows import RowParameters
 from foretoken.sampling import Purpose, Randomness
-from foretoken.session import RowParameters, Session
+from foretoken.session import Session
 from foretoken.shapes import TreeShape
 from foretoken.testing import (
     Enumeration,

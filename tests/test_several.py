@@ -14,7 +14,7 @@ from foretoken import ConfigurationError, Speculator
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.drafters.several import Several, merged, seen_by
-from foretoken.session import RowParameters
+from foretoken.rows import RowParameters
 from foretoken.target import Target
 from foretoken.tree import TokenTree
 

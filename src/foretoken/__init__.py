@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from foretoken.logprobs import LogProbs
-    from foretoken.session import Commit, RowParameters, Session
+    from foretoken.rows import Commit, RowParameters
+    from foretoken.session import Session
     from foretoken.shapes import TreeShape
     from foretoken.speculator import SpeculativeOutput, Speculator, Tokens, custom_generate
     from foretoken.stats import RowStats, Stats
@@ -48,8 +49,8 @@ _HOMES = {
     "TargetOutputError": "foretoken.errors:TargetOutputError",
     "UnsupportedModelError": "foretoken.errors:UnsupportedModelError",
     "LogProbs": "foretoken.logprobs:LogProbs",
-    "Commit": "foretoken.session:Commit",
-    "RowParameters": "foretoken.session:RowParameters",
+    "Commit": "foretoken.rows:Commit",
+    "RowParameters": "foretoken.rows:RowParameters",
     "Session": "foretoken.session:Session",
     "TreeShape": "foretoken.shapes:TreeShape",
     "SpeculativeOutput": "foretoken.speculator:SpeculativeOutput",

@@ -14,8 +14,8 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from foretoken.errors import ConfigurationError
 from foretoken.processors import row_pipelines
+from foretoken.rows import RowParameters
 from foretoken.sampling import Seed, row_seeds
-from foretoken.session import RowParameters
 
 # Arguments of generate that name another way to decode, or something this loop does not produce.
 REFUSED_ARGUMENTS = {

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from foretoken.checks import check_lines, check_tree
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback
-from foretoken.errors import ConfigurationError, DrafterError, ForetokenError, TargetOutputError
-from foretoken.judgement import EMPTY, INFINITE, NAN, OVERFLOW, Judgement, judge
-from foretoken.logprobs import LogProbs, check_logprobs
+from foretoken.errors import ConfigurationError, ForetokenError
+from foretoken.judgement import Judgement, judge
+from foretoken.logprobs import check_logprobs
 from foretoken.planning import AUTO, AutomaticPlanner, CostModel, FixedPlanner, Planner, Round
 from foretoken.planning.costs import LEVEL, LOOK_UP, runs_a_model
-from foretoken.planning.planner import largest_fitting
+from foretoken.planning.largest import largest_fitting
 from foretoken.planning.profiles import profile
-from foretoken.processors import Pipeline
+from foretoken.rows import Commit, RowParameters, SessionRow
 from foretoken.sampler import Sampler
 from foretoken.sampling import Noise, Randomness, row_key
 from foretoken.shapes import TreeShape
@@ -32,66 +32,8 @@ from foretoken.tree import Proposal, TokenTree
 from foretoken.verification import Rule
 from foretoken.verification.match import Match
 
-if TYPE_CHECKING:
-    from transformers import StoppingCriteria
-
 MATCH = Match()
 NOTHING = TreeShape.chain(0)
-
-
-@dataclass(frozen=True)
-class RowParameters:
-    """How one row is to be continued.
-
-    Attributes:
-        max_new_tokens: stop after so many.
-        do_sample: sample, or take the most likely token.
-        pipeline: logits processors, rebased to this row.
-        seed: the pair that keys all of the row's randomness.
-        eos: token ids that end the row; the one met is kept.
-        criteria: further stopping criteria, judged after every committed token on ``[1, L]`` unpadded ids.
-        logprobs: record the log-probabilities of the row's tokens, and of so many of the likeliest at each place; None for none.
-    """
-
-    max_new_tokens: int
-    do_sample: bool = False
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    seed: tuple[int, int] = (0, 0)
-    eos: frozenset[int] = frozenset()
-    criteria: Sequence[StoppingCriteria] = ()
-    logprobs: int | None = None
-
-
-@dataclass(eq=False)
-class SessionRow:
-    """A row's state; drafters read it as :class:`foretoken.drafters.base.Row`."""
-
-    slot: int
-    ids: list[int]
-    prompt_length: int
-    parameters: RowParameters
-    capacity: int
-    stats: RowStats
-    key: int
-    scores: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    logprobs: list[LogProbs] = field(default_factory=list)
-
-    @property
-    def remaining(self) -> int:
-        return self.capacity - len(self.ids)
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What a step added to one row: ``tokens``, the first ``accepted`` of them drafted; ``finish_reason`` once it is over;
-    ``logprobs`` of the tokens where the row's parameters ask for them."""
-
-    slot: int
-    tokens: list[int]
-    accepted: int
-    finish_reason: str | None
-    logprobs: LogProbs | None = None
 
 
 class Session:
@@ -128,6 +70,7 @@ class Session:
         self.rows: list[SessionRow] = []
         self.waiting: list[SessionRow] = []
         self._slots = 0
+        self._joined = False  # rows were added while others were under way: more may come
         self._committed: Tensor | None = None  # [R, capacity] ids on the device, kept only while a pipeline reads them
 
     def _planner(self, shape: TreeShape | str) -> Planner:
@@ -135,7 +78,8 @@ class Session:
             return FixedPlanner(TreeShape.parse(shape))
         largest = largest_fitting(self.target, self.drafter, self._fits)
         costs = CostModel(level=LEVEL if runs_a_model(self.drafter) else LOOK_UP)
-        return AutomaticPlanner(largest, costs=costs, profile=profile(self.target, self.drafter))
+        grows = self.drafter.grows and not largest.is_chain and self.target.device.type == "cpu"
+        return AutomaticPlanner(largest, grows=grows, costs=costs, profile=profile(self.target, self.drafter))
 
     def _fits(self, shape: TreeShape) -> bool:
         """Whether the rule is exact for what the drafter makes of ``shape``."""
@@ -177,6 +121,7 @@ class Session:
             key=row_key(parameters.seed),
         )
         self._slots += 1
+        self._joined = self._joined or bool(self.rows)
         self.waiting.append(row)
         self.stats.rows.append(row.stats)
         return row.slot
@@ -259,7 +204,7 @@ class Session:
             judgement = judge(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))
         self.stats.seconds["prefill"] -= sampler.watch.seconds
         self.stats.target_passes += self.target.passes - passes
-        self._check_lines(rows, tree, judgement)
+        check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
         commits = self._settle(rows, judgement)
         self.drafter.begin(rows)
         self._depart()
@@ -272,7 +217,7 @@ class Session:
         seconds, clock = self.stats.seconds, time.perf_counter
         begin = clock()
         sampler = self._sampler(rows)
-        shape = self.planner.plan(rows, greedy=sampler.greedy)
+        shape = self.planner.plan(rows, greedy=sampler.greedy, together=not self._joined)
         request = self._request(rows, shape, sampler)
         planned = clock()
         tree = self._root(rows) if request is None else self._draft(request)
@@ -284,7 +229,7 @@ class Session:
         self.stats.target_passes += self.target.passes - passes
         accepted = [line.accepted for line in judgement.lines]
         self.target.commit(judgement.path, [count + 1 for count in accepted])
-        self._check_lines(rows, tree, judgement)
+        check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
         commits = self._settle(rows, judgement, counted=True)
         settled = clock()
         self.drafter.observe(rows, Feedback(tree, accepted, judgement.path))
@@ -319,7 +264,7 @@ class Session:
             asked=[0] * len(lines) if request is None else request.limits,
             drafted=[line.drafted for line in lines],
             accepted=[line.accepted for line in lines],
-            nodes=tree.nodes,
+            nodes=sum(1 + sum(line.drafted) for line in lines) / len(lines) if tree.chain and self.target.ragged else tree.nodes,
             context=max(len(row.ids) for row in self.rows),
             draft=draft,
             target=target,
@@ -376,7 +321,8 @@ class Session:
     def _request(self, rows: Sequence[SessionRow], shape: TreeShape, sampler: Sampler) -> DraftRequest | None:
         """As deep as the shape, the rows' limits and the context allow; None where nothing is to be drafted, or nothing can be."""
         most, shapes = shape.depth, self.stats.shapes
-        limits = [min(most, row.remaining - 1) for row in rows]
+        planned = self.planner.limits(rows) or [most] * len(rows)
+        limits = [min(most, limit, row.remaining - 1) for limit, row in zip(planned, rows)]
         depth, greedy = max(limits), sampler.greedy
         label = str(shape) if depth > 0 else "chain(0)"
         shapes[label] = shapes.get(label, 0) + 1
@@ -396,28 +342,8 @@ class Session:
 
     def _draft(self, request: DraftRequest) -> TokenTree:
         tree = self.drafter.draft(request)
-        self._check_tree(tree, request, request.sampler.greedy)
+        check_tree(tree, request, self.drafter.name, self.target, self.rule)
         return tree.within(request.limits)
-
-    def _check_tree(self, tree: TokenTree, request: DraftRequest, greedy: bool) -> None:
-        """What can be said without reading values; `_check_lines` says the rest."""
-        rows, drafter = len(request.rows), f"drafter {self.drafter.name!r}"
-        if not isinstance(tree, TokenTree) or tree.rows != rows:
-            got = f"a tree of {tree.rows} rows" if isinstance(tree, TokenTree) else type(tree).__name__
-            raise DrafterError(f"{drafter} must return a TokenTree of {rows} rows, got {got}")
-        try:
-            tree.check_shapes(self.target.vocab_size)
-        except ValueError as error:
-            raise DrafterError(f"{drafter} returned a malformed tree: {error}") from None
-        if self.target.chains_only and not tree.chain:
-            raise DrafterError(f"{drafter} returned a tree, and the target can only verify chains: {self.target.chains_only}")
-        if greedy or tree.nodes == 1:
-            return
-        refusal = self.rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
-        if refusal:
-            raise DrafterError(f"{drafter} proposed what the rule can not verify: {refusal}")
-        if request.needs_q and tree.q is None:
-            raise DrafterError(f"{drafter} returned no q, and rule {self.rule.name!r} compares with the draft's own distribution")
 
     def _settle(self, rows: Sequence[SessionRow], judgement: Judgement, *, counted: bool = False) -> list[Commit]:
         """Append to every row what its verdict keeps; ``counted`` says that the pass is a row-pass of the statistics."""
@@ -437,41 +363,6 @@ class Session:
             self._count(row, commit, line.drafted, counted)
             commits.append(commit)
         return commits
-
-    def _check_lines(self, rows: Sequence[SessionRow], tree: TokenTree, judgement: Judgement) -> None:
-        """Refuse trees that are none, tokens that can not be, and scores that no token can be chosen from."""
-        for row, line in zip(rows, judgement.lines):
-            if line.broken:
-                try:
-                    tree.check(self.target.vocab_size)
-                except ValueError as error:
-                    raise DrafterError(f"drafter {self.drafter.name!r} returned a malformed tree: {error}") from None
-            if line.outside:
-                raise DrafterError(
-                    f"drafter {self.drafter.name!r} proposed {line.tokens[1:]} for row {row.slot}, with a token outside the target's "
-                    f"vocabulary of {self.target.vocab_size}"
-                )
-            if line.tokens[0] != row.ids[-1]:
-                raise DrafterError(
-                    f"drafter {self.drafter.name!r} returned a tree for row {row.slot} whose root is {line.tokens[0]}; node 0 must be the "
-                    f"last committed token, {row.ids[-1]}"
-                )
-            if any(line.faults[: line.accepted + 1]):
-                self._report(row, line.faults[: line.accepted + 1])
-
-    def _report(self, row: SessionRow, faults: Sequence[int]) -> None:
-        """Raise what is wrong with the scores along a path, unless a processor of the row replaces NaN and infinity."""
-        for depth, fault in enumerate(faults):
-            where = f"row {row.slot}, position {len(row.ids) + depth}"
-            if fault & (NAN | INFINITE) and not row.parameters.pipeline.removes_invalid:
-                raise TargetOutputError(
-                    f"the target's logits are {'NaN' if fault & NAN else 'infinite'} for {where}; try a wider dtype (float32 or "
-                    "bfloat16), or remove_invalid_values=True to accept that they are patched"
-                )
-            if fault & EMPTY:
-                raise TargetOutputError(f"the logits processors leave no token possible for {where}; loosen the constraints")
-            if fault & OVERFLOW:
-                raise TargetOutputError(f"the logits processors made scores infinite or NaN for {where}; is the temperature too small?")
 
     def _append(self, row: SessionRow, tokens: Sequence[int], accepted: int) -> Commit:
         """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row."""

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest
 from foretoken.drafters.growth import grow
+from foretoken.rows import RowParameters
 from foretoken.sampling import Purpose, Randomness, row_key
-from foretoken.session import RowParameters, Session
+from foretoken.session import Session
 from foretoken.tree import Proposal, TokenTree
 
 Context = tuple[int, ...]
@@ -106,6 +107,7 @@ class TableTarget:
         self.device = torch.device("cpu")
         self.passes = 0
         self.chains_only: str | None = None
+        self.ragged = False
         self.owner: object = None
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None

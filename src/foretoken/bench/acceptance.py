@@ -18,7 +18,7 @@ from foretoken.bench import prompts
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_model, load_tokenizer
-from foretoken.session import RowParameters
+from foretoken.rows import RowParameters
 from foretoken.shapes import TreeShape
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from foretoken.bench.passes import Pass, PassRecorder, synchroniser
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_model, load_tokenizer
-from foretoken.session import RowParameters
+from foretoken.rows import RowParameters
 from foretoken.shapes import TreeShape
 
 MODES = ("greedy", "sampled")
