@@ -291,3 +291,48 @@ def test_it_claims_for_gpus_alone():
     on_cuda = verification.Run(replace(run.settings, device="cuda"))
     on_cuda.measurements = run.measurements
     assert [claim.name.partition(",")[0] for claim in verification.claims(on_cuda)] == ["match", "traversal", "traversal"]
+
+
+# -- the kernels suite -------------------------------------------------------------------------------------------------------
+
+
+def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path):
+    options = [
+        "--target",
+        "zoo:python-1m",
+        "--configurations",
+        "float32/eager bfloat16/packed",
+        "--passes",
+        "1x1 2x3",
+        "--contexts",
+        "8 20",
+    ]
+    result = CliRunner().invoke(app, ["kernels", *options, "--repeats", "2", "--threads", "1", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "kernels.json").read_text())
+    timed = [(each["configuration"], each["rows"], each["nodes"], each["context"], each["repeat"]) for each in found["measurements"]]
+    names, contexts = ("float32/eager", "bfloat16/packed"), (8, 20)
+    passes = [
+        (name, rows, nodes, context, repeat)
+        for name in names
+        for rows, nodes in ((1, 1), (2, 3))
+        for context in contexts
+        for repeat in (1, 2)
+    ]
+    readings = [(name, rows, 0, context, 0) for name in names for rows in (1, 2) for context in contexts]
+    assert sorted(timed) == sorted(passes + readings)
+    assert found["executions"] == {"float32/eager": "eager", "bfloat16/packed": "packed"} and len(found["reads"]) == 4
+    assert "behind 20 tokens" in (tmp_path / "kernels.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--configurations", "bfloat16", "WEIGHTS/EXECUTION"),
+        ("--passes", "16", "ROWSxNODES"),
+        ("--configurations", "float32/fast", "unknown execution 'fast'"),
+    ],
+)
+def test_a_kernels_suite_that_makes_no_sense_is_refused(option, value, message):
+    result = CliRunner().invoke(app, ["kernels", "--target", "zoo:python-1m", option, value])
+    assert result.exit_code and message in str(result.output) + str(result.exception)

@@ -89,6 +89,28 @@ def verification(
 
 
 @app.command()
+def kernels(
+    target: Annotated[str, typer.Option(help="A path, a hub id or zoo:NAME.")] = "zoo:python-300m",
+    configurations: Annotated[str, typer.Option(help="WEIGHTS/EXECUTION, separated by spaces; int8,DTYPE for weights of eight bits.")] = "",
+    passes: Annotated[str, typer.Option(help="ROWSxNODES, separated by spaces.")] = "1x1 1x6 1x17 1x64 4x1 4x4 16x1 16x3",
+    contexts: Annotated[str, typer.Option(help="Tokens in front, separated by spaces.")] = "64 400",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured repeats, after the warm-up.")] = 7,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write kernels.json and kernels.md into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+) -> None:
+    """What a pass takes in each execution and kind of weights, side by side."""
+    given = locals()
+    from foretoken.bench import environment, report
+    from foretoken.bench import kernels as suite
+
+    given["configurations"] = configurations or suite.CONFIGURATIONS
+    settings = suite.Settings(**{field.name: given[field.name] for field in fields(suite.Settings)})
+    _reported(suite.Run, settings, environment.describe, suite, report, out=out, as_json=as_json)
+
+
+@app.command()
 def acceptance(
     target: Annotated[str, typer.Option(help="A path, a hub id or zoo:NAME.")] = "zoo:python-8m",
     draft: Annotated[str, typer.Option(help="The draft model, with the target's tokenizer.")] = "zoo:python-1m",

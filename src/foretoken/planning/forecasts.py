@@ -133,9 +133,10 @@ class Forecaster:
         if isinstance(done.shape, DynamicShape) and self.grown is not None:  # of ranks and depths it says nothing
             self.grown.observe(1 + sum(done.accepted) / len(rows), cost)
             return
-        usual = _summed(acceptance.by_depth(self.largest.depth))
+        alone = len(rows) == 1 and not self._records  # then it is the average
+        usual = [] if alone else _summed(acceptance.by_depth(self.largest.depth))
         for row, asked, drafted, kept in zip(rows, done.asked, done.drafted, done.accepted):
-            if asked > 0:
+            if asked > 0 and usual:
                 self._record(row).observe(given=any(drafted), accepted=kept, expected=usual[min(asked, len(usual)) - 1])
         memory = HASTE if trying else MEMORY
         acceptance.observe(done.asked, done.drafted, done.accepted, layout=done.layout, paths=done.paths, memory=memory)

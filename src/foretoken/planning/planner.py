@@ -33,7 +33,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between tries
 LOOK = 12  # rounds after which a chain is drafted one longer than is best
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
-SELDOM = 4  # of so many plain rounds in a row one is looked at closely: they may be very short
+SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
 GROWN_AGAIN, GROWN_LOOKS = 48, 2  # rounds between two looks at the kind of tree that is not in use, and rounds that one takes
 LAZY = 150  # between two plans lies so many times what a plan takes
 
@@ -79,6 +79,7 @@ class AutomaticPlanner:
         self._rounds, self._next, self._drafting = 0, 0, 0
         self._earliest = 0.0
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
+        self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
 
     @property
     def shape(self) -> StaticShape:
@@ -90,6 +91,8 @@ class AutomaticPlanner:
         """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows."""
         begin = self.clock()
         self.forecaster.begin(own=target.ragged, catches_up=runs_a_model(drafter))
+        if self._forecast is not None and self._forecast.limits is not None:
+            self._forecast = None  # it was made for other rows
         if self.profile is not None and not self.costs.target.points:
             self.profile.read(self.costs)
         left = self.budget / (1 + len(self.costs.target.points))
@@ -179,6 +182,8 @@ class AutomaticPlanner:
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         count, drafting = len(done.asked), done.shape.nodes > 0
+        if drafting and count == 1 and self._as_before(rows, done):
+            return
         grown = isinstance(done.shape, DynamicShape)
         levels = widths(done.shape.within(max(done.asked))) if drafting else ()
         behind = self.forecaster.catch_up(rows, done) if drafting else 0
@@ -199,6 +204,7 @@ class AutomaticPlanner:
         cost = verify + (draft if grown else self.costs.draft_seconds(count, levels, behind))
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
         self.account = min(self.account + gain, SAVINGS * plain)
+        self._alike = (done.shape, plain, cost, 0) if any(done.drafted) and not self._trying else (None, 0.0, 0.0, 0)
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying)
         if self.acceptance[done.greedy].rounds <= HASTY:
             self._next, self._earliest = 0, 0.0
@@ -208,6 +214,19 @@ class AutomaticPlanner:
             self._next = 0
 
     # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _as_before(self, rows: Sequence[Row], done: Round) -> bool:
+        """A round of one row like the one before, of which only acceptance is noted; False for a round that is to be looked at."""
+        shape, plain, cost, often = self._alike
+        steady = shape == done.shape and isinstance(shape, StaticShape) and any(done.drafted) and done.asked[0] >= shape.depth
+        if not steady or often + 1 >= SELDOM or self.acceptance[done.greedy].rounds <= HASTY:
+            return False
+        self._alike = shape, plain, cost, often + 1
+        self._since_check += 1
+        self.account = min((self.account or 0.0) + (1 + done.accepted[0]) * plain - cost, SAVINGS * plain)
+        self.forecaster.catch_up(rows, done)
+        self.forecaster.learn(rows, done, cost / plain, trying=False)
+        return True
 
     def _check(self) -> None:
         """Where passes have become much slower or quicker, a few plain rounds show whether all of them have: while a shape is in use,

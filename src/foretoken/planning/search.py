@@ -15,6 +15,7 @@ import numpy as np
 
 from foretoken.shapes import StaticShape, TreeShape
 
+PATIENCE = 2  # numbers of levels in a row that promise less than fewer did, after which no more are tried
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # drafted nodes of trees: few, so that compiled shapes are used again
 
 
@@ -80,16 +81,22 @@ def best_tree(table: Sequence[Sequence[float]], costs: Costs, *, most: int | Non
     most = min(len(costs.verify) - 1, most if most is not None else len(costs.verify) - 1)
     first = best_chain([line[0] for line in table[:most]], costs)
     found: tuple[float, int, int] | None = None
-    programs = {}
+    programs: dict[int, Program] = {}
+    best, worse = 0.0, 0
     for depth in range(1, len(table) + 1):
+        if worse == PATIENCE:
+            break
         programs[depth] = program = Program.of(table[:depth], most)
+        deepest = 0.0
         for nodes in SIZES:
             if not depth <= nodes <= most:
                 continue
             level = (1, *(max(1, nodes // depth) for _ in range(depth - 1)))
             plan = priced(chain(0), program.value(nodes), level, costs, nodes)
+            deepest = max(deepest, plan.rate)
             if plan.rate > (found[0] if found else first.rate):
                 found = plan.rate, depth, nodes
+        best, worse = max(best, deepest), worse + 1 if deepest < best else 0
     if found is None:
         return first
     _, depth, nodes = found
