@@ -17,7 +17,7 @@ import torch
 from foretoken import zoo
 from foretoken.cli.failures import quiet
 from foretoken.cli.generation import make_drafter, pick_device
-from foretoken.loading import load_model, load_tokenizer
+from foretoken.loading import load_tokenizer
 from foretoken.speculator import Speculator
 from foretoken.stats import Stats
 
@@ -126,9 +126,15 @@ class Demo:
         self.setting = setting
         self.tokenizer = load_tokenizer(setting.target)
         drafters = {way: make_drafter(way, {}, self.tokenizer) for way in setting.ways}
-        self.model = load_model(setting.target, dtype=setting.dtype, device=pick_device(setting.device, setting.target))
         # Every run reads its prompt afresh: a cache kept from the run before would flatter whoever comes second.
-        self.speculators = {way: Speculator(self.model, drafter, reuse_prefix=False) for way, drafter in drafters.items()}
+        device = pick_device(setting.device, setting.target)
+        self.speculators: dict[str, Speculator] = {}
+        for way, drafter in drafters.items():  # the first one loads the target and lays its weights out, the others take it as it is
+            if not self.speculators:
+                self.speculators[way] = Speculator(setting.target, drafter, dtype=setting.dtype, device=device, reuse_prefix=False)
+                self.model = self.speculators[way].model
+            else:
+                self.speculators[way] = Speculator(self.model, drafter, execution="eager", reuse_prefix=False)
 
     def compare(self) -> Iterator[Comparison]:
         """One comparison after another; the ways take turns within each."""
