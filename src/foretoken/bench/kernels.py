@@ -181,11 +181,6 @@ def document(run: Run, *, command: str, environment: dict[str, Any]) -> dict[str
     }
 
 
-def claims(run: Run) -> list[Any]:
-    """The speed suite makes them."""
-    return []
-
-
 def tables(run: Run) -> list[Table]:
     made = []
     for context in run.contexts:
