@@ -351,8 +351,10 @@ def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     outputs, inputs = weight.shape
     rows = nn.functional.pad(weight, (0, 0, 0, padded_size(outputs) - outputs))
     if (dtype or weight.dtype) == torch.bfloat16:
-        return rows.view(-1, 16, inputs // 2, 2).permute(0, 2, 1, 3).contiguous()
-    return rows.view(-1, 16, inputs).permute(0, 2, 1).contiguous()
+        order = rows.view(-1, 16, inputs // 2, 2).permute(0, 2, 1, 3)
+    else:
+        order = rows.view(-1, 16, inputs).permute(0, 2, 1)
+    return native.room(order.shape, order.dtype).copy_(order)
 
 
 def unblocked(packed: Tensor, outputs: int) -> Tensor:

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor
 
 SOURCE = Path(__file__).with_name("layer.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-std=c11", "-w")
 LIMIT = 120  # seconds for the compiler
 KEYS, QUERIES = 64, 24  # of ``layer.c``
+LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # of Linux on x86-64
 POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
 
 
@@ -104,6 +109,25 @@ def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
 def revision() -> str:
     """Changes with the source of the kernels, and so may what they take."""
     return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+
+
+def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for weights, not filled: in large pages where the system hands them out, because reading hundreds of megabytes through
+    small ones keeps the processor looking addresses up."""
+    bytes_ = math.prod(shape) * dtype.itemsize
+    if bytes_ < LARGE_PAGE:
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.empty(bytes_ + LARGE_PAGE, dtype=torch.uint8)  # what is never touched takes no memory
+    begin = -raw.data_ptr() % LARGE_PAGE
+    _advise()(raw.data_ptr() + begin, bytes_ // LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE)  # may fail: small pages then
+    return raw[begin : begin + bytes_].view(dtype).view(shape)
+
+
+@lru_cache(maxsize=1)
+def _advise() -> Callable[[int, int, int], int]:
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes, advise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return cast("Callable[[int, int, int], int]", advise)
 
 
 def scratch(size: int) -> int:

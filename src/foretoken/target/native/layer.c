@@ -20,6 +20,14 @@ extern int omp_get_thread_num(void), omp_get_num_threads(void);
 #define INLINE static inline __attribute__((always_inline))
 #define BLOCKS 4 /* of 16 outputs computed together */
 #define TOKENS 6 /* computed together: BLOCKS * TOKENS + BLOCKS + 1 registers */
+#define FEW 3 /* tokens up to which computing is nothing beside reading */
+#if defined(INT8) && !defined(BF16)
+#define WIDE 8 /* weights take registers while they are widened */
+#else
+#define WIDE 12 /* computed together over half as many outputs, which take as many registers */
+#endif
+#define SOME 32 /* tokens up to which weights are read from memory once, and from the second cache for each further WIDE of them */
+#define AHEAD 4096 /* bytes of each block of weights that are asked for before their turn: a page */
 #define MANY 48 /* tokens that weights are kept in the first cache for, at most */
 #define STEP (64 * DEPTH) /* inputs at a time, whose weights for BLOCKS * 16 outputs are a third of that cache */
 #define GROUP 8 /* steps between two times of asking for what comes next; inputs are multiples of GROUP * DEPTH */
@@ -135,6 +143,47 @@ static void some_tokens(const Matrix *m, int o, const value *x, value *y, int K,
     FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT))
 }
 
+/* BLOCKS * 8 outputs from o on, of n tokens. With `asking` the weights are on their way AHEAD of their use, so that reading and computing
+ * overlap; left to itself the processor looks ahead less far the more tokens there are, and at a page's end not at all. */
+INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int asking) {
+    __m512 sums[BLOCKS / 2][WIDE];
+    const size_t block = (size_t)K * 16;
+    const weight *w = m->values + (size_t)o * K;
+    for (int b = 0; b < BLOCKS / 2; b++)
+        for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16);
+    for (int k = 0; k < K; k += DEPTH) {
+        operand w_k[BLOCKS / 2];
+        for (int b = 0; asking && b < BLOCKS / 2; b++) _mm_prefetch((const char *)(w + b * block + (size_t)k * 16) + AHEAD, _MM_HINT_T0);
+        for (int b = 0; b < BLOCKS / 2; b++) w_k[b] = READ(w + b * block + (size_t)k * 16);
+        for (int t = 0; t < n; t++) {
+            operand x_k = input(x + (size_t)t * K + k);
+            for (int b = 0; b < BLOCKS / 2; b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
+        }
+    }
+    for (int b = 0; b < BLOCKS / 2; b++)
+        for (int t = 0; t < n; t++) store(y + (size_t)t * N + o + b * 16, ended(sums[b][t], m, o + b * 16));
+}
+
+#define WITH(n, asking) \
+    case n: wide_tile(m, o, x, y, K, N, n, asking); break;
+#define FOR_EACH(asking) \
+    switch (n) { \
+        WITH(1, asking) WITH(2, asking) WITH(3, asking) WITH(4, asking) WITH(5, asking) WITH(6, asking) \
+        WITH(7, asking) WITH(8, asking) WITH(9, asking) WITH(10, asking) WITH(11, asking) WITH(12, asking) \
+    }
+
+static void asking_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_EACH(1) }
+static void further_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_EACH(0) }
+
+/* BLOCKS * 16 outputs from o on, of FEW < T <= SOME tokens */
+static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N) {
+    const int rounds = (T + WIDE - 1) / WIDE, each = (T + rounds - 1) / rounds;
+    for (int end = o + BLOCKS * 16; o < end; o += BLOCKS * 8) {
+        asking_tokens(m, o, x, y, K, N, each);
+        for (int t = each; t < T; t += each) further_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each);
+    }
+}
+
 /* The same for more tokens than fit into registers, over the next STEP inputs or fewer: sums [n, BLOCKS * 16] go on from what they are.
  * After every GROUP steps `lines` cache lines of the weights behind these are asked for, from number `from` on. */
 INLINE void part(const weight *w, size_t block, const value *x, float *sums_so_far, int K, int n, int steps, const weight *next, int from,
@@ -162,7 +211,7 @@ static void some_parts(const weight *w, size_t block, const value *x, float *sum
     FOR_KNOWN(n, part(w, block, x, sums, K, COUNT, steps, next, from, lines))
 }
 
-/* BLOCKS * 16 outputs from o on, of TOKENS < T <= MANY tokens. The weights of STEP inputs stay in the first cache for all tokens, while the
+/* BLOCKS * 16 outputs from o on, of SOME < T <= MANY tokens. The weights of STEP inputs stay in the first cache for all tokens, while the
  * next ones are on their way, so that reading and computing overlap. `after` is what is likely to be read behind these outputs, or null. */
 static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N, const weight *after) {
     float sums[MANY * BLOCKS * 16];
@@ -189,7 +238,9 @@ static void product(const Matrix *m, const value *x, value *y, int T, int K, int
     const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds, ahead = omp_get_num_threads() * BLOCKS * 16;
 #pragma omp for schedule(dynamic, 1)
     for (int o = 0; o < N; o += BLOCKS * 16)
-        if (T > TOKENS && T <= MANY)
+        if (T > FEW && T <= SOME)
+            wide_tokens(m, o, x, y, T, K, N);
+        else if (T > SOME && T <= MANY)
             many_tokens(m, o, x, y, T, K, N, o + ahead < N ? m->values + (size_t)(o + ahead) * K : 0);
         else
             for (int t = 0; t < T; t += each) some_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each);
