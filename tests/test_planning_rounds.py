@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from foretoken.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foretoken.planning.acceptance import family
 from foretoken.planning.costs import widths
+from foretoken.planning.forecasts import Candour
 from foretoken.planning.largest import largest_shape
 from foretoken.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
+from foretoken.planning.search import Plan
 from foretoken.shapes import DynamicShape, TreeShape
 from foretoken.tree import depths_of
 
@@ -285,14 +288,38 @@ def test_the_other_kind_of_tree_is_looked_at_again():
     assert sum(shape.startswith("opt(") for shape in run.shapes[-100:]) < 20
 
 
+def grown_shapes(slope: float, expected: float | None = None) -> list[DynamicShape]:
+    """Shapes of grown trees that were asked for, where a node costs ``slope`` of a pass."""
+    machine = Machine(lambda tokens: 30 * MS * (1 + slope * tokens), level=0.5 * MS, rates=(0.5, 0.2), grown=0.7)
+    chosen, seen = planner(machine, shapes=TREES, grows=True), []
+    plan, observe = chosen.plan, chosen.observe
+    chosen.plan = lambda *args, **options: seen.append(plan(*args, **options)) or seen[-1]
+    chosen.observe = lambda rows, done: observe(rows, replace(done, expected=expected and expected * max(done.accepted[0], 0.1)))
+    Run(machine, chosen).go(200)
+    return [shape for shape in seen if isinstance(shape, DynamicShape)]
+
+
 def test_a_node_of_a_grown_tree_has_to_be_worth_what_it_costs():
-    shapes = []
-    for slope in (0.002, 0.02):
-        machine = Machine(lambda tokens: 30 * MS * (1 + slope * tokens), level=0.5 * MS, rates=(0.5, 0.2), grown=0.7)  # noqa: B023
-        run = Run(machine, planner(machine, shapes=TREES, grows=True)).go(200)
-        shapes.append(TreeShape.parse(next(shape for shape in reversed(run.shapes) if shape.startswith("opt("))))
-    cheap, dear = shapes
-    assert cheap.floor < dear.floor and cheap.total == dear.total == TREES.nodes
+    cheap, dear = (grown_shapes(slope)[-1] for slope in (0.002, 0.02))
+    assert cheap.total == dear.total == TREES.nodes
+    assert all(a < b for a, b in zip(cheap.prices[1:], dear.prices[1:])) and cheap.prices[0] == dear.prices[0] == 0
+    assert cheap.worthwhile([math.log(0.02)] * 24) > dear.worthwhile([math.log(0.02)] * 24) == 0
+
+
+def test_a_draft_that_is_surer_than_it_says_is_given_more_nodes():
+    modest, boasting = (grown_shapes(0.01, expected)[-1] for expected in (0.4, 1.6))
+    assert all(2 * a < b for a, b in zip(modest.prices[1:], boasting.prices[1:]))
+
+
+def test_promises_that_are_not_kept_count_for_less():
+    candour, plan = Candour(), Plan(TreeShape.chain(4), 3.0, 1.0)
+    assert candour.of(plan) == plan
+    for _ in range(60):
+        candour.observe(1, 2)
+    assert candour.of(plan).tokens == pytest.approx(2.0, abs=0.1)
+    for _ in range(300):
+        candour.observe(3, 2)
+    assert candour.of(plan) == plan  # a promise is never taken for more than it says
 
 
 def test_what_the_draft_model_missed_is_part_of_the_price_of_a_try():

@@ -273,6 +273,7 @@ class Session:
             layout=tree.layout if known else None,
             paths=[line.path for line in lines] if known else (),
             greedy=greedy,
+            expected=self.drafter.expected,
         )
 
     def _rule(self, shape: TreeShape) -> Rule:

@@ -11,6 +11,7 @@ A shape is written as it prints: ``chain(5)``, ``product(4,2,1)``, ``paths(0,1,0
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -197,13 +198,15 @@ def _cut(shape: StaticShape, depth: int) -> StaticShape:
 class DynamicShape(TreeShape):
     """Grown by the draft's probabilities: ``k`` nodes of each level are expanded to ``k`` children each, the best ``total`` stay;
     with ``delta`` growth ends where another level raises their summed probability by no more than that, and paths less likely than
-    ``floor`` are left out."""
+    ``floor`` are left out. Where there are ``prices``, what 0, 1, … ``total`` nodes cost in tokens, as many are kept as leave most of
+    their summed probability."""
 
     levels: int
     k: int
     total: int
     delta: float | None = None
     floor: float = 0.0
+    prices: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         if self.delta is None:
@@ -223,7 +226,19 @@ class DynamicShape(TreeShape):
     def within(self, depth: int) -> DynamicShape:
         if depth >= self.levels:
             return self
-        return DynamicShape(depth, self.k, min(self.total, self.k + (depth - 1) * self.k * self.k), self.delta, self.floor)
+        total = min(self.total, self.k + (depth - 1) * self.k * self.k)
+        return DynamicShape(depth, self.k, total, self.delta, self.floor, self.prices[: total + 1])
+
+    def worthwhile(self, scores: Sequence[float]) -> int:
+        """How many of the best nodes to keep, of which ``scores`` are the log-probabilities of their paths, best first."""
+        if not self.prices:
+            return min(self.total, len(scores))
+        best, most, so_far = 0, -self.prices[0], 0.0
+        for count, (score, price) in enumerate(zip(scores, self.prices[1:]), 1):
+            so_far += math.exp(score)
+            if so_far - price > most:
+                best, most = count, so_far - price
+        return best
 
 
 EXAMPLES = "chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16) or opt(total=16,depth=8,delta=0.05)"

@@ -134,6 +134,7 @@ class Drafter:
     branches: bool = False
     grows: bool = False
     owner: object = None  # the session whose rows these are
+    expected: float | None = None  # tokens per row that the last draft's own probabilities promise, where they chose its nodes
 
     def bind(self, target: Target) -> None:
         """Called once, before any row begins; refuse here what can not work with this target."""

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
-from foretoken.drafters.growth import Expand, Growth, grow
+from foretoken.drafters.growth import UNSEEN, Expand, Growth, grow
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_model, vocabulary_difference
 from foretoken.quantization import check_quantization
 from foretoken.sampler import fit_vocabulary
-from foretoken.shapes import DynamicShape, TreeShape
+from foretoken.shapes import DynamicShape, StaticShape, TreeShape
 from foretoken.target import Target, unwrap
+from foretoken.target.native_growth import NativeGrowth
 from foretoken.tree import Proposal, TokenTree, depths_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from foretoken.target.kernel_pass import Direct
 
 SIBLINGS: dict[str, tuple[Proposal, ...]] = {
     "iid": ("iid",),
@@ -77,6 +80,8 @@ class DraftModel(Drafter):
         self._smaller = False
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
+        self._direct: Direct | None = None
+        self._kernel: NativeGrowth | None = None  # for that
 
     @property
     def model(self) -> Target:
@@ -120,10 +125,42 @@ class DraftModel(Drafter):
         depth = max(limits)
         if depth < 1:
             return TokenTree.root(request.roots())
+        self.expected = None
+        self._grown = self._by_kernel(replace(request, depth=min(depth, limits[0]), limits=limits))
+        if self._grown is not None:
+            self.expected = self._grown.expected
+            return self._grown.tree
         if request.shape.is_chain:
             return self._chain(replace(request, depth=depth, limits=limits))
         self._grown = grow(replace(request, shape=request.shape.within(depth), depth=depth, limits=limits), self._expand(request.rows))
+        self.expected = self._grown.expected
         return self._grown.tree.within(limits)
+
+    def _by_kernel(self, request: DraftRequest) -> Growth | None:
+        """The draft of a single greedy row in one call of a kernel, where this model has one."""
+        shape, direct = request.shape, self.model.direct
+        plain = len(request.rows) == 1 and request.proposal == "deterministic" and request.sampler.plain and not request.needs_q
+        if direct is None or not plain or self.model.device != request.device:
+            return None
+        if direct is not self._direct:
+            self._direct, self._kernel = direct, NativeGrowth.of(self.model)
+        ids = request.rows[0].ids
+        if self._kernel is None or (self._smaller and max(ids[self.model.lengths[0] :]) >= self.model.vocab_size):
+            return None
+        if isinstance(shape, DynamicShape):
+            grown = self._kernel.grow(ids, shape, depth=request.depth, vocab_size=request.vocab_size)
+        else:
+            assert isinstance(shape, StaticShape)
+            grown = self._kernel.fill(ids, shape.within(request.depth), vocab_size=request.vocab_size)
+        if grown is None:
+            return None
+        tokens = [ids[-1], *grown.tokens]
+        if shape.is_chain:
+            tree = TokenTree.from_chain(torch.tensor([tokens]))
+        else:
+            parents, pruned = [[-1, *grown.parents]], isinstance(shape, DynamicShape)
+            tree = TokenTree.from_lists([tokens], parents, [[True] * len(tokens)], pruned=pruned)
+        return Growth(tree, grown.fed, torch.tensor([[0, *(UNSEEN if node < 0 else node for node in grown.own)]]), grown.expected)
 
     def _chain(self, request: DraftRequest) -> TokenTree:
         drafted: list[Tensor] = []
@@ -182,8 +219,11 @@ class DraftModel(Drafter):
 
     def _keep(self, grown: Growth, feedback: Feedback) -> None:
         """Commit the accepted path to this cache, as far as its nodes were fed: all but its last one at most."""
-        if grown.seen == 1 or feedback.path is None:
+        if grown.seen == 1 or (feedback.path is None and not grown.tree.chain):
             self.model.rewind([length + 1 for length in self.model.lengths])
+            return
+        if feedback.path is None:
+            self.model.commit(None, [min(count + 1, grown.seen) for count in feedback.accepted])
             return
         if grown.own is None:
             path, deepest = feedback.path.clamp(max=grown.seen - 1), max(depths_of((grown.tree.layout or ())[: grown.seen]))

@@ -36,11 +36,13 @@ class Growth:
         seen: how many nodes, the root included, the model was fed; they come first in the drafter's own numbering.
         own: ``[R, N]`` the number of each node of ``tree`` in the drafter's own numbering, ``seen`` or more where the model was not
             fed; None where ``tree`` is numbered alike.
+        expected: accepted tokens per row if the draft's probabilities hold, where they chose the nodes on the host.
     """
 
     tree: TokenTree
     seen: int
     own: Tensor | None = None
+    expected: float | None = None
 
 
 def grow(request: DraftRequest, expand: Expand) -> Growth:
@@ -218,7 +220,7 @@ def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, expand: Exp
             [list(each.fed_tokens) for each in found], [list(each.fed_parents) for each in found], [list(each.fed_valid) for each in found]
         )
     least = lowest(shape)
-    total = min(shape.total, max(sum(score >= least for score in each.scores) for each in found))
+    total = max(shape.worthwhile(sorted((score for score in each.scores if score >= least), reverse=True)) for each in found)
     kept = [sorted(each.best(0, total)) for each in found]
     numbered = [{-1: 0, **{number: node for node, number in enumerate(numbers, 1)}} for numbers in kept]
     proposed = TokenTree.from_lists(
@@ -228,9 +230,9 @@ def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, expand: Exp
         proposal=request.proposal,
         pruned=True,
     )
-    return Growth(
-        proposed, tree.nodes, torch.tensor([[0, *(each.own[number] for number in numbers)] for each, numbers in zip(found, kept)])
-    )
+    own = torch.tensor([[0, *(each.own[number] for number in numbers)] for each, numbers in zip(found, kept)])
+    likely = [math.exp(each.scores[number]) for each, numbers in zip(found, kept) for number in numbers if each.scores[number] >= least]
+    return Growth(proposed, tree.nodes, own, sum(likely) / len(found))
 
 
 def lowest(shape: DynamicShape) -> float:

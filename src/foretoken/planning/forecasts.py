@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,9 @@ HORIZON = 32  # rounds that what the drafter missed is spread over
 GROWN_K, GROWN_DEPTH = 4, 8  # nodes of a level that are expanded in a grown tree, and levels at most
 GROWN_TRIES = 12  # rounds that a first opinion of grown trees takes
 GROWN_MEMORY = 0.96  # of what was known of grown trees that a round leaves
+SURER, SURE_OF_IT = 1.5, 8.0  # times as many tokens of a greedy draft are accepted as its probabilities say, and tokens that stand for it
+CALIBRATION_MEMORY = 0.98  # of how far they do that a round leaves
+DOUBT = 4.0  # accepted tokens that were promised and kept before anything was seen
 FINEST = 0.25  # nodes per row that costs are told apart by, where rows have different numbers of them
 
 
@@ -47,16 +50,43 @@ class Grown:
     def __init__(self) -> None:
         self.tokens = self.seconds = 1.0
         self.rounds = 0
+        self._accepted, self._expected = SURER * SURE_OF_IT, SURE_OF_IT
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
 
-    def observe(self, tokens: float, seconds: float) -> None:
+    @property
+    def surer(self) -> float:
+        """Times as many tokens are accepted as the draft's probabilities say: where the target does not draw but takes its likeliest token,
+        they say too little."""
+        return self._accepted / self._expected
+
+    def observe(self, tokens: float, seconds: float, expected: float | None = None) -> None:
+        """A round that kept so many tokens in so many plain rounds; the draft ``expected`` so many to be accepted."""
         self.rounds += 1
+        if expected is not None:
+            self._accepted = CALIBRATION_MEMORY * self._accepted + tokens - 1
+            self._expected = CALIBRATION_MEMORY * self._expected + expected
         share = max(1 - GROWN_MEMORY, 1 / self.rounds)
         self.tokens += share * (tokens - self.tokens)
         self.seconds += share * (min(seconds, 3 * self.seconds + 3) - self.seconds)
+
+
+class Candour:
+    """What became of promises: of the shapes that seem best some only seem so, because what is known of them is luck."""
+
+    def __init__(self) -> None:
+        self.kept = self.promised = DOUBT
+
+    def observe(self, kept: float, promised: float) -> None:
+        self.kept = GROWN_MEMORY * self.kept + kept
+        self.promised = GROWN_MEMORY * self.promised + promised
+
+    def of(self, plan: search.Plan) -> search.Plan:
+        """``plan`` with as many accepted tokens as such promises have brought."""
+        share = min(self.kept / max(self.promised, 1e-9), 1.0)
+        return replace(plan, tokens=1 + (plan.tokens - 1) * share)
 
 
 class Forecaster:
@@ -78,6 +108,7 @@ class Forecaster:
         self.siblings = 1 if largest.is_chain else 1 + max(max(level.ranks) for level in largest.levels)
         self.acceptance: dict[bool, Acceptance] = {}
         self.grown = Grown() if grows else None
+        self.candour = Candour()
         self.own = False
         self._sizes = range(1, largest.nodes + 2)
         self._seen: dict[int, int] = {}  # slot: tokens that the drafter has read
@@ -100,6 +131,7 @@ class Forecaster:
         if self.siblings > 1:
             tree = search.best_tree(acceptance.by_rank(self.largest.depth, self.siblings), costs)
             best = max(best, tree, key=lambda plan: plan.rate)
+        best = self.candour.of(best)
         if best.rate < GAIN * chains[0].rate:
             best = chains[0]
         other = None
@@ -112,6 +144,10 @@ class Forecaster:
         if greedy not in self.acceptance:
             self.acceptance[greedy] = Acceptance(self.largest.depth, self.siblings)
         return self.acceptance[greedy]
+
+    def rounds(self, greedy: bool) -> int:
+        """With a draft so far, of such rows."""
+        return self.of(greedy).rounds + (0 if self.grown is None else self.grown.rounds)
 
     def attempt(self, rows: Sequence[Row], *, greedy: bool) -> search.Plan:
         """The chain that promises most tokens for the seconds it costs more than a plain round, if drafting did work."""
@@ -127,11 +163,14 @@ class Forecaster:
         self._seen = {row.slot: len(row.ids) for row in rows}
         return behind
 
-    def learn(self, rows: Sequence[Row], done: Round, cost: float, *, trying: bool) -> None:
-        """A round that drafted is over; it took ``cost`` plain rounds. ``trying`` where drafts are only made now and then."""
+    def learn(self, rows: Sequence[Row], done: Round, cost: float, *, trying: bool, promised: float | None = None) -> None:
+        """A round that drafted is over; it took ``cost`` plain rounds. ``trying`` where drafts are only made now and then; ``promised`` the
+        tokens that its shape was chosen for."""
         acceptance = self.of(done.greedy)
+        if promised is not None and promised > 1 and len(rows) == 1 and isinstance(done.shape, StaticShape):
+            self.candour.observe(done.accepted[0], promised - 1)
         if isinstance(done.shape, DynamicShape) and self.grown is not None:  # of ranks and depths it says nothing
-            self.grown.observe(1 + sum(done.accepted) / len(rows), cost)
+            self.grown.observe(1 + sum(done.accepted) / len(rows), cost, done.expected)
             return
         alone = len(rows) == 1 and not self._records  # then it is the average
         usual = [] if alone else _summed(acceptance.by_depth(self.largest.depth))
@@ -163,7 +202,7 @@ class Forecaster:
         if not shape.nodes:
             return search.plain(costs)
         accepted = expected(shape.parents, acceptance.by_rank(self.largest.depth, self.siblings))
-        return search.priced(shape, accepted, widths(shape), costs)
+        return self.candour.of(search.priced(shape, accepted, widths(shape), costs))
 
     def compare(self, rows: int, *, context: int, greedy: bool = True) -> list[search.Plan]:
         """What is to be expected of zero drafting, of every chain, and of the best tree where it is better, in a batch of so many rows;
@@ -184,10 +223,11 @@ class Forecaster:
         """The better of ``best`` and a tree that is grown by the draft's probabilities, as far as a node and a level are worth what they
         cost at the best rate so far; and the other one. Grown trees are known by what they have kept, so they are tried first."""
         rate = max(best.rate, grown.rate / plain.seconds)
-        node = (costs.verify[-1] - costs.verify[0]) / (len(costs.verify) - 1)
         level = costs.draft((1, GROWN_K, GROWN_K)) - costs.draft((1, GROWN_K))
         depth = min(GROWN_DEPTH, self.largest.depth)
-        shape = TreeShape.opt(self.largest.nodes, depth, delta=_coarse(level * rate), floor=_coarse(node * rate), k=GROWN_K)
+        shape = TreeShape.opt(self.largest.nodes, depth, delta=_coarse(level * rate / grown.surer), k=GROWN_K)
+        prices = tuple(rate / grown.surer * (seconds - costs.verify[0]) for seconds in costs.verify[: shape.total + 1])
+        shape = replace(shape, prices=prices)
         plan = search.Plan(shape, grown.tokens, grown.seconds * plain.seconds)
         if grown.rounds < GROWN_TRIES:
             return (search.Plan(shape, best.tokens, best.seconds), None) if best.shape.nodes else (best, None)

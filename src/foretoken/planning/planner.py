@@ -36,6 +36,7 @@ HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
 GROWN_AGAIN, GROWN_LOOKS = 48, 2  # rounds between two looks at the kind of tree that is not in use, and rounds that one takes
 LAZY = 150  # between two plans lies so many times what a plan takes
+PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 
 
 class AutomaticPlanner:
@@ -79,6 +80,7 @@ class AutomaticPlanner:
         self._rounds, self._next, self._drafting = 0, 0, 0
         self._earliest = 0.0
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
+        self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
         self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
 
     @property
@@ -167,6 +169,7 @@ class AutomaticPlanner:
             if forecast.best.rate < SWITCH * same.rate and (same.shape.nodes == 0 or same.rate > GAIN * forecast.plain.rate):
                 forecast.best = same
         self._forecast, self._forecast_for = forecast, key
+        self._used = self._kept = 0
         self._next = self._rounds + 4
         end = self.clock()
         self._earliest = end + LAZY * (end - begin)
@@ -205,8 +208,8 @@ class AutomaticPlanner:
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
         self.account = min(self.account + gain, SAVINGS * plain)
         self._alike = (done.shape, plain, cost, 0) if any(done.drafted) and not self._trying else (None, 0.0, 0.0, 0)
-        self.forecaster.learn(rows, done, cost / plain, trying=self._trying)
-        if self.acceptance[done.greedy].rounds <= HASTY:
+        self.forecaster.learn(rows, done, cost / plain, trying=self._trying, promised=self._promised(done))
+        if self.forecaster.rounds(done.greedy) <= HASTY:
             self._next, self._earliest = 0, 0.0
         if self._trying and any(done.drafted):  # a try without a draft cost nothing and says nothing
             self._since_try = 0
@@ -219,14 +222,24 @@ class AutomaticPlanner:
         """A round of one row like the one before, of which only acceptance is noted; False for a round that is to be looked at."""
         shape, plain, cost, often = self._alike
         steady = shape == done.shape and isinstance(shape, StaticShape) and any(done.drafted) and done.asked[0] >= shape.depth
-        if not steady or often + 1 >= SELDOM or self.acceptance[done.greedy].rounds <= HASTY:
+        if not steady or often + 1 >= SELDOM or self.forecaster.rounds(done.greedy) <= HASTY:
             return False
         self._alike = shape, plain, cost, often + 1
         self._since_check += 1
         self.account = min((self.account or 0.0) + (1 + done.accepted[0]) * plain - cost, SAVINGS * plain)
         self.forecaster.catch_up(rows, done)
-        self.forecaster.learn(rows, done, cost / plain, trying=False)
+        self.forecaster.learn(rows, done, cost / plain, trying=False, promised=self._promised(done))
         return True
+
+    def _promised(self, done: Round) -> float | None:
+        """Tokens that the round was to keep, if it was of the plan in use; a plan that does not keep its promise is made anew."""
+        if self._forecast is None or self._trying or self._forecast.best.shape != done.shape or len(done.accepted) != 1:
+            return None
+        promised = self._forecast.best.tokens
+        self._used, self._kept = self._used + 1, self._kept + 1 + done.accepted[0]
+        if self._used >= PROVEN and self._kept < BROKEN * promised * self._used:
+            self._next, self._earliest = 0, 0.0
+        return promised
 
     def _check(self) -> None:
         """Where passes have become much slower or quicker, a few plain rounds show whether all of them have: while a shape is in use,

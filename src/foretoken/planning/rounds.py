@@ -28,6 +28,7 @@ class Round:
         split: the draft's seconds and the target's are known apart; on a GPU only their sum is.
         layout, paths: the tree's parents and the nodes kept per row, where it branches and the host knows them.
         greedy: no row samples.
+        expected: accepted tokens per row that the draft's own probabilities promised, where they chose the nodes.
     """
 
     shape: TreeShape
@@ -43,6 +44,7 @@ class Round:
     layout: tuple[int, ...] | None = None
     paths: Sequence[Sequence[int]] = ()
     greedy: bool = True
+    expected: float | None = None
 
 
 class Planner(Protocol):

@@ -16,7 +16,23 @@ import numpy as np
 from foretoken.shapes import StaticShape, TreeShape
 
 PATIENCE = 2  # numbers of levels in a row that promise less than fewer did, after which no more are tried
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)  # drafted nodes of trees: few, so that compiled shapes are used again
+SIZES = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    9,
+    11,
+    15,
+    19,
+    23,
+    31,
+    47,
+    63,
+)  # drafted nodes of trees: few, so that compiled shapes are used again, and with the
+# root multiples of what kernels take together
 
 
 @dataclass(frozen=True)

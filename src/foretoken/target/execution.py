@@ -66,7 +66,7 @@ class TreeExecution:
     def _pass(self, tree: TokenTree, window: Window, tokens: Tensor | None, keep: Sequence[int] | None, flex: Flex | None = None) -> Tensor:
         """One pass, through the model's own attention or through ``flex``."""
         self.cache.enter(window)
-        if flex is None and (direct := self._direct) is not None:
+        if flex is None and (direct := self.direct) is not None:
             return direct(tree.tokens if tokens is None else tokens, window, self.cache, self.context, self._masked(tree, window), keep)
         arguments: dict[str, Any] = {}
         last_only = keep is not None and all(node == tree.nodes - 1 for node in keep)
@@ -99,10 +99,10 @@ class TreeExecution:
     @property
     def ragged(self) -> bool:
         """Rows pay for their own nodes of a chain."""
-        return self._direct is not None
+        return self.direct is not None
 
     @property
-    def _direct(self) -> Direct | None:
+    def direct(self) -> Direct | None:
         """The model in one call, where its weights are laid out for that and nobody watches."""
         decoder = vars(getattr(self.model, "model", self.model)).get("forward")
         if decoder is None:

@@ -82,14 +82,14 @@ class NativePass:
         cos, sin = (each.contiguous() for each in angles)
         about.threads, about.rows, about.width = torch.get_num_threads(), window.rows, window.width
         about.tokens, about.nodes, about.own_angles = places.count, places.nodes, int(own)
-        scratch = self._room(layer, x, places.count, int(about.threads))
+        scratch = self.room(layer, x, places.count, int(about.threads))
         held = [cos, sin, places.begins, places.rows, places.slots, *scratch]
         for name, tensor in zip(native.POINTERS, held, strict=True):
             setattr(about, name, tensor.data_ptr())
         self._held, self._given = held, (angles, window)
         return about
 
-    def _room(self, layer: NativeLayer, x: Tensor, tokens: int, threads: int) -> list[Tensor]:
+    def room(self, layer: NativeLayer, x: Tensor, tokens: int, threads: int) -> list[Tensor]:
         """Scratch for so many tokens, kept for the next pass of that size."""
         key = tokens, threads
         if key not in self._scratch:
@@ -199,7 +199,7 @@ class NativeModel:
         """The last hidden states for embeddings ``x``, which are overwritten; shapes as :meth:`NativePass.of` has them."""
         window, norm = cache.window, self.base.norm
         assert window is not None
-        keys, values, row_stride, head_stride = self._held(cache, x)
+        keys, values, row_stride, head_stride = self.held(cache, x)
         about = self.shared.native.of(self.kernels[0], x, window, self._angles(x, positions, window.width), places)
         about.row_stride, about.head_stride = row_stride, head_stride
         if mask is not None:
@@ -230,7 +230,7 @@ class NativeModel:
             and not (self.watched or torch.is_grad_enabled())
         )
 
-    def _held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any, int, int]:
+    def held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any, int, int]:
         """Pointers to every layer's keys and values, and the strides of all of them."""
         about = self.kernels[0].about
         stale = len(cache.layers) < len(self.kernels) or cache.layers[0].keys.shape[0] < cache.row_capacity
@@ -245,14 +245,21 @@ class NativeModel:
 
     def _angles(self, x: Tensor, positions: Tensor, needed: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""
+        tables = self.angles_by_position(x, needed)
+        if tables is None:
+            angles: tuple[Tensor, Tensor] = self.base.rotary_emb(x, position_ids=positions)
+            return angles
+        return tables[0][positions], tables[1][positions]
+
+    def angles_by_position(self, x: Tensor, needed: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin ``[needed or more, D]`` in the dtype of ``x``; None where they do not depend on the position alone."""
         rotary = self.base.rotary_emb
         if getattr(rotary, "rope_type", None) not in BY_POSITION:
-            angles: tuple[Tensor, Tensor] = rotary(x, position_ids=positions)
-            return angles
+            return None
         if self._tables is None or self._tables[0].shape[0] < needed:
             cos, sin = rotary(x, position_ids=torch.arange(max(1024, 2 * needed))[None])
             self._tables = cos[0].contiguous(), sin[0].contiguous()
-        return self._tables[0][positions], self._tables[1][positions]
+        return self._tables
 
 
 class Direct:

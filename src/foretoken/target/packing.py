@@ -33,7 +33,7 @@ TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
 REPEATS, MOST_REPEATS = 4, 20
 STEADY = 1.1  # times its best time that another time of a layout has to be, for the best to count
 WORTH = 0.97  # of the time of torch's own layers that a layout has to stay below
-WHOLE = 0.95  # what a product of our kernels counts for: where all of a layer are, it becomes one call
+WHOLE, CALL = 0.95, 5e-6  # what a product of our kernels counts for, and seconds less: where all of a layer are, it becomes one call
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -80,6 +80,11 @@ class Product:
         y = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
         self._linear(ctypes.byref(self.matrix), x.data_ptr(), y.data_ptr(), x.numel() // self.inputs, self.inputs, width)
         return y if width == self.outputs else y[..., : self.outputs]
+
+    @property
+    def packed_outputs(self) -> int:
+        """How many outputs the kernels compute, those that pad the matrix included."""
+        return padded_size(self.outputs)
 
     def part(self, index: int) -> Forward:
         """The ``forward`` of layer ``index``: the first layer to be asked computes for all, and the last one lets go of it."""
@@ -263,7 +268,7 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     took = best_seconds(runs, inputs)
     took[None] *= WORTH
     if NATIVE in took:
-        took[NATIVE] *= WHOLE
+        took[NATIVE] = WHOLE * took[NATIVE] - CALL * len(trial) * len(inputs)
     return min(took, key=lambda hint: took[hint])
 
 

@@ -150,6 +150,7 @@ class ReplayExecution:
     """
 
     ragged = True  # each row pays for its own nodes
+    direct = None
 
     def __init__(self, model: PreTrainedModel, device: torch.device, vocab_size: int, chunk: int, context: int | None):
         self.model, self.device, self.vocab_size, self.chunk, self.context = model, device, vocab_size, chunk, context

@@ -29,6 +29,8 @@ from foretoken.tree import TokenTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foretoken.target.kernel_pass import Direct
+
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
@@ -45,6 +47,9 @@ class Execution(Protocol):
 
     @property
     def ragged(self) -> bool: ...
+
+    @property
+    def direct(self) -> Direct | None: ...
 
     @property
     def cache(self) -> TreeCache | ReplayCache: ...
@@ -197,6 +202,11 @@ class Target:
     def ragged(self) -> bool:
         """Rows of a pass over chains pay for their own nodes alone."""
         return self._execution.ragged
+
+    @property
+    def direct(self) -> Direct | None:
+        """The model in one call of a kernel, where its weights are laid out for that and nobody watches."""
+        return self._execution.direct
 
     # -- passes -------------------------------------------------------------------------------------------------------
 

@@ -62,9 +62,22 @@ class Pass(ctypes.Structure):
     )
 
 
+class Growth(ctypes.Structure):
+    """``Growth`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("layers", "embeddings", "norm", "cos", "sin", "head", "keys", "values")]
+        + [(name, ctypes.c_int64) for name in ("count", "vocab", "columns", "offset", "start", "missed", "most", "depth", "k", "total")]
+        + [(name, ctypes.c_double) for name in ("eps", "delta", "least")]
+        + [(name, ctypes.c_void_p) for name in ("prices", "x", "out", "logits", "angles", "mask")]
+        + [("stride", ctypes.c_int64)]
+        + [(name, ctypes.c_void_p) for name in ("slots", "begins", "candidates", "scores", "order")]
+    )
+
+
 @lru_cache(maxsize=4)
 def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
-    """The kernels for ``dtype``, with weights of eight bits or of that dtype: ``linear``, ``layer`` and ``model`` of ``layer.c``.
+    """The kernels for ``dtype``, with weights of eight bits or of that dtype: the functions of ``layer.c``.
 
     Raises:
         Unavailable: they can not be had here.
@@ -101,6 +114,9 @@ def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
         ctypes.c_double,
         pointer,
     ]
+    kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
+    kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer]
+    kernels.grow.restype = kernels.fill.restype = number
     kernels.linear.restype = kernels.layer.restype = kernels.model.restype = None
     return kernels
 
@@ -189,7 +205,17 @@ def _compile(compiler: str, flags: list[str], openmp: Path, path: Path) -> None:
         made, whole = Path(folder, "layer.o"), Path(folder, "layer.so")
         for command in (
             [compiler, *flags, "-c", str(SOURCE), "-o", str(made)],
-            [compiler, "-shared", str(made), f"-L{openmp.parent}", f"-Wl,-rpath,{openmp.parent}", f"-l:{openmp.name}", "-o", str(whole)],
+            [
+                compiler,
+                "-shared",
+                str(made),
+                "-lm",
+                f"-L{openmp.parent}",
+                f"-Wl,-rpath,{openmp.parent}",
+                f"-l:{openmp.name}",
+                "-o",
+                str(whole),
+            ],
         ):
             try:
                 done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)

@@ -541,3 +541,207 @@ void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *
     for (int i = 0; i < count; i++) layer(layers[i], p, mask, x, keys[i] + offset, values[i] + offset);
     for (int t = 0; t < T; t++) normed(x + (size_t)t * H, norm, out + (size_t)t * H, H, eps);
 }
+
+/* -- a draft tree, grown in one call --------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const Layer *const *layers;
+    const value *embeddings, *norm, *cos, *sin; /* [V, hidden], [hidden], by position [.., size] */
+    const Matrix *head;
+    value *const *keys, *const *values;
+    int64_t count, vocab, columns;             /* of layers, of tokens that may be drafted, of the head's padded outputs */
+    int64_t offset, start, missed, most;       /* into keys and values; slots that hold text, tokens to read behind it, positions */
+    int64_t depth, k, total;
+    double eps, delta, least;                  /* levels go on while they add more than delta; log-probability of what is proposed */
+    const double *prices;                      /* [total + 1] of that many nodes, in accepted tokens, or null */
+    value *x, *out, *logits;                   /* scratch: [n, hidden] twice, [n, columns], n tokens of a pass */
+    value *angles;                             /* scratch: [2, n, size] */
+    uint8_t *mask;                             /* scratch: [nodes that are read, stride] */
+    int64_t stride;
+    int32_t *slots, *begins;                   /* scratch: [n], [2] */
+    int32_t *candidates;                       /* scratch: [4, k + k * k * (depth - 1)]: tokens, parents, own numbers, marks */
+    float *scores;                             /* scratch: [k + k * k * (depth - 1)] */
+    int32_t *order;                            /* scratch: likewise */
+} Growth;
+
+/* The best of `count` values behind (above, at) in the order of larger first, equals by number: its number, and `best` it. */
+INLINE int following(const value *x, int count, float above, int at, float *best) {
+    const __m512 limit = _mm512_set1_ps(above), none = _mm512_set1_ps(-__builtin_inff());
+    const __m512i last = _mm512_set1_epi32(at);
+    __m512 most = none;
+    __m512i which = _mm512_set1_epi32(INT32_MAX), index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int i = 0; i < count; i += 16) {
+        const __mmask16 there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
+        const __m512 v = _mm512_mask_mov_ps(none, there, load(x + i));
+        const __mmask16 open = _mm512_cmp_ps_mask(v, limit, _CMP_LT_OQ) |
+                               (_mm512_cmp_ps_mask(v, limit, _CMP_EQ_OQ) & _mm512_cmpgt_epi32_mask(index, last));
+        const __mmask16 better = open & _mm512_cmp_ps_mask(v, most, _CMP_GT_OQ);
+        most = _mm512_mask_mov_ps(most, better, v);
+        which = _mm512_mask_mov_epi32(which, better, index);
+        index = _mm512_add_epi32(index, _mm512_set1_epi32(16));
+    }
+    *best = _mm512_reduce_max_ps(most);
+    const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(*best), _CMP_EQ_OQ);
+    const int found = _mm512_mask_reduce_min_epi32(equal, which);
+    return found < count ? found : 0;
+}
+
+/* The logarithm of the sum of e^x over `count` values of which `most` is the largest, `most` left out */
+INLINE float log_sum(const value *x, int count, float most) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < count; i += 16) {
+        const __mmask16 there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
+        sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(there, exponential(_mm512_sub_ps(load(x + i), _mm512_set1_ps(most)))));
+    }
+    return __builtin_logf(_mm512_reduce_add_ps(sum));
+}
+
+/* The number of the best of scores [from, to) that is not marked, the earlier of equals; -1 if all are */
+static int best_open(const float *scores, const int32_t *marks, int from, int to) {
+    int best = -1;
+    for (int i = from; i < to; i++)
+        if (!marks[i] && (best < 0 || scores[i] > scores[best])) best = i;
+    return best;
+}
+
+/* One pass over T tokens at `slots`, at a position each; `mask` null for a chain. Logits of the last n of them. */
+static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const int64_t *positions, int T, int n, const uint8_t *mask) {
+    const int H = g->layers[0]->hidden, size = g->layers[0]->size;
+    for (int t = 0; t < T; t++) {
+        const int64_t position = positions[t] < g->most ? positions[t] : g->most - 1;
+        for (int i = 0; i < H; i += 16) store(g->x + (size_t)t * H + i, load(g->embeddings + (size_t)tokens[t] * H + i));
+        for (int i = 0; i < size; i += 16) {
+            store(g->angles + (size_t)t * size + i, load(g->cos + (size_t)position * size + i));
+            store(g->angles + (size_t)(T + t) * size + i, load(g->sin + (size_t)position * size + i));
+        }
+    }
+    g->begins[0] = 0, g->begins[1] = p->tokens = p->nodes = T;
+    p->cos = g->angles, p->sin = g->angles + (size_t)T * size;
+    model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out);
+#pragma omp parallel num_threads(p->threads)
+    product(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns);
+}
+
+/* The first pass: the text that was missed, of which the last token is the root */
+static void read_text(const Growth *g, Pass *p, const int64_t *text) {
+    int64_t positions[LINE];
+    p->rows = 1, p->own_angles = 1, p->mask_row_stride = 0, p->mask_stride = g->stride;
+    p->slots = g->slots, p->begins = g->begins, p->width = g->start + g->missed;
+    for (int t = 0; t < g->missed; t++) positions[t] = g->slots[t] = g->start + t;
+    read_tokens(g, p, text, positions, g->missed, 1, 0);
+}
+
+/* What node `number`, read behind the root, sees: what its parent does, and itself */
+static void seen_from(const Growth *g, int number, int parent) {
+    const int root = g->start + g->missed - 1;
+    uint8_t *seen = g->mask + (size_t)number * g->stride;
+    if (parent)
+        __builtin_memcpy(seen, g->mask + (size_t)parent * g->stride, g->stride);
+    else {
+        __builtin_memset(seen, 1, root + 1);
+        __builtin_memset(seen + root + 1, 0, g->stride - root - 1);
+    }
+    seen[root + number] = 1;
+}
+
+/* Fills a tree in whose nodes are known beforehand: node i of `count` is the one ranked ranks[i] below node parents[i], level by level in
+ * order; 0 is the root. Every node above the last level is read. Returns how many were, the root included. */
+int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, const int32_t *ranks, int count, int64_t *out_tokens) {
+    const int root = g->start + g->missed - 1;
+    int64_t positions[LINE];
+    int first = 0, n = 1, read = 1, node = 1, level = 0; /* the nodes above are n from number `first` on */
+    read_text(g, p, text);
+    while (node <= count) {
+        const int begin = node;
+        for (int i = 0; i < n; i++) {
+            const value *logits = g->logits + (size_t)i * g->columns;
+            float last = __builtin_inff();
+            for (int at = -1, rank = 0; node <= count && parents[node - 1] == first + i; node++)
+                for (; rank <= ranks[node - 1]; rank++) out_tokens[node - 1] = at = following(logits, g->vocab, last, at, &last);
+        }
+        if (node == begin || node > count) break;
+        first = begin, n = node - begin, level++;
+        for (int i = 0; i < n; i++) {
+            seen_from(g, begin + i, parents[begin + i - 1]);
+            positions[i] = root + level, g->slots[i] = root + begin + i;
+        }
+        read = node, p->width = root + read;
+        read_tokens(g, p, out_tokens + begin - 1, positions, n, n, g->mask + (size_t)begin * g->stride);
+    }
+    return read;
+}
+
+/* Grows a tree for one row: reads the `missed` tokens, of which the last is the root, and then level by level the k best nodes of each.
+ * out_tokens, out_parents and own [total] describe the proposed nodes, numbered from 1, below the root, which is 0; own says where each was
+ * read behind the root, or -1. Returns how many are proposed, in `fed` how many nodes were read, the root included, and in
+ * `expected_tokens` the sum of the probabilities of the proposed ones. */
+int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int64_t *out_parents, int64_t *own, int64_t *fed, double *expected_tokens) {
+    const int k = g->k, root = g->start + g->missed - 1, room = k + k * k * ((int)g->depth - 1);
+    int32_t *tokens = g->candidates, *parents = tokens + room, *numbers = parents + room, *marks = numbers + room;
+    int64_t positions[LINE], wanted[LINE];
+    float *scores = g->scores, above[LINE];
+    int newest[LINE], n = 1, found = 0, read = 1;
+    double expected = 0.0;
+    newest[0] = -1, above[0] = 0.0f;
+    read_text(g, p, text);
+    for (int level = 0; level < g->depth; level++) {
+        const int begin = found;
+        for (int i = 0; i < n; i++) {
+            const value *logits = g->logits + (size_t)i * g->columns;
+            float most = 0.0f, sum = 0.0f, last = __builtin_inff();
+            for (int j = 0, at = -1; j < k; j++, found++) {
+                at = following(logits, g->vocab, last, at, &last);
+                if (j == 0) most = last, sum = log_sum(logits, g->vocab, most);
+                const float score = above[i] + (last - most - sum);
+                tokens[found] = at, parents[found] = newest[i], numbers[found] = -1, marks[found] = 0;
+                scores[found] = score == score ? score : -__builtin_inff(); /* nothing is proposed where logits are no numbers */
+            }
+        }
+        if (level + 1 == g->depth) break;
+        if (g->delta >= 0.0) {
+            double now = 0.0;
+            for (int i = 0; i < g->total; i++) {
+                const int best = best_open(scores, marks, 0, found);
+                if (best < 0) break;
+                marks[best] = 1, now += __builtin_expf(scores[best]);
+            }
+            for (int i = 0; i < found; i++) marks[i] = 0;
+            if (!(now - expected > g->delta)) break;
+            expected = now;
+        }
+        int picked[LINE], count = 0;
+        while (count < k && (picked[count] = best_open(scores, marks, begin, found)) >= 0) marks[picked[count++]] = 1;
+        const int from = read;
+        for (n = 0; n < count; n++) {
+            const int c = picked[n];
+            seen_from(g, read, parents[c] < 0 ? 0 : numbers[parents[c]]);
+            marks[c] = 0, numbers[c] = read, newest[n] = c, above[n] = scores[c];
+            wanted[n] = tokens[c], positions[n] = root + level + 1, g->slots[n] = root + read++;
+        }
+        p->width = root + read;
+        read_tokens(g, p, wanted, positions, n, n, g->mask + (size_t)from * g->stride);
+    }
+    int kept = 0, worth = 0;
+    double so_far = 0.0, most = g->prices ? -g->prices[0] : 0.0;
+    int32_t *order = g->order;
+    while (kept < g->total) {
+        const int best = best_open(scores, marks, 0, found);
+        if (best < 0 || !(scores[best] >= g->least)) break;
+        marks[best] = 1, order[kept++] = best, so_far += __builtin_expf(scores[best]);
+        if (!g->prices)
+            worth = kept;
+        else if (so_far - g->prices[kept] > most)
+            worth = kept, most = so_far - g->prices[kept];
+    }
+    for (; kept > worth; kept--) marks[order[kept - 1]] = 0, so_far -= __builtin_expf(scores[order[kept - 1]]);
+    *expected_tokens = so_far;
+    for (int i = 0, node = 0; i < found; i++)
+        if (marks[i]) {
+            marks[i] = ++node; /* its number in the tree; parents come first */
+            out_tokens[node - 1] = tokens[i];
+            out_parents[node - 1] = parents[i] < 0 ? 0 : marks[parents[i]];
+            own[node - 1] = numbers[i];
+        }
+    *fed = read;
+    return kept;
+}

@@ -1,0 +1,209 @@
+"""A draft tree for one row in one call of a kernel: greedy, by a model whose decoder is one.
+
+Level by level from Python, most of a small model's draft is spent between its passes, which the target's pass before has made slow:
+it filled the caches with weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foretoken.shapes import DynamicShape, StaticShape
+from foretoken.target import native
+from foretoken.target.cache import TreeCache, Window
+from foretoken.target.kernel_pass import Direct
+from foretoken.target.packing import NATIVE, Product
+
+if TYPE_CHECKING:
+    from foretoken.target.target import Target
+
+MISSED = 8  # tokens that are read in front of the first level, at most; more are for a prefill
+WIDEST = 16  # nodes of a level
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What was grown below the root of one row.
+
+    Attributes:
+        tokens: of the proposed nodes, parents first.
+        parents: of the same nodes; 0 is the root, i the node of ``tokens[i - 1]``.
+        own: where each was read behind the root, which is 0; -1 for one that was not.
+        fed: how many nodes were read, the root included.
+        expected: of the tokens, how many are accepted if the draft's probabilities hold; None if that was not asked.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    own: list[int]
+    fed: int
+    expected: float | None = None
+
+
+class NativeGrowth:
+    """Grows trees below the text of the only row of a target.
+
+    Args:
+        target: whose ``direct`` call is in use.
+        direct: that call.
+        head: its output layer.
+    """
+
+    def __init__(self, target: Target, direct: Direct, head: Product):
+        self.target, self.direct, self.head = target, direct, head
+        base = direct.decoder.base
+        self._library = native.library(head.dtype, head.int8)
+        self._like = base.embed_tokens.weight.new_empty(0)
+        self._about = native.Growth(
+            layers=ctypes.addressof(direct.decoder.abouts),
+            count=len(direct.decoder.kernels),
+            head=ctypes.addressof(head.matrix),
+            columns=head.packed_outputs,
+            norm=base.norm.weight.data_ptr(),
+            eps=base.norm.variance_epsilon,
+        )
+        self._pass = native.Pass()
+        self._sizes = (0, 0, 0, 0)
+        self._candidates: tuple[Tensor, ...] = (torch.empty(0),) * 3
+        self._held: list[Tensor] = []
+
+    @staticmethod
+    def of(target: Target) -> NativeGrowth | None:
+        """For ``target``, or None if it has no such kernel or somebody watches its passes."""
+        direct = target.direct
+        if direct is None or direct.model.lm_head._forward_hooks or direct.model.lm_head._forward_pre_hooks:
+            return None
+        head = vars(direct.model.lm_head).get("forward")
+        layer = direct.decoder.kernels[0]
+        if not isinstance(head, Product) or head.hint != NATIVE or head.inputs != layer.about.hidden:
+            return None
+        if native.library(head.dtype, head.int8) is not layer.library:
+            return None
+        return NativeGrowth(target, direct, head)
+
+    def grow(self, ids: Sequence[int], shape: DynamicShape, *, depth: int, vocab_size: int) -> Grown | None:
+        """The tree below the last of ``ids``, as :func:`~foretoken.drafters.growth.grow_on_host` grows it, at most ``depth`` levels deep.
+        None where this text can not be continued here.
+
+        The cache then holds the text without its last token, and behind it the nodes that were read, not committed.
+        """
+        k = min(shape.k, vocab_size)
+        text = self._begin(ids, k, k * (depth - 1), vocab_size) if k <= WIDEST else None
+        if text is None:
+            return None
+        about, prices = self._about, shape.prices
+        candidates = k + k * k * (depth - 1)
+        about.depth, about.k, about.total = depth, k, min(shape.total, candidates)
+        about.delta = -1.0 if shape.delta is None else shape.delta
+        about.least = math.log(shape.floor) if shape.floor > 0 else torch.finfo(torch.float32).min
+        charged = (ctypes.c_double * len(prices))(*prices) if prices else None
+        about.prices = None if charged is None else ctypes.addressof(charged)
+        if self._candidates[1].numel() < candidates:
+            self._candidates = tuple(torch.empty(each * candidates, dtype=torch.int32) for each in (4, 1, 1))
+            about.candidates, about.scores, about.order = (each.data_ptr() for each in self._candidates)
+        tokens, parents, own = ((ctypes.c_int64 * about.total)() for _ in range(3))
+        fed, expected = ctypes.c_int64(), ctypes.c_double()
+        count = self._library.grow(about, self._pass, text, tokens, parents, own, ctypes.byref(fed), ctypes.byref(expected))
+        self._end(ids, fed.value)
+        return Grown(tokens[:count], parents[:count], own[:count], fed.value, expected.value)
+
+    def fill(self, ids: Sequence[int], shape: StaticShape, *, vocab_size: int) -> Grown | None:
+        """The likeliest tokens below the last of ``ids`` in every place of ``shape``; otherwise as :meth:`grow`."""
+        layout = laid_out(shape)
+        if layout is None or layout.siblings > vocab_size:
+            return None
+        text = self._begin(ids, layout.widest, layout.read, vocab_size)
+        if text is None:
+            return None
+        tokens = (ctypes.c_int64 * shape.nodes)()
+        fed = self._library.fill(self._about, self._pass, text, layout.parents, layout.ranks, shape.nodes, tokens)
+        self._end(ids, fed)
+        own = [node if node < fed else -1 for node in range(1, shape.nodes + 1)]
+        return Grown(tokens[:], list(shape.parents[1:]), own, fed)
+
+    def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
+        """What the cache lacks of ``ids``, with room for so many nodes behind it, ``widest`` of them in a level; None where there is none
+        or too much was missed."""
+        cache = self.target.cache
+        assert isinstance(cache, TreeCache)
+        start = cache.lengths[0]
+        missed, most = len(ids) - start, len(ids) + nodes
+        if not 1 <= missed <= MISSED or (self.target.context is not None and most > self.target.context):
+            return None
+        decoder, about = self.direct.decoder, self._about
+        angles = decoder.angles_by_position(self._like, most)
+        if angles is None:
+            return None
+        cache.enter(Window(0, 1, (start,), most - start))
+        keys, values, self._pass.row_stride, self._pass.head_stride = decoder.held(cache, self._like)
+        self._make_room(max(MISSED, widest), 1 + nodes, cache.capacity)
+        about.embeddings = decoder.base.embed_tokens.weight.data_ptr()
+        about.cos, about.sin = angles[0].data_ptr(), angles[1].data_ptr()
+        about.keys, about.values = ctypes.addressof(keys), ctypes.addressof(values)
+        about.vocab = min(vocab_size, self.head.outputs, decoder.base.embed_tokens.num_embeddings)
+        about.start, about.missed, about.most = start, missed, most
+        return (ctypes.c_int64 * missed)(*ids[start:])
+
+    def _end(self, ids: Sequence[int], fed: int) -> None:
+        cache = self.target.cache
+        assert isinstance(cache, TreeCache)
+        cache.rewind([len(ids) - 1])
+        cache.enter(Window(0, 1, (len(ids) - 1,), fed))
+
+    def _make_room(self, tokens: int, nodes: int, capacity: int) -> None:
+        """Scratch for passes over so many tokens and trees of so many nodes that are read, in a cache of such a capacity."""
+        wanted = (tokens, nodes, capacity, torch.get_num_threads())
+        if all(have >= want for have, want in zip(self._sizes[:2], wanted[:2])) and self._sizes[2:] == wanted[2:]:
+            return
+        tokens, nodes = (max(pair) for pair in zip(wanted[:2], self._sizes[:2]))
+        self._sizes = tokens, nodes, capacity, wanted[3]
+        layer, new = self.direct.decoder.kernels[0], self._like.new_empty
+        about = {
+            "x": new(tokens, int(layer.about.hidden)),
+            "out": new(tokens, int(layer.about.hidden)),
+            "logits": new(tokens, self.head.packed_outputs),
+            "angles": new(2, tokens, int(layer.about.size)),
+            "mask": torch.empty(nodes, capacity, dtype=torch.uint8),
+            "slots": torch.empty(tokens, dtype=torch.int32),
+            "begins": torch.empty(2, dtype=torch.int32),
+        }
+        for name, tensor in about.items():
+            setattr(self._about, name, tensor.data_ptr())
+        self._about.stride, self._pass.threads = capacity, wanted[3]
+        scratch = self.direct.decoder.shared.native.room(layer, self._like, tokens, wanted[3])
+        rows = torch.zeros(tokens, dtype=torch.int32)
+        for name, tensor in zip(("row_of", "states", "projected", "attended", "wide", "thin", "scratch"), (rows, *scratch), strict=True):
+            setattr(self._pass, name, tensor.data_ptr())
+        self._held = [*about.values(), rows, *scratch]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A static shape as the kernel takes it: ``parents`` and ``ranks`` of all nodes but the root; ``read`` of them are asked about, in
+    levels of at most ``widest``; ``siblings`` at most."""
+
+    parents: Any
+    ranks: Any
+    read: int
+    widest: int
+    siblings: int
+
+
+@lru_cache(maxsize=256)
+def laid_out(shape: StaticShape) -> Layout | None:
+    """For ``shape``, or None if its levels are too wide or not in order."""
+    parents = [parent for level in shape.levels for parent in level.parents]
+    ranks = [rank for level in shape.levels for rank in level.ranks]
+    widest = max((level.last - level.first for level in shape.levels[:-1]), default=1)
+    if parents != sorted(parents) or tuple(parents) != shape.parents[1:] or widest > WIDEST:
+        return None
+    number = ctypes.c_int32 * len(parents)
+    return Layout(number(*parents), number(*ranks), shape.levels[-1].first - 1, widest, 1 + max(ranks))

@@ -1,0 +1,198 @@
+"""Draft trees grown in one call of a kernel against the same trees grown level by level, and the cache that is left behind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import generate
+from test_native import DTYPES, build, needs_kernels
+from test_native import always as always  # a fixture
+
+from foretoken import ConfigurationError, Speculator, TreeShape
+from foretoken.drafters.draft_model import DraftModel
+from foretoken.drafters.growth import UNSEEN
+from foretoken.shapes import DynamicShape
+from foretoken.target import Target
+from foretoken.target.native_growth import MISSED, NativeGrowth, laid_out
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("always")]
+PRICED = DynamicShape(5, 3, 12, 0.0, 0.0, (0.0, 0.3, 0.32, 0.34, 0.36, 0.9, 0.92, 0.94, 1.2, 1.25, 1.3, 1.4, 1.5))
+SHAPES = [
+    "chain(1)", "chain(6)", "product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=3,total=9)",
+    "dynamic(depth=1,k=4,total=4)", "opt(total=10,depth=6,delta=0.05)", "opt(total=10,depth=6,delta=0.2,floor=0.05,k=3)", PRICED,
+]  # fmt: skip
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+
+
+def speculators(shape, dtype, name="llama", draft="qwen2", **options):
+    """With the kernel, and level by level, for a target of its own each."""
+    found = []
+    for _ in range(2):
+        drafter = DraftModel(build(draft, dtype), execution="native")
+        found.append(Speculator(build(name, dtype), drafter=drafter, shape=shape, **options))
+    found[1].drafter._by_kernel = lambda request: None
+    return found
+
+
+@pytest.fixture
+def drafts(monkeypatch):
+    """Every tree that a draft model makes, with whether the kernel made it."""
+    seen = []
+    draft, by_kernel = DraftModel.draft, DraftModel._by_kernel
+
+    def noted(self, request):
+        tree = draft(self, request)
+        last = tree.nodes if tree.valid is None else int(tree.valid.sum())
+        seen.append((tree.tokens[0, :last].tolist(), tree.parents[0, :last].tolist()))
+        return tree
+
+    def counted(self, request):
+        grown = by_kernel(self, request)
+        kernel.append(grown is not None)
+        return grown
+
+    kernel = []
+    monkeypatch.setattr(DraftModel, "draft", noted)
+    monkeypatch.setattr(DraftModel, "_by_kernel", counted)
+    return seen, kernel
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_trees_round_by_round(shape, dtype, drafts):
+    """A wrong key in the draft's cache, a wrong mask or position shows in the trees of the rounds that follow."""
+    seen, kernel = drafts
+    by_kernel, by_level = speculators(shape, dtype)
+    first = generate(by_kernel, [PROMPT], max_new_tokens=40)
+    trees, made = list(seen), list(kernel)
+    seen.clear()
+    second = generate(by_level, [PROMPT], max_new_tokens=40)
+    assert first == second
+    assert sum(made) >= len(made) - 1 and len(trees) > 5  # but for the round that reads the prompt
+    alike = sum(a == b for a, b in zip(trees, seen))
+    assert alike == len(trees) == len(seen) if dtype == torch.float32 else alike > 0.6 * len(trees)  # near ties fall either way
+
+
+@pytest.mark.parametrize("draft", ["llama", "llama-biases", "llama-one-key-head", "qwen3"])
+def test_every_kind_of_layer(draft, drafts):
+    seen, kernel = drafts
+    by_kernel, by_level = speculators("opt(total=10,depth=6,delta=0.0,k=3)", torch.float32, draft=draft)
+    generate(by_kernel, [PROMPT], max_new_tokens=24)
+    trees = list(seen)
+    assert any(kernel)
+    seen.clear()
+    generate(by_level, [PROMPT], max_new_tokens=24)
+    assert trees == seen
+
+
+@pytest.mark.parametrize("missed", [1, 2, MISSED])
+def test_what_was_missed_is_read_first(missed):
+    target, model = Target(build("llama", torch.float32), execution="native", owned=True), build("llama", torch.float32)
+    text = [*PROMPT, 11, 12, 13, 14, 15, 16, 17, 18][: 20 + missed]
+    target.open([text[:-missed]], reserve=[100])
+    with torch.inference_mode():
+        target.prefill([text[:-missed]], first=0)
+        kernel = NativeGrowth.of(target)
+        grown = kernel.fill(text, TreeShape.chain(4), vocab_size=100)
+        expected = list(text)
+        for _ in range(4):
+            expected.append(int(model(input_ids=torch.tensor([expected])).logits[0, -1].argmax()))
+    assert grown.tokens == expected[len(text) :]
+    assert grown.own == [1, 2, 3, -1] and grown.fed == 4 and target.lengths == [len(text) - 1]
+
+
+def test_what_it_does_not_do_is_left_to_others():
+    target = Target(build("llama", torch.float32), execution="native", owned=True)
+    target.open([PROMPT], reserve=[100])
+    with torch.inference_mode():
+        target.prefill([PROMPT], first=0)
+        kernel = NativeGrowth.of(target)
+        chain = TreeShape.chain(3)
+        assert kernel.fill(PROMPT, chain, vocab_size=100) is None  # nothing is missing, so there is no root to go on from
+        assert kernel.fill([*PROMPT, *range(MISSED + 1)], chain, vocab_size=100) is None
+        assert kernel.fill([*PROMPT, 1], TreeShape.product(4), vocab_size=3) is None
+        assert kernel.fill([*PROMPT, *[1] * 5], TreeShape.chain(500), vocab_size=100) is None  # beyond the context
+        assert kernel.grow([*PROMPT, 1], TreeShape.dynamic(2, 17, 20), depth=2, vocab_size=100) is None
+        assert target.lengths == [len(PROMPT)]
+        assert kernel.fill([*PROMPT, 1], chain, vocab_size=100) is not None
+    assert laid_out(TreeShape.product(17, 1)) is None and laid_out(TreeShape.product(16, 2)).read == 16
+
+
+def test_prices_keep_what_is_worth_most():
+    """Brute force over how many of the best nodes to keep."""
+    target = Target(build("llama", torch.float32), execution="native", owned=True)
+    text = [*PROMPT, 7]
+    target.open([PROMPT], reserve=[100])
+    with torch.inference_mode():
+        target.prefill([PROMPT], first=0)
+        kernel = NativeGrowth.of(target)
+        free = DynamicShape(3, 3, 12)
+        everything = kernel.grow(text, free, depth=3, vocab_size=100)
+        model, scores = build("llama", torch.float32), [0.0]
+        for node, (token, parent) in enumerate(zip(everything.tokens, everything.parents), 1):
+            path, up = [], parent
+            while up:
+                path.insert(0, everything.tokens[up - 1])
+                up = everything.parents[up - 1]
+            logits = model(input_ids=torch.tensor([[*text, *path]])).logits[0, -1]
+            scores.append(scores[parent] + float(logits.log_softmax(-1)[token]))
+            assert node == len(scores) - 1
+        order = sorted(range(1, 13), key=lambda node: -scores[node])
+        seen = set()
+        for price in (0.001, 0.02, 0.05, 0.1, 0.3, 2.0):
+            prices = tuple(0.0 if count == 0 else price * (1 + count) for count in range(13))
+            values = [sum(math.exp(scores[node]) for node in order[:count]) - prices[count] for count in range(13)]
+            best = max(range(13), key=lambda count: values[count])
+            target.rewind([len(PROMPT)])
+            grown = kernel.grow(text, DynamicShape(3, 3, 12, prices=prices), depth=3, vocab_size=100)
+            assert grown.tokens == [everything.tokens[node - 1] for node in sorted(order[:best])]
+            seen.add(best)
+        assert len(seen) > 3 and 0 in seen
+
+
+def test_a_hook_on_the_draft_is_called(drafts):
+    _, kernel = drafts
+    (speculator, _) = speculators("chain(4)", torch.float32)
+    passes = []
+    speculator.drafter.model.model.register_forward_hook(lambda *_: passes.append(1))
+    generate(speculator, [PROMPT], max_new_tokens=12)
+    assert passes and not any(kernel)
+
+
+def test_sampling_and_processors_go_level_by_level(drafts):
+    _, kernel = drafts
+    (speculator, _) = speculators("chain(4)", torch.float32)
+    generate(speculator, [PROMPT], max_new_tokens=12, do_sample=True, seed=1)
+    generate(speculator, [PROMPT], max_new_tokens=12, repetition_penalty=1.3)
+    generate(speculator, [PROMPT, PROMPT[:7]], max_new_tokens=12)
+    assert kernel and not any(kernel)
+
+
+def test_own_numbers_are_where_nodes_were_read():
+    (speculator, _) = speculators("product(2,2)", torch.float32)
+    found = []
+    by_kernel = speculator.drafter._by_kernel
+    speculator.drafter._by_kernel = lambda request: found.append(by_kernel(request)) or found[-1]
+    generate(speculator, [PROMPT], max_new_tokens=8)
+    (grown, *_) = [each for each in found if each is not None]
+    assert grown.seen == 3 and grown.own.tolist() == [[0, 1, 2, UNSEEN, UNSEEN, UNSEEN, UNSEEN]]
+
+
+def test_unknown_tokens_are_not_read(monkeypatch):
+    """A target whose vocabulary is larger than the draft's may have committed a token that the draft has no embedding for."""
+    speculator, _ = speculators("chain(4)", torch.float32)
+    assert isinstance(speculator.drafter, DraftModel)
+    generate(speculator, [PROMPT], max_new_tokens=4)
+    speculator.drafter._smaller = True
+    calls = []
+    monkeypatch.setattr(NativeGrowth, "fill", lambda self, ids, shape, *, vocab_size: calls.append(ids[self.target.lengths[0] :]))
+    speculator.drafter.model.vocab_size = 50
+    generate(speculator, [[60, 61, 62, 63, 64]], max_new_tokens=12)
+    assert calls and all(max(missed) < 50 for missed in calls)
+
+
+def test_a_bad_shape_is_refused_as_ever():
+    with pytest.raises(ConfigurationError):
+        speculators("product(0)", torch.float32)
