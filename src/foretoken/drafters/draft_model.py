@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.growth import UNSEEN, Expand, Growth, grow
+from foretoken.drafters.looped import Loops
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_model, vocabulary_difference
 from foretoken.quantization import check_quantization
@@ -76,6 +77,7 @@ class DraftModel(Drafter):
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self.quantization = quantization
         self._target: Target | None = None
+        self._loops: Loops | None = None  # drafts that are replayed whole
         self._slots: list[int] = []
         self._smaller = False
         self._grown: Growth | None = None  # the tree of the round under way
@@ -99,6 +101,7 @@ class DraftModel(Drafter):
         if difference:
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
         self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=isinstance(self.source, str))
+        self._loops = None if self._target.graphs is None else Loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
@@ -125,16 +128,24 @@ class DraftModel(Drafter):
         depth = max(limits)
         if depth < 1:
             return TokenTree.root(request.roots())
-        self.expected = None
-        self._grown = self._by_kernel(replace(request, depth=min(depth, limits[0]), limits=limits))
+        self.expected, chain = None, request.shape.is_chain
+        request = replace(request, shape=request.shape.within(depth), depth=depth, limits=limits)
+        self._grown = self._by_kernel(request)
         if self._grown is not None:
             self.expected = self._grown.expected
             return self._grown.tree
-        if request.shape.is_chain:
-            return self._chain(replace(request, depth=depth, limits=limits))
-        self._grown = grow(replace(request, shape=request.shape.within(depth), depth=depth, limits=limits), self._expand(request.rows))
+        grown = None if self._loops is None else self._loops.draft(request, chain=chain)
+        if chain:
+            return self._chain(request) if grown is None else self._replayed(request, grown.tree)
+        self._grown = grow(request, self._expand(request.rows)) if grown is None else grown
         self.expected = self._grown.expected
-        return self._grown.tree.within(limits)
+        return self._grown.tree.within(limits) if grown is None else grown.tree
+
+    def _replayed(self, request: DraftRequest, chain: TokenTree) -> TokenTree:
+        """The state and the tree that :meth:`_chain` leaves behind."""
+        self._begun = [len(row.ids) - 1 for row in request.rows]
+        self.model.rewind([begun + request.depth for begun in self._begun])
+        return chain
 
     def _by_kernel(self, request: DraftRequest) -> Growth | None:
         """The draft of a single greedy row in one call of a kernel, where this model has one."""

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import DraftRequest
+from foretoken.histories import to_device
 from foretoken.sampler import fit_vocabulary
 from foretoken.sampling import Purpose, argmax
 from foretoken.shapes import DynamicShape, Level, StaticShape
-from foretoken.tree import TokenTree
+from foretoken.tree import TokenTree, layout_parents
 
 Expand = Callable[[TokenTree, int], Tensor]
 """``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
@@ -54,7 +55,12 @@ def grow(request: DraftRequest, expand: Expand) -> Growth:
 
 
 def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Growth:
-    tree = TokenTree.root(request.roots())
+    look = request.device.type == "cpu"  # where that waits for no device
+    return Growth(grow_from(TokenTree.root(request.roots()), request, shape, expand, look=look), shape.levels[-1].first)
+
+
+def grow_from(tree: TokenTree, request: DraftRequest, shape: StaticShape, expand: Expand, *, look: bool = False) -> TokenTree:
+    """Fill ``shape`` below the roots ``tree``; no value is read by the host unless it may ``look``."""
     qs: list[Tensor] = []
     for depth, level in enumerate(shape.levels):
         scores = scored(request, expand, tree, level.above)
@@ -63,13 +69,12 @@ def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Gr
             assert q is not None
             qs.append(q)
         if min(request.limits) <= depth:  # by its depth alone, so that every rule stays exact
-            room = torch.tensor(request.limits, device=tokens.device)[:, None] > depth
+            room = to_device(request.limits, tokens.device)[:, None] > depth
             possible = room.expand(tokens.shape) if possible is None else possible & room
-        if possible is not None and possible.device.type == "cpu" and bool(possible.all()):
+        if look and possible is not None and bool(possible.all()):
             possible = None  # looking costs less than a mask that hides nothing
         tree = extended(tree, shape.parents[: level.last], tokens, possible)
-    tree = replace(tree, proposal=request.proposal, q=torch.cat(qs, 1) if qs else None)
-    return Growth(tree, shape.levels[-1].first)
+    return replace(tree, proposal=request.proposal, q=torch.cat(qs, 1) if qs else None)
 
 
 def scored(request: DraftRequest, expand: Expand, tree: TokenTree, first: int) -> Tensor:
@@ -116,7 +121,7 @@ def extended(tree: TokenTree, layout: tuple[int, ...], tokens: Tensor, possible:
     """``tree`` with another level of ``tokens`` ``[R, c]`` below it; what hangs below filler is filler."""
     valid = tree.valid
     if valid is not None or possible is not None:
-        parents = torch.tensor(layout[tree.nodes :], device=tokens.device)
+        parents = layout_parents(layout, tokens.device)[0, tree.nodes :]
         known = torch.ones_like(tree.tokens, dtype=torch.bool) if valid is None else valid
         below = known[:, parents]
         valid = torch.cat([known, below if possible is None else below & possible], 1)
@@ -264,7 +269,7 @@ def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, expand: E
     """Waits for the device only where ``delta`` asks what was found."""
     tree = TokenTree.root(request.roots())
     device = tree.tokens.device
-    limits = torch.tensor(request.limits, device=device)[:, None]
+    limits = to_device(request.limits, device)[:, None]
     found: Candidates | None = None
     expected = torch.zeros(tree.rows, device=device)
     score, numbers, first = (

@@ -15,6 +15,7 @@ from foretoken.target.alibi import alibi_from, uses_alibi
 from foretoken.target.block_masks import spanned
 from foretoken.target.cache import TreeCache, Window
 from foretoken.target.flex import Flex
+from foretoken.target.graphs import Graphs
 from foretoken.target.kernel_pass import Direct
 from foretoken.target.masks import MaskBuilder, layout
 from foretoken.target.temperature import temperature_from, tuned_layers
@@ -34,6 +35,7 @@ class TreeExecution:
 
     Attributes:
         flex: attention through FlexAttention, None for the model's own.
+        graphs: passes that are replayed, None where all of them are made.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, context: int | None):
@@ -42,6 +44,7 @@ class TreeExecution:
         self.cache = TreeCache()
         self.passes = 0
         self.flex: Flex | None = None
+        self.graphs: Graphs | None = None
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -56,6 +59,8 @@ class TreeExecution:
         ``[R, 1, V]``."""
         self.passes += 1
         model_pass = partial(self._pass, tree, window, tokens, keep)
+        if self.graphs is not None and keep is None:
+            return self.graphs.run(tree, window, tree.tokens if tokens is None else tokens, model_pass)
         masked = not (tree.chain and window.uniform) or (window.nodes > 1 and window.starts[0] > 0)
         if self.flex is None or not masked:
             return model_pass()

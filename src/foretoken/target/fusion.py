@@ -29,6 +29,10 @@ class Fusion:
 
     Args:
         model: layers of other families, and those whose products are not all packed, stay as they are.
+
+    Attributes:
+        layers: those that are fused; ``native`` of them are one call of a kernel.
+        unfused: why not every decoder layer is one call of a kernel; None if all are.
     """
 
     def __init__(self, model: nn.Module, packing: Packing):
@@ -36,14 +40,26 @@ class Fusion:
         self.layers: list[nn.Module] = []
         self.native = 0
         self._whole: list[nn.Module] = []
-        if model.config._attn_implementation != "sdpa":  # type: ignore[union-attr]
+        attention = model.config._attn_implementation  # type: ignore[union-attr]
+        self.unfused: str | None = f"its attention is {attention!r}, and fused layers attend as 'sdpa' does"
+        if attention != "sdpa":
             return
-        for layer in model.modules():
+        known = [layer for layer in model.modules() if is_known(layer)]
+        for layer in known:
             fused = FusedLayer.of(layer, packing, shared)
             if fused is not None:
                 vars(layer)["forward"] = fused
                 self.layers.append(layer)
                 self.native += fused.kernel is not None
+        self.unfused = None
+        if not known:
+            self.unfused = f"its decoder layers are none of {', '.join(LAYERS)}"
+        elif len(self.layers) < len(known):
+            self.unfused = f"not all products are packed in {len(known) - len(self.layers)} of its {len(known)} decoder layers"
+        elif self.native < len(known):
+            self.unfused = (
+                f"{len(known) - self.native} of its {len(known)} decoder layers have sizes or layouts that the kernel does not take"
+            )
         for base in model.modules():
             whole = NativeModel.of(base)
             if whole is not None:
@@ -101,9 +117,7 @@ class FusedLayer:
 
     @staticmethod
     def of(layer: Any, packing: Packing, shared: Shared) -> FusedLayer | None:
-        """The fused form of ``layer``, or None if it has none."""
-        if type(layer).__name__ not in LAYERS or not type(layer).__module__.startswith("transformers.models."):
-            return None
+        """The fused form of ``layer``, one of :data:`LAYERS`, or None if it has none."""
         attention, mlp = layer.self_attn, layer.mlp
         qkv = packing.product(attention.q_proj, attention.k_proj, attention.v_proj)
         output = packing.product(attention.o_proj) or alone(attention.o_proj)
@@ -163,6 +177,11 @@ class FusedLayer:
         else:
             attended = attend(query.transpose(1, 2), key, value, attn_mask=mask, scale=self.scaling, enable_gqa=group > 1)
         return attended.transpose(1, 2).reshape(rows, nodes, heads * size)
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether ``layer`` is one of :data:`LAYERS` as transformers has them."""
+    return type(layer).__name__ in LAYERS and type(layer).__module__.startswith("transformers.models.")
 
 
 def alone(layer: Any) -> Product | None:

@@ -26,6 +26,7 @@ class Kernels:
         refused: why the model was left as it was; None if it was not.
         fused: how many decoder layers are fused.
         native: how many of them are one call of a kernel.
+        unfused: why not every decoder layer is one call of a kernel; None if all are.
     """
 
     def __init__(self, model: nn.Module, sample: Callable[[], Tensor], *, owned: bool, hints: Sequence[int]):
@@ -33,8 +34,10 @@ class Kernels:
         expected = sample()
         self._packing = Packing(model, sample, owned=owned, hints=hints)
         self._fusion = Fusion(model, self._packing)
-        if self._fusion.layers and difference(sample(), expected) is not None:
+        self.unfused = self._fusion.unfused
+        if self._fusion.layers and (found := difference(sample(), expected)) is not None:
             self._fusion.undo()
+            self.unfused = f"fused layers gave logits that differ by {found:.1e} of their scale"
         self.fused, self.native = len(self._fusion.layers), self._fusion.native
         self.refused: str | None = None
         if not self.fused and (found := difference(sample(), expected)) is not None:

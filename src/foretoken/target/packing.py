@@ -28,6 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = 0  # the layout that torch has them in
 NATIVE = -1  # the layout of the kernels in ``native``
 HINTS = (PLAIN, 8)  # numbers of tokens that layouts are made for; 2 to 16 make the same one
+UNIT = 32  # numbers in a row of weights, or a multiple of them, that the kernels in ``native`` read
 TRIED = (1, 8)  # numbers of tokens that layouts are compared at
 TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
 REPEATS, MOST_REPEATS = 4, 20
@@ -201,6 +202,8 @@ def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | 
         return "its weights have eight bits, for which there is no other layout than that of the native kernels"
     if not packed:
         return "it has no plain linear layers in float32 or bfloat16"
+    if set(hints) == {NATIVE} and all(int(module.in_features) % UNIT for module in packed):  # type: ignore[arg-type]
+        return f"the native kernels read rows of {UNIT} weights or a multiple of that, and none of its linear layers has such"
     return None
 
 
@@ -261,7 +264,7 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     trial = [[Rows.of(layer, max(64, layer.out_features * TRIAL // max(size, TRIAL))) for layer in layers] for layers in groups]
     trial = trial[: max(1, -(-TRIAL // size))]
     inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
-    fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % 32)]
+    fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % UNIT)]
     fitting = [hint for hint in fitting if hint == NATIVE or not int8]
     runs: dict[int | None, Forward] = {hint: all_of([Product(layers, hint) for layers in trial]) for hint in fitting}
     runs[None] = all_of([layer for layers in trial for layer in layers])

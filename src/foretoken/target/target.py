@@ -6,7 +6,7 @@ The only module that calls the model; masks.py and cache.py beside it are the on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ from foretoken.target.compilation import refusal as compilation_refusal
 from foretoken.target.execution import TreeExecution
 from foretoken.target.flex import ATTENTIONS, Flex
 from foretoken.target.flex import refusal as flex_refusal
+from foretoken.target.graphs import Graphs, graph_test
+from foretoken.target.graphs import refusal as graph_refusal
 from foretoken.target.kernels import Kernels
 from foretoken.target.packing import HINTS, NATIVE
 from foretoken.target.packing import refusal as packing_refusal
+from foretoken.target.prefixes import shared_beginnings
 from foretoken.target.replay import ReplayCache, ReplayExecution
 from foretoken.target.support import attention_test, chains_only, check_model, context_of, describe, self_test, tolerance
+from foretoken.target.weights import fingerprint, unwrap
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -34,10 +38,8 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
-WORTH_COPYING = 16  # a shorter shared beginning is computed again
-CANDIDATES = 8  # rows compared with a prompt that begins as they do
 SAMPLE = 7  # tokens of the pass that packed weights are compared on
-EXECUTIONS = ("auto", "eager", "packed", "native", "compiled")
+EXECUTIONS = ("auto", "eager", "packed", "native", "compiled", "graphs")
 
 
 class Execution(Protocol):
@@ -69,16 +71,19 @@ class Target:
         prefill_chunk: most tokens of a row in one prefill pass; bounds the memory of a long prompt.
         reuse_prefix: keep the cache of finished rows for prompts that begin alike.
         execution: ``eager`` runs the model as it is; ``packed`` lays its weights out for oneDNN's kernels first, ``native`` for
-            kernels compiled on this machine; ``compiled`` compiles its decoder layers with torch.compile; ``auto`` takes what is
-            measured to be fastest of the first three, and only where that can be done without holding the weights twice.
+            kernels compiled on this machine; ``compiled`` compiles its decoder layers with torch.compile; ``graphs``, on CUDA, replays
+            passes from recordings; ``auto`` takes what is measured to be fastest of the first three, and only where that can be done
+            without holding the weights twice, and ``graphs`` where they pass their test.
         owned: nobody else holds the model, so that packed weights may replace the originals.
         attention: how passes that need a mask attend: ``model``, as the model was loaded; ``flex``, through FlexAttention; ``auto``
             takes FlexAttention on CUDA for the shapes that it is measured to be faster for.
 
     Attributes:
-        execution: what is in use: ``eager``, ``packed``, ``native`` or ``compiled``; ``unpacked`` says why weights are not packed.
+        execution: what is in use: ``eager``, ``packed``, ``native``, ``compiled`` or ``graphs``; ``unpacked`` says why weights are
+            not packed, ``ungraphed`` why passes are not replayed.
         kernels: how the weights are laid out, None if they are as they were.
         compilation: the compiled layers, None if there are none.
+        graphs: the recorded passes, None if there are none.
         flex: FlexAttention, its passes and trials; None if it is out of the question, and ``unflexed`` says why.
         chains_only: why this target can verify chains but no branching trees; None if it takes trees.
         context: most tokens a row may hold, None if the model sets no limit.
@@ -120,10 +125,12 @@ class Target:
         self._check_mode()
         self.kernels: Kernels | None = None
         self.compilation: Compilation | None = None
+        self.graphs: Graphs | None = None
         self.unpacked = self._pack(execution, owned)
         if test:
             self.chains_only = self_test(self)
         self.flex: Flex | None = None
+        self._ungraphed = self._record(execution, attention, test)
         self.unflexed = self._attend(attention, test)
         self._execution.passes = 0
 
@@ -155,7 +162,8 @@ class Target:
         first = len(self.lengths)
         sources = self._shared_beginnings(texts, first)
         self.cache.open([length for _, length in sources])
-        self.cache.reserve(min(max(reserve, default=0), RESERVE))
+        tokens = min(max(reserve, default=0), RESERVE)
+        self.cache.reserve(tokens if self.graphs is None else self.graphs.roomy(tokens))
         self.cache.gather([row for row, _ in sources], [length for _, length in sources], first)
         self._texts += texts
         self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.lengths)}
@@ -179,6 +187,8 @@ class Target:
         """Drop all rows and give the memory back."""
         self.cache.forget()
         self._texts, self._dropped = [], {}
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def close(self) -> None:
         """Release everything and leave the model as it was found; no more passes after this."""
@@ -189,14 +199,22 @@ class Target:
         if self.compilation is not None:
             self.compilation.undo()
             self.compilation = None
+        self._replay(None)
 
     @property
     def execution(self) -> str:
         if self.compilation is not None:
             return "compiled"
+        if self.graphs is not None and self.graphs.refused is None:
+            return "graphs"
         if self.kernels is None:
             return "eager"
         return "native" if self.kernels.native else "packed"
+
+    @property
+    def ungraphed(self) -> str | None:
+        """Why passes are not replayed from recordings, None if they are."""
+        return self._ungraphed if self.graphs is None else self.graphs.refused
 
     @property
     def ragged(self) -> bool:
@@ -278,6 +296,8 @@ class Target:
         if execution == "compiled":
             self._compile()
             return "execution='compiled' was asked for"
+        if execution == "graphs":
+            return "execution='graphs' was asked for"
         if execution == "auto" and not owned:
             return "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
         hints = self._hints(execution)
@@ -314,12 +334,49 @@ class Target:
         self._execution.passes = 0
         return found
 
+    def _record(self, execution: str, attention: str, test: bool) -> str | None:
+        """Replay passes from recordings if that is asked for, or passes the test; else returns why not."""
+        if execution not in ("auto", "graphs"):
+            return f"execution={execution!r} was asked for"
+        why = graph_refusal(self.model, self.device, self.chains_only, attention)
+        if why is None and isinstance(self._execution, TreeExecution):
+            self._replay(Graphs.of(self.model, self._execution.cache, self.context, tolerance=tolerance(self.model), owner=self))
+            why = graph_test(self) if test else None
+        if why is None:
+            return None
+        self._replay(None)
+        if execution == "graphs":
+            raise ConfigurationError(f"passes of {describe(self.model)} can not be replayed: {why}; use execution='auto'")
+        return why
+
+    def _replay(self, graphs: Graphs | None) -> None:
+        if self.graphs is not None:
+            self.graphs.drop()
+        self.graphs = graphs
+        if isinstance(self._execution, TreeExecution):
+            self._execution.graphs = graphs
+
+    def give_up(self, rows: int, slot: int) -> None:
+        """Filler is about to overwrite what dropped rows before ``rows`` hold from ``slot`` on."""
+        for row in range(len(self.lengths), rows):
+            if row in self._dropped:
+                del self._dropped[row][slot:]
+
+    def read_again(self) -> None:
+        """Fill the cache of every live row anew, after a pass that may have written anywhere."""
+        texts = [list(text[:length]) for text, length in zip(self._texts, self.lengths)]
+        self._dropped = {}
+        self.cache.rewind([0] * len(texts))
+        self.prefill(texts, first=0)
+
     def _attend(self, attention: str, test: bool) -> str | None:
         """Attend through FlexAttention if that is asked for, or may turn out to be faster; else returns why not."""
         if attention not in ATTENTIONS:
             raise ConfigurationError(f"unknown attention {attention!r}; choose {', '.join(ATTENTIONS)}")
         if attention == "model":
             return "attention='model' was asked for"
+        if self.graphs is not None:
+            return "passes are replayed from recordings"
         why = self.chains_only or flex_refusal(self.model, self.device, packed=self.kernels is not None, forced=attention == "flex")
         if why is None and isinstance(self._execution, TreeExecution):
             flex = Flex(self.model, self.device, forced=attention == "flex", tolerance=tolerance(self.model))
@@ -344,6 +401,8 @@ class Target:
             return
         if self._weights is not None:
             self._dropped = {}
+            if self.graphs is not None:
+                self.graphs.follow()
             if self.kernels is not None and not self.kernels.owned:
                 self.kernels.undo()
                 self.kernels = Kernels(self.model, self._sample, owned=False, hints=self.kernels.hints)
@@ -356,23 +415,12 @@ class Target:
         return logits
 
     def _shared_beginnings(self, texts: Sequence[Sequence[int]], first: int) -> list[tuple[int, int]]:
-        """For each text the physical row that shares the longest beginning with it, and how long it is; at least one token
-        stays to be computed, because its logits are wanted."""
+        """For each text the physical row that shares the longest beginning with it, and how long it is."""
         if not (self.reuse_prefix and self.cache.shares):
             return [(first, 0)] * len(texts)
         held = [(row, ids, self.lengths[row]) for row, ids in enumerate(self._texts)]
         held += [(row, ids, len(ids)) for row, ids in self._dropped.items()]
-        alike: dict[tuple[int, ...], list[tuple[int, Sequence[int], int]]] = {}
-        for row, ids, length in held:
-            if length >= WORTH_COPYING:
-                alike.setdefault(tuple(ids[:WORTH_COPYING]), []).append((row, ids, length))
-        found = []
-        for text in texts:
-            candidates = alike.get(tuple(text[:WORTH_COPYING]), [])[-CANDIDATES:]
-            shared = [(common(ids, text, min(length, len(text) - 1)), row) for row, ids, length in candidates]
-            length, row = max(shared, default=(0, first))
-            found.append((row, length) if length >= WORTH_COPYING else (first, 0))
-        return found
+        return shared_beginnings(texts, held, first)
 
     def _group(self, prompts: Sequence[Sequence[int]], row: int, first: int) -> int:
         """Rows from ``row`` that go through one pass together: short ones batched, a long one alone in chunks."""
@@ -409,45 +457,3 @@ class Target:
             return device
         hook = getattr(embeddings, "_hf_hook", None)  # accelerate: an offloaded weight is nowhere until it is needed
         return torch.device(getattr(hook, "execution_device", None) or "cpu")
-
-
-def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper, adapters included, or the model itself.
-
-    Raises:
-        UnsupportedModelError: a PEFT method that puts virtual tokens into the cache.
-    """
-    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
-        if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
-            raise UnsupportedModelError("prompt-learning adapters put virtual tokens into the cache; use LoRA, or model.generate")
-        return model.get_base_model()
-    if not hasattr(model, "generate") or not hasattr(model, "config"):
-        raise UnsupportedModelError(f"expected a transformers causal language model, got {type(model).__name__}")
-    return model
-
-
-def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """How many of the first ``limit`` tokens are the same."""
-    if a[:limit] == b[:limit]:
-        return limit
-    return next(index for index in range(limit) if a[index] != b[index])
-
-
-def fingerprint(model: PreTrainedModel) -> object:
-    """Changes when the weights were trained in place, replaced or converted, or another adapter was switched on, so that no stale
-    cache is reused. What is written through ``.data`` in place leaves no trace: call ``Speculator.release`` after that."""
-    versions = tuple((id(each), _address(each), each.dtype, 0 if each.is_inference() else each._version) for each in model.parameters())
-    adapters = tuple(
-        (str(module.active_adapters), bool(module.disable_adapters), str(module.merged_adapters))
-        for module in model.modules()
-        if hasattr(module, "merged_adapters") and hasattr(module, "active_adapters")
-    )
-    return versions, adapters
-
-
-def _address(parameter: Tensor) -> int:
-    """Where its values lie; 0 for one that says not, such as a quantised weight."""
-    try:
-        return parameter.data_ptr()
-    except RuntimeError:
-        return 0

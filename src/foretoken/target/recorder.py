@@ -1,0 +1,123 @@
+"""Recording what a function does on a device, to do it again without Python: CUDA graphs.
+
+A recorded function reads its inputs from tensors that stay where they are, and leaves its outputs in tensors that stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+WARM_UP = 1  # runs on the recorded stream before the one that is watched for waiting; libraries set themselves up there
+
+Outputs = tuple[Tensor, ...]
+
+
+class Recorder(Protocol):
+    """Makes a function of no arguments replayable."""
+
+    def capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
+        """What does again what ``run`` does, and the tensors that its outputs are in afterwards. ``run`` is called several times first.
+
+        Raises:
+            Exception: whatever a device, or a function that waits for it, raises.
+        """
+
+    def reset(self) -> None:
+        """Nothing that was recorded is replayed any more; its memory may go."""
+
+
+class CudaRecorder:
+    """CUDA graphs on one device, with memory that they share: they are replayed one after the other, on one stream.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
+        with torch.cuda.device(self.device):
+            self._warm_up(run)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+                    outputs = run()
+            except BaseException:
+                torch.cuda.set_stream(current)  # a recording that became invalid can leave its own stream in use
+                raise
+        return graph.replay, outputs
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self.device)  # what is dropped may still be running
+        self._pool = None  # one that nothing uses any more can not be used again
+
+    def _warm_up(self, run: Callable[[], Outputs]) -> None:
+        """Run on the stream that is recorded later. A function that waits for the device is told of here, before anything is recorded."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self.stream):
+                for _ in range(WARM_UP):
+                    run()
+                with no_waiting():
+                    run()
+        finally:
+            current.wait_stream(self.stream)  # the passes wrote to the cache
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, torch raises RuntimeError where the host would wait for a CUDA device."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class Witness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what a function reads and did not make itself."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[int, Tensor] = {}  # by storage, as long as it lives
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+        self.found.update({key: each for each in given if (key := _storage(each)) not in self._made})
+        out = function(*args, **(kwargs or {}))
+        self._made.update(key for each in tree_flatten(out)[0] if isinstance(each, Tensor) and (key := _storage(each)) not in self.found)
+        return out
+
+
+def _storage(tensor: Tensor) -> int:
+    """A subclass that wraps others, such as a quantised weight, stands for itself."""
+    return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, torch.nn.Parameter) else id(tensor)
+
+
+def inputs_of(run: Callable[[], Outputs]) -> list[Tensor]:
+    """Every tensor that ``run`` reads and did not make. A recording knows them by address: constants of torch's, of the model or of a
+    cache of ours have to live as long as it does, whoever else forgets them."""
+    run()  # what is made once and kept is made here
+    with Witness() as witness:
+        run()
+    return list(witness.found.values())
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """None where nothing can be recorded."""
+    return CudaRecorder(device) if device.type == "cuda" else None

@@ -1,0 +1,275 @@
+"""Every family through every execution: the logits of the model as it is, within rounding, and the same text.
+
+A family that an execution does nothing for would pass in silence. What is laid out, and what is refused and why, is therefore written
+down here, family by family.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from helpers import Oracle, clone, generate, repetitive
+
+from foretoken import ConfigurationError, Speculator, TokenTree
+from foretoken.drafters.draft_model import DraftModel
+from foretoken.target import Target, compilation, fusion, native
+from foretoken.target import packing as packing_module
+from foretoken.target.kernel_pass import NativeModel
+from foretoken.target.packing import HINTS, NATIVE
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
+
+# Sizes of which a decoder layer becomes one call of a kernel, for the families that have such: products of 64 outputs and 32 inputs or
+# a multiple, heads of 32 numbers.
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+KERNELS = ("llama", "qwen2", "qwen3", "mistral", "qwen2_window")
+FAMILIES = [name for name, entry in ARCHITECTURES.items() if entry.support != "refused"] + [f"{name} wide" for name in KERNELS]
+TREES = [name for name in FAMILIES if ARCHITECTURES[name.split()[0]].support == "tree"]
+
+# What keeps its layout, of all that is multiplied with: linear layers of a class of their own, and weights of experts, which are read
+# by index. All other linear layers are packed.
+CONV1D = {"c_attn", "c_proj", "c_fc"}
+FALCON = {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+EXPERTS = {"experts", "gate"}
+ROUTED = {"experts", "router"}
+KEPT = {
+    "gpt2": CONV1D, "falcon": FALCON, "falcon_grouped": FALCON, "falcon_alibi": FALCON, "qwen3_moe": EXPERTS, "olmoe": EXPERTS,
+    "minimax_m2": EXPERTS, "glm4_moe": EXPERTS, "mixtral": EXPERTS, "deepseek_v2": EXPERTS, "deepseek_v3": EXPERTS, "qwen3_next": EXPERTS,
+    "nemotron_h": EXPERTS, "gpt_oss": ROUTED, "llama4_text": ROUTED, "llama4_tuned": ROUTED, "granitemoehybrid": ROUTED,
+}  # fmt: skip
+# Linear layers whose rows are no multiple of 32 numbers in the tiny model: the kernels do not read them, oneDNN's layout has them.
+NARROW = {
+    "deepseek_v2": {"q_b_proj", "kv_b_proj"},
+    "deepseek_v3": {"q_b_proj", "kv_b_proj"},
+    "gemma3n_text": {"correction_coefs", "prediction_coefs", "linear_right", "per_layer_projection"},
+}
+# Whose layers are not compiled, other than those of models that take chains only.
+NOT_COMPILED = {
+    "llama4_text": "its attention temperature is set anew in every pass",
+    "llama4_tuned": "its attention temperature is set anew in every pass",
+    "gemma3n_text": "its layers do not take the cache in a way that can be compiled",
+}
+
+LENGTHS = (23, 3, 16)
+TREE = (-1, 0, 0, 1, 1, 2, 3)
+OTHER = (-1, 0, 1, 1, 2, 0, 5)  # of the same size: whoever takes its mask for that of TREE is found out
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}  # of the largest logit
+ROWS = repetitive((23, 9))
+NEW = 8
+
+
+@cache
+def tiny(family):
+    """The tiny model of ``family``: do not change it."""
+    name, *wide = family.split()
+    build, how = ARCHITECTURES[name].build, ARCHITECTURES[name].implementations[0]
+    *shared, options = build.args
+    return build.func(*shared, {**options, **WIDE} if wide else options, how)
+
+
+@cache
+def draft(family):
+    """A model that mostly agrees with ``tiny(family)``."""
+    model, generator = clone(tiny(family)), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.06 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(params=["packed", "native", "auto"])
+def execution(request, monkeypatch):
+    """Tiny layers are not worth it; here each is laid out nevertheless, for ``auto`` in every layout in turn."""
+    if request.param == "native" and (why := native.refusal(torch.float32) or native.refusal(torch.bfloat16)):
+        pytest.skip(f"no kernels here: {why}")
+    turns = itertools.count()
+
+    def rigged(runs, inputs):
+        fitting = [hint for hint in runs if hint is not None]
+        taken = {"packed": HINTS[-1], "native": NATIVE}.get(request.param)
+        if request.param == "auto":
+            taken = fitting[next(turns) % len(fitting)]
+        return {hint: 1.0 if hint == taken else 9.0 for hint in runs}
+
+    monkeypatch.setattr(packing_module, "best_seconds", rigged)
+    return request.param
+
+
+def steps(target, branches):
+    """Logits of ragged prompts, a chain, trees that branch, one with filler, a step, and a chain for the rows that are left."""
+    texts = [[3 + (7 * i * i + 5 * row) % 120 for i in range(length)] for row, length in enumerate(LENGTHS)]
+    chain = torch.randint(0, 128, (3, 4), generator=torch.Generator().manual_seed(1))
+    nodes = torch.randint(0, 128, (3, len(TREE)), generator=torch.Generator().manual_seed(2))
+    valid = torch.ones_like(nodes, dtype=torch.bool)
+    valid[1, 5:] = False
+    target.open(texts)
+    found = {"prompts": target.prefill(texts, first=0), "chain": target.score(TokenTree.from_chain(chain))}
+    target.commit(None, [4, 2, 1])
+    if branches:
+        found["other"] = target.score(TokenTree(nodes, torch.tensor([OTHER] * 3)))
+        found["tree"] = target.score(TokenTree(nodes, torch.tensor([TREE] * 3), valid))[valid]
+        target.commit(torch.tensor([[0, 2, 5], [0, 1, 3], [0, 1, 4]]), [3, 1, 2])
+    found["step"] = target.advance(chain[:, 0])
+    target.compact([0, 2])
+    found["rest"] = target.score(TokenTree.from_chain(nodes[:2, :3]))
+    target.release()
+    return found
+
+
+@cache
+@torch.inference_mode()
+def wanted(family, dtype):
+    return steps(Target(clone(tiny(family)).to(dtype), execution="eager"), family in TREES)
+
+
+@cache
+def wanted_text(family):
+    return generate(Speculator(tiny(family), drafter="none", execution="eager"), ROWS, max_new_tokens=NEW)
+
+
+@torch.inference_mode()
+def assert_same_logits(target, family, dtype):
+    plain, found = wanted(family, dtype), steps(target, family in TREES)
+    assert found.keys() == plain.keys()
+    for name, logits in found.items():
+        apart = (logits.float() - plain[name].float()).abs().max() / plain[name].float().abs().max()
+        assert apart <= TOLERANCE[dtype], f"{name}: {apart:.1e} of the largest logit"
+
+
+def kept(model):
+    """The modules with matrices that are still multiplied with as they were."""
+    found = set()
+    for name, module in model.named_modules():
+        own = [each for field, each in module.named_parameters(recurse=False) if each.dim() >= 2 and "time_mix" not in field]
+        if own and "forward" not in vars(module) and not isinstance(module, (torch.nn.Embedding, torch.nn.Conv1d)):
+            found.add(name.rpartition(".")[2])
+    return found
+
+
+def assert_laid_out(target, family, execution):
+    """What of the model runs on other layouts is what the tables above say."""
+    name, *wide = family.split()
+    kernels = target.kernels
+    assert kept(target.model) == KEPT.get(name, set()) | (NARROW.get(name, set()) if execution == "native" else set())
+    layers = target.model.config.num_hidden_layers
+    assert kernels.fused == (layers if name in KERNELS else 0)
+    assert kernels.native == (layers if wide and execution == "native" else 0)
+    assert target.execution == ("native" if kernels.native else "packed")
+    whole = isinstance(vars(target.model.base_model).get("forward"), NativeModel)
+    assert whole == (kernels.native > 0 and ARCHITECTURES[name].window is None)
+    if kernels.native:
+        assert kernels.unfused is None
+    elif name in KERNELS:
+        assert kernels.unfused == f"{layers} of its {layers} decoder layers have sizes or layouts that the kernel does not take"
+    elif target.model.config._attn_implementation == "eager":
+        assert kernels.unfused == "its attention is 'eager', and fused layers attend as 'sdpa' does"
+    else:
+        assert kernels.unfused.startswith("its decoder layers are none of LlamaDecoderLayer, ")
+
+
+def assert_as_found(model, family):
+    assert not any("forward" in vars(module) for module in model.modules())
+    before = dict(tiny(family).named_parameters(remove_duplicate=False))
+    found = dict(model.named_parameters(remove_duplicate=False))
+    assert found.keys() == before.keys()
+    for name, parameter in found.items():
+        assert torch.equal(parameter, before[name].to(parameter.dtype)) and parameter.requires_grad == before[name].requires_grad
+    tied = {name for name in found if found[name] is found["lm_head.weight"]} if "lm_head.weight" in found else set()
+    assert tied == {name for name in tied if before[name] is before["lm_head.weight"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_text_are_those_of_the_model_as_it_is(family, execution, monkeypatch):
+    model = clone(tiny(family))
+    monkeypatch.setattr("foretoken.speculator.load_model", lambda *_, **__: model)
+    source = model if execution == "packed" else "loaded by name"  # nobody else holds it, and packed weights replace its own
+    if family in TREES:
+        speculator = Speculator(source, DraftModel(draft(family)), shape="product(2,1)", execution=execution)
+    else:
+        texts = [row + text for row, text in zip(ROWS, wanted_text(family))]
+        speculator = Speculator(source, Oracle(texts), shape="chain(3)", execution=execution)
+    assert speculator.target.kernels.owned == (execution != "packed")
+    assert_laid_out(speculator.target, family, execution)
+    assert_same_logits(speculator.target, family, torch.float32)
+    assert generate(speculator, ROWS, max_new_tokens=NEW) == wanted_text(family)
+    speculator.close()
+    assert_as_found(model, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16(family, execution):
+    model = clone(tiny(family)).to(torch.bfloat16)
+    target = Target(model, execution=execution, owned=True)
+    assert_laid_out(target, family, execution)
+    assert_same_logits(target, family, torch.bfloat16)
+    target.close()
+    assert_as_found(model, family)
+
+
+# -- what falls back says so --------------------------------------------------------------------------------------------------
+
+
+def laid_out(monkeypatch, taken):
+    """Targets whose layers of several outputs, and single ones, get the layouts ``taken``."""
+    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: taken[len(groups[0]) > 1])
+    return Target(clone(tiny("llama wide")), execution="packed")
+
+
+@pytest.mark.parametrize(
+    ("taken", "fused", "why"),
+    [
+        ((8, None), 0, "not all products are packed in 2 of its 2 decoder layers"),
+        ((None, 8), 2, "2 of its 2 decoder layers have sizes or layouts that the kernel does not take"),
+    ],
+)
+def test_layers_that_are_no_kernel_say_why(taken, fused, why, monkeypatch):
+    target = laid_out(monkeypatch, taken)
+    assert target.execution == "packed" and target.kernels.fused == fused and target.kernels.unfused == why
+    assert_same_logits(target, "llama wide", torch.float32)
+
+
+def test_fused_layers_that_compute_something_else_are_given_up_and_say_so(monkeypatch):
+    call = fusion.FusedLayer.__call__
+    monkeypatch.setattr(fusion.FusedLayer, "__call__", lambda *args, **kwargs: 1.5 * call(*args, **kwargs))
+    target = laid_out(monkeypatch, (8, 8))
+    assert target.kernels.fused == 0 and "fused layers gave logits that differ" in target.kernels.unfused
+    assert_same_logits(target, "llama wide", torch.float32)
+
+
+@pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no kernels here")
+def test_sizes_that_the_kernels_do_not_read_are_refused():
+    *shared, options = ARCHITECTURES["llama"].build.args
+    model = ARCHITECTURES["llama"].build.func(*shared, {**options, "hidden_size": 40, "intermediate_size": 80}, "sdpa")
+    with pytest.raises(ConfigurationError, match=r"can not be packed: the native kernels read rows of 32 weights.*use execution='auto'"):
+        Target(model, execution="native")
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert Target(model, owned=True).execution == "packed"
+
+
+# -- compiled -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "wide" not in name])
+@torch.inference_mode()
+def test_compiled_layers(family, monkeypatch):
+    """As torch traces them; what compiles the traces is torch's affair, and test_compiled.py lets it for some."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compilation.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(compilation, "_no_compiler", lambda: None)
+    model = clone(tiny(family))
+    why = NOT_COMPILED.get(family) if family in TREES else "it keeps a cache of its own"
+    if why is None:
+        target = Target(model, execution="compiled")
+        assert target.execution == "compiled" and target.compilation.graphs == 4
+        assert_same_logits(target, family, torch.float32)
+        target.close()
+    else:
+        with pytest.raises(ConfigurationError, match=f"can not be compiled: {why}.*use execution='auto'"):
+            Target(model, execution="compiled")
+    assert_as_found(model, family)

@@ -1,0 +1,742 @@
+"""Replayed passes and drafts are those of the model itself, whatever was baked in; what can not be recorded is told, and nothing is lost.
+
+Without a GPU a tape stands in for CUDA graphs (``tape.py``). What needs a GPU is marked ``cuda``.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build
+from helpers import Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny
+from tape import HOST_METHODS, Tape
+from test_target_trees import random_tree
+from torch.overrides import TorchFunctionMode
+
+from foretoken import ConfigurationError, Speculator, TokenTree, TreeShape
+from foretoken.drafters.base import DraftRequest, Feedback
+from foretoken.drafters.draft_model import DraftModel
+from foretoken.drafters.looped import LoopFrame
+from foretoken.processors import Pipeline
+from foretoken.rows import RowParameters
+from foretoken.sampler import Sampler
+from foretoken.sampling import _token_hashes
+from foretoken.session import Session
+from foretoken.target import Target, grouped, recorder
+from foretoken.target import graphs as graphs_module
+from foretoken.target.graphs import PATIENCE, TRIALS
+from foretoken.target.static_pass import PassFrame, SlotCache, StaticPass
+from foretoken.tree import chain_ancestors, chain_depths
+from foretoken.verification import create
+
+TOLERANCE = 1e-4  # of the largest logit
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 30, "seed": 5}
+TREE = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
+REFUSED = {  # every other family that takes trees is recorded
+    "xglm": "__bool__ would wait",
+    "gemma3n_text": "tensor would wait",
+}
+WARM = PATIENCE + TRIALS  # passes of one bucket until it is replayed unwatched
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    monkeypatch.setattr(recorder, "recorder_for", lambda device: Tape())
+    Tape.clear()
+
+
+def of(family: str, implementation: str | None = None):
+    return build(family, implementation or ARCHITECTURES[family].implementations[0])
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    assert found.shape == wanted.shape
+    assert (found.float() - wanted.float()).abs().max() <= tolerance * wanted.float().abs().max()
+
+
+@torch.inference_mode()
+def assert_alike(replayed: Target, eager: Target, *, nodes: int = 7, rounds: int = WARM + 2, tolerance: float = TOLERANCE) -> None:
+    """Rounds of a tree, a tree level by level, a chain and a single token; three ragged rows in a bucket of four, each keeping another
+    path."""
+    device = eager.device
+    texts = prompts((30, 17, 22, 40))
+    for target in (replayed, eager):
+        target.open(texts)
+    assert_same(replayed.prefill(texts, first=0), eager.prefill(texts, first=0), tolerance)
+    for target in (replayed, eager):
+        target.compact([0, 1, 2])  # buffers of four rows, so that there is filler
+    for seed in range(rounds):
+        tree = random_tree(3, nodes, seed)
+        tree = TokenTree(tree.tokens.to(device), tree.parents.to(device))
+        paths = [tree.path(row, max(0, nodes - 1 - row - seed)) for row in range(3)]
+        width = max(map(len, paths))
+        kept = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=device)
+        assert_same(replayed.score(tree), eager.score(tree), tolerance)
+        for first, last in ((0, 1), (1, 4), (4, nodes)):
+            part = TokenTree(tree.tokens[:, :last], tree.parents[:, :last])
+            assert_same(replayed.score(part, first=first), eager.score(part, first=first), tolerance)
+        for target in (replayed, eager):
+            target.commit(kept, [len(path) for path in paths])
+        chain = TokenTree.from_chain(tree.tokens[:, :3])
+        assert_same(replayed.score(chain), eager.score(chain), tolerance)
+        for target in (replayed, eager):
+            target.commit(None, (1, 0, 2))
+        assert_same(replayed.advance(tree.tokens[:, 0]), eager.advance(tree.tokens[:, 0]), tolerance)
+    for target in (replayed, eager):
+        target.reset()
+
+
+# -- passes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [name for name in TREE if name not in REFUSED])
+def test_replayed_passes_are_those_of_the_model(family, taped):
+    target, eager = Target(of(family), execution="graphs"), Target(of(family), execution="eager", test=False, attention="model")
+    assert target.execution == "graphs" and target.ungraphed is None and target.passes == 0
+    assert target.unflexed == "passes are replayed from recordings"
+    assert_alike(target, eager)
+    assert target.graphs.refused is None and target.graphs.replays >= 8
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_that_can_not_be_recorded_is_refused_with_the_reason(family, taped):
+    with pytest.raises(ConfigurationError, match=rf"can not be replayed: .*{REFUSED[family]}.*use execution='auto'"):
+        Target(of(family), execution="graphs")
+    target = Target(of(family))
+    assert target.graphs is None and target.execution != "graphs" and REFUSED[family] in target.ungraphed
+
+
+@pytest.mark.parametrize("nodes", [9, 21, 70])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_trees_that_need_filler(family, nodes, taped):
+    target, eager = Target(of(family), execution="graphs"), Target(of(family), execution="eager", test=False)
+    assert_alike(target, eager, nodes=nodes)
+    assert target.graphs.refused is None and target.graphs.replays
+
+
+@torch.inference_mode()
+def test_a_cache_that_grows_has_its_passes_recorded_anew(taped):
+    target, eager = Target(of("mistral"), execution="graphs"), Target(of("mistral"), execution="eager", test=False)
+    texts = prompts((40, 52))
+    for each in (target, eager):
+        each.open(texts)
+        each.prefill(texts, first=0)
+    captures, capacities = [], set()
+    for step in range(300):
+        tokens = torch.tensor([3 + step % 50, 7 + step % 90])
+        assert_same(target.advance(tokens), eager.advance(tokens))
+        captures.append(target.graphs.captures)
+        capacities.add(target.cache.capacity)
+    assert len(capacities) == 2 and captures[-1] == captures[0] + 2  # two spans or two capacities, one recording each
+    assert target.graphs.replays >= 300 - 3 * WARM and target.graphs.refused is None
+
+
+@torch.inference_mode()
+def test_filler_rows_leave_every_row_alone(taped):
+    """Three live rows of a bucket of four: the fourth keeps a text that a later row begins with."""
+    target, eager = Target(of("llama"), execution="graphs"), Target(of("llama"), execution="eager", test=False)
+    texts = prompts((60, 30, 20, 50))
+    for each in (target, eager):
+        mine = [list(text) for text in texts]
+        each.open(mine)
+        each.prefill(mine, first=0)
+        each.compact([0, 1, 2])
+    for step in range(WARM + 3):
+        tokens = torch.tensor([[3 + step, 9], [5, 7], [40 + step, 2]])
+        assert_same(target.score(TokenTree.from_chain(tokens)), eager.score(TokenTree.from_chain(tokens)))
+        for each in (target, eager):
+            each.commit(None, (1, 2, 0))
+    assert target.graphs.rows(3) == 4 and target.graphs.replays
+    again = [*texts[3], 9, 8]
+    for each in (target, eager):
+        each.open([again])
+    assert target.lengths[3] == eager.lengths[3] == 50
+    assert_same(target.prefill([again], first=3), eager.prefill([again], first=3))
+
+
+@torch.inference_mode()
+def test_filler_takes_the_end_of_a_row_that_is_gone_and_says_so(taped):
+    target = Target(of("llama"), execution="graphs")
+    texts = prompts((250, 30, 20, 255))
+    target.open([list(text) for text in texts])
+    target.prefill(texts, first=0)
+    target.compact([0, 1, 2])
+    for _ in range(WARM + 1):
+        target.score(TokenTree.from_chain(torch.tensor([[3, 4, 5]] * 3)))
+    assert target.graphs.replays and 200 <= len(target._dropped[3]) <= 253
+    again = [*texts[3], 9]
+    target.open([again])
+    plain = tiny()(input_ids=torch.tensor([again])).logits[:, -1]
+    assert_same(target.prefill([again], first=3), plain)
+
+
+@torch.inference_mode()
+def test_logits_stay_what_they_were(taped):
+    target = Target(of("llama"), execution="graphs")
+    texts = prompts((20,))
+    target.open(texts)
+    target.prefill(texts, first=0)
+    for _ in range(WARM):
+        target.score(TokenTree.from_chain(torch.tensor([[3, 4, 5]])))
+    held = target.score(TokenTree.from_chain(torch.tensor([[3, 4, 5]])))
+    copy = held.clone()
+    target.score(TokenTree.from_chain(torch.tensor([[9, 8, 7]])))
+    assert target.graphs.replays >= 2 and torch.equal(held, copy)
+
+
+@torch.inference_mode()
+def test_recordings_are_bounded_and_made_of_what_comes_up_again(taped, monkeypatch):
+    monkeypatch.setattr(graphs_module, "MOST", 3)
+    target, eager = Target(of("llama"), execution="graphs"), Target(of("llama"), execution="eager", test=False)
+    texts = prompts((20, 13))
+    for each in (target, eager):
+        each.open(texts)
+        each.prefill(texts, first=0)
+    before = target.graphs.captures
+    for nodes in range(1, 8):
+        tree = TokenTree.from_chain(torch.arange(2 * nodes).view(2, nodes))
+        target.score(tree)
+    assert target.graphs.captures == before  # each of them once
+    for _ in range(WARM):
+        for nodes in range(1, 8):
+            tree = TokenTree.from_chain(torch.arange(2 * nodes).view(2, nodes))
+            assert_same(target.score(tree), eager.score(tree))
+            assert len(target.graphs) <= 3
+
+
+@torch.inference_mode()
+def test_chains_of_one_bucket(taped):
+    """What filler was a round ago is a node now."""
+    target, eager = Target(of("llama"), execution="graphs"), Target(of("llama"), execution="eager", test=False)
+    texts = prompts((20, 13))
+    for each in (target, eager):
+        each.open(texts)
+        each.prefill(texts, first=0)
+    for nodes in (9, 9, 9, 9, 10, 9, 10, 9):
+        tree = TokenTree.from_chain(torch.arange(3, 3 + 2 * nodes).view(2, nodes))
+        assert_same(target.score(tree), eager.score(tree))
+        for first, last in ((0, nodes - 8), (nodes - 8, nodes)):
+            part = TokenTree.from_chain(tree.tokens[:, :last])
+            assert_same(target.score(part, first=first), eager.score(part, first=first))
+    assert target.graphs.replays >= 8
+
+
+def test_heads_that_share_keys_are_not_repeated(taped, monkeypatch):
+    seen = []
+    real = grouped.scaled_dot_product_attention
+    monkeypatch.setattr(
+        grouped, "scaled_dot_product_attention", lambda q, k, v, **more: seen.append((q.shape, k.shape)) or real(q, k, v, **more)
+    )
+    target = Target(of("llama"), execution="graphs")
+    config = target.model.config
+    assert target.graphs.ungrouped is None and target.graphs.passes.grouped.calls
+    assert {queries[1] for queries, _ in seen} == {keys[1] for _, keys in seen} == {config.num_key_value_heads}
+    assert config.num_key_value_heads < config.num_attention_heads and config._attn_implementation == "sdpa"
+    assert "foretoken_grouped" not in vars(config)
+    assert Target(of("gpt2"), execution="graphs").graphs.passes.grouped is None
+
+
+def test_grouped_attention_that_differs_is_left_out(taped, monkeypatch):
+    real = grouped.scaled_dot_product_attention
+    monkeypatch.setattr(grouped, "scaled_dot_product_attention", lambda *given, **more: 1.5 * real(*given, **more))
+    target = Target(of("llama"), execution="graphs")
+    assert target.execution == "graphs" and "differ" in target.graphs.ungrouped
+    assert_alike(target, Target(of("llama"), execution="eager", test=False))
+
+
+@torch.inference_mode()
+def test_a_recording_keeps_what_it_reads_alive(taped):
+    """On a GPU it knows tensors by their address alone; a constant that leaves a cache would leave a hole."""
+    drafter = DraftModel(perturbed(), execution="graphs")
+    speculator = Speculator(tiny(), drafter, shape="chain(3)", execution="graphs")
+    generate(speculator, repetitive((23,)), max_new_tokens=30, **SAMPLED)
+    loops = [each for each in drafter.model.graphs._kept.values() if isinstance(each.frame, LoopFrame)]
+    storages = {each.untyped_storage()._cdata for loop in loops for each in loop.inputs}
+    layer = drafter.model.cache.layers[0]
+    cpu = torch.device("cpu")
+    for read in (
+        chain_depths(2, cpu), chain_ancestors(2, cpu), _token_hashes(drafter.model.vocab_size, cpu), loops[0].frame.inputs,
+        loops[0].frame.noise, layer.keys, layer.values, drafter.model.model.lm_head.weight, drafter.model.model.model.rotary_emb.inv_freq,
+    ):  # fmt: skip
+        assert read.untyped_storage()._cdata in storages
+
+
+# -- text ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,1)", "dynamic(depth=3,k=2,total=5)"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_text_is_that_of_eager_passes(family, shape, options, taped):
+    rows = repetitive((23, 9, 15))
+    texts = []
+    for execution in ("graphs", "eager"):
+        drafter = make_drafter("draft-model", family, execution=execution)
+        speculator = Speculator(tiny(family), drafter, shape=shape, execution=execution, rule="match")
+        texts.append(generate(speculator, rows, max_new_tokens=28, **options))
+        if execution == "graphs":
+            assert speculator.target.execution == drafter.model.execution == "graphs"
+            assert speculator.target.graphs.replays and drafter.model.graphs.replays
+            assert bool(drafter._loops.drafts) == (not shape.startswith("dynamic"))
+    assert texts[0] == texts[1]
+    if not options:
+        assert texts[0] == [alone(tiny(family), row, max_new_tokens=28) for row in rows]
+
+
+def test_rejected_branches_leave_nothing_behind(taped):
+    rows = repetitive((23, 9, 15))
+    texts = [row + alone(tiny(), row, max_new_tokens=40) for row in rows]
+    speculator = Speculator(tiny(), Oracle(texts), shape="chain(4)", execution="graphs")
+    assert generate(speculator, rows, max_new_tokens=40) == [text[len(row) :] for text, row in zip(texts, rows)]
+    assert speculator.target.graphs.replays >= 4
+
+
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,1,1)"])
+def test_rows_that_join_and_leave(shape, taped):
+    target = Target(tiny(), execution="graphs")
+    drafter = DraftModel(perturbed(), execution="graphs")
+    drafter.bind(target)
+    session = Session(target, drafter, create("match"), proposal="keyed", shape=shape)
+    texts, kept = prompts((24, 11, 17, 30, 9), seed=7), {}
+    lengths = [60, 12, 33, 25, 40]
+    slots = [session.add(text, parameters(length)) for text, length in zip(texts[:2], lengths)]
+    for step in range(200):
+        if step in (5, 9, 14):
+            slots.append(session.add(texts[len(slots)], parameters(lengths[len(slots)])))
+        for row in list(session.rows):
+            kept[row.slot] = row
+        if not session.live:
+            break
+        session.step()
+    assert [kept[slot].ids[len(text) :] for slot, text in zip(slots, texts)] == [
+        alone(tiny(), text, max_new_tokens=length) for text, length in zip(texts, lengths)
+    ]
+    assert target.graphs.replays and drafter._loops.drafts and target.graphs.refused is None
+
+
+def parameters(length: int) -> RowParameters:
+    return RowParameters(pipeline=Pipeline(), do_sample=False, max_new_tokens=length, seed=(0, 0), eos=frozenset(), criteria=())
+
+
+def test_a_conversation_uses_the_prefix_again(taped):
+    speculator = Speculator(tiny(), DraftModel(perturbed(), execution="graphs"), shape="chain(3)", execution="graphs")
+    text = prompts((40,))[0]
+    for _ in range(4):
+        more = generate(speculator, [text], max_new_tokens=20)[0]
+        assert more == alone(tiny(), text, max_new_tokens=20)
+        text = text + more + [5, 9]
+
+
+# -- drafts -------------------------------------------------------------------------------------------------------------
+
+
+def rounds(monkeypatch, execution: str, shape: str, rule: str, siblings: str, options: dict) -> tuple[list[TokenTree], DraftModel]:
+    """The trees of a whole run."""
+    trees: list[TokenTree] = []
+    drafter = DraftModel(perturbed(), siblings=siblings, execution=execution)
+    speculator = Speculator(tiny(), drafter, shape=shape, rule=rule, execution="eager")
+    real = drafter.draft
+    monkeypatch.setattr(drafter, "draft", lambda request: trees.append(real(request)) or trees[-1])
+    speculator.generate(**padded(repetitive((23, 9, 15))), pad_token_id=0, max_new_tokens=40, **options)
+    return trees, drafter
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule", "siblings", "options"),
+    [
+        ("chain(4)", "match", "auto", {}),
+        ("chain(4)", "match", "keyed", SAMPLED),
+        ("chain(4)", "rejection", "iid", SAMPLED),
+        ("product(3,2,1)", "match", "auto", {}),
+        ("product(3,2,1)", "match", "keyed", SAMPLED),
+        ("product(2,2)", "traversal", "without-replacement", SAMPLED),
+        ("product(2,2)", "multi-candidate", "iid", {**SAMPLED, "top_p": 0.8}),
+        ("paths(0,1,0.0,0.1,1.0,0.0.0)", "match", "top-k", SAMPLED),
+    ],
+)
+def test_a_replayed_draft_is_that_of_single_levels(shape, rule, siblings, options, taped, monkeypatch):
+    trees, drafter = rounds(monkeypatch, "graphs", shape, rule, siblings, options)
+    plain, _ = rounds(monkeypatch, "eager", shape, rule, siblings, options)
+    assert drafter._loops.drafts >= 3 and drafter.model.graphs.refused is None
+    assert len(trees) == len(plain)
+    for mine, wanted in zip(trees, plain):
+        real = wanted.valid if wanted.valid is not None else torch.ones_like(wanted.tokens, dtype=torch.bool)
+        seen = mine.valid if mine.valid is not None else torch.ones_like(mine.tokens, dtype=torch.bool)
+        assert torch.equal(seen, real)
+        assert torch.equal(mine.tokens[real], wanted.tokens[real])
+        assert (mine.chain, mine.layout, mine.proposal, mine.pruned) == (wanted.chain, wanted.layout, wanted.proposal, wanted.pruned)
+        assert torch.equal(mine.parents, wanted.parents)
+        assert (mine.q is None) == (wanted.q is None)
+        if wanted.q is not None:
+            torch.testing.assert_close(mine.q, wanted.q, atol=1e-5, rtol=1e-4)
+
+
+class Line:
+    """A row that only a drafter sees."""
+
+    def __init__(self, slot: int, ids: list[int]):
+        self.slot, self.ids, self.capacity, self.prompt_length = slot, ids, 500, 1
+
+
+def wish(rows: list[Line], shape: str) -> DraftRequest:
+    count, wanted = len(rows), TreeShape.parse(shape)
+    sampler = Sampler([Pipeline()] * count, [False] * count, [len(row.ids) for row in rows], None, lambda: torch.zeros(0))
+    return DraftRequest(rows, wanted, wanted.depth, [wanted.depth] * count, "deterministic", False, 128, torch.device("cpu"), sampler)
+
+
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,1)"])
+@torch.inference_mode()
+def test_a_draft_model_whose_rows_come_go_and_run_ahead(shape, taped):
+    """Every round another number of tokens is committed, none of them drafted; a row leaves and one that begins like it joins."""
+    texts = prompts((30, 21, 17, 60), seed=3)
+    target = Target(tiny(), execution="eager")
+    found: list[list[TokenTree]] = []
+    for execution in ("graphs", "eager"):
+        drafter = DraftModel(perturbed(), execution=execution)
+        drafter.bind(target)
+        rows, trees = [Line(slot, list(text)) for slot, text in enumerate(texts)], []
+        drafter.begin(rows)
+        for step in range(4 * WARM):
+            request = wish(rows, shape)
+            tree = drafter.draft(request)
+            trees.append(tree)
+            for row in rows:
+                row.ids += [(5 * step + row.slot + each) % 120 + 3 for each in range(1 + (step * step + row.slot) % 5)]
+            path = None if tree.chain else torch.zeros(len(rows), request.depth + 1, dtype=torch.long)
+            drafter.observe(rows, Feedback(tree, [0] * len(rows), path))
+            if step == WARM:
+                drafter.end(rows[3:])
+                gone = rows.pop()
+            if step == 3 * WARM:
+                rows.append(Line(9, [*gone.ids, 7, 8]))
+                drafter.begin(rows[3:])
+                assert drafter.model.lengths[3] >= len(gone.ids) - 6  # it had not seen the last round
+        found.append(trees)
+        assert drafter._loops is None or drafter._loops.drafts >= 6
+    for mine, wanted in zip(*found):
+        assert torch.equal(mine.tokens, wanted.tokens)
+
+
+class Waits(TorchFunctionMode):
+    """Collects where a GPU would be waited for: values read by the host, and lists copied to a device from memory that is not pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in HOST_METHODS or (name in ("tensor", "as_tensor") and (kwargs or {}).get("device") is not None):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("siblings", ["keyed", "top-k"])
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)"])
+def test_a_replayed_draft_and_pass_wait_for_nothing(shape, siblings, taped, monkeypatch):
+    drafter = DraftModel(perturbed(), siblings=siblings, execution="graphs")
+    speculator = Speculator(tiny(), drafter, shape=shape, rule="match", execution="graphs")
+    target, watched = speculator.target, []
+    draft, score = drafter.draft, target.score
+
+    def watch(call, count):
+        def run(given):
+            before = count()
+            with Waits() as waits:
+                found = call(given)
+            if count() > before:  # it was replayed
+                watched.append(waits.found)
+            return found
+
+        return run
+
+    monkeypatch.setattr(drafter, "draft", watch(draft, lambda: drafter._loops.drafts))
+    monkeypatch.setattr(target, "score", watch(score, lambda: target.graphs.replays))
+    generate(speculator, repetitive((23,)), max_new_tokens=80, **SAMPLED)
+    assert len(watched) >= 10 and not any(watched), watched
+
+
+def test_what_the_host_must_know_is_drafted_level_by_level(taped):
+    drafter = DraftModel(perturbed(), execution="graphs")
+    speculator = Speculator(tiny(), drafter, shape="chain(3)", execution="graphs")
+    rows = repetitive((23, 9))
+    for options in ({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 3}, {"sequence_bias": [[[7], 2.0]]}):
+        expected = [alone(tiny(), row, max_new_tokens=24, **options) for row in rows]
+        assert generate(speculator, rows, max_new_tokens=24, **options) == expected
+    assert drafter._loops.drafts == 0 and drafter.model.graphs.replays
+
+
+def test_a_draft_with_a_smaller_vocabulary(taped):
+    target = clone(tiny())
+    target.resize_token_embeddings(144)
+    drafter = DraftModel(perturbed(), execution="graphs")
+    speculator = Speculator(target, drafter, shape="chain(3)", execution="graphs")
+    row = repetitive((23,))[0]
+    assert generate(speculator, [row], max_new_tokens=30) == [alone(target, row, max_new_tokens=30)]
+    assert drafter._loops.drafts
+
+
+# -- what goes wrong ------------------------------------------------------------------------------------------------------
+
+
+class Failing(Tape):
+    """Fails at its n-th recording."""
+
+    def __init__(self, last: int):
+        self.left = last
+
+    def capture(self, run):
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("operation not permitted when stream is capturing\nand a page of advice")
+        return super().capture(run)
+
+
+def test_a_recording_that_fails_is_told(monkeypatch):
+    monkeypatch.setattr(recorder, "recorder_for", lambda device: Failing(0))
+    with pytest.raises(ConfigurationError, match=r"can not be replayed: .*not permitted when stream is capturing; use execution='auto'"):
+        Target(of("gpt2"), execution="graphs")
+    target = Target(of("gpt2"))
+    assert target.graphs is None and "not permitted" in target.ungraphed and target.execution == "eager"
+    assert "page of advice" not in target.ungraphed
+
+
+@pytest.mark.parametrize("last", [3, 4])
+def test_a_recording_that_fails_later_loses_nothing(last, monkeypatch):
+    monkeypatch.setattr(recorder, "recorder_for", lambda device: Failing(last))
+    rows = repetitive((23, 9, 15))
+    drafter = DraftModel(perturbed("gpt2"), execution="graphs")
+    speculator = Speculator(tiny("gpt2"), drafter, shape="chain(3)", execution="graphs")
+    assert generate(speculator, rows, max_new_tokens=30) == [alone(tiny("gpt2"), row, max_new_tokens=30) for row in rows]
+    why = [speculator.target.ungraphed, drafter.model.ungraphed]
+    assert any("not permitted" in (each or "") for each in why)
+    assert (speculator.target.execution == "eager") == (why[0] is not None)
+
+
+class Stale(Tape):
+    """Replays with the slots and tokens of the recording, as if they had been baked in, and so overwrites what was committed."""
+
+    def __init__(self, good: int):
+        self.good = good
+
+    def capture(self, run):
+        self.good -= 1
+        if self.good >= 0:
+            return super().capture(run)
+        frame = run.__self__
+        inputs = [each for each in (vars(frame).values()) if isinstance(each, torch.Tensor)]
+        before = [each.clone() for each in inputs]
+        replay, outputs = super().capture(run)
+
+        def stale():
+            now = [each.clone() for each in inputs]
+            for each, old in zip(inputs, before):
+                each.copy_(old)
+            replay()
+            for each, new in zip(inputs, now):
+                each.copy_(new)
+
+        return stale, outputs
+
+
+@pytest.mark.parametrize("good", [0, 3, 4])
+def test_a_replay_of_something_else_is_noticed_and_loses_nothing(good, monkeypatch):
+    monkeypatch.setattr(recorder, "recorder_for", lambda device: Stale(good))
+    if good == 0:
+        with pytest.raises(ConfigurationError, match="differ from those of an eager pass"):
+            Target(of("gpt2"), execution="graphs")
+        return
+    rows = repetitive((23, 9, 15))
+    drafter = DraftModel(perturbed("gpt2"), execution="graphs")
+    speculator = Speculator(tiny("gpt2"), drafter, shape="chain(3)", execution="graphs")
+    assert generate(speculator, rows, max_new_tokens=30) == [alone(tiny("gpt2"), row, max_new_tokens=30) for row in rows]
+    why = [speculator.target.ungraphed, drafter.model.ungraphed]
+    assert any(why) and all("differ" in each or "recorded draft" in each for each in why if each)
+
+
+def test_hooks_see_every_pass(taped):
+    model, calls = clone(tiny()), []
+    speculator = Speculator(model, "prompt-lookup", shape="chain(3)", execution="graphs")
+    rows = repetitive((23,))
+    generate(speculator, rows, max_new_tokens=20)
+    assert speculator.target.graphs.replays
+    handle = model.model.layers[0].register_forward_hook(lambda *given: calls.append(1))
+    out = speculator.generate(**padded(rows), pad_token_id=0, max_new_tokens=20)
+    assert len(calls) == out.stats.target_passes
+    handle.remove()
+    before = speculator.target.graphs.replays
+    assert added(speculator.generate(**padded(rows), pad_token_id=0, max_new_tokens=20), len(rows[0])) == added(out, len(rows[0]))
+    assert speculator.target.graphs.replays > before
+
+
+def test_weights_that_were_replaced_are_used(taped):
+    model = clone(tiny())
+    speculator = Speculator(model, "prompt-lookup", shape="chain(3)", execution="graphs")
+    rows = repetitive((23,))
+    generate(speculator, rows, max_new_tokens=20)
+    for layer, other in zip(model.model.layers, perturbed().model.layers):
+        layer.mlp.down_proj.weight = torch.nn.Parameter(other.mlp.down_proj.weight.clone() * 2)
+    assert generate(speculator, rows, max_new_tokens=20) == [alone(model, rows[0], max_new_tokens=20)]
+    assert speculator.target.graphs.refused is None
+
+
+def test_release_gives_the_recordings_back(taped):
+    speculator = Speculator(tiny(), "prompt-lookup", shape="chain(3)", execution="graphs")
+    generate(speculator, repetitive((23,)), max_new_tokens=20)
+    assert len(speculator.target.graphs)
+    speculator.target.release()
+    assert not len(speculator.target.graphs)
+    assert generate(speculator, repetitive((23,)), max_new_tokens=20) == [alone(tiny(), repetitive((23,))[0], max_new_tokens=20)]
+    speculator.close()
+    assert speculator.target.graphs is None
+
+
+def test_what_can_not_be_recorded_says_why(taped, monkeypatch):
+    def refused(model, why, **options):
+        with pytest.raises(ConfigurationError, match=rf"can not be replayed: .*{why}.*use execution='auto'"):
+            Target(model, execution="graphs", **options)
+        target = Target(model, **{"execution": "auto", **options})
+        assert target.graphs is None and target.ungraphed
+
+    refused(of("qwen3_next"), "recurrent state")
+    refused(of("gpt_neo"), "cache slots")
+    refused(of("llama"), "attention='flex'", attention="flex")
+    hooked = clone(tiny())
+    hooked.model.layers[0].register_forward_hook(lambda *given: None)
+    refused(hooked, "hooks look at its passes")
+    wrapped = clone(tiny())
+    wrapped.model.layers[0].forward = wrapped.model.layers[0].forward
+    refused(wrapped, "overrides of their own")
+    spread = clone(tiny())
+    spread.lm_head._hf_hook = object()
+    refused(spread, "several devices")
+    monkeypatch.undo()
+    refused(of("llama"), "recorded on a CUDA device, and the model is on cpu")
+    assert Target(of("llama"), execution="eager").ungraphed == "execution='eager' was asked for"
+
+
+def test_outside_inference_mode_passes_are_eager(taped):
+    target = Target(clone(tiny()), execution="graphs")
+    text = prompts((20,))
+    with torch.inference_mode():
+        target.open(text)
+        target.prefill(text, first=0)
+    for _ in range(WARM + 1):
+        with torch.no_grad():
+            target._execution.cache.enter(target._execution.cache.window or window_of(target))
+            assert not target.graphs.ready
+    assert target.graphs.replays == 0
+
+
+def window_of(target):
+    from foretoken.target import Window
+
+    return Window(0, 1, tuple(target.lengths), 1)
+
+
+# -- planted faults: each of these has to be noticed ----------------------------------------------------------------------
+
+
+def bake_positions(monkeypatch):
+    real = StaticPass.__call__
+    held: dict[tuple, torch.Tensor] = {}
+
+    def call(self, tokens, roots, first, depths, ancestors, span):
+        numbers = (
+            [int(each) for each in roots.flatten()[:1]] if not torch.utils._python_dispatch._get_current_dispatch_mode() else held["n"]
+        )
+        held["n"] = numbers
+        return real(self, tokens, torch.zeros_like(roots) + numbers[0], first, depths, ancestors, span)
+
+    monkeypatch.setattr(StaticPass, "__call__", call)
+
+
+def forget_the_tree(monkeypatch):
+    monkeypatch.setattr(PassFrame, "_shape", lambda self, tree, window: None)
+
+
+def write_nothing(monkeypatch):
+    def update(self, keys, values, index, *args, **kwargs):
+        layer, rows = self.layers[index], len(self._slots)
+        return layer.keys[:rows, :, : self._span], layer.values[:rows, :, : self._span]
+
+    monkeypatch.setattr(SlotCache, "update", update)
+
+
+def forget_the_tokens(monkeypatch):
+    real = PassFrame.load
+
+    def load(self, tree, window, tokens):
+        real(self, tree, window, tokens)
+        self.tokens.zero_()
+
+    monkeypatch.setattr(PassFrame, "load", load)
+
+
+@pytest.mark.parametrize("fault", [bake_positions, forget_the_tree, write_nothing, forget_the_tokens])
+def test_planted_faults_are_found_at_load(fault, taped, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(ConfigurationError, match="differ from those of an eager pass"):
+        Target(of("llama"), execution="graphs")
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------------
+
+
+@cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "mistral"])
+def test_on_a_gpu_passes_are_those_of_the_model(family, dtype):
+    model = clone(tiny(family)).to("cuda", dtype)
+    target, eager = Target(model, execution="graphs"), Target(model, execution="eager", test=False, attention="model")
+    assert target.execution == "graphs"
+    assert_alike(target, eager, tolerance=1e-3 if dtype == torch.float32 else 8e-2)
+    assert target.graphs.refused is None and target.graphs.replays
+
+
+@cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,1)"])
+def test_on_a_gpu_text_is_that_of_eager_passes(shape, options):
+    rows, texts = repetitive((23, 9, 15)), []
+    for execution in ("auto", "eager"):
+        drafter = DraftModel(clone(perturbed()).cuda(), execution=execution)
+        speculator = Speculator(clone(tiny()).cuda(), drafter, shape=shape, execution=execution, rule="match")
+        batch = {name: tensor.cuda() for name, tensor in padded(rows).items()}
+        output = speculator.generate(**batch, pad_token_id=0, max_new_tokens=40, **options)
+        texts.append(added(output, max(map(len, rows))))
+        if execution == "auto":
+            assert speculator.target.execution == "graphs", speculator.target.ungraphed
+            assert speculator.target.graphs.replays and drafter._loops.drafts
+    assert texts[0] == texts[1]
+
+
+@cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,1)"])
+def test_on_a_gpu_draft_and_pass_do_not_wait(shape):
+    """The whole of draft and score with waiting forbidden; a round waits in its verdict alone."""
+    target = Target(clone(tiny()).cuda(), execution="graphs")
+    drafter = DraftModel(clone(perturbed()).cuda(), execution="graphs")
+    drafter.bind(target)
+    session = Session(target, drafter, create("match"), proposal="keyed", shape=shape)
+    session.add(prompts((20,))[0], parameters(200))
+    for _ in range(4 * WARM):
+        session.step()
+    replays, drafts = target.graphs.replays, drafter._loops.drafts
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            session.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert (target.graphs.replays, drafter._loops.drafts) == (replays + 1, drafts + 1)
+    found = [str(each.message) for each in waits if "synchroniz" in str(each.message)]
+    allowed = 1 if shape.startswith("chain") else 3  # TreeCache.commit copies lengths to the device to move a path, of target and draft
+    assert len(found) <= allowed, found
