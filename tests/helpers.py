@@ -13,8 +13,10 @@ from architectures import VOCABULARY, build
 
 from foretoken import drafters
 from foretoken.drafters.base import Drafter, DraftRequest
+from foretoken.drafters.datastore import Datastore
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.drafters.ngram import NGram
+from foretoken.drafters.rest import Rest
 from foretoken.drafters.several import Several
 from foretoken.tree import TokenTree
 
@@ -105,6 +107,8 @@ def make_drafter(name: str, family: str = "llama", implementation: str = "sdpa",
         return DraftModel(perturbed(family, implementation), **options)
     if name == "ngram":
         return NGram(order=3, learn=True)
+    if name == "rest":
+        return Rest(Datastore.build(repetitive(), vocab_size=VOCABULARY), **options)
     if name == "several":
         return Several([DraftModel(perturbed(family, implementation)), "prompt-lookup"])
     return drafters.create(name, options)

@@ -493,7 +493,7 @@ def test_adapters_of_this_environment(side, work):
         assert len(got["ids"][0]) == len(got["times"]) == 12 and got["times"] == sorted(got["times"])
         assert 0 < got["times"][0] < got["times"][-1] <= got["seconds"] * 1.001
         assert got["kept"] >= got["rounds"] and got["passes"] == got["rounds"] + 1
-        assert sum(got["split"].values()) == pytest.approx(got["seconds"], rel=0.1, abs=0.01)
+        assert 0.5 * got["seconds"] < sum(got["split"].values()) < 1.1 * got["seconds"]  # a stall may fall between them
     assert texts["plain"] == texts["draft"] == texts["lookup"]
     two = one.generate(name="plain", ids=[list(range(10, 40)), list(range(20, 30))], tokens=4, temperature=0.0, seed=0)
     assert [len(row) for row in two["ids"]] == [4, 4] and two["ids"][0] == texts["plain"][0][:4]

@@ -11,8 +11,9 @@ import foretoken
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/write-a-drafter.md"])
-def test_code_of_a_page_runs(page: str):
+@pytest.mark.parametrize("page", ["README.md", "docs/write-a-drafter.md", "docs/drafters.md"])
+def test_code_of_a_page_runs(page: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "page"})

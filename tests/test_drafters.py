@@ -1,8 +1,8 @@
-"""Drafters against what their definition says: prompt lookup, the n-gram model online, a draft model that falls behind."""
+"""Drafters against what their definition says: prompt lookup, the n-gram model online and its q, a draft model that falls behind."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -11,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken import ConfigurationError, Speculator, drafters, zoo
+from foretoken import ConfigurationError, Session, Speculator, drafters, verification, zoo
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.drafters.ngram import NGram
 from foretoken.drafters.ngram_model import NGramModel
-from foretoken.drafters.prompt_lookup import PromptLookup, SuffixIndex
+from foretoken.drafters.prompt_lookup import PromptLookup, SuffixIndex, merge_copies
+from foretoken.drafters.tries import Trie
 from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
 from foretoken.sampling import Noise
 from foretoken.shapes import TreeShape
+from foretoken.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 
 
 @dataclass
@@ -42,9 +44,8 @@ def request(rows, depth=5, vocabulary=128, **options) -> DraftRequest:
         [Pipeline()] * len(rows), [options.get("proposal") in ("iid", "keyed")] * len(rows), lengths, noise, lambda: committed
     )
     options = {"limits": [depth] * len(rows), "proposal": "deterministic", "needs_q": False, **options}
-    return DraftRequest(
-        rows=rows, shape=TreeShape.chain(depth), depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options
-    )
+    shape = TreeShape.parse(options.pop("shape", f"chain({depth})"))
+    return DraftRequest(rows=rows, shape=shape, depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options)
 
 
 def drafted(tree) -> list[list[int]]:
@@ -101,9 +102,73 @@ def test_prompt_lookup_drafts_for_rows_that_come_and_go():
     assert drafted(drafter.draft(request([Row([8, 8], slot=1)]))) == [[8] * 5]
 
 
-@pytest.mark.parametrize("options", [{"max_ngram": 0}, {"min_ngram": 0}, {"max_ngram": 2, "min_ngram": 3}])
+def said_by(trie: Trie) -> list[tuple[int, ...]]:
+    """The text down to every node below the root."""
+    said: list[tuple[int, ...]] = [()]
+    for token, parent in zip(trie.tokens, trie.parents):
+        said.append((*said[parent], token))
+    return said[1:]
+
+
+@settings(deadline=None)
+@given(text=TEXTS, most=st.integers(1, 5), steps=st.lists(st.integers(1, 6), max_size=5))
+def test_occurrences_are_the_naive_search(text, most, steps):
+    index = SuffixIndex(range(3, 0, -1))
+    for length in sorted({len(text), *(min(sum(steps[:count]) + 1, len(text)) for count in range(len(steps)))}):
+        ids = text[:length]
+        expected: dict[int, None] = {}
+        for size in (3, 2, 1):
+            ends = [end for end in range(len(ids) - 1, size - 1, -1) if len(ids) > size and ids[end - size : end] == ids[-size:]]
+            expected.update(dict.fromkeys(ends[:most]))
+        assert index.occurrences(ids, most) == list(expected)
+        found = index.occurrences(ids, 1)
+        matched = max((size for size in range(1, 33) if found and ids[: found[0]][-size:] == ids[-size:] and size <= found[0]), default=0)
+        assert index.matched(ids) == matched
+
+
+@settings(deadline=None)
+@given(text=TEXTS, depth=st.integers(1, 5), budget=st.integers(1, 12))
+def test_a_tree_of_copies_begins_with_the_chain(text, depth, budget):
+    drafter, row = PromptLookup(occurrences=3), Row(text)
+    drafter.begin([row])
+    trie = drafter._trie(row, depth, budget)
+    said = said_by(trie)
+    chain = list(SuffixIndex(range(3, 0, -1)).lookup(text, min(depth, budget)))
+    assert [list(each) for each in said[: len(chain)]] == [chain[:count] for count in range(1, len(chain) + 1)]
+    assert len(said) <= budget and len(set(said)) == len(said)
+    copies = [naive_copy(text, end, depth) for end in SuffixIndex(range(3, 0, -1)).occurrences(text, 3)]
+    everything = {tuple(copy[:count]) for copy in copies for count in range(1, len(copy) + 1)}
+    assert set(said) <= everything and len(said) == min(budget, len(everything))
+
+
+def naive_copy(ids, end, count):
+    text = list(ids)
+    for offset in range(count):
+        text.append(text[end + offset])
+    return text[len(ids) :]
+
+
+def test_other_occurrences_branch_off_by_turns():
+    trie = Trie()
+    merge_copies(trie, [[1, 2, 3], [1, 4, 5], [6, 7, 8], [1, 2, 9]], 9)
+    assert said_by(trie) == [(1,), (1, 2), (1, 2, 3), (6,), (1, 4), (6, 7), (1, 4, 5), (6, 7, 8), (1, 2, 9)]
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "ngram"])
+def test_trees_say_what_plain_decoding_says(name):
+    rows = repetitive()
+    for options in ({}, {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "seed": 2}):
+        plain = generate(Speculator(tiny(), drafter="none"), rows, max_new_tokens=20, **options)
+        for shape in ("product(3,2,1)", "dynamic(depth=4,k=3,total=9)"):
+            speculator = Speculator(tiny(), drafter=name, shape=shape, rule="match")
+            out = speculator.generate(**padded(rows), max_new_tokens=20, pad_token_id=0, **options)
+            assert [row[-20:] for row in out.sequences.tolist()] == plain
+            assert out.stats.accepted > 0
+
+
+@pytest.mark.parametrize("options", [{"max_ngram": 0}, {"min_ngram": 0}, {"max_ngram": 2, "min_ngram": 3}, {"occurrences": 0}])
 def test_prompt_lookup_options(options):
-    with pytest.raises(ConfigurationError, match="ngram"):
+    with pytest.raises(ConfigurationError, match=r"ngram|occurrences"):
         PromptLookup(**options)
 
 
@@ -206,6 +271,126 @@ def test_ngram_of_another_vocabulary():
     unknown = NGram(source=NGramModel.from_tokens([[1, 2, 300, 1, 2, 300]], 2))
     row = [5, 1, 2]
     assert generate(Speculator(tiny(), drafter=unknown), [row], max_new_tokens=6) == [alone(tiny(), row, max_new_tokens=6)]
+
+
+def test_ngram_trees_hold_the_likeliest_texts():
+    model = NGramModel.from_tokens([[1, 2, 3, 4, 1, 2, 3, 5, 9, 2, 3, 4, 1, 2, 6]], 3)
+    drafter = NGram(source=model, learn=False)
+    trie = drafter._trie([1, 2], 3, 6, 128)
+    said = said_by(trie)
+    assert said[:2] == [(3,), (3, 4)] and (6,) in said and (3, 4, 1) in said and len(said) == 6
+    chance = {(): 1.0}
+    for text in said:
+        shares = dict(model.likeliest([1, 2, *text[:-1]][-2:], 4))
+        chance[text] = chance[text[:-1]] * shares[text[-1]]
+    assert [chance[text] for text in said] == sorted((chance[text] for text in said), reverse=True)
+    assert all(token < 5 for text in said_by(drafter._trie([1, 2], 3, 20, 5)) for token in text)
+    assert not drafter._trie([77], 3, 6, 128).tokens and not drafter._trie([1, 2], 0, 6, 128).tokens
+    tree = drafter.draft(request([Row([1, 2]), Row([8, 8], slot=1)], shape="product(2,2,1)", limits=[2, 3], depth=3))
+    tree.check(128)
+    assert max(max(row) for row in tree.within([2, 3]).depth_lists) <= 3 and tree.proposal == "deterministic"
+
+
+def test_ngram_learning_is_bounded():
+    drafter = NGram(order=3, most=200)
+    row = Row([1])
+    drafter.begin([row])
+    generator = torch.Generator().manual_seed(0)
+    sizes = []
+    for _ in range(60):
+        row.ids += torch.randint(0, 40, (20,), generator=generator).tolist()
+        drafter.observe([row], None)
+        sizes.append(drafter.model.size)
+    assert max(sizes) <= 200 and drafter.model.ngrams >= 40, "single tokens stay"
+    unbounded = NGram(order=3)
+    unbounded.begin([Row(list(row.ids))])
+    assert unbounded.model.ngrams > 1500
+
+
+COUNTED = [[0, 1, 2, 0, 1, 1, 2, 0, 0, 1, 2, 2, 1, 0]]
+
+
+class Liar(NGram):
+    """Says that its tokens came from another q."""
+
+    def draft(self, request):
+        tree = super().draft(request)
+        return tree if tree.q is None else replace(tree, q=0.7 * tree.q + 0.1)
+
+
+def ngram_law(drafter: NGram, rule: str, shape: str):
+    target = TableTarget(ProbabilityTable.random(3, seed=1))
+    proposal = drafter.proposals[0]
+    law = continuation_law(
+        lambda randomness: Session(target, drafter, verification.create(rule), proposal=proposal, shape=shape, randomness=randomness),
+        [0],
+        3,
+    )
+    return law, plain_law(target.table, [0], 3)
+
+
+@pytest.mark.parametrize(
+    ("siblings", "rule", "shape"),
+    [
+        ("iid", "rejection", "chain(2)"),
+        ("iid", "block", "chain(2)"),
+        ("iid", "multi-candidate", "product(2,1)"),
+        ("iid", "traversal", "product(2,1)"),
+        ("without-replacement", "multi-candidate", "product(2,1)"),
+        ("without-replacement", "traversal", "product(2,1)"),
+        ("keyed", "match", "chain(2)"),
+        ("top-k", "match", "product(2,1)"),
+    ],
+)
+@pytest.mark.parametrize("min_context", [0, 2])
+def test_the_law_is_the_targets_whatever_the_ngrams_q(siblings, rule, shape, min_context):
+    model = NGramModel.from_tokens(COUNTED, 3)
+    drafter = NGram(source=model, learn=False, siblings=siblings, min_context=min_context)
+    law, expected = ngram_law(drafter, rule, shape)
+    assert distance(law, expected) < 1e-6  # its q is float32
+
+
+@pytest.mark.parametrize(
+    ("siblings", "rule", "shape"), [("iid", "block", "chain(2)"), ("without-replacement", "traversal", "product(2,1)")]
+)
+def test_a_q_that_tokens_were_not_drawn_from_is_seen(siblings, rule, shape):
+    model = NGramModel.from_tokens(COUNTED, 3)
+    law, expected = ngram_law(Liar(source=model, learn=False, siblings=siblings), rule, shape)
+    assert distance(law, expected) > 0.005
+
+
+def test_a_sampled_chain_ends_where_nothing_was_seen():
+    model = NGramModel.from_tokens([[1, 2, 3, 1, 2, 3]], 3)
+    drafter = NGram(source=model, learn=False, siblings="iid", min_context=2)
+    rows = [Row([1, 2]), Row([9, 9], slot=1)]
+    tree = drafter.draft(request(rows, proposal="iid", needs_q=True, limits=[3, 3], depth=3))
+    tree.check(128)
+    assert tree.proposal == "iid" and tree.q.shape[2] == 128
+    assert not tree.valid[1, 1:].any() and tree.valid[0, 1]
+    assert drafter.draft(request(rows[1:], proposal="iid", needs_q=True)).nodes == 1
+
+
+def test_an_ngram_file_of_another_tokenizer_is_refused(tmp_path):
+    text = tmp_path / "text.py"
+    text.write_text("for i in range(10):\n    print(i)\n", encoding="utf-8")
+    counted = NGram(source=text, tokenizer=zoo.load_tokenizer("python-8m"))
+    counted.save(tmp_path / "a.safetensors")
+    Speculator("zoo:python-8m", drafter=f"ngram:{tmp_path}/a.safetensors", dtype="float32")
+    learnt = NGram()
+    speculator = Speculator("zoo:python-8m", drafter=learnt, dtype="float32")
+    speculator.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+    learnt.save(tmp_path / "b.safetensors")
+    assert NGramModel.load(tmp_path / "b.safetensors").fingerprint == counted.model.fingerprint != ""
+    counted.model.fingerprint = "0" * 32
+    counted.save(tmp_path / "c.safetensors")
+    with pytest.raises(ConfigurationError, match="another tokenizer"):
+        Speculator("zoo:python-8m", drafter=f"ngram:{tmp_path}/c.safetensors", dtype="float32")
+
+
+@pytest.mark.parametrize("options", [{"siblings": "best"}, {"most": 0}])
+def test_ngram_options(options):
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        NGram(**options)
 
 
 # -- draft models -------------------------------------------------------------------------------------------------------

@@ -118,6 +118,54 @@ def test_log_probs_are_witten_bell_and_sum_to_one(order, bulk, online, sequence)
 
 
 @settings(deadline=None)
+@given(order=ORDERS, bulk=SEQUENCES, online=SEQUENCES, contexts=CONTEXTS, more=SEQUENCES, vocab_size=st.integers(2, 7))
+def test_the_distribution_is_witten_bell_at_any_time(order, bulk, online, contexts, more, vocab_size):
+    """In both layers, while counting goes on, and for another vocabulary."""
+    model, reference = both(order, bulk, online)
+    for sequence in ([], *more):
+        model.count(sequence)
+        reference.update(sequence, 0)
+        for context in contexts:
+            seen = tuple(context[max(0, len(context) - order + 1) :])
+            expected = [reference.probability(seen, token, 5) for token in range(5)]
+            np.testing.assert_allclose(model.distribution(context), expected, rtol=1e-5)
+            other = model.distribution(context, vocab_size)
+            assert other.shape == (vocab_size,) and other.min() > 0 and other.sum(dtype=np.float64) == pytest.approx(1.0, abs=1e-6)
+
+
+@settings(deadline=None)
+@given(order=ORDERS, bulk=SEQUENCES, online=SEQUENCES, contexts=CONTEXTS, k=st.integers(1, 5))
+def test_the_likeliest_are_witten_bell_without_single_tokens(order, bulk, online, contexts, k):
+    model, reference = both(order, bulk, online)
+    for context in contexts:
+        chain = reference.contexts(context)
+        longer = [seen for seen in chain if seen] or chain
+        expected: Counter[int] = Counter()
+        left = 1.0
+        for seen in longer:
+            counts = reference.counts[seen]
+            for token in ranked(counts)[:k]:
+                expected[token] += left * counts[token] / (counts.total() + len(counts))
+            left *= len(counts) / (counts.total() + len(counts))
+            if left < 0.02:
+                break
+        best = sorted(expected.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
+        found = model.likeliest(context, k)
+        assert [share for _, share in found] == pytest.approx([share for _, share in best])
+        assert all(share == pytest.approx(expected[token]) for token, share in found)
+
+
+@settings(deadline=None)
+@given(order=ORDERS, bulk=SEQUENCES, online=SEQUENCES, most=st.integers(1, 40))
+def test_size_is_never_too_small_and_shrinking_bounds_it(order, bulk, online, most):
+    model, reference = both(order, bulk, online)
+    pairs = sum(map(len, reference.counts.values()))
+    assert pairs <= model.size <= pairs + sum(len(sequence) * order for sequence in online)
+    model.shrink(most)
+    assert model.size <= max(most // 2, len(reference.counts[()]))
+
+
+@settings(deadline=None)
 @given(
     order=ORDERS, bulk=SEQUENCES, online=SEQUENCES, later=SEQUENCES, contexts=CONTEXTS,
     min_count=st.integers(1, 4), successors=st.none() | st.integers(1, 3),
@@ -140,7 +188,7 @@ def test_a_saved_model_answers_the_same(tmp_path_factory, order, bulk, online, c
     path = tmp_path_factory.mktemp("ngram") / "model.safetensors"
     model.save(path)
     loaded = NGramModel.load(path)
-    assert (loaded.order, loaded.vocab_size, loaded.ngrams) == (order, 5, model.ngrams)
+    assert (loaded.order, loaded.vocab_size, loaded.ngrams, loaded.fingerprint) == (order, 5, model.ngrams, "")
     assert_same_answers(loaded, reference, contexts)
 
 
@@ -178,6 +226,8 @@ def test_bad_input_is_named(tmp_path):
         NGramModel(2).count([[1, 2]])
     with pytest.raises(ValueError, match="vocab_size"):
         NGramModel(2).log_probs([1])
+    with pytest.raises(ValueError, match="vocab_size"):
+        NGramModel(2).distribution([1])
     with pytest.raises(ValueError, match="start"):
         NGramModel(2).update([1], -1)
     with pytest.raises(ValueError, match="min_count"):

@@ -1,4 +1,4 @@
-"""Several drafters in one tree: merging against sets of texts, what each drafter hears back, and the text of the seed."""
+"""Several drafters in one tree: merging against sets of texts, the budget, whom to ask, what each hears back, and the text of the seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from foretoken import ConfigurationError, Speculator
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.draft_model import DraftModel
-from foretoken.drafters.several import Several, merged, seen_by
+from foretoken.drafters.draft_seconds import DraftSeconds, time_drafts
+from foretoken.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by, weights_of
+from foretoken.drafters.prompt_lookup import PromptLookup
+from foretoken.drafters.several import Several
+from foretoken.drafters.track_records import HOPES, Record, Worth
 from foretoken.rows import RowParameters
 from foretoken.target import Target
 from foretoken.tree import TokenTree
@@ -116,11 +120,12 @@ def test_every_drafter_is_told_how_far_its_own_proposal_held():
 
 @pytest.mark.parametrize("shape", ["chain(4)", "product(3,2,1)", "dynamic(depth=4,k=3,total=9)"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}])
-def test_the_text_is_that_of_plain_decoding(shape: str, options: dict):
+@pytest.mark.parametrize("ask", ["always", "auto"])
+def test_the_text_is_that_of_plain_decoding(shape: str, options: dict, ask: str):
     model, rows = tiny("gemma3_text"), repetitive()
     drafters = [DraftModel(perturbed("gemma3_text")), "prompt-lookup", DraftModel(perturbed("gemma3_text", seed=9))]
     expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=16, **options)
-    speculator = Speculator(model, drafter=Several(drafters), shape=shape)
+    speculator = Speculator(model, drafter=Several(drafters, ask=ask), shape=shape)
     assert (speculator.rule.name, speculator.proposal) == ("match", "mixed")
     assert generate(speculator, rows, max_new_tokens=16, **options) == expected
 
@@ -134,7 +139,8 @@ def test_two_drafters_are_accepted_at_least_as_often_as_one():
         return sum(each.stats.kept for each in out) / sum(each.stats.row_passes for each in out)
 
     one, two = DraftModel(perturbed(seed=5)), DraftModel(perturbed(seed=9))
-    assert length(Several([DraftModel(perturbed(seed=5)), DraftModel(perturbed(seed=9))])) > max(length(one), length(two))
+    both = Several([DraftModel(perturbed(seed=5)), DraftModel(perturbed(seed=9))], nodes=10, ask="always")
+    assert length(both) > max(length(one), length(two))
 
 
 @pytest.mark.parametrize(
@@ -145,11 +151,14 @@ def test_two_drafters_are_accepted_at_least_as_often_as_one():
         ("prompt-lookup,nothing", {}, "unknown drafter 'nothing'"),
         ("prompt-lookup,ngram", {"rule": "block"}, "rule 'block' is not exact for mixed proposals"),
         ("prompt-lookup,ngram", {"rule": "traversal"}, "rule 'traversal' is not exact for mixed proposals"),
+        ("prompt-lookup,ngram", {"nodes": 0}, "nodes of at least 1"),
+        ("prompt-lookup,ngram", {"ask": "never"}, "choose auto or always"),
     ],
 )
 def test_what_can_not_be_merged(source: str, options: dict, message: str):
+    own = {name: value for name, value in options.items() if name != "rule"}
     with pytest.raises(ConfigurationError) as error:
-        Speculator(tiny(), drafter="several", drafter_options={"source": source}, **options)
+        Speculator(tiny(), drafter="several", drafter_options={"source": source, **own}, rule=options.get("rule", "auto"))
     assert message in str(error.value)
 
 
@@ -159,7 +168,7 @@ def test_a_draft_model_forgets_what_another_drafter_was_preferred_to(shape):
     (row,) = repetitive((33,))
     oracle = Oracle([row + alone(tiny(), row, max_new_tokens=40)], wrong=7)
     drafter = DraftModel(perturbed(amount=1.0))
-    session = Speculator(tiny(), drafter=Several([drafter, oracle]), shape=shape).session()
+    session = Speculator(tiny(), drafter=Several([drafter, oracle], ask="always", nodes=20), shape=shape).session()
     session.add(row, RowParameters(max_new_tokens=40))
     session.step()
     while session.live:
@@ -190,3 +199,352 @@ def test_the_same_drafter_twice_is_refused():
     drafter = DraftModel(perturbed())
     with pytest.raises(ConfigurationError, match="same drafter twice"):
         Several([drafter, drafter])
+
+
+# -- merging on the host, and the budget ----------------------------------------------------------------------------------
+
+FLAT = [(0.5, 0.4, 0.3)] * DEPTH
+LIMITS = st.lists(st.integers(0, DEPTH), min_size=2, max_size=2)
+
+
+def on_host(
+    trees: list[TokenTree], *, budget: int = 99, depth: int = DEPTH, floor: float = 0.0
+) -> tuple[TokenTree, list[Merged], list[list[list[int]]]]:
+    lines = [lines_of(tree) for tree in trees]
+    options = {"budget": budget, "depth": depth, "floor": floor}
+    rows = [merge_row([each[row] for each in lines], [FLAT] * len(trees), **options) for row in range(trees[0].rows)]
+    tree = assembled(rows, trees, torch.device("cpu"))
+    return tree, rows, places(rows, trees, tree.nodes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(proposals())
+def test_merging_on_the_host_gives_the_same_texts(trees: list[TokenTree]):
+    tree, _, went = on_host(trees)
+    reference, _ = merged(trees, DEPTH)
+    tree.check(VOCAB)
+    assert (tree.proposal, tree.nodes) == ("mixed", reference.nodes)
+    for row in range(tree.rows):
+        mine = texts(tree, row)
+        assert sorted(mine.values()) == sorted(texts(reference, row).values())
+        for each, where in zip(trees, went):
+            for node, text in texts(each, row).items():
+                assert mine[where[row][node]] == text
+            assert all(where[row][node] == -1 for node in range(each.nodes) if node not in texts(each, row))
+
+
+@settings(max_examples=200, deadline=None)
+@given(proposals(), st.integers(1, 8), st.integers(0, DEPTH), st.sampled_from([0.0, 0.1, 0.3]))
+def test_a_budget_keeps_the_heaviest_nodes(trees: list[TokenTree], budget: int, depth: int, floor: float):
+    tree, rows, went = on_host(trees, budget=budget, depth=depth, floor=floor)
+    _, everything, _ = on_host(trees)
+    tree.check(VOCAB)
+    for row, (kept, whole) in enumerate(zip(rows, everything)):
+        assert len(kept.tokens) - 1 <= budget
+        weights = dict(zip(texts(assembled([whole], [], torch.device("cpu")), 0).values(), whole.weights))
+        allowed = sorted((weight for text, weight in weights.items() if len(text) <= depth + 1 and weight >= floor), reverse=True)
+        assert kept.weights == pytest.approx(allowed[: budget + 1])
+        assert all(weight <= kept.weights[parent] for weight, parent in zip(kept.weights[1:], kept.parents[1:]))
+        for each, where in zip(trees, went):
+            for node, text in texts(each, row).items():
+                place = where[row][node]
+                assert place == -1 or texts(tree, row)[place] == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(proposals(), st.data())
+def test_what_the_host_tells_is_what_tensors_tell(trees: list[TokenTree], data: st.DataObject):
+    tree, _, went = on_host(trees, budget=data.draw(st.integers(1, 10)))
+    ends = [data.draw(st.sampled_from(list(texts(tree, row)))) for row in range(tree.rows)]
+    paths = [tree.path(row, end) for row, end in enumerate(ends)]
+    logits = torch.arange(tree.tokens.numel() * 2.0).view(tree.rows, tree.nodes, 2)
+    path = None if tree.chain else torch.tensor([each + [0] * (DEPTH + 1 - len(each)) for each in paths])
+    feedback = Feedback(tree, [len(each) - 1 for each in paths], path, logits)
+    for each, where in zip(trees, went):
+        told, reference = heard_by(each, where, feedback, paths), seen_by(each, torch.tensor(where), feedback)
+        assert told.accepted == reference.accepted
+        real = torch.tensor(where) >= 0
+        assert told.logits is not None and torch.equal(told.logits[real], reference.logits[real])
+        assert torch.equal(told.logits[real], logits[torch.nonzero(real)[:, 0], torch.tensor(where)[real]])
+        for row, count in enumerate(told.accepted):
+            nodes = told.path[row, : count + 1].tolist()
+            assert [where[row][node] for node in nodes] == paths[row][: count + 1]
+        for row in range(tree.rows):
+            assert set(texts(told.tree, row)) == {node for node in texts(each, row) if where[row][node] >= 0}
+
+
+@settings(max_examples=100, deadline=None)
+@given(proposals(), st.integers(1, 8))
+def test_tensors_keep_the_heaviest_nodes_too(trees: list[TokenTree], budget: int):
+    rates = [
+        torch.tensor([[(0.7, 0.2), (0.6, 0.1), (0.5, 0.1), (0.4, 0.1)]] * trees[0].rows) * (1 - 0.1 * index) for index in range(len(trees))
+    ]
+    tree, went = merged(trees, DEPTH, budget=budget, rates=rates)
+    tree.check(VOCAB)
+    for row in range(tree.rows):
+        best: dict[tuple[int, ...], float] = {}
+        for each, table in zip(trees, rates):
+            for node, weight in enumerate(weights_of(each, table)[row].tolist()):
+                if node in texts(each, row):
+                    text = texts(each, row)[node]
+                    best[text] = max(best.get(text, 0.0), weight)
+        kept = texts(tree, row)
+        assert len(kept) == min(budget + 1, len(best))
+        assert sorted((best[text] for text in kept.values()), reverse=True) == pytest.approx(
+            sorted(best.values(), reverse=True)[: len(kept)]
+        )
+        for each, where in zip(trees, went):
+            for node, text in texts(each, row).items():
+                place = int(where[row, node])
+                assert kept[place] == text if place >= 0 else text not in kept.values()
+
+
+def chain_of(*tokens: int) -> Line:
+    return Line([0, *tokens], [[node + 1] for node in range(len(tokens))] + [[]])
+
+
+def test_who_agrees_counts_more_and_who_differs_less():
+    even, sure = [(0.5,)] * 3, [(0.9,)] * 3
+    alone = merge_row([chain_of(1, 2)], [even], budget=9, depth=3)
+    assert alone.weights == [1.0, 0.5, 0.25] and alone.is_chain
+    agreed = merge_row([chain_of(1), chain_of(1)], [even, even], budget=9, depth=3)
+    assert agreed.tokens == [0, 1] and agreed.weights[1] == pytest.approx(2 / 3)
+    opposed = merge_row([chain_of(1), chain_of(2)], [even, sure], budget=9, depth=3)
+    assert opposed.tokens == [0, 2, 1] and opposed.weights[1:] == pytest.approx([9 / 11, 1 / 11])
+    assert merge_row([chain_of(1), chain_of(2, 3)], [even, sure], budget=9, depth=3, branches=False).tokens == [0, 2, 3]
+
+
+def test_extra_nodes_stay_behind_and_keep_their_places():
+    """Root, two proposed nodes, and two extra ones below the root; beside a chain."""
+    own = TokenTree(
+        torch.tensor([[7, 1, 2, 5, 6]]), torch.tensor([[-1, 0, 1, 0, 3]]), torch.tensor([[True, True, True, False, False]]), extra=2
+    )
+    chain = TokenTree.from_chain(torch.tensor([[7, 1, 4]]))
+    tree, _, went = on_host([own, chain])
+    tree.check_shapes(VOCAB)
+    assert (tree.extra, tree.nodes) == (2, 6)
+    assert tree.tokens[0, -2:].tolist() == [5, 6] and tree.parents[0, -2:].tolist() == [0, 4]
+    assert went[0][0][3:] == [4, 5] and not tree.valid[0, 4:].any() and tree.valid[0, :4].all()
+    told = heard_by(own, went[0], Feedback(tree, [1], torch.tensor([[0, 1, 1]]), torch.arange(6.0).view(1, 6, 1)), [[0, 1]])
+    assert told.accepted == [1] and told.logits.flatten().tolist() == [0, 1, went[0][0][2], 4, 5]
+    below = TokenTree(torch.tensor([[7, 1, 5]]), torch.tensor([[-1, 0, 1]]), torch.tensor([[True, True, False]]), extra=1)
+    with pytest.raises(ValueError, match="below the root"):
+        on_host([below])
+
+
+# -- what is learnt, and whom to ask --------------------------------------------------------------------------------------
+
+
+def test_a_record_learns_by_match_depth_and_rank():
+    record = Record()
+    before = record.rates(4)[0][0]
+    for _ in range(60):
+        record.observe(4, [(3, 0), (3, 1), (2, 2)])
+    after = record.rates(4)
+    assert after[0][0] > 0.9 > before and after[1][0] < 0.2 and after[2][0] < 0.2
+    assert after[1][1] > after[1][2] and 0.3 < after[1][1] < 0.6  # second of three at one depth in three
+    assert record.rates(1)[0][0] == Record().rates(1)[0][0], "other lengths of match are told apart"
+    assert record.expected(4, 1) == pytest.approx(after[0][0])
+    for _ in range(200):
+        record.observe(4, [(3, 3)])
+    assert record.rates(4)[0][0] < 0.1, "what was long ago is forgotten"
+
+
+TIMED = DraftSeconds(fixed=0.001, level=0.001, unread=0.0001, plain=0.01)  # a chain of four in half a plain round
+
+
+def asked_worth(*, added: float, rate: float = 100.0, rounds: int = 400, hope: float = 0.0, slower: float = 1.0) -> list[bool]:
+    """Whether a drafter that adds so many tokens is asked, round by round of a hundredth of a second."""
+    worth, asked, debt = Worth(TIMED), [], 0.0
+    for _ in range(rounds):
+        asked.append(worth.pays([hope], 1.0, rate, depth=4))
+        if asked[-1]:
+            debt += added
+            worth.was_asked([hope], [int(debt)], slower * TIMED.of(4), 0.01, depth=4)
+            debt -= int(debt)
+        else:
+            worth.was_not_asked(0.01)
+    return asked
+
+
+def test_a_model_is_asked_where_it_adds_more_than_its_time_is_worth():
+    assert all(asked_worth(added=0.8))  # 0.8 tokens for the time of 0.5
+    seldom = asked_worth(added=0.3)  # 0.3 tokens for the time of 0.5
+    assert sum(seldom[:100]) < 25, "a few rounds suffice to see it"
+    assert 0 < sum(seldom[100:]) <= 6, "tries take a hundredth of the time, 6 of 300 rounds"
+    slow = asked_worth(added=0.8, slower=3.0)
+    assert all(slow[:3]) and sum(slow[100:]) <= 2, "it takes longer than was timed"
+    copying = asked_worth(added=5.0, rate=1000, rounds=20, hope=HOPES[-1])
+    assert not any(copying), "a long copy leaves little to add"
+    assert Worth().pays([9.0], 0.0, 100.0, depth=4), "what was not timed is asked"
+
+
+def test_what_was_missed_has_to_be_read_first():
+    worth = Worth(TIMED)
+    assert worth.pays([0.0], 0.6, 100.0, depth=4, missed=0)
+    assert not worth.pays([0.0], 0.6, 100.0, depth=4, missed=1000), "which takes as long as six rounds do"
+    assert not worth.pays([0.0], 0.4, 0.0, depth=4) and worth.pays([0.0], 0.6, 0.0, depth=4), "until there is a pace, a plain one's counts"
+
+
+def test_a_try_is_not_made_where_there_is_much_to_hope_for():
+    worth, tries = Worth(TIMED), []
+    for index in range(3000):
+        hope = 3.0 * (index % 2)
+        if worth.pays([hope], 0.1, 100.0, depth=4):
+            tries.append(hope)
+            worth.was_asked([hope], [0], TIMED.of(4), 0.01, depth=4)
+        else:
+            worth.was_not_asked(0.01)
+    assert 10 < len(tries) <= 60 and set(tries) == {0.0}
+
+
+def test_drafts_are_timed_beforehand_and_leave_nothing_behind():
+    clock = [0.0]
+    drafter = Counting(perturbed(), clock, 0.5)
+    target = Target(tiny(), test=False)
+    drafter.bind(target)
+    timed = time_drafts(drafter, target, lambda: clock[0])
+    assert (timed.fixed, timed.level, timed.unread, timed.plain) == (0.5, 0.0, 0.0, 0.0)
+    assert timed.of(3) == 0.5 and TIMED.of(4, 10) == pytest.approx(0.006)
+    assert not drafter.model.lengths and not target.lengths
+
+
+class Counting(DraftModel):
+    """A draft model that counts how often it is asked, and takes ``seconds`` of a clock that stands still otherwise."""
+
+    def __init__(self, model, clock: list[float], seconds: float):
+        super().__init__(model)
+        self.clock, self.seconds, self.drafts = clock, seconds, 0
+
+    def draft(self, request):
+        self.drafts += 1
+        self.clock[0] += self.seconds
+        return super().draft(request)
+
+
+class Ticking(PromptLookup):
+    """Prompt lookup, each of whose rounds takes a second."""
+
+    clock: list[float]
+
+    def draft(self, request):
+        self.clock[0] += 1.0
+        return super().draft(request)
+
+
+def counted(seconds: float, rows: list[list[int]]) -> tuple[int, int]:
+    """How often a model that takes so many rounds of time is asked beside prompt lookup, and in how many rounds; the text is checked."""
+    clock = [0.0]
+    model, lookup = Counting(perturbed(amount=0.02), clock, seconds), Ticking()
+    lookup.clock = clock
+    several = Several([model, lookup])
+    several.clock = lambda: clock[0]
+    speculator = Speculator(tiny(), drafter=several, shape="chain(4)")
+    model.drafts = 0
+    out = speculator.generate(**padded(rows), max_new_tokens=80, pad_token_id=PAD)
+    assert [row[-80:] for row in out.sequences.tolist()] == [alone(tiny(), row, max_new_tokens=80) for row in rows]
+    return model.drafts, out.stats.target_passes
+
+
+def test_a_cheap_model_is_asked_and_a_dear_one_is_not():
+    rows = repetitive((33,))
+    cheap, rounds = counted(0.0, rows)
+    dear, more = counted(50.0, rows)
+    assert cheap >= rounds - 3 and dear < 0.5 * more
+    assert more > rounds, "and that is what it was good for"
+
+
+def test_a_model_that_was_not_asked_reads_what_it_missed():
+    row = repetitive((33,))[0]
+    several = Several([DraftModel(tiny()), "prompt-lookup"])
+    member, turns = several.members[0], iter([True, False, False, True] * 50)
+    member.worth.pays = lambda *_, **__: next(turns)  # type: ignore[method-assign]
+    seen: list[tuple[int, int]] = []
+    drafter = several.drafters[0]
+    observe = drafter.observe
+    drafter.observe = lambda rows, feedback: (seen.append((feedback.tree.nodes, feedback.accepted[0])), observe(rows, feedback))[1]
+    out = Speculator(tiny(), drafter=several, shape="chain(3)").generate(torch.tensor([row]), max_new_tokens=40)
+    assert out.sequences[0, 33:].tolist() == alone(tiny(), row, max_new_tokens=40)
+    asked = [accepted for nodes, accepted in seen if nodes > 1][:-1]
+    assert asked and all(count == 3 for count in asked), "a draft model that is the target is always right, also after a pause"
+    assert any(nodes == 1 for nodes, _ in seen)
+
+
+class Wanting(Drafter):
+    """Proposes a chain that is right for a while, and keeps the logits that it is told."""
+
+    name, summary, wants_logits = "wanting", "for tests", True
+
+    def __init__(self, text: Sequence[int]):
+        self.text = list(text)
+        self.heard: list[tuple[list[int], Feedback]] = []
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        self.ids = list(request.rows[0].ids)
+        place = len(self.ids)
+        return request.chains([[*self.text[place : place + 2], 9]])
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        if feedback.tree.nodes > 1:
+            assert feedback.logits is not None
+            self.heard.append((self.ids, Feedback(feedback.tree, feedback.accepted, feedback.path, feedback.logits.clone())))
+
+
+def test_a_member_gets_the_logits_of_its_own_nodes():
+    row = repetitive((33,))[0]
+    text = row + alone(tiny(), row, max_new_tokens=20)
+    wanting = Wanting(text)
+    several = Several(["prompt-lookup", wanting])
+    assert several.wants_logits and not Several(["prompt-lookup"]).wants_logits
+    Speculator(tiny(), drafter=several, shape="product(2,1,1)").generate(torch.tensor([row]), max_new_tokens=20)
+    scored = 0
+    for ids, feedback in wanting.heard:
+        real = texts(feedback.tree, 0)
+        assert feedback.logits.shape[:2] == feedback.tree.tokens.shape
+        for node, said in real.items():
+            with torch.no_grad():
+                expected = tiny()(torch.tensor([[*ids[:-1], *said]])).logits[0, -1]
+            assert torch.allclose(feedback.logits[0, node], expected, atol=1e-4)
+            scored += node > 0
+    assert scored > 10
+
+
+def test_two_drafters_on_a_target_that_takes_chains_only():
+    model, rows = tiny("falcon_alibi", "sdpa"), repetitive((33, 21))
+    speculator = Speculator(model, drafter="several:prompt-lookup,ngram", shape="chain(4)")
+    assert speculator.target.chains_only
+    assert generate(speculator, rows, max_new_tokens=12) == [alone(model, row, max_new_tokens=12) for row in rows]
+
+
+@pytest.mark.parametrize("nodes", [1, 3, None])
+def test_all_drafters_share_one_budget(nodes: int | None):
+    row = repetitive((33,))[0]
+    several = Several(["prompt-lookup", Fixed([5, 6, 7, 8]), DraftModel(perturbed())], nodes=nodes, ask="always")
+    sizes: list[int] = []
+    draft = several.draft
+
+    def watched_draft(request: DraftRequest) -> TokenTree:
+        tree = draft(request)
+        sizes.append(int(tree.drafted[0]))
+        return tree
+
+    several.draft = watched_draft  # type: ignore[method-assign]
+    out = Speculator(tiny(), drafter=several, shape="product(2,2,1)").generate(torch.tensor([row]), max_new_tokens=20)
+    assert out.sequences[0, 33:].tolist() == alone(tiny(), row, max_new_tokens=20)
+    assert max(sizes) == (10 if nodes is None else nodes)
+
+
+@pytest.mark.parametrize("shape", ["chain(4)", "product(3,2,1)", "dynamic(depth=4,k=3,total=9)"])
+def test_merging_on_a_device_changes_nothing_of_the_text(shape: str, monkeypatch: pytest.MonkeyPatch):
+    """The path that waits for no device, taken on the CPU."""
+    calls: list[int] = []
+    monkeypatch.setattr(Several, "_would_wait", staticmethod(lambda *_: calls.append(1) or True))
+    model, rows = tiny("gemma3_text"), repetitive()
+    for options in ({}, {"do_sample": True, "temperature": 0.9, "seed": 4}):
+        expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=16, **options)
+        several = Several([DraftModel(perturbed("gemma3_text")), "prompt-lookup"], ask="always")
+        speculator = Speculator(model, drafter=several, shape=shape)
+        out = speculator.generate(**padded(rows), max_new_tokens=16, pad_token_id=PAD, **options)
+        assert [row[-16:] for row in out.sequences.tolist()] == expected
+        assert out.stats.accepted > 0 and out.stats.drafted <= out.stats.row_passes * speculator.shape.nodes
+    assert calls

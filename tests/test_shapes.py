@@ -114,10 +114,15 @@ def speculator(shape: str, drafter: str | Drafter | None = None, **options) -> S
     return Speculator(tiny(), drafter=drafter or DraftModel(tiny()), shape=shape, **options)
 
 
+class ChainsAlone(Drafter):
+    name = "chains-alone"
+    summary = "nothing, in chains"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shape": "product(2,2)", "drafter": "prompt-lookup"}, "drafter 'prompt-lookup' drafts chains only; use shape='chain(2)'"),
+        ({"shape": "product(2,2)", "drafter": ChainsAlone()}, "drafter 'chains-alone' drafts chains only; use shape='chain(2)'"),
         ({"shape": "product(2,2)", "rule": "rejection"}, "rule 'rejection' verifies chains only"),
         ({"shape": "product(2,2)", "rule": "block"}, "rule 'block' verifies chains only"),
         (

@@ -54,11 +54,15 @@ class Judgement:
 def judge(
     rule: Rule, tree: TokenTree, logits: Tensor, sampler: Sampler, *, record: frozenset[str] = frozenset(), top: int | None = None
 ) -> Judgement:
-    """Apply ``rule``, or greedy matching if no row samples, to ``logits`` ``[R, N, V]`` at the nodes of ``tree`` as it was settled.
+    """Apply ``rule``, or greedy matching if no row samples, to ``logits`` ``[R, N, V]`` at the nodes of ``tree`` as it was settled;
+    those that are ``extra`` are left out.
 
     ``record`` names vectors to keep along the paths: ``scores`` (processed) and ``logits`` (raw). ``top`` asks for log-probabilities,
     with so many of the likeliest tokens.
     """
+    if tree.extra:
+        tree = tree.proposed
+        logits = logits[:, : tree.nodes]
     if sampler.greedy and sampler.plain and not record and top is None:
         judgement = match_on_host(tree, logits)
         if judgement is not None:

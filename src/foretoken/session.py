@@ -195,7 +195,7 @@ class Session:
         passes, first = self.target.passes, len(self.rows)
         with self.stats.timing("prefill"):
             texts = [row.ids for row in rows]
-            self.target.open(texts, reserve=[row.capacity + self.shape.nodes + 1 for row in rows])
+            self.target.open(texts, reserve=[row.capacity + self.shape.nodes + self.drafter.filler + 1 for row in rows])
             logits = self.target.prefill(texts, first=first)[:, None]
             self.rows += rows
             self._committed = None
@@ -232,7 +232,7 @@ class Session:
         check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
         commits = self._settle(rows, judgement, counted=True)
         settled = clock()
-        self.drafter.observe(rows, Feedback(tree, accepted, judgement.path))
+        self.drafter.observe(rows, Feedback(tree, accepted, judgement.path, logits if self.drafter.wants_logits else None))
         end = clock()
         draft = drafted - planned + end - settled - asked
         target = judged - drafted - (sampler.watch.seconds - asked) if logits.is_cuda else scored - drafted

@@ -35,6 +35,8 @@ class TokenTree:
         chain: every row is a path in node order. Set by :meth:`from_chain`, it lets the target skip the tree mask.
         layout: the parents of every row, root included, where all rows share them and the host knows them: those of a
             static :class:`~foretoken.shapes.TreeShape`. Filler is told by ``valid`` alone.
+        extra: the last so many nodes are filler in every row, for a drafter that wants to see what the target says there; they are
+            scored and nobody else looks at them: a verdict is reached on the tree :attr:`proposed`. A chain has none.
     """
 
     tokens: Tensor
@@ -45,6 +47,7 @@ class TokenTree:
     pruned: bool = False
     chain: bool = False
     layout: tuple[int, ...] | None = None
+    extra: int = 0
 
     @staticmethod
     def root(tokens: Tensor) -> TokenTree:
@@ -88,10 +91,11 @@ class TokenTree:
         *,
         proposal: Proposal = "deterministic",
         pruned: bool = False,
+        extra: int = 0,
     ) -> TokenTree:
         """A tree per row on a CPU, N nodes each, whose parents are known to come before their children, below the one root."""
-        filler = not all(map(all, valid))
-        tree = TokenTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid) if filler else None, proposal, pruned=pruned)
+        real = None if all(map(all, valid)) else torch.tensor(valid)
+        tree = TokenTree(torch.tensor(tokens), torch.tensor(parents), real, proposal, pruned=pruned, extra=extra)
         tree.__dict__["parent_lists"] = parents
         return tree
 
@@ -148,8 +152,8 @@ class TokenTree:
     @cached_property
     def sound(self) -> bool:
         """It is known without waiting for a device that no row is :attr:`malformed`."""
-        known = self.parent_lists
-        if known is None or (self.layout is not None and any(tuple(row) != self.layout for row in known)):
+        known, promised = self.parent_lists, list(range(-1, self.nodes - 1)) if self.chain else self.layout and list(self.layout)
+        if known is None or (promised is not None and any(row != promised for row in known)):
             return False
         if self.valid is None:
             return True
@@ -168,11 +172,30 @@ class TokenTree:
             return torch.full((self.rows,), self.nodes - 1, dtype=torch.long, device=self.tokens.device)
         return self.valid[:, 1:].sum(-1)
 
+    @cached_property
+    def proposed(self) -> TokenTree:
+        """This tree without its ``extra`` nodes."""
+        if not self.extra:
+            return self
+        count = self.nodes - self.extra
+        cut = replace(
+            self,
+            tokens=self.tokens[:, :count],
+            parents=self.parents[:, :count],
+            valid=None if self.valid is None else self.valid[:, :count],
+            layout=None if self.layout is None else self.layout[:count],
+            extra=0,
+        )
+        if self.parent_lists is not None:
+            cut.__dict__["parent_lists"] = [row[:count] for row in self.parent_lists]
+        return cut
+
     def within(self, limits: Sequence[int]) -> TokenTree:
         """This tree with nodes deeper than ``limits[r]`` turned into filler; the depth alone decides, never a token's value."""
         if self.height <= min(limits):
             return self
-        if self.depth_lists is not None and all(max(depths) <= limit for depths, limit in zip(self.depth_lists, limits)):
+        known = self.proposed.depth_lists  # what is extra is filler already
+        if known is not None and all(max(depths) <= limit for depths, limit in zip(known, limits)):
             return self
         allowed = self.settled().depths <= torch.tensor(limits, device=self.tokens.device)[:, None]
         return replace(self, valid=allowed if self.valid is None else self.valid & allowed)
@@ -194,6 +217,8 @@ class TokenTree:
             raise ValueError(f"valid must be {list(self.tokens.shape)} like tokens, got {list(self.valid.shape)}")
         if self.valid is not None and self.valid.dtype != torch.bool:
             raise ValueError(f"valid must be bool, got {self.valid.dtype}")
+        if not 0 <= self.extra < self.nodes or (self.extra and (self.chain or self.valid is None)):
+            raise ValueError(f"extra must say how many of {self.nodes} nodes, of a tree with filler that is no chain, got {self.extra}")
         if self.layout is not None and len(self.layout) != self.nodes:
             raise ValueError(f"layout has {len(self.layout)} nodes, the tree {self.nodes}")
         if self.layout is not None:
@@ -211,11 +236,20 @@ class TokenTree:
         """Of a chain with filler, how many nodes of each row come before it; None for others. Reads values: it synchronises."""
         return tuple(self.valid.long().cumprod(1).sum(1).tolist()) if self.chain and self.valid is not None else None
 
+    @property
+    def promised(self) -> Tensor | None:
+        """``[1, N]`` int64 the parents that ``chain`` or ``layout`` say all rows have; None if only ``parents`` says."""
+        if self.chain:
+            return chain_parents(self.nodes, self.parents.device)
+        return None if self.layout is None else layout_parents(self.layout, self.parents.device)
+
     def settled(self) -> TokenTree:
         """This tree with parents that come before their children, whatever they were, so that nothing reads out of bounds;
         :meth:`check` says what was wrong, without which it is the same tree."""
-        if self.chain or self.layout is not None or self.parent_lists is not None:
+        if self.parent_lists is not None:
             return self
+        if (promised := self.promised) is not None:
+            return replace(self, parents=promised.expand(self.rows, -1))
         before = torch.arange(-1, self.nodes - 1, device=self.parents.device)
         return replace(self, parents=torch.minimum(self.parents.clamp(min=0), before))
 
@@ -223,9 +257,10 @@ class TokenTree:
         """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
         self.check_shapes(vocab_size)
         index = torch.arange(self.nodes, device=self.parents.device)
-        if self.layout is not None and bool((wrong := self.parents != layout_parents(self.layout, self.parents.device)).any()):
+        if (promised := self.promised) is not None and bool((wrong := self.parents != promised).any()):
             row, node = wrong.nonzero()[0].tolist()
-            raise ValueError(f"row {row}: node {node} has parent {int(self.parents[row, node])}; layout says {self.layout[node]}")
+            says = f"{'a chain' if self.chain else 'layout'} says {int(promised[0, node])}"
+            raise ValueError(f"row {row}: node {node} has parent {int(self.parents[row, node])}; {says}")
         if bool((self.parents[:, 0] != -1).any()):
             row = int((self.parents[:, 0] != -1).nonzero()[0])
             raise ValueError(f"row {row}: node 0 has parent {int(self.parents[row, 0])}; it must be the only root (parent -1)")
@@ -261,14 +296,11 @@ class TokenTree:
 
     @property
     def malformed(self) -> Tensor:
-        """``[B]`` bool: rows in which the nodes make no tree, or hang below filler, or not where ``layout`` says."""
+        """``[B]`` bool: rows in which the nodes make no tree, or hang below filler, or not where ``chain`` or ``layout`` says."""
         if self.sound:
             return torch.zeros(self.rows, dtype=torch.bool)
-        if self.layout is not None:
-            wrong = self.parents != layout_parents(self.layout, self.parents.device)
-        else:
-            wrong = self.parents != self.settled().parents
-        wrong = wrong.any(1)
+        promised = self.promised
+        wrong = (self.parents != (self.settled().parents if promised is None else promised)).any(1)
         if self.valid is not None:
             above = self.valid.gather(1, self.settled().parents.clamp(min=0))
             wrong = wrong | (self.valid & ~above).any(1) | ~self.valid[:, 0]

@@ -21,8 +21,23 @@ app = typer.Typer(help="Benchmarks of Foretoken.", no_args_is_help=True, add_com
 
 
 @app.callback()
-def suites() -> None:
+def benchmarks() -> None:
     """Benchmarks of Foretoken."""
+
+
+@app.command()
+def suites(
+    out: Annotated[Path, typer.Option(file_okay=False, help="The folder that NAME.jsonl of each suite is written into.")],
+) -> None:
+    """Write suites of prompts made from the text of Python's own library: edits, completions, and chats that repeat themselves.
+
+    Run them with `speed --prompts out/edit.jsonl`.
+    """
+    from foretoken.bench import suites as made
+
+    with _configured():
+        for name, count in made.write(out).items():
+            typer.echo(f"{out / name}.jsonl: {count} prompts")
 
 
 @app.command()

@@ -9,6 +9,7 @@ import typer
 
 from foretoken import __version__
 from foretoken.bench.app import app as benchmarks
+from foretoken.cli.datastore import app as datastores
 from foretoken.cli.failures import FAILED, INTERRUPTED, exit_codes, note
 
 PROMPTS, MODELS, SPECULATION, SAMPLING, OUTPUT = "Prompts", "Models", "Speculation", "Decoding", "Output"
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 
 app.add_typer(benchmarks, name="bench")
+app.add_typer(datastores, name="datastore")
 
 Target = Annotated[str, typer.Option(help="The model: a path, a hub id, or zoo:NAME (see foretoken models).", rich_help_panel=MODELS)]
 Dtype = Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.", rich_help_panel=MODELS)]

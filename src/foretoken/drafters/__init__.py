@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 REGISTRY = {
     "none": "foretoken.drafters.none:NoDrafter",
     "prompt-lookup": "foretoken.drafters.prompt_lookup:PromptLookup",
+    "suffix": "foretoken.drafters.suffix:Suffix",
     "ngram": "foretoken.drafters.ngram:NGram",
+    "rest": "foretoken.drafters.rest:Rest",
+    "token-recycling": "foretoken.drafters.token_recycling:TokenRecycling",
+    "lookahead": "foretoken.drafters.lookahead:Lookahead",
     "draft-model": "foretoken.drafters.draft_model:DraftModel",
     "several": "foretoken.drafters.several:Several",
 }

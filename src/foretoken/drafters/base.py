@@ -114,18 +114,24 @@ class Feedback:
         tree: what was verified.
         accepted: per row, how many drafted tokens were kept.
         path: ``[R, D]`` nodes from the root down, the first ``accepted + 1`` of them kept; None if they are the first ones in order.
+        logits: ``[R, N, V]`` the target's raw logits at every node of ``tree``, as its LM head made them, on its device and in its
+            dtype; only for a drafter that ``wants_logits``. The next pass may overwrite them. Filler of a tree has logits as well, as
+            long as the tree is no chain: of a chain's filler nothing need be computed.
     """
 
     tree: TokenTree
     accepted: Sequence[int]
     path: Tensor | None
+    logits: Tensor | None = None
 
 
 class Drafter:
     """Base of drafters; a subclass sets the class variables and writes :meth:`draft`.
 
     ``proposals`` lists how it can choose tokens, best first; ``branches`` that it can draft trees, ``grows`` that it can do so by its
-    own probabilities; its constructor's keyword arguments are its options.
+    own probabilities; ``wants_logits`` that it learns from the target's logits at the nodes, its :class:`Feedback` then holds them;
+    ``filler`` is how many nodes it may put behind those asked for, as a tree's ``extra``, known once it is bound. Its constructor's
+    keyword arguments are its options.
     """
 
     name: ClassVar[str]
@@ -133,6 +139,8 @@ class Drafter:
     proposals: tuple[Proposal, ...] = ("deterministic",)
     branches: bool = False
     grows: bool = False
+    wants_logits: bool = False
+    filler: int = 0
     owner: object = None  # the session whose rows these are
     expected: float | None = None  # tokens per row that the last draft's own probabilities promise, where they chose its nodes
 

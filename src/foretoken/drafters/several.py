@@ -1,98 +1,332 @@
-"""Several drafters at once: their proposals become one tree, in which what two of them agree on is one node.
+"""Several drafters at once: their proposals become one tree under one budget of nodes, the likeliest first.
 
-Each drafts as if it were alone. Merged nodes come from different sources and lose any common q, so the proposal is ``mixed`` and the
-match rule verifies it; drafters that can share the target's noise do.
+Each drafts as if it were alone. How likely a node is to be accepted is known from what became of its drafter's earlier proposals, by
+depth, rank among siblings and, where the drafter can tell, the length of the match that it copies from. A drafter that runs a model
+is asked only where that pays: where the copy is long, the text is copied; otherwise the model is asked.
+
+Merged nodes come from different sources and lose any common q, so the proposal is ``mixed`` and the match rule verifies it; drafters
+that can share the target's noise do. The rule is exact whatever is dropped, asked or not; and what is asked depends on the past alone.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foretoken.drafters.draft_seconds import time_drafts
+from foretoken.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by
+from foretoken.drafters.track_records import Pace, Record, Worth
 from foretoken.errors import ConfigurationError
-from foretoken.shapes import TreeShape
+from foretoken.shapes import DynamicShape, TreeShape
+from foretoken.target import Target
 from foretoken.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
-    from foretoken.target import Target
+    from foretoken.drafters.merging import Rates
 
 SUITS_MATCH: tuple[Proposal, ...] = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
+ASKS = ("auto", "always")
+
+
+@runtime_checkable
+class Matching(Protocol):
+    """A drafter that copies, and can tell how sure it is."""
+
+    def matched(self, rows: Sequence[Row]) -> list[int]:
+        """How many tokens the match has that each row's newest draft copies from; 0 without one."""
+
+
+class Member:
+    """One of the drafters, and what is known of it."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.record, self.worth = Record(), Worth()
+        self.read: dict[int, int] = {}  # tokens of each row that it knew when it was asked last, by slot
+
+    def missed(self, rows: Sequence[Row]) -> int:
+        """Tokens that it has not read, the roots left out, of all rows."""
+        return sum(max(0, len(row.ids) - 1 - self.read.get(row.slot, 0)) for row in rows)
+
+    @property
+    def costly(self) -> bool:
+        """Its drafts take forward passes of a model."""
+        return isinstance(getattr(self.drafter, "model", None), Target)
+
+
+@dataclass(eq=False)
+class Part:
+    """One member's part in a round: its ``tree``, how long the ``matched`` texts are, the seconds ``spent`` on it, its rows on the host
+    as far as they are there, and where its nodes ``went`` in the merged tree."""
+
+    member: Member
+    tree: TokenTree
+    matched: list[int]
+    spent: float
+    lines: list[Line] | None = None
+    went: list[list[int]] | Tensor | None = None
+
+    def read(self) -> list[Line]:
+        if self.lines is None:
+            self.lines = lines_of(self.tree)
+        return self.lines
+
+
+@dataclass(frozen=True, eq=False)
+class Considered:
+    """A costly member that may have been asked: the accepted tokens that each row might hope for without it, the trees there were by
+    then, and the tokens that it had missed."""
+
+    member: Member
+    hopes: list[float]
+    rows: list[Merged] | None
+    missed: int
+
+
+@dataclass(eq=False)
+class Drafted:
+    """A round under way: the ``parts`` of those that were asked, the lengths of the rows' texts, how deep it was drafted, which costly
+    members were ``considered``, and when the draft began and was ready."""
+
+    parts: list[Part]
+    lengths: list[int]
+    depth: int
+    begin: float
+    considered: list[Considered] = field(default_factory=list)
+    ready: float = 0.0
+
+    def part_of(self, member: Member) -> Part | None:
+        return next((part for part in self.parts if part.member is member), None)
 
 
 class Several(Drafter):
     """Options:
 
     source: the drafters, as in ``several:prompt-lookup,draft-model:PATH``; a list may hold names, Drafter instances, and pairs of a
-        name and its options. Where two propose the same continuation the nodes are shared; the order breaks no ties otherwise.
+        name and its options. Where two propose the same continuation the nodes are shared.
+    nodes: drafted nodes per row at most, all drafters together; as many as the shape has if None.
+    ask: whether drafters that run a model are asked in every round, ``always``, or only where it pays, ``auto``.
     """
 
     name = "several"
-    summary = "merges the proposals of several drafters into one tree"
+    summary = "merges what several drafters propose into one tree; asks a model only where it pays"
     proposals: tuple[Proposal, ...] = ("mixed",)
     branches = True
 
-    def __init__(self, source: str | Sequence[str | Drafter | tuple[str, dict[str, Any]]]):
+    def __init__(
+        self,
+        source: str | Sequence[str | Drafter | tuple[str, dict[str, Any]]],
+        *,
+        nodes: int | None = None,
+        ask: str = "auto",
+    ):
         given = [part.strip() for part in source.split(",")] if isinstance(source, str) else list(source)
         if not given or not all(given):
             raise ConfigurationError("several needs the drafters to merge, for instance 'several:prompt-lookup,ngram'")
+        if nodes is not None and nodes < 1:
+            raise ConfigurationError(f"several needs nodes of at least 1, got {nodes}; leave it out for as many as the shape has")
+        if ask not in ASKS:
+            raise ConfigurationError(f"unknown ask {ask!r}; choose {' or '.join(ASKS)}")
         self.drafters = [_made(each) for each in given]
         if len({id(each) for each in self.drafters}) < len(self.drafters):
             raise ConfigurationError("several was given the same drafter twice, which keeps the state of one; make two")
-        self._trees: list[TokenTree] = []
-        self._merged: list[Tensor] = []  # per drafter [R, n], where each of its nodes went in the last tree
+        self.nodes, self.ask = nodes, ask
+        self.grows = any(drafter.grows for drafter in self.drafters)
+        self.wants_logits = any(drafter.wants_logits for drafter in self.drafters)
+        self.members = [Member(drafter) for drafter in self.drafters]
+        self.pace = Pace()
+        self.clock = time.perf_counter
+        self._chains_only = False
+        self._drafted: Drafted | None = None
 
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.bind(target)
+        for member in self.members:
+            if member.costly and self.ask == "auto" and len(self.members) > 1:
+                member.worth.timed = time_drafts(member.drafter, target, self.clock)
+        self.filler = sum(drafter.filler for drafter in self.drafters)
+        self._chains_only = target.chains_only is not None
 
     def refusal(self, shape: TreeShape) -> str | None:
-        return next((why for drafter in self.drafters if (why := drafter.refusal(_own(drafter, shape)))), None)
+        return next((why for drafter in self.drafters if (why := drafter.refusal(self._own(drafter, shape)))), None)
 
     def makes_chains(self, shape: TreeShape) -> bool:
-        return len(self.drafters) == 1 and self.drafters[0].makes_chains(shape)
+        if len(self.drafters) == 1:
+            return self.drafters[0].makes_chains(shape)
+        return self._chains_only and shape.is_chain
 
     def begin(self, rows: Sequence[Row]) -> None:
         for drafter in self.drafters:
             drafter.begin(rows)
 
+    # -- drafting -------------------------------------------------------------------------------------------------------
+
     def draft(self, request: DraftRequest) -> TokenTree:
-        trees = []
-        for drafter in self.drafters:
-            shape = _own(drafter, request.shape)
-            offered = drafter.proposals_for(shape)
-            proposal = "deterministic" if request.sampler.greedy else next(each for each in SUITS_MATCH if each in offered)
-            trees.append(drafter.draft(replace(request, shape=shape, proposal=proposal, needs_q=False)))
-        self._trees = trees
-        if len(trees) == 1 and trees[0].chain:  # stays one: there are targets that take nothing else
-            return replace(trees[0], proposal="mixed", q=None)
-        tree, self._merged = merged(trees, request.depth)
+        self._drafted = None
+        if len(self.members) == 1 and self.nodes is None:
+            return replace(self._ask(self.members[0], request).tree, proposal="mixed", q=None)
+        drafted = Drafted([], [len(row.ids) for row in request.rows], request.depth, self.clock())
+        drafted.parts = [self._ask(member, request) for member in self.members if not member.costly]
+        rows: list[Merged] | None = None
+        for member in sorted((each for each in self.members if each.costly), key=lambda each: each.worth.seconds(request.depth)):
+            if self.ask == "always":
+                drafted.parts.append(self._ask(member, request))
+                continue
+            if rows is None and drafted.parts:
+                rows = self._merge(drafted.parts, request)
+            hopes = [row.hope for row in rows] if rows else [0.0] * len(request.rows)
+            alone = member.record.expected(0, request.depth)
+            missed = member.missed(request.rows)
+            drafted.considered.append(Considered(member, hopes, rows, missed))
+            if member.worth.pays(hopes, alone, self.pace.rate, depth=request.depth, missed=missed):
+                drafted.parts.append(self._ask(member, request))
+                rows = None
+        tree = self._joined(drafted, rows, request)
+        drafted.ready = self.clock()
+        self._drafted = drafted
         return tree
 
+    def _ask(self, member: Member, request: DraftRequest) -> Part:
+        drafter = member.drafter
+        shape = self._own(drafter, request.shape)
+        offered = drafter.proposals_for(shape)
+        proposal = "deterministic" if request.sampler.greedy else next(each for each in SUITS_MATCH if each in offered)
+        begin = self.clock()
+        tree = drafter.draft(replace(request, shape=shape, proposal=proposal, needs_q=False))
+        if member.costly:
+            member.read.update((row.slot, len(row.ids)) for row in request.rows)
+        spent = self.clock() - begin
+        matched = drafter.matched(request.rows) if isinstance(drafter, Matching) else [0] * len(request.rows)
+        return Part(member, tree, matched, spent)
+
+    def _joined(self, drafted: Drafted, rows: list[Merged] | None, request: DraftRequest) -> TokenTree:
+        """The tree of all parts. Models on another device are not waited for; everything else is quicker on the host."""
+        parts = drafted.parts
+        if not parts:
+            return TokenTree.root(request.roots())
+        if self._would_wait(parts, request) and not self._chains_only and not any(part.tree.extra for part in parts):
+            rates = [
+                torch.tensor([part.member.record.rates(each)[: request.depth] for each in part.matched], device=request.device)
+                for part in parts
+            ]
+            trees = [part.tree.within(request.limits) for part in parts]
+            budget, floor = self.nodes or request.shape.nodes, _floor(request.shape)
+            tree, went = merged(trees, request.depth, budget=budget, floor=floor, rates=rates)
+            for part, where in zip(parts, went):
+                part.went = where
+            return tree
+        rows = self._merge(parts, request) if rows is None else rows
+        trees = [part.tree for part in parts]
+        tree = assembled(rows, trees, request.device)
+        for part, where_ in zip(parts, places(rows, trees, tree.nodes)):
+            part.went = where_
+        return tree
+
+    @staticmethod
+    def _would_wait(parts: Sequence[Part], request: DraftRequest) -> bool:
+        """Whether reading the drafts would wait for a device."""
+        return request.device.type != "cpu" and any(part.member.costly for part in parts)
+
+    def _merge(self, parts: Sequence[Part], request: DraftRequest) -> list[Merged]:
+        budget, lines = self.nodes or request.shape.nodes, [part.read() for part in parts]
+        rates: list[list[Rates]] = [[part.member.record.rates(matched) for matched in part.matched] for part in parts]
+        return [
+            merge_row(
+                [each[row] for each in lines],
+                [each[row] for each in rates],
+                budget=budget,
+                depth=limit,
+                floor=_floor(request.shape),
+                branches=not self._chains_only,
+            )
+            for row, limit in enumerate(request.limits)
+        ]
+
+    # -- after a round --------------------------------------------------------------------------------------------------
+
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        if not self._merged:  # one chain as it came, or a round without a draft
+        drafted, self._drafted = self._drafted, None
+        if drafted is None:  # one drafter alone, or a round without a draft
             for drafter in self.drafters:
                 drafter.observe(rows, feedback)
-        for drafter, tree, went in zip(self.drafters, self._trees, self._merged):
-            drafter.observe(rows, seen_by(tree, went, feedback))
-        self._trees, self._merged = [], []
+            return
+        outside = self.clock() - drafted.ready
+        texts = [row.ids[length:] for row, length in zip(rows, drafted.lengths)]
+        paths = _paths(feedback) if any(isinstance(part.went, list) for part in drafted.parts) else []
+        for member in self.members:
+            begin, part = self.clock(), drafted.part_of(member)
+            member.drafter.observe(rows, self._heard(member, part, feedback, paths))
+            if part is not None:
+                part.spent += self.clock() - begin
+        self._learn(drafted, texts, outside)
+
+    def _heard(self, member: Member, part: Part | None, feedback: Feedback, paths: list[list[int]]) -> Feedback:
+        """What one member is told: of its own nodes, or of a round without a draft."""
+        told = feedback if member.drafter.wants_logits else replace(feedback, logits=None)
+        if part is None:
+            logits = None if told.logits is None else told.logits[:, :1]
+            return Feedback(TokenTree.root(feedback.tree.tokens[:, 0]), [0] * feedback.tree.rows, None, logits)
+        if isinstance(part.went, Tensor):
+            return seen_by(part.tree, part.went, told)
+        assert part.went is not None
+        return heard_by(part.tree, part.went, told, paths)
+
+    def _learn(self, drafted: Drafted, texts: Sequence[Sequence[int]], outside: float) -> None:
+        """From the ``texts`` that the rows gained, and the seconds that the round took outside the draft."""
+        for part in drafted.parts:
+            for line, matched, text in zip(part.read(), part.matched, texts):
+                part.member.record.observe(matched, line.along(text))
+        self.pace.add(sum(map(len, texts)), drafted.ready - drafted.begin + outside)
+        for each in drafted.considered:
+            asked = drafted.part_of(each.member)
+            if asked is None:
+                each.member.worth.was_not_asked(outside)
+                continue
+            reached = [row.reach(text) for row, text in zip(each.rows, texts)] if each.rows else [0] * len(texts)
+            added = [len(text) - 1 - min(count, len(text) - 1) for count, text in zip(reached, texts)]
+            each.member.worth.was_asked(each.hopes, added, asked.spent, outside, depth=drafted.depth, missed=each.missed)
+
+    # -- the rest -------------------------------------------------------------------------------------------------------
 
     def end(self, rows: Sequence[Row]) -> None:
-        for drafter in self.drafters:
-            drafter.end(rows)
+        for member in self.members:
+            member.drafter.end(rows)
+            for row in rows:
+                member.read.pop(row.slot, None)
 
     def reset(self) -> None:
-        self._trees, self._merged = [], []
-        for drafter in self.drafters:
-            drafter.reset()
+        self._drafted = None
+        for member in self.members:
+            member.drafter.reset()
+            member.read.clear()
 
     def close(self) -> None:
         for drafter in self.drafters:
             drafter.close()
+
+    def _own(self, drafter: Drafter, shape: TreeShape) -> TreeShape:
+        """What a drafter among several is asked for: one that makes chains only adds a chain to the tree."""
+        return shape if drafter.branches and not self._chains_only else TreeShape.chain(shape.depth)
+
+
+def _floor(shape: TreeShape) -> float:
+    """How likely a path has to be to be proposed."""
+    return shape.floor if isinstance(shape, DynamicShape) else 0.0
+
+
+def _paths(feedback: Feedback) -> list[list[int]]:
+    """The nodes kept per row, root first."""
+    if feedback.path is None:
+        return [list(range(count + 1)) for count in feedback.accepted]
+    nodes: list[list[int]] = feedback.path.tolist()
+    return [path[: count + 1] for path, count in zip(nodes, feedback.accepted)]
 
 
 def _made(given: str | Drafter | tuple[str, dict[str, Any]]) -> Drafter:
@@ -103,56 +337,3 @@ def _made(given: str | Drafter | tuple[str, dict[str, Any]]) -> Drafter:
     name, options = (given, {}) if isinstance(given, str) else given
     drafter: Drafter = drafters.create(name, options)
     return drafter
-
-
-def _own(drafter: Drafter, shape: TreeShape) -> TreeShape:
-    """What a drafter among several is asked for: one that makes chains only adds a chain to the tree."""
-    return shape if drafter.branches else TreeShape.chain(shape.depth)
-
-
-def merged(trees: Sequence[TokenTree], depth: int) -> tuple[TokenTree, list[Tensor]]:
-    """One tree of all continuations in ``trees``, which have the same roots and are at most ``depth`` deep.
-
-    Returns:
-        The tree, and for each of ``trees`` ``[R, n]`` where its nodes went, -1 for filler.
-    """
-    device, rows = trees[0].tokens.device, trees[0].rows
-    offsets, nodes = [], 1
-    for tree in trees:
-        offsets.append(nodes - 1)
-        nodes += tree.nodes - 1
-    tokens = torch.cat([trees[0].tokens[:, :1], *(tree.tokens[:, 1:] for tree in trees)], 1)
-    parents = [torch.where(tree.parents > 0, tree.parents + offset, 0)[:, 1:].expand(rows, -1) for tree, offset in zip(trees, offsets)]
-    parent = torch.cat([torch.zeros_like(tokens[:, :1]), *parents], 1)
-    valid = torch.cat([torch.ones_like(tokens[:, :1], dtype=torch.bool), *(_real(tree)[:, 1:] for tree in trees)], 1)
-    index = torch.arange(nodes, device=device).expand(rows, nodes)
-    first = index  # [R, N] the first node that says the same text
-    alike = (tokens[:, :, None] == tokens[:, None]) & valid[:, :, None] & valid[:, None]
-    alike[:, 0], alike[:, :, 0] = False, False
-    for _ in range(depth):
-        above = first.gather(1, parent)
-        same = alike & (above[:, :, None] == above[:, None])
-        first = torch.where(same.any(-1), same.int().argmax(-1), index)
-    kept = valid & (first == index)
-    number = kept.long().cumsum(1) - 1
-    order = kept.long().argsort(dim=1, descending=True, stable=True)[:, : int(kept.sum(1).max())]
-    above = number.gather(1, first.gather(1, parent)).gather(1, order)
-    above[:, 0] = -1
-    tree = TokenTree(tokens.gather(1, order), above.clamp(max=order.shape[1] - 1), kept.gather(1, order), "mixed")
-    went = torch.where(valid, number.gather(1, first), -1)
-    places = [torch.cat([went[:, :1], went[:, offset + 1 : offset + one.nodes]], 1) for one, offset in zip(trees, offsets)]
-    return tree, places
-
-
-def seen_by(tree: TokenTree, went: Tensor, feedback: Feedback) -> Feedback:
-    """``feedback`` on the merged tree as feedback on ``tree``, whose nodes ``went`` ``[R, n]`` there."""
-    assert feedback.path is not None
-    depth = torch.arange(feedback.path.shape[1], device=went.device)
-    on_path = depth <= torch.tensor(feedback.accepted, device=went.device)[:, None]
-    hit = (went[:, None] == feedback.path[:, :, None]) & on_path[..., None]  # [R, D, n]: node n is the path's node at depth D
-    accepted = hit.any(-1).long().cumprod(1).sum(1) - 1
-    return Feedback(tree, accepted.tolist(), hit.int().argmax(-1))
-
-
-def _real(tree: TokenTree) -> Tensor:
-    return torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid

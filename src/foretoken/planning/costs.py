@@ -260,7 +260,7 @@ class Measurement:
 
     def passes(self, deadline: float) -> None:
         self._open(self.texts)
-        most = self.largest.nodes + 1
+        most = self.largest.nodes + 1 + self.drafter.filler
         if self.target.context is not None:
             most = min(most, self.target.context - self.prompt)
         sizes = [size for size in dict.fromkeys((*SIZES, most)) if size <= most]

@@ -110,13 +110,14 @@ class Forecaster:
         self.grown = Grown() if grows else None
         self.candour = Candour()
         self.own = False
-        self._sizes = range(1, largest.nodes + 2)
+        self._filler = 0
         self._seen: dict[int, int] = {}  # slot: tokens that the drafter has read
         self._records: dict[int, batches.RowRecord] = {}  # by slot
 
-    def begin(self, *, own: bool, catches_up: bool) -> None:
-        """Other rows than before."""
-        self.own, self.catches_up = own, catches_up
+    def begin(self, *, own: bool, catches_up: bool, filler: int = 0) -> None:
+        """Other rows than before. ``filler`` nodes are scored besides those that a draft proposes; rows can not pay for their own then,
+        as they do in chains alone."""
+        self.own, self.catches_up, self._filler = own and not filler, catches_up, filler
         self._seen.clear()
         self._records.clear()
 
@@ -240,7 +241,7 @@ class Forecaster:
         count, context, deepest = len(rows), max(len(row.ids) for row in rows), self.largest.depth
         accepted = _summed(acceptance.by_depth(deepest))
         sizes = np.arange(1, deepest + 1 + FINEST, FINEST if self.own else 1.0)
-        seconds = self.costs.verify(count, sizes.tolist(), context)
+        seconds = self.costs.verify(count, self._scored(sizes.tolist()), context)
 
         def verify(nodes: np.ndarray) -> np.ndarray:
             return np.interp(nodes, sizes, seconds)
@@ -277,13 +278,17 @@ class Forecaster:
     def _priced(self, rows: int, acceptance: Acceptance, context: int, *, once: float) -> search.Costs:
         available = acceptance.availability
         return search.Costs(
-            verify=self.costs.verify(rows, self._sizes, context),
+            verify=self.costs.verify(rows, self._scored(range(1, self.largest.nodes + 2)), context),
             draft=lambda levels: self.costs.draft_seconds(rows, levels),
             once=once,
             available=available,
-            any_row=1 - (1 - available) ** rows,
+            any_row=1.0 if self._filler else 1 - (1 - available) ** rows,
             own=self.own and rows > 1,
         )
+
+    def _scored(self, sizes: Sequence[float]) -> list[float]:
+        """Nodes that a pass has where trees of ``sizes`` nodes are proposed, their roots included."""
+        return [size + self._filler if size > 1 else size for size in sizes]
 
     def _behind(self, rows: Sequence[Row]) -> int:
         """Tokens that the drafter has not read, the roots left out, over all rows."""

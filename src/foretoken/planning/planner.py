@@ -92,7 +92,7 @@ class AutomaticPlanner:
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
         """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows."""
         begin = self.clock()
-        self.forecaster.begin(own=target.ragged, catches_up=runs_a_model(drafter))
+        self.forecaster.begin(own=target.ragged, catches_up=runs_a_model(drafter), filler=drafter.filler)
         if self._forecast is not None and self._forecast.limits is not None:
             self._forecast = None  # it was made for other rows
         if self.profile is not None and not self.costs.target.points:

@@ -1,0 +1,319 @@
+"""Suffix decoding: what followed the longest suffix of the text, earlier in this text or in past ones (Oliaro et al. 2024).
+
+The text of a row is read by a suffix automaton, which knows the longest suffix that occurred before and counts what followed it; past
+texts lie in a store that finds the longest suffix in any of them. A chain follows the row's own text, where the most recent
+occurrence counts for more than the others, or the past, whichever promises more. A tree holds the continuations of both
+that are most likely by their counts, as many as the length of the match is good for.
+
+A count says less than it seems to where the context is short. The probability of a continuation seen c times in n, after a context
+of l tokens that was followed by t different ones, is taken to be ``(c + r) / (n + 1 + K t / l)``, with r = 1 for the most recent and
+else 0: Witten and Bell's escape, the smaller the longer the context is. In held-out Python a copy after one token is right in a
+quarter of all cases, after five in two thirds and after twelve in nine tenths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foretoken.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from foretoken.drafters.suffix_files import fingerprint
+from foretoken.drafters.suffix_store import END, REACH, SuffixStore
+from foretoken.drafters.tries import Trie, tree_of
+from foretoken.errors import ConfigurationError
+from foretoken.shapes import DynamicShape
+from foretoken.tree import TokenTree
+
+if TYPE_CHECKING:
+    from foretoken.target import Target
+
+K = 2.0  # of the escape in a row's own text
+PAST = 6.0  # and in past texts, which are less like it
+RECENT = 8  # occurrences that the most recent one counts for in a chain
+CAPACITY = 1 << 20
+
+
+class Suffix(Drafter):
+    """Options:
+
+    source: past texts to draft from: a file written by ``save``, a text file (with ``tokenizer``), or a ``SuffixStore``.
+    learn: keep the output of every row that ends, with the last tokens of its prompt, in the store.
+    capacity: tokens that the store holds at most; the oldest texts go first. A SuffixStore has its own.
+    max_match, min_match: longest and shortest suffix that is looked for.
+    factor, offset: a match of l tokens is good for ``factor * l + offset`` drafted tokens at most.
+    min_probability: continuations that are less likely, by their counts, are left out of a tree; a chain is as long as it may be.
+    tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers. A store remembers which one it was made with,
+        and is refused where another is given.
+    """
+
+    name = "suffix"
+    summary = "what followed the longest suffix seen before, in this text or in past ones"
+    branches = True
+
+    def __init__(
+        self,
+        *,
+        source: str | Path | SuffixStore | None = None,
+        learn: bool = False,
+        capacity: int | None = None,
+        max_match: int = REACH,
+        min_match: int = 1,
+        factor: float = 2.0,
+        offset: float = 8.0,
+        min_probability: float = 0.05,
+        tokenizer: Callable[[str], Sequence[int]] | None = None,
+    ):
+        if not 1 <= min_match <= max_match <= REACH:
+            raise ConfigurationError(f"suffix needs 1 <= min_match <= max_match <= {REACH}, got {min_match} and {max_match}")
+        if not (factor >= 0 and offset >= 0 and factor * max_match + offset >= 1):
+            raise ConfigurationError(
+                f"suffix drafts factor * match + offset tokens, neither negative and one at least; got {factor} and {offset}"
+            )
+        if not 0 <= min_probability < 1:
+            raise ConfigurationError(f"min_probability must be from 0 to below 1, got {min_probability}")
+        self.max_match, self.min_match = max_match, min_match
+        self.factor, self.offset, self.min_probability = factor, offset, min_probability
+        self.learn = learn
+        self.store = _store(source, capacity, tokenizer)
+        self._known = self.store.tokenizer is not None and self.store.tokenizer == fingerprint(tokenizer)
+        self._automata: dict[int, SuffixAutomaton] = {}
+
+    def save(self, path: str | Path) -> None:
+        """Write the store, what was learned included; ``source=path`` loads it again. Texts that other processes saved there stay."""
+        self.store.save(path)
+
+    def bind(self, target: Target) -> None:
+        self.store.bind(target.vocab_size, known=self._known)
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._read(row)
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        if request.shape.is_chain:
+            return request.chains([self._chain(row, limit) for row, limit in zip(request.rows, request.limits)])
+        floor = self.min_probability
+        if isinstance(request.shape, DynamicShape):
+            floor = max(floor, request.shape.floor)
+        nodes = request.shape.nodes
+        return tree_of(request, [self._tree(row, nodes, limit, floor) for row, limit in zip(request.rows, request.limits)])
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        """Nothing: what was committed is read when it is drafted for."""
+
+    def end(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._automata.pop(row.slot, None)
+            if self.learn and len(row.ids) > row.prompt_length:
+                self.store.add(row.ids[max(0, row.prompt_length - self.max_match) :])
+
+    def reset(self) -> None:
+        self._automata.clear()
+
+    # -- drafting -------------------------------------------------------------------------------------------------------
+
+    def _read(self, row: Row) -> SuffixAutomaton:
+        automaton = self._automata.get(row.slot)
+        if automaton is None:
+            automaton = self._automata[row.slot] = SuffixAutomaton(self.max_match + 1)
+        if automaton.size < len(row.ids):
+            automaton.extend(row.ids[automaton.size :])
+        return automaton
+
+    def _sources(self, row: Row, depth: int) -> list[Source]:
+        """Where a suffix of the row's text occurs: in itself, in the store."""
+        found: list[Source] = []
+        own = OwnText(self._read(row), self.max_match)
+        if own.length >= self.min_match:
+            found.append(own)
+        if len(self.store):
+            matches = self.store.find(row.ids, most=self.max_match, least=self.min_match, depth=depth)
+            if matches is not None:
+                found.append(PastTexts(matches.length, matches.after))
+        return found
+
+    def _budget(self, match: int) -> int:
+        return int(self.factor * match + self.offset)
+
+    def _chain(self, row: Row, limit: int) -> list[int]:
+        if limit < 1:
+            return []
+        best: list[int] = []
+        score = -1.0
+        for source in self._sources(row, limit):
+            draft, expected = source.chain(min(limit, self._budget(source.length)))
+            if expected > score:
+                best, score = draft, expected
+        return best
+
+    def _tree(self, row: Row, nodes: int, depth: int, floor: float) -> Trie:
+        """The likeliest continuations of all sources, no longer than ``depth``; what two of them agree on is one node."""
+        trie = Trie()
+        if depth < 1:
+            return trie
+        sources = self._sources(row, depth)
+        nodes = min(nodes, max((self._budget(source.length) for source in sources), default=0))
+        heap: list[tuple[float, int, int, int, Source, Place]] = []
+        placed: dict[tuple[int, int], int] = {}
+        pushed = 0
+        for source in sources:
+            for p, token, place in source.children(source.begin, floor):
+                heappush(heap, (-p, pushed, 0, token, source, place))
+                pushed += 1
+        while heap and len(trie.tokens) < nodes:
+            minus, _, parent, token, source, place = heappop(heap)
+            node = placed.get((parent, token))
+            if node is None:
+                node = placed[parent, token] = trie.add(parent, token)
+            if trie.depths[node] < depth:
+                for p, token, below in source.children(place, floor / -minus):
+                    heappush(heap, (minus * p, pushed, node, token, source, below))
+                    pushed += 1
+        return trie
+
+
+Place = Any  # of a source: where in it a draft stands
+
+
+class Source(Protocol):
+    """Continuations of a suffix of ``length`` tokens."""
+
+    length: int
+    begin: Place
+
+    def chain(self, depth: int) -> tuple[list[int], float]:
+        """Up to ``depth`` tokens, and how many of them are to be expected to be right."""
+
+    def children(self, place: Place, least: float) -> list[tuple[float, int, Place]]:
+        """What comes next with at least that probability, the most recent first: its probability, its token, the place after it."""
+
+
+class OwnText:
+    """What an automaton has read. A place is a state and how many tokens of context it stands for; contexts are cut to ``most`` tokens,
+    because longer ones are not counted."""
+
+    def __init__(self, automaton: SuffixAutomaton, most: int):
+        self.automaton, self.most = automaton, most
+        state = automaton.matched(most)
+        self.length = min(automaton.length[state], most)
+        self.begin: Place = state, self.length
+
+    def chain(self, depth: int) -> tuple[list[int], float]:
+        """As the most recent occurrence went on; where the text ends, as a shorter suffix did."""
+        automaton, (state, length) = self.automaton, self.begin
+        recent, count = automaton.recent, automaton.count
+        draft: list[int] = []
+        p, expected = 1.0, 0.0
+        while len(draft) < depth:
+            state, length = self._going_on(state, length)
+            if state == ROOT:
+                break
+            edges = automaton.edges[state]
+            if len(edges) == 1:
+                ((token, below),) = edges.items()
+            else:
+                latest = max(edges.values(), key=recent.__getitem__)
+                token, below = max(edges.items(), key=lambda edge: (count[edge[1]] + (RECENT if edge[1] == latest else 0), recent[edge[1]]))
+            p *= (count[below] + 1) / self._scale(state, length)
+            expected += p
+            draft.append(token)
+            state, length = self._cut(below), length + 1
+        return draft, expected
+
+    def children(self, place: Place, least: float) -> list[tuple[float, int, Place]]:
+        automaton, (state, length) = self.automaton, self._going_on(*place)
+        if state == ROOT:
+            return []
+        recent, count, edges = automaton.recent, automaton.count, automaton.edges[state]
+        scale = self._scale(state, length)
+        latest, enough = max(recent[below] for below in edges.values()), least * scale
+        likely = [(token, below) for token, below in edges.items() if count[below] + (recent[below] == latest) >= enough]
+        likely.sort(key=lambda edge: -recent[edge[1]])
+        return [((count[below] + (recent[below] == latest)) / scale, token, (self._cut(below), length + 1)) for token, below in likely]
+
+    def _going_on(self, state: int, length: int) -> tuple[int, int]:
+        """The longest suffix of the context that is not only the end of the text."""
+        automaton = self.automaton
+        while not automaton.edges[state] and state != ROOT:
+            state = automaton.link[state]
+            length = automaton.length[state]
+        return state, min(length, automaton.length[state], self.most)
+
+    def _scale(self, state: int, length: int) -> float:
+        automaton = self.automaton
+        seen = automaton.count[state] - (automaton.recent[state] == automaton.size)  # the end of the text is followed by nothing
+        return seen + 1 + K * len(automaton.edges[state]) / length
+
+    def _cut(self, state: int) -> int:
+        link, length = self.automaton.link, self.automaton.length
+        while length[link[state]] >= self.most:
+            state = link[state]
+        return state
+
+
+class PastTexts:
+    """Continuations ``after`` a suffix of ``length`` tokens, the latest first. A place is how far which of them have been followed."""
+
+    def __init__(self, length: int, after: list[list[int]]):
+        self.length = length
+        self.begin: Place = 0, after
+
+    def chain(self, depth: int) -> tuple[list[int], float]:
+        """As most of those went on that went the same way so far."""
+        place, draft = self.begin, list[int]()
+        p, expected = 1.0, 0.0
+        while len(draft) < depth:
+            ways = self.children(place, 0.0)
+            if not ways:
+                break
+            more, token, place = max(ways, key=lambda way: way[0])
+            p *= more
+            expected += p
+            draft.append(token)
+        return draft, expected
+
+    def children(self, place: Place, least: float) -> list[tuple[float, int, Place]]:
+        gone, lines = place
+        ways: dict[int, list[list[int]]] = {}
+        for line in lines:
+            if gone < len(line) and line[gone] != END:
+                ways.setdefault(line[gone], []).append(line)
+        seen = sum(map(len, ways.values()))
+        scale = seen + 1 + PAST * len(ways) / (self.length + gone)
+        likely = [((len(way) + (not index)) / scale, token, (gone + 1, way)) for index, (token, way) in enumerate(ways.items())]
+        return [each for each in likely if each[0] >= least]
+
+
+def _store(source: str | Path | SuffixStore | None, capacity: int | None, tokenizer: Callable[[str], Sequence[int]] | None) -> SuffixStore:
+    """The store that the options describe.
+
+    Raises:
+        ConfigurationError: no such file, no room for it, no tokenizer for a text, or a store made with another tokenizer.
+    """
+    name, size = fingerprint(tokenizer), CAPACITY if capacity is None else capacity
+    if source is None:
+        return SuffixStore(size, tokenizer=name)
+    if isinstance(source, SuffixStore) or Path(source).suffix == ".safetensors":
+        if isinstance(source, SuffixStore) and capacity is not None:
+            raise ConfigurationError("a SuffixStore has a capacity of its own; leave capacity out")
+        store = source if isinstance(source, SuffixStore) else SuffixStore.load(source, size)
+        if name is not None and store.tokenizer not in (None, name):
+            raise ConfigurationError(f"the store of past texts {str(source)!r} was made with another tokenizer; make one with this")
+        return store
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigurationError(f"there is no file {str(path)!r} to draft from")
+    if tokenizer is None:
+        raise ConfigurationError(f"drafting from the text {str(path)!r} takes drafter_options={{'tokenizer': ...}}")
+    encode = getattr(tokenizer, "encode", tokenizer)
+    tokens = np.asarray(encode(path.read_text(encoding="utf-8")), np.uint32)
+    if len(tokens) >= size:
+        raise ConfigurationError(f"{str(path)!r} has {len(tokens)} tokens and the store room for {size}; pass capacity={2 * len(tokens)}")
+    store = SuffixStore(size, tokenizer=name)
+    store.fill([tokens])
+    return store

@@ -1,0 +1,576 @@
+"""The suffix drafter: automaton and store against brute force, files that survive crashes and other processes, and what is gained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import alone, generate, padded, repetitive, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_drafters import Row, request
+
+from foretoken import ConfigurationError, Speculator, zoo
+from foretoken.bench.prompts import PYTHON
+from foretoken.drafters import suffix as module
+from foretoken.drafters import suffix_files
+from foretoken.drafters.prompt_lookup import PromptLookup
+from foretoken.drafters.suffix import OwnText, PastTexts, Suffix
+from foretoken.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from foretoken.drafters.suffix_store import END, SuffixStore
+from foretoken.shapes import TreeShape
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+STEPS = st.lists(st.integers(1, 7), max_size=8)
+
+
+def ends(text, context) -> list[int]:
+    """Where ``context`` ends in ``text``."""
+    return [end for end in range(len(context), len(text) + 1) if text[end - len(context) : end] == context]
+
+
+def read(text, counted, steps=()) -> SuffixAutomaton:
+    automaton = SuffixAutomaton(counted)
+    for step in (*steps, len(text)):
+        automaton.extend(text[automaton.size : automaton.size + step])
+    return automaton
+
+
+def drafted(tree, vocabulary=128) -> list[list[int]]:
+    """The chains of ``tree``."""
+    assert tree.chain
+    tree.check(vocabulary)
+    return [[token for token, real in zip(line, keep) if real][1:] for line, keep in zip(tree.tokens.tolist(), _real(tree))]
+
+
+def _real(tree) -> list[list[bool]]:
+    return [[True] * tree.nodes] * tree.rows if tree.valid is None else tree.valid.tolist()
+
+
+def tree_request(rows, shape: str, **options):
+    shape = TreeShape.parse(shape)
+    return replace(request(rows, depth=shape.depth, **options), shape=shape)
+
+
+# -- the automaton ------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(text=TEXTS, steps=STEPS, counted=st.integers(1, 6))
+def test_every_substring_is_counted(text, steps, counted):
+    automaton = read(text, counted, steps)
+    seen = {tuple(text[begin:end]) for begin in range(len(text)) for end in range(begin + 1, len(text) + 1)}
+    for substring in seen:
+        state = ROOT
+        for token in substring:
+            state = automaton.edges[state][token]
+        assert automaton.length[state] >= len(substring)
+        if len(substring) <= counted:
+            places = ends(text, list(substring))
+            assert (automaton.count[state], automaton.recent[state]) == (len(places), places[-1])
+    assert len(automaton.edges) <= max(2, 2 * len(text)), "it is the smallest graph"
+
+
+def naive_match(text, most) -> list[int]:
+    """The longest suffix of at most ``most`` tokens that also ends before the end."""
+    return next((text[-size:] for size in range(min(most, len(text)), 0, -1) if len(ends(text, text[-size:])) > 1), [])
+
+
+@settings(deadline=None)
+@given(text=TEXTS, steps=STEPS, most=st.integers(1, 6))
+def test_the_longest_match(text, steps, most):
+    own = OwnText(read(text, most + 1, steps), most)
+    assert own.length == len(naive_match(text, most))
+
+
+def naive_chain(text, most, depth) -> list[int]:
+    context, draft = naive_match(text, most), []
+    while len(draft) < depth:
+        while context and ends(text[:-1], context) == []:
+            context = context[1:]
+        if not context:
+            break
+        followed = [(text[end], end) for end in ends(text[:-1], context)]
+        latest = followed[-1][0]
+        score = {}
+        for token, end in followed:  # the end last written is the most recent
+            count, _ = score.get(token, (module.RECENT * (token == latest), 0))
+            score[token] = (count + 1, end)
+        token = max(score, key=score.__getitem__)
+        draft.append(token)
+        context = [*context, token][-most:]
+    return draft
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=TEXTS, steps=STEPS, most=st.integers(1, 6), depth=st.integers(1, 8))
+def test_a_chain_goes_the_way_that_the_text_went(text, steps, most, depth):
+    draft, expected = OwnText(read(text, most + 1, steps), most).chain(depth)
+    assert draft == naive_chain(text, most, depth)
+    assert 0 <= expected <= len(draft)
+
+
+@settings(deadline=None)
+@given(text=TEXTS, most=st.integers(1, 6))
+def test_probabilities_come_from_counts(text, most):
+    own = OwnText(read(text, most + 1), most)
+    context = naive_match(text, most)
+    after = [text[end] for end in ends(text[:-1], context)]
+    scale = len(after) + 1 + module.K * len(set(after)) / max(1, len(context))
+    wanted = {token: (after.count(token) + (token == after[-1])) / scale for token in after} if context else {}
+    found = own.children(own.begin, 0.0)
+    assert {token: p for p, token, _ in found} == pytest.approx(wanted)
+    recency = [max(place for place, token in enumerate(after) if token == each) for _, each, _ in found]
+    assert recency == sorted(recency, reverse=True)
+    some = own.children(own.begin, 0.3)
+    assert [token for _, token, _ in some] == [token for p, token, _ in found if p >= 0.3]
+
+
+def test_counting_is_bounded_in_a_text_that_repeats_itself():
+    """Its suffix links are as many as the text is long; a token must not walk them all."""
+
+    class Counted(list):
+        writes = 0
+
+        def __setitem__(self, index, value):
+            Counted.writes += 1
+            super().__setitem__(index, value)
+
+    automaton = SuffixAutomaton(20)
+    automaton.recent = Counted(automaton.recent)
+    automaton.extend([7] * 2000)
+    assert 0 < Counted.writes <= 20 * 2000
+    assert len(automaton.edges) == 2001
+
+
+# -- the store ----------------------------------------------------------------------------------------------------------
+
+
+def naive_find(sequences, ids, most, least, depth):
+    for size in range(min(most, len(ids)), least - 1, -1):
+        after = [
+            list(sequence[end : end + depth])
+            for sequence in reversed(sequences)
+            for end in reversed(ends(list(sequence[:-1]), ids[-size:]))
+        ]
+        if after:
+            return size, after
+    return None
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sequences=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=30), max_size=12),
+    ids=TEXTS,
+    most=st.integers(1, 9),
+    least=st.integers(1, 3),
+    depth=st.integers(1, 4),
+    at_once=st.booleans(),
+)
+def test_the_store_finds_what_a_search_finds(sequences, ids, most, least, depth, at_once):
+    store = SuffixStore(10_000)
+    if at_once:
+        store.fill([np.array(each, np.uint32) for each in sequences])
+    else:
+        for each in sequences:
+            store.add(each)
+    kept = [list(each) for each in dict.fromkeys(map(tuple, sequences))]
+    assert [each.tolist() for each in store.sequences()] == kept and len(store) == len(kept)
+    found = store.find(ids, most=max(most, least), least=least, depth=depth, samples=10_000)
+    wanted = naive_find(kept, ids, max(most, least), least, depth)
+    got = found and (found.length, [line[: line.index(END)] if END in line else line for line in found.after])
+    assert got == wanted
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(2, 60), min_size=1, max_size=30), capacity=st.integers(40, 200), seed=st.integers(0, 99))
+def test_the_oldest_are_evicted(lengths, capacity, seed):
+    random = np.random.default_rng(seed)
+    store, given_ = SuffixStore(capacity), []
+    for length in lengths:
+        given_.append(random.integers(0, 50, length).tolist())
+        store.add(given_[-1])
+        held = [each.tolist() for each in store.sequences()]
+        assert store.size == sum(len(each) + 1 for each in held) <= capacity
+        wanted = [each[-(capacity - 1) :] for each in given_]
+        assert held == wanted[-len(held) :] and held[-1] == wanted[-1], "the latest are kept"
+        ids = wanted[-1][:5]
+        found = store.find(ids, most=8, least=1, depth=3, samples=10_000)
+        expected = naive_find(held, ids, 8, 1, 3)
+        got = found and (found.length, [line[: line.index(END)] if END in line else line for line in found.after])
+        assert got == expected
+
+
+def test_memory_stays_bounded_over_a_million_tokens():
+    random = np.random.default_rng(0)
+    drafter = Suffix(learn=True, capacity=60_000)
+    store = drafter.store
+    tokens, most_segments = 0, 0
+    while tokens < 1_000_000:
+        row = Row(random.integers(0, 4000, 5000).tolist(), slot=tokens, prompt_length=1000)
+        drafter.begin([row])
+        drafter.end([row])
+        tokens += len(row.ids)
+        held = sum(len(segment.text) for segment in store._segments)
+        assert store.size <= 60_000 and held <= store.size + len(store._segments)
+        assert sum(len(segment.order) for segment in store._segments) <= store.size
+        most_segments = max(most_segments, len(store._segments))
+    assert len(store._known) == len(store) == sum(1 for _ in store.sequences())
+    assert most_segments <= 8 and not drafter._automata
+    new = Row(row.ids[1500:1510], slot=-1)
+    drafter.begin([new])
+    assert drafted(drafter.draft(request([new], depth=4, vocabulary=4000)), 4000) == [row.ids[1510:1514]]
+
+
+def test_many_occurrences_are_sampled():
+    store = SuffixStore(10_000)
+    store.add([1, 2] * 1000 + [1, 3] * 1000)
+    found = store.find([9, 1], most=8, least=1, depth=1, samples=50)
+    after = [line[0] for line in found.after]
+    assert 40 <= len(after) <= 50 and 15 <= after.count(2) <= 35 and set(after) == {2, 3}
+
+
+# -- drafts -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_come_and_go():
+    drafter = Suffix(max_match=2)
+    rows = [Row([1, 2, 3, 1, 2], slot=0), Row([5, 6, 7], slot=1), Row([4, 4, 4, 4], slot=2)]
+    drafter.begin(rows)
+    assert drafted(drafter.draft(request(rows))) == [[3, 1, 2, 3, 1], [], [4] * 5]
+    assert drafted(drafter.draft(request(rows, limits=[2, 1, 0]))) == [[3, 1], [], []]
+    drafter.end(rows[:1])
+    rows[1].ids += [5, 6]
+    assert drafted(drafter.draft(request(rows[1:]))) == [[7, 5, 6, 7, 5], [4] * 5]
+    drafter.reset()
+    assert drafted(drafter.draft(request([Row([8, 8], slot=1)]))) == [[8] * 5], "a row that it was not told of is read at once"
+
+
+def test_a_tree_holds_what_is_likely():
+    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 4, 8, 1, 2]
+    row = Row(text)
+    tree = Suffix().draft(tree_request([row], "product(2,2,1)"))
+    tree.check(128)
+    paths = {()}
+    for node in range(1, tree.nodes):
+        path, at = [], node
+        while at:
+            path.insert(0, int(tree.tokens[0, at]))
+            at = int(tree.parents[0, at])
+        paths.add(tuple(path))
+    assert len(paths) == tree.nodes, "no two nodes say the same"
+    assert {(4,), (3,), (4, 8), (4, 9)} <= paths
+    assert tree.nodes - 1 <= TreeShape.parse("product(2,2,1)").nodes
+    assert tree.tokens[0, 1] == 4, "the most frequent and most recent first"
+    few = Suffix(min_probability=0.4).draft(tree_request([row], "product(2,2,1)"))
+    assert few.tokens[0].tolist()[:2] == [2, 4] and few.nodes < tree.nodes
+    assert Suffix(factor=0, offset=2).draft(tree_request([row], "product(2,2,1)")).nodes == 3
+    shallow = Suffix(factor=0, offset=2).draft(tree_request([row], "product(2,2,1)", limits=[1]))
+    assert shallow.tokens[0].tolist() == [2, 4, 3], "no node is spent where there is no room"
+    pruned = Suffix().draft(tree_request([row], "opt(total=6,depth=3,delta=0,floor=0.4)"))
+    assert pruned.nodes == few.nodes
+
+
+def test_a_budget_bounds_a_chain():
+    drafter, row = Suffix(factor=1, offset=1, max_match=3), Row([1, 2, 3, 4, 5, 6, 7, 1, 2])
+    assert drafted(drafter.draft(request([row], depth=9))) == [[3, 4, 5]]
+    assert drafted(Suffix(min_match=3).draft(request([row]))) == [[]]
+
+
+@settings(deadline=None)
+@given(rows=st.lists(TEXTS, min_size=1, max_size=3), past=st.lists(TEXTS, max_size=4), limit=st.integers(0, 4))
+def test_trees_are_trees(rows, past, limit):
+    drafter = Suffix(min_probability=0.0)
+    for each in past:
+        drafter.store.add(each)
+    live = [Row(list(ids), slot=index) for index, ids in enumerate(rows)]
+    drafter.begin(live)
+    made = drafter.draft(tree_request(live, "dynamic(depth=4,k=3,total=9)", limits=[limit, *[4] * (len(live) - 1)]))
+    made.check(128)
+    assert made.nodes <= 10 and made.depths.max() <= 4
+    valid = made.valid[0] if made.valid is not None else np.ones(made.nodes, bool)
+    assert all(depth <= limit for depth, real in zip(made.depths[0].tolist(), valid) if real)
+    for line in range(len(live)):
+        named = [
+            (int(parent), int(token))
+            for node, (parent, token) in enumerate(zip(made.parents[line], made.tokens[line]))
+            if node and (made.valid is None or made.valid[line, node])
+        ]
+        assert len(named) == len(set(named)), "no siblings are alike"
+
+
+def test_the_source_that_promises_more_is_followed():
+    drafter = Suffix()
+    drafter.store.add([1, 2, 3, 4, 5, 6, 7, 8])
+    weak = Row([9, 5, 77, 50, 1, 2, 3, 4, 5])  # one token of its own text, five of the past
+    assert drafted(drafter.draft(request([weak], depth=3))) == [[6, 7, 8]]
+    strong = Row([1, 2, 3, 4, 99, 98, 97, 1, 2, 3, 4], slot=1)
+    assert drafted(drafter.draft(request([strong], depth=3))) == [[99, 98, 97]]
+    both = drafter.draft(tree_request([strong], "product(2,1,1)"))
+    assert {99, 5} <= set(both.tokens[0].tolist())
+
+
+def test_past_texts_go_the_way_of_most():
+    past = PastTexts(2, [[5, 1, END], [6, 2, 2], [6, 3, 3], [6, 3, 3], [6, 3, END]])
+    assert past.chain(3)[0] == [6, 3, 3]
+    assert past.chain(9)[0] == [6, 3, 3], "nothing is known behind"
+    assert [token for _, token, _ in past.children(past.begin, 0.0)] == [5, 6], "the latest first"
+
+
+def test_what_rows_said_is_learned():
+    model, rows = tiny(), repetitive((30, 12))
+    speculator = Speculator(model, drafter=Suffix(learn=True), draft_length=5)
+    options = {**padded(rows), "max_new_tokens": 20, "pad_token_id": 0}
+    first, second = speculator.generate(**options), speculator.generate(**options)
+    assert first.sequences.tolist() == second.sequences.tolist()
+    assert second.stats.accepted == second.stats.drafted > first.stats.accepted, "the same prompt is answered alike"
+    assert second.stats.target_passes < first.stats.target_passes and len(speculator.drafter.store) == 2
+    deaf = Speculator(model, drafter="suffix", draft_length=5)
+    deaf.generate(**options)
+    assert len(deaf.drafter.store) == 0
+
+
+@pytest.mark.parametrize("shape", ["chain(6)", "product(3,2,1,1)", "dynamic(depth=6,k=3,total=12)"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_texts_are_those_of_the_target(family, shape):
+    """Greedy as transformers does it, sampled as plain decoding does it, in ragged batches, from the own text and from past ones."""
+    model, rows = tiny(family), repetitive()
+    plain = Speculator(model, drafter="none")
+    speculator = Speculator(model, drafter=Suffix(learn=True), shape=shape)
+    sampled = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "max_new_tokens": 18}
+    accepted = 0
+    for seed in (0, 0, 7):  # the second time it knows the text
+        expected = [generate(plain, [row], seed=[(seed, index)], **sampled)[0] for index, row in enumerate(rows)]
+        assert generate(speculator, rows, seed=seed, **sampled) == expected
+        out = speculator.generate(**padded(rows), max_new_tokens=18, pad_token_id=0)
+        assert [row[-18:] for row in out.sequences.tolist()] == [alone(model, row, max_new_tokens=18) for row in rows]
+        accepted += out.stats.accepted
+    assert accepted > 0
+
+
+def copied(drafter, text, begin, length) -> float:
+    """Acceptance length of chains of ``length`` where ``text`` from ``begin`` on is what the target says."""
+    row, rounds = Row(list(text[:begin])), 0
+    order = replace(request([Row([1])], depth=length, vocabulary=5000), rows=[row])
+    drafter.begin([row])
+    while len(row.ids) < len(text):
+        (draft,) = drafted(drafter.draft(order), 5000)
+        kept = 0
+        rest = text[len(row.ids) :]
+        while kept < min(len(draft), len(rest) - 1) and draft[kept] == rest[kept]:
+            kept += 1
+        row.ids += rest[: kept + 1]
+        rounds += 1
+    drafter.end([row])
+    return (len(text) - begin) / rounds
+
+
+def test_at_least_what_prompt_lookup_accepts_and_more_in_edits():
+    tokenizer = zoo.load_tokenizer("python-8m")
+    source = "".join(PYTHON)
+    lines = source.splitlines(keepends=True)
+    edited = "".join(line.replace("self", "this") for index, line in enumerate(lines) if index % 17)
+    prompt = tokenizer.encode(source)
+    edit = prompt + tokenizer.encode(edited)
+    for text, begin, more in ((edit, len(prompt), True), (prompt, len(prompt) // 3, False)):
+        best = max(copied(PromptLookup(max_ngram=size), text, begin, 10) for size in (2, 3, 5, 10))
+        suffix = copied(Suffix(), text, begin, 10)
+        assert suffix > best if more else suffix >= 0.995 * best
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+def stored(*sequences, **options) -> SuffixStore:
+    store = SuffixStore(**options)
+    for each in sequences:
+        store.add(each)
+    return store
+
+
+def held(path) -> list[list[int]]:
+    return [each.tolist() for each in suffix_files.read(path).sequences]
+
+
+def test_a_store_is_saved_and_loaded(tmp_path):
+    model, rows, path = tiny(), repetitive((30, 12)), tmp_path / "past.safetensors"
+    drafter = Suffix(learn=True)
+    text = generate(Speculator(model, drafter=drafter), rows, max_new_tokens=15)
+    drafter.save(path)
+    loaded = Speculator(model, drafter=f"suffix:{path}", draft_length=4)
+    assert held(path) == [each.tolist() for each in loaded.drafter.store.sequences()] and len(loaded.drafter.store) == 2
+    out = loaded.generate(**padded(rows), max_new_tokens=15, pad_token_id=0)
+    assert [row[-15:] for row in out.sequences.tolist()] == text
+    assert out.stats.accepted == out.stats.drafted > 0
+    small = Suffix(source=path, capacity=50)
+    assert held(path)[-1:] == [each.tolist() for each in small.store.sequences()], "the latest that there is room for"
+
+
+def test_saving_keeps_what_others_saved(tmp_path):
+    path = tmp_path / "past.safetensors"
+    stored([1, 2, 3], [4, 5, 6]).save(path)
+    stored([7, 8, 9], [1, 2, 3]).save(path)
+    assert held(path) == [[4, 5, 6], [7, 8, 9], [1, 2, 3]]
+    stored([3, 3, 3], capacity=10).save(path)
+    assert held(path) == [[1, 2, 3], [3, 3, 3]], "the latest, within the capacity of who saves"
+
+
+CRASH = """
+import os, sys
+from foretoken.drafters.suffix_store import SuffixStore
+store = SuffixStore()
+store.add([9] * 1000)
+os.replace = lambda *names: os._exit(9)  # killed when all is written but the name
+store.save(sys.argv[1])
+"""
+
+
+def test_a_crash_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "past.safetensors"
+    stored([1, 2, 3]).save(path)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as broken:
+            broken.setattr(os, name, fail)
+            with pytest.raises(OSError, match="disk is full"):
+                stored([4, 5, 6]).save(path)
+        assert path.read_bytes() == before
+        assert not list(tmp_path.glob(".*.part"))
+    assert subprocess.run([sys.executable, "-c", CRASH, str(path)], check=False).returncode == 9
+    assert path.read_bytes() == before and len(list(tmp_path.glob(".*.part"))) == 1
+    stored([4, 5, 6]).save(path)  # the lock was given back
+    assert held(path) == [[1, 2, 3], [4, 5, 6]]
+    assert not list(tmp_path.glob(".*.part")), "what the killed one left is cleared away"
+
+
+WRITER = """
+import sys
+from foretoken.drafters.suffix_store import SuffixStore
+for turn in range(25):
+    store = SuffixStore()
+    store.add([int(sys.argv[2]), turn, 5] * 40)
+    store.save(sys.argv[1])
+"""
+
+
+def test_two_processes_lose_nothing(tmp_path):
+    path = tmp_path / "past.safetensors"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(number)]) for number in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert sorted(each[:2] for each in held(path)) == [[number, turn] for number in range(3) for turn in range(25)]
+
+
+def test_a_store_for_another_vocabulary_is_refused(tmp_path):
+    path = tmp_path / "past.safetensors"
+    stored([1, 2, 3], vocab_size=77).save(path)
+    with pytest.raises(ConfigurationError, match="77 tokens, the target has 128"):
+        Speculator(tiny(), drafter=f"suffix:{path}")
+    with pytest.raises(ConfigurationError, match="token 300"):
+        Speculator(tiny(), drafter=Suffix(source=stored([1, 2, 300])))
+    with pytest.raises(ConfigurationError, match=r"vocabulary of 77 tokens.*another file"):
+        stored([1, 2, 3], vocab_size=128).save(path)
+    drafter = Suffix(learn=True)
+    Speculator(tiny(), drafter=drafter)
+    drafter.save(tmp_path / "own.safetensors")
+    assert suffix_files.read(tmp_path / "own.safetensors").vocab_size == 128
+
+
+def test_a_store_made_with_another_tokenizer_is_refused(tmp_path):
+    one, path = zoo.load_tokenizer("python-8m"), tmp_path / "past.safetensors"
+
+    class Other:
+        def get_vocab(self):
+            return {token: (number + 1) % len(one) for token, number in one.get_vocab().items()}
+
+        def encode(self, text):
+            return [1, 2, 3]
+
+    text = tmp_path / "text.py"
+    text.write_text(PYTHON[0], encoding="utf-8")
+    Suffix(source=text, tokenizer=one).save(path)
+    assert Suffix(source=path, tokenizer=one).store.size > 0
+    assert Suffix(source=path).store.tokenizer == suffix_files.fingerprint(one)
+    with pytest.raises(ConfigurationError, match="another tokenizer"):
+        Suffix(source=path, tokenizer=Other())
+    with pytest.raises(ConfigurationError, match=r"another tokenizer.*another file"):
+        Suffix(source=text, tokenizer=Other()).save(path)
+    resized = stored([1, 2, 3], vocab_size=77, tokenizer=suffix_files.fingerprint(one))
+    Suffix(source=resized, tokenizer=one).bind(tiny_target())  # known to be the same, so the size of the head does not matter
+
+
+def tiny_target():
+    return Speculator(tiny(), drafter="none").target
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.write_bytes(b"no store"), "not a safetensors file"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"foretoken-suffix-store", b"foretoken-suffix-stove")), "did not save it"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"')), "format version 9"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "no store"),
+        (lambda path: path.unlink(), "no store of past texts at"),
+    ],
+)
+def test_what_is_no_store(tmp_path, change, message):
+    path = tmp_path / "past.safetensors"
+    stored([1, 2, 3]).save(path)
+    change(path)
+    with pytest.raises(ConfigurationError, match=message):
+        Suffix(source=path)
+
+
+def test_lengths_that_do_not_add_up(tmp_path):
+    from safetensors.numpy import save_file
+
+    path = tmp_path / "past.safetensors"
+    metadata = {"format": suffix_files.FORMAT, "version": suffix_files.VERSION}
+    save_file({"tokens": np.arange(5, dtype=np.uint32), "lengths": np.array([3, 3])}, str(path), metadata)
+    with pytest.raises(ConfigurationError, match="damaged"):
+        Suffix(source=path)
+
+
+def test_a_text_as_the_source(tmp_path):
+    tokenizer = zoo.load_tokenizer("python-8m")
+    text = tmp_path / "text.py"
+    text.write_text("for i in range(10):\n    print(i)\n" * 3, encoding="utf-8")
+    for given_tokenizer in (tokenizer, tokenizer.encode):
+        drafter = Suffix(source=text, tokenizer=given_tokenizer)
+        row = Row(tokenizer.encode("for i in range("))
+        (draft,) = drafted(drafter.draft(request([row], depth=4, vocabulary=5000)), 5000)
+        assert tokenizer.decode(row.ids + draft).startswith("for i in range(10):")
+    with pytest.raises(ConfigurationError, match="tokenizer"):
+        Suffix(source=text)
+    with pytest.raises(ConfigurationError, match="capacity="):
+        Suffix(source=text, tokenizer=tokenizer, capacity=10)
+    with pytest.raises(ConfigurationError, match="there is no file"):
+        Suffix(source=Path("nowhere.py"), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_match": 0}, "min_match"),
+        ({"min_match": 5, "max_match": 4}, "min_match"),
+        ({"max_match": 1000}, "max_match <= 64"),
+        ({"factor": -1}, "factor"),
+        ({"factor": 0, "offset": 0.5}, "one at least"),
+        ({"min_probability": 1}, "min_probability"),
+        ({"min_probability": -0.1}, "min_probability"),
+        ({"capacity": 0}, "capacity"),
+        ({"capacity": 2**40}, "capacity"),
+        ({"capacity": 9, "source": SuffixStore()}, "leave capacity out"),
+    ],
+)
+def test_options(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Suffix(**options)
