@@ -272,7 +272,7 @@ def test_paths_of_trees_reach_the_planner_as_they_were_kept():
 @pytest.mark.parametrize(
     ("drafter", "rule", "picked", "proposal", "chain"),
     [
-        ("prompt-lookup", "auto", "match", "deterministic", False),
+        ("prompt-lookup", "auto", "match", "deterministic", True),
         ("draft-model", "auto", "traversal", "without-replacement", False),
         ("draft-model", "block", "block", "iid", True),
         ("draft-model", "rejection", "rejection", "iid", True),

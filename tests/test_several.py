@@ -373,7 +373,7 @@ def test_a_model_is_asked_where_it_adds_more_than_its_time_is_worth():
     assert sum(seldom[:100]) < 25, "a few rounds suffice to see it"
     assert 0 < sum(seldom[100:]) <= 6, "tries take a hundredth of the time, 6 of 300 rounds"
     slow = asked_worth(added=0.8, slower=3.0)
-    assert all(slow[:3]) and sum(slow[100:]) <= 2, "it takes longer than was timed"
+    assert slow[0] and sum(slow[1:100]) < 10, "it takes longer than was timed"
     copying = asked_worth(added=5.0, rate=1000, rounds=20, hope=HOPES[-1])
     assert not any(copying), "a long copy leaves little to add"
     assert Worth().pays([9.0], 0.0, 100.0, depth=4), "what was not timed is asked"
@@ -463,7 +463,9 @@ def test_a_model_that_was_not_asked_reads_what_it_missed():
     drafter = several.drafters[0]
     observe = drafter.observe
     drafter.observe = lambda rows, feedback: (seen.append((feedback.tree.nodes, feedback.accepted[0])), observe(rows, feedback))[1]
-    out = Speculator(tiny(), drafter=several, shape="chain(3)").generate(torch.tensor([row]), max_new_tokens=40)
+    speculator = Speculator(tiny(), drafter=several, shape="chain(3)")
+    seen.clear()  # of the drafts that were timed
+    out = speculator.generate(torch.tensor([row]), max_new_tokens=40)
     assert out.sequences[0, 33:].tolist() == alone(tiny(), row, max_new_tokens=40)
     asked = [accepted for nodes, accepted in seen if nodes > 1][:-1]
     assert asked and all(count == 3 for count in asked), "a draft model that is the target is always right, also after a pause"

@@ -41,12 +41,12 @@ def request(roots: list[int], shape: TreeShape, limits: list[int] | None = None,
     return DraftRequest(rows, shape, max(limits), limits, "deterministic", False, vocab_size, CPU, sampler)
 
 
-def texts(tree: TokenTree) -> list[set[tuple[int, ...]]]:
-    """Per row the text at every real node, root first."""
+def texts(tree: TokenTree) -> list[list[tuple[int, ...]]]:
+    """Per row the texts at all real nodes, root first, in alphabetical order."""
     tree.check(1000)
     real = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
     return [
-        {tuple(tree.tokens[row, tree.path(row, node)].tolist()) for node in range(tree.nodes) if real[row, node]}
+        sorted(tuple(tree.tokens[row, tree.path(row, node)].tolist()) for node in range(tree.nodes) if real[row, node])
         for row in range(tree.rows)
     ]
 
@@ -96,8 +96,8 @@ def refreshed(known: dict[int, list[int]], tree: TokenTree, logits: Tensor, k: i
                 known[int(tree.tokens[row, node])] = sorted(range(len(line)), key=lambda token: -line[token])[:k]
 
 
-def filled(known: dict[int, list[int]], root: int, shape: TreeShape, limit: int) -> set[tuple[int, ...]]:
-    """The texts of a tree, from the root down."""
+def filled(known: dict[int, list[int]], root: int, shape: TreeShape, limit: int) -> list[tuple[int, ...]]:
+    """The texts of a tree, from the root down, in alphabetical order."""
     shape = laid_out(shape)
     found: dict[int, tuple[int, ...]] = {0: (root,)}
     for node in range(1, len(shape.parents)):
@@ -105,7 +105,7 @@ def filled(known: dict[int, list[int]], root: int, shape: TreeShape, limit: int)
         rank = shape.parents[:node].count(parent)
         if parent in found and len(found[parent]) <= limit and rank < len(known.get(found[parent][-1], ())):
             found[node] = (*found[parent], known[found[parent][-1]][rank])
-    return set(found.values())
+    return sorted(found.values())
 
 
 @pytest.mark.parametrize("where", ["host", "device"])

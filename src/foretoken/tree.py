@@ -246,9 +246,10 @@ class TokenTree:
     def settled(self) -> TokenTree:
         """This tree with parents that come before their children, whatever they were, so that nothing reads out of bounds;
         :meth:`check` says what was wrong, without which it is the same tree."""
-        if self.parent_lists is not None:
+        promised = self.promised
+        if self.sound or (promised is None and self.parent_lists is not None):
             return self
-        if (promised := self.promised) is not None:
+        if promised is not None:
             return replace(self, parents=promised.expand(self.rows, -1))
         before = torch.arange(-1, self.nodes - 1, device=self.parents.device)
         return replace(self, parents=torch.minimum(self.parents.clamp(min=0), before))

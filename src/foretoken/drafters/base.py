@@ -138,6 +138,7 @@ class Drafter:
     summary: ClassVar[str]
     proposals: tuple[Proposal, ...] = ("deterministic",)
     branches: bool = False
+    auto_branches: bool = True  # shape="auto" may ask for trees
     grows: bool = False
     wants_logits: bool = False
     filler: int = 0

@@ -58,7 +58,7 @@ class NGram(Drafter):
 
     name = "ngram"
     summary = "a back-off n-gram model counted from a text, a file or the target's own outputs; chains and trees"
-    branches = True
+    branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
 
     def __init__(
         self,

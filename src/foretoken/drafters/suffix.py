@@ -53,7 +53,7 @@ class Suffix(Drafter):
 
     name = "suffix"
     summary = "what followed the longest suffix seen before, in this text or in past ones"
-    branches = True
+    branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def largest_fitting(target: Target, drafter: Drafter, fits: Callable[[TreeShape]
     """The largest shape that the target, the drafter and whoever else has a say in ``fits`` can do; a chain where trees are out."""
     room = None if target.context is None else target.context // 4
     depth = DEPTH if room is None else max(1, min(DEPTH, room))
-    if drafter.branches and target.chains_only is None:
+    if drafter.branches and drafter.auto_branches and target.chains_only is None:
         nodes = NODES if room is None else max(depth, min(NODES, room))
         tree = largest_shape(branches=True, vocab_size=target.vocab_size, depth=depth, nodes=nodes)
         if not tree.is_chain and drafter.refusal(tree) is None and fits(tree):
