@@ -135,6 +135,31 @@ def test_a_cache_that_grows_has_its_passes_recorded_anew(taped):
 
 
 @torch.inference_mode()
+def test_buffers_that_move_take_the_recordings_along(taped):
+    """A row joins, for which the buffers are enlarged, and leaves again: what is asked for is the bucket that was recorded before."""
+    target, eager = Target(of("llama"), execution="graphs"), Target(of("llama"), execution="eager", test=False)
+    texts = prompts((20, 13))
+    for each in (target, eager):
+        each.open(texts[:1])
+        each.prefill(texts[:1], first=0)
+    for step in range(WARM + 1):
+        assert_same(target.advance(torch.tensor([3 + step])), eager.advance(torch.tensor([3 + step])))
+    replays, moved = target.graphs.replays, target.cache.allocations
+    for each in (target, eager):
+        each.open(texts[1:])
+        each.prefill(texts[1:], first=1)
+        each.compact([0])
+    assert replays and target.cache.allocations > moved
+    for step in range(WARM + 1):
+        odd = TokenTree.from_chain(torch.arange(40, 48 + step)[None])  # of another size every time: eager, into the buffers of now
+        assert_same(target.score(odd), eager.score(odd))
+        for each in (target, eager):
+            each.commit(None, (2,))
+        assert_same(target.advance(torch.tensor([90 - step])), eager.advance(torch.tensor([90 - step])))
+    assert target.graphs.replays > replays and target.graphs.refused is None
+
+
+@torch.inference_mode()
 def test_filler_rows_leave_every_row_alone(taped):
     """Three live rows of a bucket of four: the fourth keeps a text that a later row begins with."""
     target, eager = Target(of("llama"), execution="graphs"), Target(of("llama"), execution="eager", test=False)
@@ -555,6 +580,29 @@ def test_a_replay_of_something_else_is_noticed_and_loses_nothing(good, monkeypat
     assert generate(speculator, rows, max_new_tokens=30) == [alone(tiny("gpt2"), row, max_new_tokens=30) for row in rows]
     why = [speculator.target.ungraphed, drafter.model.ungraphed]
     assert any(why) and all("differ" in each or "recorded draft" in each for each in why if each)
+
+
+@torch.inference_mode()
+def test_what_a_wrong_replay_overwrote_is_read_again(monkeypatch):
+    """The replay writes to slots that tokens were committed to since. Those of the test at load and of single tokens are right."""
+    monkeypatch.setattr(recorder, "recorder_for", lambda device: Stale(4))
+    target, eager = Target(of("gpt2"), execution="graphs"), Target(of("gpt2"), execution="eager", test=False)
+    text = prompts((20,))
+    for each in (target, eager):
+        each.open([list(text[0])])
+        each.prefill(text, first=0)
+    for step in range(5):
+        chain = TokenTree.from_chain(torch.arange(4)[None] * 7 + 11 * step)
+        assert_same(target.score(chain), eager.score(chain))
+        for each in (target, eager):
+            each.commit(None, (1,))
+            each._texts[0].append(11 * step)
+        for more in (50, 60, 70):
+            token = torch.tensor([more + step])
+            assert_same(target.advance(token), eager.advance(token))
+            for each in (target, eager):
+                each._texts[0].append(more + step)
+    assert "differ" in target.ungraphed
 
 
 def test_hooks_see_every_pass(taped):

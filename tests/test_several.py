@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from foretoken.drafters.merging import Line, Merged, assembled, heard_by, lines_
 from foretoken.drafters.prompt_lookup import PromptLookup
 from foretoken.drafters.several import Several
 from foretoken.drafters.track_records import HOPES, Record, Worth
+from foretoken.processors import Pipeline
 from foretoken.rows import RowParameters
+from foretoken.sampler import Sampler
+from foretoken.shapes import TreeShape
 from foretoken.target import Target
 from foretoken.tree import TokenTree
 
@@ -312,6 +316,33 @@ def test_who_agrees_counts_more_and_who_differs_less():
     opposed = merge_row([chain_of(1), chain_of(2)], [even, sure], budget=9, depth=3)
     assert opposed.tokens == [0, 2, 1] and opposed.weights[1:] == pytest.approx([9 / 11, 1 / 11])
     assert merge_row([chain_of(1), chain_of(2, 3)], [even, sure], budget=9, depth=3, branches=False).tokens == [0, 2, 3]
+
+
+def test_nodes_that_cost_more_than_they_promise_are_left_out():
+    row = StandIn([1, 2, 3, 4] * 5 + [1, 2])
+    shape = TreeShape.opt(8, 4, delta=0.0)
+    several = Several(["prompt-lookup", Fixed([9, 9])])
+    several.begin([row])
+    free = several.draft(ordered(row, shape))
+    weights = several._merge(several._drafted.parts, ordered(row, shape))[0].weights
+    dear = several.draft(ordered(row, replace(shape, prices=tuple(0.6 * count for count in range(9)))))
+    kept = sum(weight > 0.6 for weight in weights[1:])
+    assert 0 < kept < free.nodes - 1 and dear.nodes - 1 == kept
+    assert several.draft(ordered(row, replace(shape, prices=tuple(2.0 * count for count in range(9))))).nodes == 1
+
+
+@dataclass
+class StandIn:
+    ids: list[int]
+    slot: int = 0
+    prompt_length: int = 1
+    capacity: int = 500
+
+
+def ordered(row: StandIn, shape: TreeShape) -> DraftRequest:
+    sampler = Sampler([Pipeline()], [False], [len(row.ids)], None, lambda: torch.zeros(1, 1))
+    limits = [shape.depth]
+    return DraftRequest([row], shape, shape.depth, limits, "mixed", False, 128, torch.device("cpu"), sampler)
 
 
 def test_extra_nodes_stay_behind_and_keep_their_places():

@@ -144,6 +144,7 @@ def test_nodes_that_nobody_has_are_left_out():
     assert tree.layout == (-1, 0, 0, 2) and tree.tokens.tolist() == [[3, 5, 6, 7], [1, 0, 0, 0]]
     assert tree.valid.tolist() == [[True] * 4, [True, False, False, False]]
     assert drafter.draft(request([1, 2], TreeShape.product(3, 2))).nodes == 1
+    assert drafter.draft(request([3, 1], TreeShape.product(3, 2), [1, 0])).nodes == 3, "none is deeper than any row's limit"
     assert drafter.draft(request([3, 6], TreeShape.chain(3))).drafted.tolist() == [1, 1]
 
 

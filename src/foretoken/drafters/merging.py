@@ -79,6 +79,11 @@ class Merged:
     def is_chain(self) -> bool:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
+    def cut(self, nodes: int) -> None:
+        """Keep the best ``nodes``, the root not counted."""
+        del self.tokens[nodes + 1 :], self.parents[nodes + 1 :], self.weights[nodes + 1 :]
+        self.went = [{own: node for own, node in each.items() if node <= nodes} for each in self.went]
+
     def reach(self, text: Sequence[int]) -> int:
         """How many tokens of ``text`` lie on one path below the root."""
         below = {(parent, token): node for node, (parent, token) in enumerate(zip(self.parents, self.tokens))}

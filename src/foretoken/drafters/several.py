@@ -10,6 +10,7 @@ that can share the target's noise do. The rule is exact whatever is dropped, ask
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -235,19 +236,18 @@ class Several(Drafter):
         return request.device.type != "cpu" and any(part.member.costly for part in parts)
 
     def _merge(self, parts: Sequence[Part], request: DraftRequest) -> list[Merged]:
-        budget, lines = self.nodes or request.shape.nodes, [part.read() for part in parts]
+        shape, lines = request.shape, [part.read() for part in parts]
         rates: list[list[Rates]] = [[part.member.record.rates(matched) for matched in part.matched] for part in parts]
-        return [
-            merge_row(
-                [each[row] for each in lines],
-                [each[row] for each in rates],
-                budget=budget,
-                depth=limit,
-                floor=_floor(request.shape),
-                branches=not self._chains_only,
-            )
+        options: dict[str, Any] = {"budget": self.nodes or shape.nodes, "floor": _floor(shape), "branches": not self._chains_only}
+        rows = [
+            merge_row([each[row] for each in lines], [each[row] for each in rates], depth=limit, **options)
             for row, limit in enumerate(request.limits)
         ]
+        if isinstance(shape, DynamicShape) and shape.prices:
+            worthwhile = max(shape.worthwhile([math.log(weight) for weight in row.weights[1:]]) for row in rows)
+            for row in rows:
+                row.cut(worthwhile)
+        return rows
 
     # -- after a round --------------------------------------------------------------------------------------------------
 
