@@ -87,7 +87,8 @@ class Speculator:
         execution: how forward passes are made on a CPU: ``eager``, as the model makes them; ``packed``, with weights laid out for
             oneDNN; ``native``, by kernels compiled on this machine; or ``auto``: the fastest of them where the Speculator loaded
             the model itself, so that the weights are held once, and else ``eager``. ``compiled``, on any device, compiles decoder
-            layers with torch.compile when the Speculator is built, which takes the better part of a minute.
+            layers with torch.compile when the Speculator is built, which takes the better part of a minute. On a CUDA device
+            ``graphs`` replays passes from CUDA graphs, and ``auto`` does where a test at load allows it.
         attention: how passes over drafts attend: ``"model"``, as the model was loaded; ``"flex"``, through FlexAttention, with a mask made
             of ancestor bits and without repeated keys of grouped heads; or ``"auto"``: FlexAttention on CUDA, for shapes that it is
             measured to be faster for behind a long context, and else as the model was loaded.
