@@ -370,6 +370,22 @@ def test_a_sampled_chain_ends_where_nothing_was_seen():
     assert drafter.draft(request(rows[1:], proposal="iid", needs_q=True)).nodes == 1
 
 
+def test_ngram_draws_from_q_where_that_does_not_cost_too_much():
+    assert Speculator(tiny(), drafter="ngram").proposal == "keyed"
+    model = NGramModel.from_tokens([[1, 2, 3, 1, 2, 3, 1, 2, 4]], 3)
+    row = Row([1, 2])
+    for siblings, vocabulary, proposal in (
+        ("auto", 128, "keyed"),
+        ("auto", 50_000, "deterministic"),
+        ("keyed", 50_000, "keyed"),
+    ):
+        drafter = NGram(source=model, learn=False, siblings=siblings)
+        tree = drafter.draft(request([row], depth=2, vocabulary=vocabulary, proposal="keyed"))
+        assert tree.proposal == proposal and tree.nodes == 3
+    exact = NGram(source=model, learn=False).draft(request([row], depth=2, vocabulary=50_000, proposal="iid", needs_q=True))
+    assert exact.q.shape == (1, 2, 50_000)
+
+
 def test_an_ngram_file_of_another_tokenizer_is_refused(tmp_path):
     text = tmp_path / "text.py"
     text.write_text("for i in range(10):\n    print(i)\n", encoding="utf-8")

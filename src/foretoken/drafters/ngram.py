@@ -35,9 +35,10 @@ SIBLINGS: dict[str, tuple[Proposal, ...]] = {
     "top-k": ("deterministic",),
 }
 # What "auto" offers, best first: on chains, on static trees, and where nodes are dropped for their probability.
-ON_CHAINS: tuple[Proposal, ...] = ("deterministic", "iid", "keyed", "without-replacement")
-ON_TREES: tuple[Proposal, ...] = ("deterministic", "without-replacement", "iid", "keyed")
-WHERE_PRUNED: tuple[Proposal, ...] = ("deterministic", "keyed")
+ON_CHAINS: tuple[Proposal, ...] = ("keyed", "iid", "deterministic", "without-replacement")
+ON_TREES: tuple[Proposal, ...] = ("keyed", "without-replacement", "iid", "deterministic")
+WHERE_PRUNED: tuple[Proposal, ...] = ("keyed", "deterministic")
+DENSE = 1 << 15  # tokens of a vocabulary up to which "auto" makes distributions over all of it; above, they cost more than they gain
 BRANCHES = 4  # successors that a node of a deterministic tree may have
 REMEMBERED = 1 << 14  # contexts of a model that does not change whose successors are kept
 LEAST = 0.01  # probability of a path that is worth a node of it
@@ -52,7 +53,8 @@ class NGram(Drafter):
     min_context: draft only while at least so many of the last tokens were seen in a row; more is safer and shorter.
     tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers.
     siblings: how tokens are chosen when sampling: ``iid`` (from the model's q, for the p/q rules), ``without-replacement`` (likewise,
-        all different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``.
+        all different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: keyed where the rule is
+        match, but the most likely where the vocabulary is large.
     most: n-grams that learning may add up to; beyond it the rarest half is forgotten.
     """
 
@@ -104,7 +106,8 @@ class NGram(Drafter):
         self._count(rows)
 
     def draft(self, request: DraftRequest) -> TokenTree:
-        if request.proposal != "deterministic":
+        large = self.siblings == "auto" and request.vocab_size > DENSE and not request.needs_q
+        if request.proposal != "deterministic" and not large:
             return self._chain(request) if request.shape.is_chain else grow(request, self._expand(request)).tree.within(request.limits)
         if request.shape.is_chain:
             return request.chains([self._continue(row.ids, limit, request.vocab_size) for row, limit in zip(request.rows, request.limits)])

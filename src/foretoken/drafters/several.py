@@ -237,7 +237,7 @@ class Several(Drafter):
 
     def _merge(self, parts: Sequence[Part], request: DraftRequest) -> list[Merged]:
         shape, lines = request.shape, [part.read() for part in parts]
-        rates: list[list[Rates]] = [[part.member.record.rates(matched) for matched in part.matched] for part in parts]
+        rates: list[list[Rates]] = [[part.member.record.rates(matched, shape.depth) for matched in part.matched] for part in parts]
         options: dict[str, Any] = {"budget": self.nodes or shape.nodes, "floor": _floor(shape), "branches": not self._chains_only}
         rows = [
             merge_row([each[row] for each in lines], [each[row] for each in rates], depth=limit, **options)

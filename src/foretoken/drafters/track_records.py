@@ -72,19 +72,21 @@ class Record:
         self._later = [Share() for _ in LATER]
         self._tables: dict[int, list[tuple[float, ...]]] = {}
 
-    def rates(self, matched: int) -> list[tuple[float, ...]]:
-        """``[depth][rank]``, the last ones standing for all further."""
+    def rates(self, matched: int, depth: int = DEEPEST) -> list[tuple[float, ...]]:
+        """``[depth][rank]`` as far as ``depth`` and ``DEEPEST``, the last ones standing for all further."""
         kind = kind_of(matched)
-        if kind not in self._tables:
+        known = self._tables.get(kind, [])
+        if len(known) < min(depth, DEEPEST):
             later = tuple(share.rate(prior, PRIOR_WEIGHT) for share, prior in zip(self._later, LATER))
             usual = self._first[kind].rate(BY_MATCH[kind], PRIOR_WEIGHT)
-            self._tables[kind] = [(share.rate(usual, DEEPER_WEIGHT), *later) for share in self._at[kind]]
-        return self._tables[kind]
+            known = [(share.rate(usual, DEEPER_WEIGHT), *later) for share in self._at[kind][:depth]]
+            self._tables[kind] = known
+        return known
 
     def expected(self, matched: int, depth: int) -> float:
         """Accepted tokens to expect of a chain so long."""
         reach, total = 1.0, 0.0
-        for level in self.rates(matched)[:depth]:
+        for level in self.rates(matched, depth)[:depth]:
             reach *= level[0]
             total += reach
         return total
