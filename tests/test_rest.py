@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from foretoken import ConfigurationError, Speculator, zoo
+from foretoken import ConfigurationError, Speculator, loading, zoo
 from foretoken.cli import app
 from foretoken.drafters import stores
 from foretoken.drafters.datastore import SIBLINGS, SORTED, Datastore, most_frequent, sorted_positions
@@ -333,10 +333,10 @@ def test_options_that_make_no_sense(options):
 
 
 def test_a_store_of_another_tokenizer_is_refused():
-    mine = stores.fingerprint(load_tokenizer("zoo:python-8m"))
+    mine = loading.fingerprint(load_tokenizer("zoo:python-8m"))
     store = Datastore.build([[5, 6, 7]], vocab_size=4096, fingerprint=mine)
     speculator = Speculator("zoo:python-8m", drafter=Rest(store), dtype="float32")
-    assert stores.fingerprint_of(speculator.target) == mine
+    assert loading.fingerprint_of(speculator.target.model) == mine
     other = Datastore.build([[5, 6, 7]], vocab_size=4096, fingerprint="0" * 32)
     for drafter in (Rest(other), "several"):
         options = {"drafter_options": {"source": [Rest(other), "prompt-lookup"]}} if drafter == "several" else {}
@@ -356,10 +356,10 @@ def test_a_fingerprint_is_of_what_ids_mean():
         def get_vocab(self):
             return dict(self.words)
 
-    one = stores.fingerprint(Words([("a", 0), ("b", 1)]))
-    assert one == stores.fingerprint(Words([("b", 1), ("a", 0)]))
-    assert one != stores.fingerprint(Words([("b", 0), ("a", 1)]))
-    assert one != stores.fingerprint(Words([("a", 0), ("b", 2)]))
+    one = loading.fingerprint(Words([("a", 0), ("b", 1)]))
+    assert one == loading.fingerprint(Words([("b", 1), ("a", 0)]))
+    assert one != loading.fingerprint(Words([("b", 0), ("a", 1)]))
+    assert one != loading.fingerprint(Words([("a", 0), ("b", 2)]))
 
 
 # -- the command line -----------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_building_a_datastore_and_drafting_from_it(tmp_path: Path):
     store = Datastore.load(out)
     text = (tmp_path / "a.py").read_text()
     assert store.tokens[: len(tokenizer(text)["input_ids"])].tolist() == tokenizer(text)["input_ids"]
-    assert store.fingerprint == stores.fingerprint(tokenizer)
+    assert store.fingerprint == loading.fingerprint(tokenizer)
     details = cli("info", out)
     assert details.exit_code == 0 and store.fingerprint in details.stdout and f"{len(store.suffixes)} tokens" in details.stdout
     assert json.loads(cli("info", out, "--json").stdout)["tokens"] == len(store.suffixes)

@@ -16,14 +16,14 @@ LAYERS = [
     {"histories", "known_processors", "nucleus", "processors"},
     {"sampler"},
     {"target", "verification", "quantization", "loading"},
-    {"logprobs"},
+    {"logprobs", "heads"},
     {"judgement", "rows"},
     {"drafters"},
     {"planning", "checks"},
     {"session", "testing"},
     {"preparation"},
     {"speculator"},
-    {"auditing"},
+    {"auditing", "training"},
     {"bench", "cli", "__main__"},
 ]
 

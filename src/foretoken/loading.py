@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,24 @@ def vocabulary_difference(target: PreTrainedModel, draft: PreTrainedModel) -> st
     if abs(sizes[0] - sizes[1]) > PADDING:
         return f"the target has {sizes[0]} tokens, the draft {sizes[1]}"
     return None
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A word for what the ids of ``tokenizer`` mean: a hash of its vocabulary."""
+    digest = hashlib.sha256()
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        digest.update(f"{number}\t{token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()[:32]
+
+
+def fingerprint_of(model: PreTrainedModel) -> str | None:
+    """That of the model's tokenizer, None where no tokenizer is found on this machine under the model's name."""
+    if not model.name_or_path:
+        return None
+    try:
+        return fingerprint(load_tokenizer(model.name_or_path, local=True))
+    except (ConfigurationError, ImportError):
+        return None
 
 
 def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:

@@ -49,8 +49,7 @@ def build(
     with exit_codes():
         with Progress(f"loading the tokenizer of {target}") as progress:
             from foretoken.drafters.datastore import Datastore
-            from foretoken.drafters.stores import fingerprint
-            from foretoken.loading import load_tokenizer
+            from foretoken.loading import fingerprint, load_tokenizer
 
             quiet()
             begin = time.perf_counter()

@@ -19,9 +19,10 @@ from torch import Tensor
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.growth import grow
 from foretoken.drafters.ngram_model import NGramModel
-from foretoken.drafters.stores import fingerprint, fingerprint_of, refuse_another_tokenizer
+from foretoken.drafters.stores import refuse_another_tokenizer
 from foretoken.drafters.tries import Trie, tree_of
 from foretoken.errors import ConfigurationError
+from foretoken.loading import fingerprint, fingerprint_of
 from foretoken.shapes import TreeShape
 from foretoken.tree import Proposal, TokenTree
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.errors import ConfigurationError
+from foretoken.loading import fingerprint_of
 
 if TYPE_CHECKING:
     from foretoken.target import Target
@@ -84,27 +84,6 @@ def _mapped(file: BinaryIO, name: str, about: dict[str, Any], first: int, size: 
     return np.memmap(file, dtype, "r", first + begin, shape) if end > begin else np.empty(shape, dtype)
 
 
-def fingerprint(tokenizer: Any) -> str:
-    """A word for what the ids of ``tokenizer`` mean: a hash of its vocabulary."""
-    digest = hashlib.sha256()
-    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        digest.update(f"{number}\t{token}\n".encode(errors="surrogatepass"))
-    return digest.hexdigest()[:32]
-
-
-def fingerprint_of(target: Target) -> str | None:
-    """That of the target's tokenizer, None where no tokenizer is found on this machine under the model's name."""
-    from foretoken.loading import load_tokenizer
-
-    source = target.model.name_or_path
-    if not source:
-        return None
-    try:
-        return fingerprint(load_tokenizer(source, local=True))
-    except (ConfigurationError, ImportError):
-        return None
-
-
 def refuse_another_tokenizer(what: str, vocab_size: int | None, made_with: str | None, target: Target) -> None:
     """Raise ConfigurationError if token ids in ``what`` do not mean what they mean to ``target``, as far as can be told: by the
     tokenizers' fingerprints where both are known, and by the numbers of ids."""
@@ -113,7 +92,7 @@ def refuse_another_tokenizer(what: str, vocab_size: int | None, made_with: str |
             f"{what} has {vocab_size} token ids, the target {target.vocab_size}; make it anew with the target's tokenizer"
         )
     if made_with:
-        theirs = fingerprint_of(target)
+        theirs = fingerprint_of(target.model)
         if theirs is not None and theirs != made_with:
             raise ConfigurationError(
                 f"{what} was made with another tokenizer than that of {target.model.name_or_path!r}: the same ids stand for other text; "
