@@ -91,7 +91,7 @@ class NGram(Drafter):
     def save(self, path: str | Path) -> None:
         """Write the counts, those learned online included; ``source=path`` loads them again."""
         if not self.model.fingerprint and self._target is not None:
-            self.model.fingerprint = fingerprint_of(self._target) or ""
+            self.model.fingerprint = fingerprint_of(self._target.model) or ""
         self.model.save(path)
 
     def bind(self, target: Target) -> None:
