@@ -5,6 +5,7 @@ Without a GPU a tape stands in for CUDA graphs (``tape.py``). What needs a GPU i
 
 from __future__ import annotations
 
+import time
 import warnings
 
 import pytest
@@ -19,6 +20,7 @@ from foretoken import ConfigurationError, Speculator, TokenTree, TreeShape
 from foretoken.drafters.base import DraftRequest, Feedback
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.drafters.looped import LoopFrame
+from foretoken.planning.costs import Measurement
 from foretoken.processors import Pipeline
 from foretoken.rows import RowParameters
 from foretoken.sampler import Sampler
@@ -484,6 +486,48 @@ def test_a_replayed_draft_and_pass_wait_for_nothing(shape, siblings, taped, monk
     assert len(watched) >= 10 and not any(watched), watched
 
 
+@pytest.mark.parametrize("siblings", ["keyed", "iid", "top-k"])
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)"])
+def test_no_round_copies_a_list_to_the_device_from_memory_that_is_not_pinned(shape, siblings, taped, monkeypatch):
+    speculator = Speculator(tiny(), DraftModel(perturbed(), siblings=siblings, execution="graphs"), shape=shape, execution="graphs")
+    rounds, step = [], Session.step
+
+    def watched_step(session):
+        ending = min((row.remaining for row in session.rows), default=0) < 5  # shapes that are cut short are made once each
+        with Waits() as waits:
+            found = step(session)
+        rounds.append([name for name in waits.found if name not in HOST_METHODS and not ending])
+        return found
+
+    monkeypatch.setattr(Session, "step", watched_step)
+    generate(speculator, repetitive((23, 9)), max_new_tokens=60, **SAMPLED)
+    assert len(rounds) >= 10 and not any(rounds[2 * WARM :]), rounds
+
+
+def test_the_planner_times_passes_that_have_settled(taped):
+    """Neither those that are made while a recording is tried, nor the recording itself."""
+    speculator = Speculator(tiny(), DraftModel(perturbed(), execution="graphs"), execution="graphs")
+    target, drafter = speculator.target, speculator.drafter
+    run, replayed = Measurement(target, drafter, 2, TreeShape.chain(4), time.perf_counter), []
+    timed = run.timed
+
+    def watch(name, call):
+        before = target.graphs.replays, drafter._loops.drafts
+        spent = timed(name, call)
+        kept.setdefault(name, []).append((target.graphs.replays, drafter._loops.drafts) != before)
+        return spent
+
+    kept = {}
+    run.timed = watch
+    with torch.inference_mode():
+        run.passes(time.perf_counter() + 60)
+        run.drafts(time.perf_counter() + 60)
+    for name, times in run.times.items():
+        if name[0] in ("target", "longer", "one", "deep"):
+            replayed += kept[name][-len(times) :]
+    assert len(replayed) >= 30 and all(replayed), kept
+
+
 def test_what_the_host_must_know_is_drafted_level_by_level(taped):
     drafter = DraftModel(perturbed(), execution="graphs")
     speculator = Speculator(tiny(), drafter, shape="chain(3)", execution="graphs")
@@ -786,5 +830,4 @@ def test_on_a_gpu_draft_and_pass_do_not_wait(shape):
             torch.cuda.set_sync_debug_mode("default")
     assert (target.graphs.replays, drafter._loops.drafts) == (replays + 1, drafts + 1)
     found = [str(each.message) for each in waits if "synchroniz" in str(each.message)]
-    allowed = 1 if shape.startswith("chain") else 3  # TreeCache.commit copies lengths to the device to move a path, of target and draft
-    assert len(found) <= allowed, found
+    assert len(found) <= 1, found  # the verdict

@@ -11,7 +11,7 @@ import foretoken
 
 SOURCE = Path(foretoken.__file__).parent
 LAYERS = [
-    {"errors", "caching", "tree", "sampling", "stats"},
+    {"errors", "caching", "files", "transfers", "tree", "sampling", "stats"},
     {"shapes"},
     {"histories", "known_processors", "nucleus", "processors"},
     {"sampler"},

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from foretoken.transfers import to_device
+
 from .tree import TokenTree, depths_of
 
 
@@ -218,9 +220,3 @@ def as_slice(index: Sequence[int]) -> slice | None:
     if step <= 0 or any(after - before != step for before, after in pairwise(index)):
         return None
     return slice(index[0], index[-1] + 1, step)
-
-
-def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Host integers as an int64 tensor, copied without waiting for the device."""
-    host = torch.tensor(values, dtype=torch.long)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -18,6 +18,7 @@ from torch import Tensor
 from foretoken.histories import NodeHistories
 from foretoken.processors import Pipeline, Stopwatch, process
 from foretoken.sampling import Randomness
+from foretoken.transfers import to_device
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Sampler:
         if not self.needs_history:
             return widened(logits) if self.plain else process(self.pipelines, logits[:, None])[:, 0]
         committed = self.committed()
-        root = committed.gather(1, torch.tensor(self.lengths, device=committed.device)[:, None] - 1)[:, 0]
+        root = committed.gather(1, to_device(self.lengths, committed.device)[:, None] - 1)[:, 0]
         tree = TokenTree.from_chain(torch.stack([root, *tokens], 1)).within(limits)
         return self.scores(logits[:, None], tree, len(tokens))[:, 0]
 

@@ -28,6 +28,7 @@ from foretoken.sampling import Noise, Randomness, row_key
 from foretoken.shapes import TreeShape
 from foretoken.stats import RowStats, Stats
 from foretoken.target import Target
+from foretoken.transfers import to_device
 from foretoken.tree import Proposal, TokenTree
 from foretoken.verification import Rule
 from foretoken.verification.match import Match
@@ -79,7 +80,8 @@ class Session:
         largest = largest_fitting(self.target, self.drafter, self._fits)
         costs = CostModel(level=LEVEL if runs_a_model(self.drafter) else LOOK_UP)
         grows = self.drafter.grows and not largest.is_chain and self.target.device.type == "cpu"
-        return AutomaticPlanner(largest, grows=grows, costs=costs, profile=profile(self.target, self.drafter))
+        kept = profile(self.target, self.drafter)
+        return AutomaticPlanner(largest, grows=grows, costs=costs, profile=kept, rates=self.drafter.rates)
 
     def _fits(self, shape: TreeShape) -> bool:
         """Whether the rule is exact for what the drafter makes of ``shape``."""
@@ -199,13 +201,16 @@ class Session:
             logits = self.target.prefill(texts, first=first)[:, None]
             self.rows += rows
             self._committed = None
-            tree = TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
+            tree = TokenTree.root(to_device([row.ids[-1] for row in rows], self.target.device))
             sampler = self._sampler(rows)
             judgement = judge(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))
         self.stats.seconds["prefill"] -= sampler.watch.seconds
         self.stats.target_passes += self.target.passes - passes
         check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
         commits = self._settle(rows, judgement)
+        if self.drafter.features:
+            assert self.target.prompt_hidden is not None, "the drafter has features and asked the target for none"
+            self.drafter.read(rows, self.target.prompt_hidden)
         self.drafter.begin(rows)
         self._depart()
         return commits
@@ -232,7 +237,8 @@ class Session:
         check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
         commits = self._settle(rows, judgement, counted=True)
         settled = clock()
-        self.drafter.observe(rows, Feedback(tree, accepted, judgement.path, logits if self.drafter.wants_logits else None))
+        raw, hidden = logits if self.drafter.wants_logits else None, self.target.hidden if self.drafter.features else None
+        self.drafter.observe(rows, Feedback(tree, accepted, judgement.path, raw, hidden))
         end = clock()
         draft = drafted - planned + end - settled - asked
         target = judged - drafted - (sampler.watch.seconds - asked) if logits.is_cuda else scored - drafted
@@ -300,8 +306,8 @@ class Session:
 
     def _noise(self, rows: Sequence[SessionRow]) -> Randomness:
         device = self.target.device
-        keys = torch.tensor([row.key for row in rows], device=device)
-        return self.randomness(keys, torch.tensor([len(row.ids) - 1 for row in rows], device=device))
+        keys = to_device([row.key for row in rows], device)
+        return self.randomness(keys, to_device([len(row.ids) - 1 for row in rows], device))
 
     def _committed_ids(self, rows: Sequence[SessionRow]) -> Tensor:
         """``[R, capacity]`` ids of ``rows`` with room for a draft behind; kept up to date from round to round."""
@@ -317,7 +323,7 @@ class Session:
         return self._committed
 
     def _root(self, rows: Sequence[SessionRow]) -> TokenTree:
-        return TokenTree.root(torch.tensor([row.ids[-1] for row in rows], device=self.target.device))
+        return TokenTree.root(to_device([row.ids[-1] for row in rows], self.target.device))
 
     def _request(self, rows: Sequence[SessionRow], shape: TreeShape, sampler: Sampler) -> DraftRequest | None:
         """As deep as the shape, the rows' limits and the context allow; None where nothing is to be drafted, or nothing can be."""
@@ -369,7 +375,7 @@ class Session:
         """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row."""
         start, reason = len(row.ids), None
         criteria = row.parameters.criteria
-        text = torch.tensor([[*row.ids, *tokens]], device=self.target.device) if criteria else None
+        text = to_device([[*row.ids, *tokens]], self.target.device) if criteria else None
         for token in tokens:
             row.ids.append(token)
             reason = self._reason(row, token, None if text is None else text[:, : len(row.ids)])
@@ -377,7 +383,7 @@ class Session:
                 break
         kept = row.ids[start:]
         if self._committed is not None and row in self.rows:
-            self._committed[self.rows.index(row), start : len(row.ids)] = torch.tensor(kept, device=self._committed.device)
+            self._committed[self.rows.index(row), start : len(row.ids)] = to_device(kept, self._committed.device)
         for name in self.record:
             del getattr(row, name)[len(row.ids) - row.prompt_length :]
         row.stats.finish_reason = reason

@@ -95,7 +95,8 @@ class TableTarget:
     """A target that is a probability table, behind the interface of :class:`foretoken.target.Target`.
 
     Its "cache" is the list of tokens that were prefilled or committed, and the table sees nothing else, so a loop that
-    commits the wrong path gets the wrong law.
+    commits the wrong path gets the wrong law. Its hidden states, whatever their numbers, are the distributions themselves: one stands for
+    what the model knows of a text, as the states of a model do.
 
     Args:
         table: the distribution after a text.
@@ -111,6 +112,13 @@ class TableTarget:
         self.owner: object = None
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None
+        self.features: tuple[int, ...] = ()
+        self.hidden: Tensor | None = None
+        self.prompt_hidden: list[Tensor] | None = None
+        self._whole = False
+
+    def read(self, features: Sequence[int], *, whole: bool = False) -> None:
+        self.features, self._whole, self.hidden, self.prompt_hidden = tuple(features), whole, None, None
 
     @property
     def lengths(self) -> list[int]:
@@ -124,13 +132,19 @@ class TableTarget:
         self.passes += 1
         for row, prompt in enumerate(prompts, first):
             self.cached[row] = list(prompt)
+        if self.features:
+            ends = [range(1 if self._whole else len(prompt), len(prompt) + 1) for prompt in prompts]
+            known = [self.table.batch([prompt[:end] for end in each]) for prompt, each in zip(prompts, ends)]
+            self.prompt_hidden = [each.repeat(1, len(self.features)) for each in known]
         return self.table.batch(prompts).log()
 
     def score(self, tree: TokenTree, *, first: int = 0) -> Tensor:
         """``[R, N - first, V]`` log probabilities at the nodes from ``first`` on; filler is certain of token 0."""
         self.passes += 1
         self._tree = tree
-        return read(self.table, self.cached, tree)[:, first:]
+        scores = read(self.table, self.cached, tree)[:, first:]
+        self.hidden = scores.exp().repeat(1, 1, len(self.features)) if self.features else None
+        return scores
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         assert self._tree is not None, "commit comes after score"

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.transfers import to_device
+
 Proposal = Literal["deterministic", "iid", "without-replacement", "keyed", "mixed"]
 PROPOSALS: tuple[Proposal, ...] = ("deterministic", "iid", "without-replacement", "keyed", "mixed")
 
@@ -197,7 +199,7 @@ class TokenTree:
         known = self.proposed.depth_lists  # what is extra is filler already
         if known is not None and all(max(depths) <= limit for depths, limit in zip(known, limits)):
             return self
-        allowed = self.settled().depths <= torch.tensor(limits, device=self.tokens.device)[:, None]
+        allowed = self.settled().depths <= to_device(limits, self.tokens.device)[:, None]
         return replace(self, valid=allowed if self.valid is None else self.valid & allowed)
 
     def path(self, row: int, node: int) -> list[int]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from foretoken.sampler import Sampler
 from foretoken.sampling import Purpose, argmax
-from foretoken.shapes import TreeShape
+from foretoken.shapes import StaticShape, TreeShape
+from foretoken.transfers import to_device
 from foretoken.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class DraftRequest:
 
     def roots(self) -> Tensor:
         """``[R]`` last committed tokens."""
-        return torch.tensor([row.ids[-1] for row in self.rows], device=self.device)
+        return to_device([row.ids[-1] for row in self.rows], self.device)
 
     def choose(self, logits: Tensor, drafted: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The next token of each row, and the distribution it came from where the rule needs it.
@@ -97,13 +98,13 @@ class DraftRequest:
         cut = [list(draft[:limit]) for draft, limit in zip(drafts, self.limits)]
         nodes = 1 + max(len(draft) for draft in cut)
         tokens = [[row.ids[-1], *draft] + [0] * (nodes - 1 - len(draft)) for row, draft in zip(self.rows, cut)]
-        return TokenTree.from_chain(torch.tensor(tokens, device=self.device), valid=self.within([len(draft) for draft in cut], nodes - 1))
+        return TokenTree.from_chain(to_device(tokens, self.device), valid=self.within([len(draft) for draft in cut], nodes - 1))
 
     def within(self, lengths: Sequence[int], depth: int) -> Tensor | None:
         """``[R, depth + 1]`` bool: the nodes of chains of ``lengths`` drafted tokens; None if all are ``depth`` long."""
         if min(lengths) == depth:
             return None
-        return torch.arange(depth + 1, device=self.device)[None] <= torch.tensor(lengths, device=self.device)[:, None]
+        return torch.arange(depth + 1, device=self.device)[None] <= to_device(lengths, self.device)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +118,16 @@ class Feedback:
         logits: ``[R, N, V]`` the target's raw logits at every node of ``tree``, as its LM head made them, on its device and in its
             dtype; only for a drafter that ``wants_logits``. The next pass may overwrite them. Filler of a tree has logits as well, as
             long as the tree is no chain: of a chain's filler nothing need be computed.
+        hidden: ``[R, N, F * d]`` the target's hidden states at every node of ``tree``, for the drafter's ``features`` in their order;
+            only for a drafter that has some. Those of the last node kept, ``path[r][accepted[r]]``, are what the bonus token was chosen
+            from. The tree may be another than the one it drafted: without a draft only the roots, among several drafters the merged one.
     """
 
     tree: TokenTree
     accepted: Sequence[int]
     path: Tensor | None
     logits: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 class Drafter:
@@ -130,6 +135,9 @@ class Drafter:
 
     ``proposals`` lists how it can choose tokens, best first; ``branches`` that it can draft trees, ``grows`` that it can do so by its
     own probabilities; ``wants_logits`` that it learns from the target's logits at the nodes, its :class:`Feedback` then holds them;
+    ``features`` are the hidden states that it wants of the target, numbered as in transformers' ``output_hidden_states`` with -1 for
+    what the LM head reads, known once it is bound: it calls ``target.read(features, whole=whole_text)`` in :meth:`bind`, :meth:`read`
+    and its feedback then bring them, ``whole_text`` at every token of a prompt;
     ``filler`` is how many nodes it may put behind those asked for, as a tree's ``extra``, known once it is bound. Its constructor's
     keyword arguments are its options.
     """
@@ -141,12 +149,22 @@ class Drafter:
     auto_branches: bool = True  # shape="auto" may ask for trees
     grows: bool = False
     wants_logits: bool = False
+    features: tuple[int, ...] = ()
+    whole_text: bool = False
     filler: int = 0
     owner: object = None  # the session whose rows these are
+    keeps_up: bool = False  # a draft after rounds without one costs it no more than another: it reads nothing that it missed
+    calibrated: StaticShape | None = None  # a tree that it was calibrated for; shape="auto" may use one as large
+    rates: tuple[tuple[float, ...], ...] = ()  # how often its guess of each rank is right at each depth, as far as that was measured
     expected: float | None = None  # tokens per row that the last draft's own probabilities promise, where they chose its nodes
 
     def bind(self, target: Target) -> None:
         """Called once, before any row begins; refuse here what can not work with this target."""
+
+    @property
+    def deepest(self) -> int | None:
+        """How many levels it can draft, known once it is bound; None for any number."""
+        return None
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         """How it can choose tokens in trees of ``shape``, best first."""
@@ -159,6 +177,11 @@ class Drafter:
     def makes_chains(self, shape: TreeShape) -> bool:
         """Whether its trees are chains under ``shape``."""
         return shape.is_chain
+
+    def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
+        """Called right before :meth:`begin` with the same rows, for a drafter with ``features``: ``hidden[r]`` holds them at the last
+        token of the prompt of ``rows[r]``, ``[1, F * d]``, or at all of them, ``[L, F * d]``, for one with ``whole_text``. What was
+        generated since, the first token, has no hidden state yet."""
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Rows have been prefilled and got their first token; they come after all live rows."""
@@ -175,6 +198,9 @@ class Drafter:
 
     def reset(self) -> None:
         """Forget every row, after an error or an abandoned stream."""
+
+    def forget(self) -> None:
+        """Forget what texts so far have taught it: as it was when it was bound, but for rows that live."""
 
     def close(self) -> None:
         """Called once, at the end: give back what was taken or changed at :meth:`bind`."""

@@ -17,15 +17,18 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import DraftRequest
-from foretoken.histories import to_device
 from foretoken.sampler import fit_vocabulary
 from foretoken.sampling import Purpose, argmax
 from foretoken.shapes import DynamicShape, Level, StaticShape
+from foretoken.transfers import to_device
 from foretoken.tree import TokenTree, layout_parents
 
 Expand = Callable[[TokenTree, int], Tensor]
 """``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
 asked about the nodes before ``first`` already, in trees with the same beginning."""
+Offer = Callable[[TokenTree, int, Tensor, int], tuple[Tensor, Tensor]]
+"""``offer(tree, first, above, depth)`` gives k children of each node from ``first`` on, at ``depth``, whose paths have log-probability
+``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability of their paths likewise, -inf for those that can not be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +146,23 @@ IMPOSSIBLE = float("-inf")
 
 
 def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
+    return grow_offered(request, shape, offered(request, min(shape.k, request.vocab_size), expand))
+
+
+def grow_offered(request: DraftRequest, shape: DynamicShape, offer: Offer) -> Growth:
+    """:func:`grow_dynamic` of children that are offered otherwise; ``offer`` is asked at most once per level."""
     k = min(shape.k, request.vocab_size)
     on_host = request.device.type == "cpu" and len(request.rows) * k * k <= SMALL
-    return (grow_on_host if on_host else grow_on_device)(request, shape, k, expand)
+    return (grow_on_host if on_host else grow_on_device)(request, shape, k, offer)
+
+
+def offered(request: DraftRequest, k: int, expand: Expand) -> Offer:
+    """The children that ``expand`` gives."""
+
+    def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return below(request, scored(request, expand, tree, first), above, k, first=first, depth=depth)
+
+    return offer
 
 
 def below(request: DraftRequest, scores: Tensor, above: Tensor, k: int, *, first: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -202,13 +219,13 @@ class Found:
         return [self.scores[number] for number in numbers]
 
 
-def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, expand: Expand) -> Growth:
+def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
     """As :func:`grow_on_device`, with Python in place of some thirty tensor calls per level, of which each costs more than its work."""
     found = [Found(row.ids[-1]) for row in request.rows]
     tree = TokenTree.root(request.roots())
     above, expected, first = torch.zeros(tree.rows, 1), torch.zeros(tree.rows), 0
     for depth in range(shape.depth):
-        tokens, reached = below(request, scored(request, expand, tree, first), above, k, first=first, depth=depth)
+        tokens, reached = offer(tree, first, above, depth)
         begin, level = len(found[0].scores), reached[0].numel()
         for each, limit, drawn, scores in zip(found, request.limits, tokens.flatten(1).tolist(), reached.flatten(1).tolist()):
             each.add(drawn, scores if depth < limit else [IMPOSSIBLE] * level)
@@ -265,7 +282,7 @@ class Candidates:
         return Candidates(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(others).values())))
 
 
-def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, expand: Expand) -> Growth:
+def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
     """Waits for the device only where ``delta`` asks what was found."""
     tree = TokenTree.root(request.roots())
     device = tree.tokens.device
@@ -278,7 +295,7 @@ def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, expand: E
         0,
     )  # of the newest nodes
     for depth in range(shape.depth):
-        tokens, reached = below(request, scored(request, expand, tree, first), score, k, first=first, depth=depth)
+        tokens, reached = offer(tree, first, score, depth)
         flat, scores = tokens.flatten(1), reached.flatten(1).masked_fill(limits <= depth, IMPOSSIBLE)
         level = Candidates(flat, scores, numbers[..., None].expand_as(tokens).flatten(1), torch.full_like(flat, UNSEEN))
         begin = 0 if found is None else found.tokens.shape[1]

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.growth import Growth, grow_from
-from foretoken.histories import to_device
 from foretoken.sampler import Sampler, fit_vocabulary
 from foretoken.sampling import Noise
 from foretoken.shapes import StaticShape
 from foretoken.target import Target, Window
 from foretoken.target.graphs import TRIALS, Graphs, Recording
 from foretoken.target.static_pass import upload
+from foretoken.transfers import to_device
 from foretoken.tree import TokenTree, chain_ancestors, chain_depths
 
 AGREE = 0.9  # of the tokens in a trial; nearly tied scores may be rounded to another order where rows were padded

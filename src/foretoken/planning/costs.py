@@ -18,6 +18,7 @@ from foretoken.processors import Pipeline
 from foretoken.sampler import Sampler
 from foretoken.shapes import DynamicShape, StaticShape, TreeShape
 from foretoken.target import Target
+from foretoken.target.graphs import PATIENCE, TRIALS
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -185,9 +186,9 @@ class StandIn:
 
 
 def runs_a_model(drafter: Drafter) -> bool:
-    """Whether drafting takes forward passes. Only such drafters are timed beforehand: others may learn from what they are shown, and
-    their rounds tell soon enough what they cost."""
-    return isinstance(getattr(drafter, "model", None), Target)
+    """Whether drafting takes forward passes, of a model or of a head. Only such drafters are timed beforehand: others may learn from
+    what they are shown, and their rounds tell soon enough what they cost."""
+    return isinstance(getattr(drafter, "model", None), Target) or isinstance(getattr(drafter, "head", None), torch.nn.Module)
 
 
 def measure(
@@ -227,9 +228,13 @@ class Measurement:
         room = 10**9 if target.context is None else target.context - largest.nodes - 1
         self.prompt = max(1, min(PROMPT, room))
         self.longer = min(PROMPT * LONGER, room)
+        passing = [target, getattr(drafter, "model", None)]
+        replayed = any(getattr(each, "graphs", None) is not None for each in passing)
+        self.warm_ups = 1 + PATIENCE + TRIALS if replayed else 1  # calls until a pass is replayed, unwatched
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, target.vocab_size, (rows, max(self.prompt, self.longer)), generator=generator).tolist()
         self.texts = [line[: self.prompt] for line in ids]
+        self.prompt_hidden: list[Tensor] | None = None
         self.long_texts = ids
 
     def timed(self, name: Any, call: Callable[[], object]) -> float:
@@ -242,13 +247,14 @@ class Measurement:
         return spent
 
     def in_turns(self, calls: dict[Any, Callable[[], object]], deadline: float) -> None:
-        """Each once to warm up, as far as time allows, then those again and again."""
+        """Each to warm up, as far as time allows, then those again and again."""
         begun: list[Any] = []
         start = self.clock()
         for name, call in calls.items():
             if begun and self.clock() - start > 0.4 * (deadline - start):
                 break
-            self.timed(name, call)
+            for _ in range(self.warm_ups):
+                self.timed(name, call)
             begun.append(name)
         for repeat in range(REPEATS):
             for name in begun:
@@ -256,10 +262,11 @@ class Measurement:
                     return
                 self.timed(name, calls[name])
                 if repeat == 0:
-                    del self.times[name][0]  # the warm-up
+                    del self.times[name][: self.warm_ups]
 
     def passes(self, deadline: float) -> None:
         self._open(self.texts)
+        self.prompt_hidden = self.target.prompt_hidden if self.drafter.features else None
         most = self.largest.nodes + 1 + self.drafter.filler
         if self.target.context is not None:
             most = min(most, self.target.context - self.prompt)
@@ -275,7 +282,7 @@ class Measurement:
 
     def drafts(self, deadline: float) -> None:
         rows = [StandIn(slot, list(text), self.prompt + self.largest.nodes + 1) for slot, text in enumerate(self.texts)]
-        self.drafter.begin(rows)
+        self._begin(rows)
         deep = min(4, self.largest.depth)
         shapes: dict[str, TreeShape] = {"one": TreeShape.chain(1), "deep": TreeShape.chain(deep)}
         for width in WIDTHS:
@@ -288,7 +295,7 @@ class Measurement:
                 shapes[f"wide {width}"] = shape
         self.in_turns({(name, shape.depth): self._drafting(rows, shape) for name, shape in shapes.items()}, deadline)
         self.drafter.end(rows)
-        self.drafter.begin(rows)
+        self._begin(rows)
         self.timed("unread", self._drafting(rows, shapes["one"]))
         self.drafter.end(rows)
 
@@ -340,9 +347,20 @@ class Measurement:
         def draft() -> None:
             tree = self.drafter.draft(request)
             path = None if tree.chain else torch.zeros(self.rows, shape.depth + 1, dtype=torch.long, device=tree.tokens.device)
-            self.drafter.observe(rows, Feedback(tree, [0] * self.rows, path))
+            self.drafter.observe(rows, Feedback(tree, [0] * self.rows, path, hidden=self._hidden(tree.nodes)))
 
         return draft
+
+    def _begin(self, rows: Sequence[StandIn]) -> None:
+        if self.prompt_hidden is not None:
+            self.drafter.read(rows, self.prompt_hidden)
+        self.drafter.begin(rows)
+
+    def _hidden(self, nodes: int) -> Tensor | None:
+        """Hidden states at every node, for a drafter that reads some: those of the prompts again."""
+        if self.prompt_hidden is None:
+            return None
+        return torch.stack([states[-1:] for states in self.prompt_hidden]).expand(-1, nodes, -1)
 
     @staticmethod
     def _no_history() -> Tensor:

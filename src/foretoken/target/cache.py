@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from foretoken.errors import CacheMemoryError
+from foretoken.transfers import to_device
 
 BLOCK = 64  # capacities are multiples of this many tokens
 FEW = 4  # vectors per buffer that are moved one by one
@@ -233,7 +234,7 @@ class TreeCache(Cache):
 
     def _gather_path(self, path: Tensor, window: Window) -> None:
         """Bring the nodes of ``path`` ``[R, D]`` to the front of each row's tree."""
-        starts = torch.tensor(self.lengths[window.first : window.last], device=path.device)[:, None]
+        starts = to_device(self.lengths[window.first : window.last], path.device)[:, None]
         source, goal = starts + path, starts + torch.arange(path.shape[1], device=path.device)
         rows = torch.arange(window.first, window.last, device=path.device)[:, None]
         for layer in self.written:
@@ -274,7 +275,7 @@ class TreeCache(Cache):
 
     def _write_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._indices:
-            starts = torch.tensor(self._window.starts, device=device)
+            starts = to_device(self._window.starts, device)
             rows = torch.arange(len(self._window.starts), device=device)[:, None]
             self._indices[device] = rows, starts[:, None] + torch.arange(self._window.nodes, device=device)
         return self._indices[device]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,13 @@ from foretoken.target.graphs import Graphs
 from foretoken.target.kernel_pass import Direct
 from foretoken.target.masks import MaskBuilder, layout
 from foretoken.target.temperature import temperature_from, tuned_layers
+from foretoken.transfers import to_device
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from foretoken.target.features import Features
 
 
 class TreeExecution:
@@ -36,6 +39,8 @@ class TreeExecution:
     Attributes:
         flex: attention through FlexAttention, None for the model's own.
         graphs: passes that are replayed, None where all of them are made.
+        features: hidden states that passes hand out, None for none; ``hidden`` are those of the last pass, ``[R, nodes, F * d]``, or
+            ``[R, 1, F * d]`` where ``keep`` asked for one node per row and they are not wanted for the whole text.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, context: int | None):
@@ -45,6 +50,8 @@ class TreeExecution:
         self.passes = 0
         self.flex: Flex | None = None
         self.graphs: Graphs | None = None
+        self.features: Features | None = None
+        self.hidden: Tensor | None = None
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -60,7 +67,7 @@ class TreeExecution:
         self.passes += 1
         model_pass = partial(self._pass, tree, window, tokens, keep)
         if self.graphs is not None and keep is None:
-            return self.graphs.run(tree, window, tree.tokens if tokens is None else tokens, model_pass)
+            return self._replayed(tree, window, tree.tokens if tokens is None else tokens, model_pass)
         masked = not (tree.chain and window.uniform) or (window.nodes > 1 and window.starts[0] > 0)
         if self.flex is None or not masked:
             return model_pass()
@@ -68,11 +75,25 @@ class TreeExecution:
         within = self.context is None or window.width <= self.context  # filler beyond it stands where no path does
         return self.flex.run(tree, window, model_pass, flex_pass, timed=keep is None and within)
 
+    def _replayed(self, tree: TokenTree, window: Window, tokens: Tensor, model_pass: Callable[[], Tensor]) -> Tensor:
+        """One pass from a recording, where there is one."""
+        assert self.graphs is not None
+
+        def eager() -> tuple[Tensor, ...]:
+            logits = model_pass()
+            return (logits,) if self.hidden is None else (logits, self.hidden)
+
+        logits, *hidden = self.graphs.run(tree, window, tokens, eager)
+        self.hidden = hidden[0] if hidden else None
+        return logits
+
     def _pass(self, tree: TokenTree, window: Window, tokens: Tensor | None, keep: Sequence[int] | None, flex: Flex | None = None) -> Tensor:
         """One pass, through the model's own attention or through ``flex``."""
         self.cache.enter(window)
         if flex is None and (direct := self.direct) is not None:
-            return direct(tree.tokens if tokens is None else tokens, window, self.cache, self.context, self._masked(tree, window), keep)
+            given = tree.tokens if tokens is None else tokens
+            logits, self.hidden = direct(given, window, self.cache, self.context, self._masked(tree, window), keep, self.features)
+            return logits
         arguments: dict[str, Any] = {}
         last_only = keep is not None and all(node == tree.nodes - 1 for node in keep)
         positions = self._positions(tree, window)
@@ -94,9 +115,12 @@ class TreeExecution:
                 arguments["attention_mask"] = mask
             if keep is not None and self._takes_logits_to_keep:
                 arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
-            logits: Tensor = self.model(
+            caught = None if self.features is None else overrides.enter_context(self.features.catching())
+            logits = self.model(
                 input_ids=tree.tokens if tokens is None else tokens, past_key_values=self.cache, use_cache=True, **arguments
             ).logits
+        if caught is not None:
+            self.hidden = caught.hidden(None if caught.features.whole else keep)
         if keep is None:
             return logits
         return logits[:, -1:] if last_only else self._pick(logits, keep)
@@ -150,7 +174,7 @@ class TreeExecution:
         elif window.uniform:
             positions = tree.depths + (window.starts[0] - window.before)
         else:
-            positions = torch.tensor(window.starts, device=self.device)[:, None] - window.before + tree.depths
+            positions = to_device(window.starts, self.device)[:, None] - window.before + tree.depths
         if self.context is not None and window.width > self.context:
             positions = positions.clamp(max=self.context - 1)
         return positions

@@ -30,6 +30,7 @@ from foretoken.tree import TokenTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foretoken.target.features import Features
     from foretoken.target.target import Target
 
 PATIENCE = 2  # times that a bucket comes up before it is recorded
@@ -100,8 +101,9 @@ class Graphs:
 
     # -- passes ---------------------------------------------------------------------------------------------------------
 
-    def run(self, tree: TokenTree, window: Window, tokens: Tensor, eager: Callable[[], Tensor]) -> Tensor:
-        """``[R, N, V]`` logits of a pass over ``tokens``, by a replay or by ``eager``; a tensor of the caller's own."""
+    def run(self, tree: TokenTree, window: Window, tokens: Tensor, eager: Callable[[], Outputs]) -> Outputs:
+        """What ``eager`` gives for a pass over ``tokens``, by a replay or by itself: ``[R, N, V]`` logits, and hidden states where some are
+        wanted; tensors of the caller's own."""
         self.cache.enter(window)
         bucket = self.bucket(window) if self.ready else None
         if bucket is None:
@@ -114,13 +116,14 @@ class Graphs:
         if found is None:
             return eager()
         found.replay()
-        logits = found.outputs[0][: window.rows, : window.nodes].clone()  # the next replay overwrites them
+        outputs = tuple(each[: window.rows, : window.nodes].clone() for each in found.outputs)  # the next replay overwrites them
         if found.trials >= TRIALS:
             self.replays += 1
-            return logits
+            return outputs
         expected = eager()
         found.trials += 1
-        if (why := self.differs(logits, expected)) is not None:
+        reasons = [self.differs(ours, theirs, what) for ours, theirs, what in zip(outputs, expected, ("logits", "hidden states"))]
+        if (why := next((each for each in reasons if each), None)) is not None:
             self.fail(why)
             if window.before == 0:
                 self.owner.read_again()
@@ -243,14 +246,19 @@ class Graphs:
         self._seen.clear()
         self._buffers = None
 
-    def differs(self, found: Tensor, expected: Tensor) -> str | None:
+    def read(self, features: Features | None) -> None:
+        """Passes are to hand out these hidden states from now on; recordings that do not are dropped."""
+        self.drop()
+        self.passes.features = features
+
+    def differs(self, found: Tensor, expected: Tensor, what: str = "logits") -> str | None:
         """By how much ``found`` ``[R, N, V]`` differs from ``expected``, if that is too much; NaN is.
 
         In half precision a quarter of the nodes may differ by more: experts are chosen by scores that rounding may reorder.
         """
         errors = (found.float() - expected.float()).abs().amax(-1).flatten() / expected.float().abs().max().clamp(min=1e-6)
         difference = float(errors.quantile(0.75 if self._half else 1.0, interpolation="lower"))
-        return None if difference <= self.tolerance else f"its logits differ from those of an eager pass by {difference:.1e} of their scale"
+        return None if difference <= self.tolerance else f"its {what} differ from those of an eager pass by {difference:.1e} of their scale"
 
 
 def rounded(count: int, steps: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from foretoken.target.cache import TreeCache, Window
 from foretoken.target.packing import NATIVE
 
 if TYPE_CHECKING:
+    from foretoken.target.features import Features
     from foretoken.target.fusion import FusedLayer
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -195,8 +196,17 @@ class NativeModel:
         out = self.run_over(x, position_ids, attention_mask, past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values)
 
-    def run_over(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache, places: Places | None = None) -> Tensor:
-        """The last hidden states for embeddings ``x``, which are overwritten; shapes as :meth:`NativePass.of` has them."""
+    def run_over(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: TreeCache,
+        places: Places | None = None,
+        states: native.States | None = None,
+    ) -> Tensor:
+        """The last hidden states for embeddings ``x``, which are overwritten; shapes as :meth:`NativePass.of` has them. ``states`` says
+        what else to write where."""
         window, norm = cache.window, self.base.norm
         assert window is not None
         keys, values, row_stride, head_stride = self.held(cache, x)
@@ -207,7 +217,7 @@ class NativeModel:
         out, offset = torch.empty_like(x), window.first * row_stride
         where = norm.weight.data_ptr(), norm.variance_epsilon, out.data_ptr()
         seen = None if mask is None else mask.data_ptr()
-        self.run(self.abouts, len(self.kernels), about, seen, x.data_ptr(), keys, values, offset, *where)
+        self.run(self.abouts, len(self.kernels), about, seen, x.data_ptr(), keys, values, offset, *where, states)
         return out
 
     @property
@@ -295,8 +305,10 @@ class Direct:
         context: int | None,
         tree: tuple[Tensor, Tensor] | None,
         keep: Sequence[int] | None,
-    ) -> Tensor:
-        """``[R, nodes, V]`` logits after ``tokens`` ``[R, nodes]``, or those of node ``keep[r]`` of each row alone, ``[R, 1, V]``.
+        features: Features | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[R, nodes, V]`` logits after ``tokens`` ``[R, nodes]``, or those of node ``keep[r]`` of each row alone, ``[R, 1, V]``; and the
+        hidden states ``features`` ``[R, nodes, F * d]``, those of ``keep`` alone unless they are wanted for the whole text.
 
         Args:
             context: positions that the model knows.
@@ -315,17 +327,25 @@ class Direct:
                 positions = positions.clamp(max=context - 1)
         else:
             positions, mask = tree[0].expand(window.rows, -1).reshape(-1), tree[1]
-        hidden = self.decoder.run_over(x, positions[None], mask, cache, places)
-        if keep is not None:
-            hidden = hidden[:, [begin + node for begin, node in zip(places.begins.tolist(), keep)]]
-        logits: Tensor = self.model.lm_head(hidden)
-        if keep is not None:
-            return logits.view(window.rows, 1, -1)
-        if whole:
-            return logits.view(window.rows, window.nodes, -1)
-        spread = logits.new_zeros(tokens.numel(), logits.shape[-1])
-        spread[index] = logits[0]
-        return spread.view(window.rows, window.nodes, -1)
+        states, read = None, None
+        if features is not None:
+            states = x.new_empty(places.count, features.width)
+            numbers = (ctypes.c_int64 * len(features.numbers))(*features.numbers)
+            read = native.States(len(features.numbers), ctypes.addressof(numbers), states.data_ptr())
+        hidden = self.decoder.run_over(x, positions[None], mask, cache, places, read)[0]
+        last = None if keep is None else [begin + node for begin, node in zip(places.begins.tolist(), keep)]
+        logits: Tensor = self.model.lm_head(hidden[None] if last is None else hidden[None, last])[0]
+
+        def spread(found: Tensor) -> Tensor:
+            if whole:
+                return found.view(window.rows, window.nodes, -1)
+            spread = found.new_zeros(tokens.numel(), found.shape[-1])
+            spread[index] = found
+            return spread.view(window.rows, window.nodes, -1)
+
+        if states is not None and features is not None:
+            states = spread(states) if last is None or features.whole else states[last].view(window.rows, 1, -1)
+        return logits.view(window.rows, 1, -1) if last is not None else spread(logits), states
 
 
 def pointers(addresses: list[int]) -> Any:

@@ -20,6 +20,7 @@ from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 from foretoken.target.cache import TreeCache, Window
+from foretoken.transfers import to_device
 from foretoken.tree import TokenTree
 
 NAME = "foretoken_positions"
@@ -71,7 +72,7 @@ class Layout:
     def _slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Slots ``[1, W]``, where each row's tree starts ``[R, 1]``, and the node that a slot would hold ``[R, W]``."""
         device = self.positions.device
-        starts = torch.tensor(self.window.starts, device=device)[:, None] - self.window.before
+        starts = to_device(self.window.starts, device)[:, None] - self.window.before
         slots = torch.arange(self.window.width, device=device)[None]
         return slots, starts, (slots - starts).clamp(0, self.tree.nodes - 1)
 

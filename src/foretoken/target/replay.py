@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from foretoken.target.features import Features
 
 REPLAY = 32  # kept tokens read again in a pass; more of them get a pass of their own, after which the copy is renewed
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
@@ -147,6 +150,9 @@ class ReplayExecution:
         vocab_size: ids it knows; others are read as the nearest of these.
         chunk: most tokens of text read in one pass.
         context: positions the model knows; of a row beyond it nothing is read, and its logits are zeros.
+
+    Attributes:
+        features, hidden: as those of a :class:`~foretoken.target.execution.TreeExecution`; filler and what is not read have zeros.
     """
 
     ragged = True  # each row pays for its own nodes
@@ -156,6 +162,8 @@ class ReplayExecution:
         self.model, self.device, self.vocab_size, self.chunk, self.context = model, device, vocab_size, chunk, context
         self.cache = ReplayCache()
         self.passes = 0
+        self.features: Features | None = None
+        self.hidden: Tensor | None = None
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in parameters)
         self._takes_positions = "position_ids" in parameters
@@ -172,22 +180,20 @@ class ReplayExecution:
         if keep is not None:
             counts = [node + 1 for node in keep]
         before = window.before
-        found = [self._read(row, chain[:count], before) for row, chain, count in zip(self.cache.entered, chains, counts)]
-        if keep is not None:
-            return torch.stack([logits[-1:] for logits in found])
-        whole = found[0].new_zeros(tree.rows, window.nodes, found[0].shape[-1])
-        for line, logits in zip(whole, found):
-            line[: len(logits)] = logits
-        return whole
+        found, states = zip(*[self._read(row, chain[:count], before) for row, chain, count in zip(self.cache.entered, chains, counts)])
+        if self.features is not None:
+            self.hidden = together(states, window.nodes, last=keep is not None and not self.features.whole)
+        return together(found, window.nodes, last=keep is not None)
 
-    def _read(self, row: ReplayRow, drafted: list[int], before: int) -> Tensor:
-        """``[len(drafted) - before, V]`` logits after the tokens of ``drafted`` from ``before`` on, behind the row's text."""
+    def _read(self, row: ReplayRow, drafted: list[int], before: int) -> tuple[Tensor, Tensor]:
+        """``[n, V]`` logits and ``[n, F * d]`` hidden states at the n tokens of ``drafted`` from ``before`` on, behind the row's text."""
         row.drafted = drafted
         text, whole = len(row.text), row.text + drafted
-        if before >= len(drafted):  # a row whose chain ended in an earlier pass
-            return torch.empty(0, self.vocab_size, device=self.device)
-        if self.context is not None and len(whole) > self.context:
-            return torch.zeros(len(drafted) - before, self.vocab_size, dtype=self.model.dtype, device=self.device)
+        ended = before >= len(drafted)  # in an earlier pass
+        if ended or (self.context is not None and len(whole) > self.context):
+            sizes = self.vocab_size, 0 if self.features is None else self.features.width
+            made = [torch.zeros(max(0, len(drafted) - before), size, dtype=self.model.dtype, device=self.device) for size in sizes]
+            return made[0], made[1]
         state = row.take(whole, text + before)
         if text - len(state.tokens) > REPLAY:
             for end in range(len(state.tokens) + self.chunk, text, self.chunk):
@@ -197,8 +203,8 @@ class ReplayExecution:
             state = row.take(whole, text)
         return self._pass(state, whole[len(state.tokens) :], len(drafted) - before)
 
-    def _pass(self, state: State, tokens: list[int], wanted: int) -> Tensor:
-        """``[wanted, V]`` logits after the last of ``tokens``, which ``state`` reads."""
+    def _pass(self, state: State, tokens: list[int], wanted: int) -> tuple[Tensor, Tensor]:
+        """``[wanted, V]`` logits and ``[wanted, F * d]`` hidden states at the last of ``tokens``, which ``state`` reads."""
         if state.memory is None and self._cache_argument != "state":
             state.memory = DynamicCache(config=self.model.config.get_text_config())
         arguments: dict[str, Any] = {self._cache_argument: state.memory}
@@ -208,11 +214,22 @@ class ReplayExecution:
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = wanted
         self.passes += 1
-        output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=True, **arguments)
+        with nullcontext() if self.features is None else self.features.catching() as caught:
+            output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=True, **arguments)
         state.memory = getattr(output, self._cache_argument)
         state.tokens += tokens
-        logits: Tensor = output.logits[0, -wanted:]
-        return logits
+        logits = output.logits[0, -wanted:]
+        return logits, logits.new_empty(wanted, 0) if caught is None else caught.hidden()[0, -wanted:]
+
+
+def together(found: Sequence[Tensor], nodes: int, *, last: bool) -> Tensor:
+    """``[R, nodes, *]`` of what was ``found`` at the tokens of each row, zeros behind it; or the last of each row alone, ``[R, 1, *]``."""
+    if last:
+        return torch.stack([each[-1:] for each in found])
+    whole = found[0].new_zeros(len(found), nodes, found[0].shape[-1])
+    for line, each in zip(whole, found):
+        line[: len(each)] = each
+    return whole
 
 
 def begins(whole: Sequence[int], tokens: Sequence[int], limit: int) -> bool:

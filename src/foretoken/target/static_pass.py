@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foretoken.histories import to_device
 from foretoken.target.alibi import alibi_from, uses_alibi
 from foretoken.target.cache import TreeCache, Window
 from foretoken.target.grouped import Grouped
 from foretoken.target.masks import Layout, MaskBuilder
 from foretoken.target.temperature import temperature_from, tuned_layers
+from foretoken.transfers import to_device
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from foretoken.target.features import Features
 
 
 class StaticPass:
@@ -34,6 +36,9 @@ class StaticPass:
     Args:
         model, cache, context: as in :class:`~foretoken.target.execution.TreeExecution`.
         grouped: how heads that share keys attend, None for the model's own way.
+
+    Attributes:
+        features: hidden states that passes hand out, None for none; ``hidden`` are those of the last pass, ``[R, N, F * d]``.
     """
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache, context: int | None, grouped: Grouped | None):
@@ -43,6 +48,8 @@ class StaticPass:
         self._masks = MaskBuilder(config, config._attn_implementation, model.dtype)
         self._alibi = uses_alibi(model)
         self._tuned = tuned_layers(model)
+        self.features: Features | None = None
+        self.hidden: Tensor | None = None
 
     def __call__(self, tokens: Tensor, roots: Tensor, first: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> Tensor:
         """``[R, N, V]`` logits after ``tokens`` ``[R, N]``, rows 0 to R of the cache; their keys are written.
@@ -83,7 +90,9 @@ class StaticPass:
                 overrides.enter_context(alibi_from(self.model, where.keys))
             if self.grouped is not None:
                 overrides.enter_context(self.grouped.in_use())
+            caught = None if self.features is None else overrides.enter_context(self.features.catching())
             logits: Tensor = self.model(input_ids=tokens, past_key_values=view, use_cache=True, **arguments).logits
+        self.hidden = None if caught is None else caught.hidden()
         return logits
 
 
@@ -168,8 +177,10 @@ class PassFrame:
             self._form = form
 
     def run(self) -> tuple[Tensor, ...]:
-        """``[R, N, V]`` logits of the bucket."""
-        return (self.passes(self.tokens, self.places[0], self.places[1], self.depths, self.ancestors, self.bucket.span),)
+        """``[R, N, V]`` logits of the bucket, and the hidden states ``[R, N, F * d]`` where some are wanted."""
+        logits = self.passes(self.tokens, self.places[0], self.places[1], self.depths, self.ancestors, self.bucket.span)
+        hidden, self.passes.hidden = self.passes.hidden, None
+        return (logits,) if hidden is None else (logits, hidden)
 
     def _shape(self, tree: TokenTree, window: Window) -> None:
         before, nodes, total = window.before, self.bucket.nodes, window.before + window.nodes

@@ -17,6 +17,7 @@ from foretoken.target.cache import TreeCache, Window
 from foretoken.target.compilation import Compilation
 from foretoken.target.compilation import refusal as compilation_refusal
 from foretoken.target.execution import TreeExecution
+from foretoken.target.features import Features, PromptStates, Tap, features_of, taps_of
 from foretoken.target.flex import ATTENTIONS, Flex
 from foretoken.target.flex import refusal as flex_refusal
 from foretoken.target.graphs import Graphs, graph_test
@@ -46,6 +47,8 @@ class Execution(Protocol):
     """How forward passes are made and what they leave behind; one per kind of cache."""
 
     passes: int
+    features: Features | None
+    hidden: Tensor | None
 
     @property
     def ragged(self) -> bool: ...
@@ -87,6 +90,7 @@ class Target:
         flex: FlexAttention, its passes and trials; None if it is out of the question, and ``unflexed`` says why.
         chains_only: why this target can verify chains but no branching trees; None if it takes trees.
         context: most tokens a row may hold, None if the model sets no limit.
+        prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
 
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
@@ -122,6 +126,9 @@ class Target:
         self._texts: list[Sequence[int]] = []  # of live rows
         self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones still hold
         self._weights: object = None
+        self._taps: list[Tap | None] = []  # where hidden states come by, once that was asked
+        self._reused_prefix = reuse_prefix  # before somebody read whole texts
+        self.prompt_hidden: list[Tensor] | None = None
         self._check_mode()
         self.kernels: Kernels | None = None
         self.compilation: Compilation | None = None
@@ -187,12 +194,14 @@ class Target:
         """Drop all rows and give the memory back."""
         self.cache.forget()
         self._texts, self._dropped = [], {}
+        self._execution.hidden = self.prompt_hidden = None
         if self.graphs is not None:
             self.graphs.drop()
 
     def close(self) -> None:
         """Release everything and leave the model as it was found; no more passes after this."""
         self.release()
+        self.read(())
         if self.kernels is not None:
             self.kernels.undo()
             self.kernels = None
@@ -226,20 +235,67 @@ class Target:
         """The model in one call of a kernel, where its weights are laid out for that and nobody watches."""
         return self._execution.direct
 
+    # -- hidden states ------------------------------------------------------------------------------------------------
+
+    def read(self, features: Sequence[int], *, whole: bool = False) -> None:
+        """Have passes hand out hidden states from now on; of no ``features``, none, which costs nothing. Replaces what was asked before.
+
+        :attr:`hidden` are those of the nodes of a pass, :attr:`prompt_hidden` those of prompts: ``[1, F * d]`` per row at its last token.
+
+        Args:
+            features: numbers as in transformers' ``output_hidden_states``, :data:`~foretoken.target.features.LAST` for what the LM head
+                reads; they are concatenated in this order.
+            whole: hand out those of prompts at every token, ``[L, F * d]`` per row. **No prefix is reused then**: of a beginning that was
+                copied from another row no hidden states are known. ``reuse_prefix`` is what it was once nobody reads whole texts.
+
+        Raises:
+            ConfigurationError: a number that there is no hidden state for.
+            UnsupportedModelError: a hidden state that can not be handed out.
+        """
+        found: Features | None = None
+        if features:
+            if not self._taps:
+                ids = torch.arange(min(SAMPLE, self.context or SAMPLE), device=self.device)[None] % self.vocab_size
+                self._taps = taps_of(self.model, ids)
+            found = features_of(self.model, features, self._taps, whole=whole, device=self.device)
+        before, self._execution.features = self._execution.features, found
+        self._execution.hidden = self.prompt_hidden = None
+        if before is None or not before.whole:
+            self._reused_prefix = self.reuse_prefix
+        self.reuse_prefix = self._reused_prefix and not (found is not None and whole)
+        if self.graphs is not None:
+            self.graphs.read(found)
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The hidden states that passes hand out, in their order; the number of the last layer is given as ``LAST``."""
+        return () if self._execution.features is None else self._execution.features.numbers
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """``[R, N - first, F * d]`` the :attr:`features` at the nodes of the last pass, :meth:`score` or :meth:`advance`, in the model's
+        dtype, on :attr:`device`; None if there are none. Of a chain's filler they may be anything. A tensor of the caller's own."""
+        return self._execution.hidden
+
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Sequence[Sequence[int]], *, first: int) -> Tensor:
         """Fill rows ``first``, ``first + 1``, … with what their cache lacks of ``prompts``, in chunks.
 
         Returns:
-            ``[len(prompts), V]`` logits after each prompt's last token, in the model's dtype.
+            ``[len(prompts), V]`` logits after each prompt's last token, in the model's dtype. Where hidden states are read,
+            :attr:`prompt_hidden` holds one tensor per prompt, until the next pass.
         """
         logits: list[Tensor] = []
+        hidden: list[Tensor] = []
         row = first
         while row < first + len(prompts):
             last = self._group(prompts, row, first)
-            logits.append(self._prefill_group(prompts[row - first : last - first], row))
+            found, states = self._prefill_group(prompts[row - first : last - first], row)
+            logits.append(found)
+            hidden += states
             row = last
+        self.prompt_hidden = hidden if self.features else None
         return torch.cat(logits)
 
     def score(self, tree: TokenTree, *, first: int = 0) -> Tensor:
@@ -263,6 +319,7 @@ class Target:
             raise ValueError(f"first must name one of the {tree.nodes} nodes of the tree, got {first}")
         if tree.rows != len(self.lengths):
             raise ValueError(f"the tree has {tree.rows} rows and the cache {len(self.lengths)}")
+        self.prompt_hidden = None
         counts = None if first or tree.rows == 1 or self.device.type != "cpu" else tree.counts
         window = Window(0, len(self.lengths), tuple(length + first for length in self.lengths), tree.nodes - first, first, counts)
         return self._execution.forward(tree, window, tokens=tree.tokens[:, first:].clamp(0, self.vocab_size - 1))
@@ -435,8 +492,9 @@ class Target:
             last += 1
         return last
 
-    def _prefill_group(self, prompts: Sequence[Sequence[int]], row: int) -> Tensor:
-        last = row + len(prompts)
+    def _prefill_group(self, prompts: Sequence[Sequence[int]], row: int) -> tuple[Tensor, list[Tensor]]:
+        last, features = row + len(prompts), self._execution.features
+        states = None if features is None else PromptStates(len(prompts), whole=features.whole)
         while True:
             starts = tuple(self.lengths[row:last])
             counts = [min(len(prompt) - start, self.prefill_chunk) for prompt, start in zip(prompts, starts)]
@@ -446,8 +504,10 @@ class Target:
             window = Window(row, last, starts, width, counts=tuple(counts))
             logits = self._execution.forward(TokenTree.from_chain(tokens), window, keep=[count - 1 for count in counts])
             self.commit(None, counts)
+            if states is not None and self.hidden is not None:
+                states.add(self.hidden, counts)
             if self.lengths[row] == len(prompts[0]):
-                return logits[:, 0]
+                return logits[:, 0], [] if states is None else states.rows()
 
     def _input_device(self) -> torch.device:
         """Where input ids go: the device of the embeddings, also under a device map."""

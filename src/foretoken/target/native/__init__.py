@@ -62,6 +62,12 @@ class Pass(ctypes.Structure):
     )
 
 
+class States(ctypes.Structure):
+    """``States`` of ``layer.c``."""
+
+    _fields_ = [(name, kind) for name, kind in (("count", ctypes.c_int64), ("numbers", ctypes.c_void_p), ("out", ctypes.c_void_p))]
+
+
 class Growth(ctypes.Structure):
     """``Growth`` of ``layer.c``."""
 
@@ -113,11 +119,13 @@ def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
         pointer,
         ctypes.c_double,
         pointer,
+        ctypes.POINTER(States),
     ]
     kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer]
+    kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
     kernels.grow.restype = kernels.fill.restype = number
-    kernels.linear.restype = kernels.layer.restype = kernels.model.restype = None
+    kernels.linear.restype = kernels.layer.restype = kernels.model.restype = kernels.largest.restype = None
     return kernels
 
 
@@ -144,6 +152,21 @@ def _advise() -> Callable[[int, int, int], int]:
     advise = ctypes.CDLL(None).madvise
     advise.argtypes, advise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
     return cast("Callable[[int, int, int], int]", advise)
+
+
+MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
+
+
+def largest(values: Tensor, k: int) -> Tensor | None:
+    """``[N, k]`` int64 the places of the k largest of each line of ``values`` ``[N, V]``, V >= k, on the CPU, largest first, the earlier of
+    equals first; None where there is no kernel for that."""
+    if not 1 <= k <= MOST_OF_LARGEST or values.stride(1) != 1 or refusal(values.dtype) is not None:
+        return None
+    out = torch.empty(len(values), k, dtype=torch.int64)
+    lines, width = values.shape
+    threads = min(torch.get_num_threads(), lines)
+    library(values.dtype).largest(values.data_ptr(), lines, width, values.stride(0), k, out.data_ptr(), threads)
+    return out
 
 
 def scratch(size: int) -> int:

@@ -533,13 +533,32 @@ void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *
     }
 }
 
+/* Hidden states that a pass hands out: out [T, count * hidden], those of `numbers` side by side. 0 is what the first layer reads, i what
+ * comes out of the i-th, -1 what is behind the norm. */
+typedef struct {
+    int64_t count;
+    const int64_t *numbers;
+    value *out;
+} States;
+
+/* x [T, H] is hidden state `number` */
+static void hand_out(const States *s, int number, const value *x, int T, int H) {
+    for (int f = 0; s && f < s->count; f++)
+        if (s->numbers[f] == number)
+            for (int t = 0; t < T; t++) __builtin_memcpy(s->out + ((size_t)t * s->count + f) * H, x + (size_t)t * H, H * sizeof(value));
+}
+
 /* All layers, and the norm behind them: out [T, hidden] from x [T, hidden], which is overwritten. Keys and values of layer i begin
- * `offset` values behind keys[i] and values[i]. */
+ * `offset` values behind keys[i] and values[i]. `states` may be null. */
 void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *mask, value *x, value *const *keys, value *const *values,
-           int64_t offset, const value *norm, double eps, value *out) {
+           int64_t offset, const value *norm, double eps, value *out, const States *states) {
     const int T = p->tokens, H = layers[0]->hidden;
-    for (int i = 0; i < count; i++) layer(layers[i], p, mask, x, keys[i] + offset, values[i] + offset);
+    for (int i = 0; i < count; i++) {
+        hand_out(states, i, x, T, H);
+        layer(layers[i], p, mask, x, keys[i] + offset, values[i] + offset);
+    }
     for (int t = 0; t < T; t++) normed(x + (size_t)t * H, norm, out + (size_t)t * H, H, eps);
+    hand_out(states, -1, out, T, H);
 }
 
 /* -- a draft tree, grown in one call --------------------------------------------------------------------------------------- */
@@ -617,7 +636,7 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
     }
     g->begins[0] = 0, g->begins[1] = p->tokens = p->nodes = T;
     p->cos = g->angles, p->sin = g->angles + (size_t)T * size;
-    model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out);
+    model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out, 0);
 #pragma omp parallel num_threads(p->threads)
     product(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns);
 }
@@ -744,4 +763,52 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
         }
     *fed = read;
     return kept;
+}
+
+/* -- the largest ------------------------------------------------------------------------------------------------------- */
+
+#define MOST 16 /* of them */
+
+INLINE float number(const value *p) {
+#ifdef BF16
+    union {
+        uint32_t bits;
+        float number;
+    } as = {(uint32_t)*p << 16};
+    return as.number;
+#else
+    return *p;
+#endif
+}
+
+/* Put x, which is found at `place`, in front of the first of `count` that is smaller; the last one falls out where there are k */
+INLINE int put(float *best, int64_t *at, int count, int k, float x, int64_t place) {
+    int i = count < k ? count++ : k - 1;
+    for (; i > 0 && best[i - 1] < x; i--) best[i] = best[i - 1], at[i] = at[i - 1];
+    best[i] = x, at[i] = place;
+    return count;
+}
+
+/* The places of the k <= MOST largest of each of `lines` lines of `width` >= k values, largest first and the earlier of equals first, into
+ * out [lines, k]. Lines begin `stride` values apart. A line is read once; what is no larger than the k-th so far costs a comparison. */
+void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k, int64_t *out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t l = 0; l < lines; l++) {
+        const value *line = x + l * stride;
+        float best[MOST];
+        int64_t *at = out + l * k, i = 0;
+        int count = 0;
+        for (; i < k; i++) count = put(best, at, count, k, number(line + i), i);
+        for (; i + 64 <= width; i += 64) {
+            const __m512 least = _mm512_set1_ps(best[k - 1]);
+            uint64_t more = 0;
+            for (int b = 0; b < 4; b++) more |= (uint64_t)_mm512_cmp_ps_mask(load(line + i + 16 * b), least, _CMP_GT_OQ) << (16 * b);
+            for (; more; more &= more - 1) {
+                const int64_t place = i + __builtin_ctzll(more);
+                if (number(line + place) > best[k - 1]) put(best, at, k, k, number(line + place), place);
+            }
+        }
+        for (; i < width; i++)
+            if (number(line + i) > best[k - 1]) put(best, at, k, k, number(line + i), i);
+    }
 }
