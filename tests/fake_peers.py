@@ -18,6 +18,9 @@ class Engine:
         {on_load}
         return {{"note": f"{{mode}} of {name}"}}
 
+    def forget(self, name):
+        self.forgotten = [*getattr(self, "forgotten", []), name]
+
     def generate(self, name, ids, tokens, temperature, seed):
         self.calls = getattr(self, "calls", 0) + 1
         mode = self.modes[name]

@@ -20,6 +20,7 @@ from foretoken.drafters.token_recycling import TokenRecycling, laid_out, last_of
 from foretoken.planning import FixedPlanner
 from foretoken.sampler import Sampler
 from foretoken.shapes import TreeShape
+from foretoken.target import native
 from foretoken.testing import ProbabilityTable, TableTarget
 from foretoken.tree import TokenTree
 from foretoken.verification.match import Match
@@ -56,8 +57,11 @@ def texts(tree: TokenTree) -> list[list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("nodes", "vocab_size", "k"), [(1, 40, 8), (3, 300, 8), (2, 1000, 1), (5, 4097, 8), (9, 20011, 8), (1, 8, 8)])
-def test_the_largest_are_the_largest(nodes, vocab_size, k, dtype, monkeypatch):
+@pytest.mark.parametrize("kernel", [True, False])
+def test_the_largest_are_the_largest(nodes, vocab_size, k, dtype, kernel, monkeypatch):
     monkeypatch.setattr(token_recycling, "SMALL", 0)
+    if not kernel:
+        monkeypatch.setattr(token_recycling.native, "largest", lambda *_: None)
     generator = torch.Generator().manual_seed(vocab_size)
     line = torch.randperm(vocab_size, generator=generator).float()
     logits = torch.stack([line[torch.randperm(vocab_size, generator=generator)] for _ in range(nodes)]).to(dtype)
@@ -66,6 +70,22 @@ def test_the_largest_are_the_largest(nodes, vocab_size, k, dtype, monkeypatch):
     assert found.shape == (nodes, k) and found[0, 0] == vocab_size - 1
     assert all(len(set(line)) == k for line in found.tolist())
     assert logits.gather(1, found).tolist() == logits.topk(k).values.tolist()
+
+
+@pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no kernels here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_takes_the_earlier_of_equals_and_lines_that_lie_apart(dtype):
+    if native.refusal(dtype) is not None:
+        pytest.skip(f"no kernels for {dtype}")
+    generator = torch.Generator().manual_seed(3)
+    for width in (8, 63, 64, 65, 1000):
+        values = torch.randint(-4, 5, (7, width + 3), generator=generator).to(dtype)[:, 1 : 1 + width]
+        values[2], values[3] = float("-inf"), torch.arange(width)  # nothing is larger than anything; everything is larger than what was
+        found = native.largest(values, 8)
+        expected = [sorted(range(width), key=lambda place, line=line: (-line[place], place))[:8] for line in values.tolist()]
+        assert found.tolist() == expected, width
+    assert native.largest(values, 17) is None and native.largest(values.half(), 8) is None
+    assert native.largest(torch.randn(40, 9).to(dtype).T, 8) is None  # its lines are no lines in memory
 
 
 def test_a_vocabulary_smaller_than_k():

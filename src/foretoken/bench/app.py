@@ -267,6 +267,134 @@ def speed(
     raise typer.Exit(1 if failed or (strict and speed_report.missed(run)) else 0)
 
 
+@app.command()
+def drafters(
+    target: Annotated[
+        list[str] | None, typer.Option(help="A checkpoint folder or zoo:NAME; may be repeated. zoo:python-300m, unless given.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bfloat16, float32; may be repeated. bfloat16, unless given.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(help="May be repeated. All that need no training, unless given.")] = None,
+    members: Annotated[str, typer.Option(metavar="NAME,NAME", help="What several merges.")] = "suffix,ngram,rest",
+    gamma: Annotated[
+        list[int] | None, typer.Option(min=1, help="γ of chains on both sides; may be repeated. 5 and 10, unless given.")
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="embedded, edit, completion, chat, or a file of prompts; may be repeated. All four, unless given."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Turns of each suite, at most.")] = 2,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens per turn.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Measured calls.")] = 3,
+    warmups: Annotated[int, typer.Option(min=1, help="Calls before, of each contender.")] = 1,
+    worst: Annotated[bool, typer.Option(help="Also text that can not be guessed.")] = True,
+    replayed: Annotated[
+        str, typer.Option(help="Whose texts acceptance is measured on without a clock; none to leave it out.")
+    ] = "zoo:python-8m",
+    replay_limit: Annotated[int, typer.Option(min=1, help="Turns of each suite there, at most.")] = 6,
+    replay_tokens: Annotated[int, typer.Option(min=2, help="New tokens per turn there.")] = 128,
+    vllm: Annotated[bool, typer.Option(help="Beside vLLM's methods of the same kinds.")] = True,
+    peers: Annotated[
+        Path | None, typer.Option(file_okay=False, show_default="$FORETOKEN_PEERS or .peers", help="Folder of the peers' environments.")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(file_okay=False, show_default="work, among the peers", help="Folder for checkpoints, suites and stores.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of every contender.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a call has failed.")] = 120.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds after which loading has failed.")] = 900.0,
+    quick: Annotated[bool, typer.Option("--quick", help="1 turn of each suite × 16 tokens × 1 repeat, without random text.")] = False,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write NAME.json and NAME.md into this folder.")] = None,
+    name: Annotated[str, typer.Option(help="Of the files, for runs that are kept side by side.")] = "drafters",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 also when a figure is missed.")] = False,
+) -> None:
+    """The drafters that need no training, on four kinds of text: speed, acceptance, and vLLM's methods of the same kinds beside them.
+
+    What is not installed (make peers) is a row that says so. Exits with 1 when something that is installed failed.
+    """
+    given = locals()
+    from functools import partial
+
+    from transformers.utils import logging
+
+    from foretoken.bench import drafters_claims, drafters_report, environment, report
+    from foretoken.bench.drafters import Run, Settings
+    from foretoken.bench.peer_process import peers_folder
+
+    logging.disable_progress_bar()
+    repeated = {"targets": target, "dtypes": dtype, "drafters": drafter, "lengths": gamma, "suites": suite}
+    chosen: dict[str, Any] = {name: tuple(values) for name, values in repeated.items() if values}
+    chosen |= {"members": tuple(members.split(",")), "replayed": "" if replayed == "none" else replayed}
+    if not vllm:
+        chosen["peers"] = ()
+    if quick:
+        given |= {"limit": 1, "tokens": min(tokens, 16), "repeats": 1, "warmups": 1, "worst": False, "replay_limit": 1}
+    single = ("limit", "tokens", "repeats", "warmups", "worst", "replay_limit", "replay_tokens", "threads", "timeout", "patience")
+    where = peers_folder(peers)
+    with _configured():
+        settings = Settings(**chosen, **{name: given[name] for name in single})
+    begin = partial(Run, peers=where, work=work or where / "work")
+    run = _reported(begin, settings, environment.describe, drafters_report, report, out=out, as_json=as_json, name=name)
+    failed = [each for each in run.failures if "not installed: " not in each.message]
+    missed = strict and any(figure.verdict == "missed" for figure in drafters_claims.made(run))
+    raise typer.Exit(1 if failed or missed else 0)
+
+
+@app.command()
+def heads(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="A checkpoint folder or zoo:NAME; may be repeated. zoo:python-8m and zoo:python-300m, unless given."),
+    ] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND[:SOURCE]", help="medusa or eagle3; may be repeated. Both, as embedded for the target, unless given."),
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="May be repeated. float32 and bfloat16, unless given.")] = None,
+    gamma: Annotated[int, typer.Option(min=1, help="Tokens that an EAGLE-3 head drafts; a Medusa head drafts one with each head.")] = 4,
+    tree: Annotated[str, typer.Option(help="A shape to draft here besides.", show_default="the head's own")] = "",
+    suite: Annotated[str, typer.Option(help="embedded, or a file of prompts.")] = "embedded",
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each category, at most.")] = 5,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens per prompt.")] = 96,
+    peers: Annotated[
+        Path | None, typer.Option(file_okay=False, show_default="$FORETOKEN_PEERS or .peers", help="Folder of the peers' environments.")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(file_okay=False, show_default="work, among the peers", help="Folder for checkpoints and exported heads.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of both sides.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a call has failed.")] = 120.0,
+    patience: Annotated[float, typer.Option(min=1, help="Seconds after which loading has failed.")] = 900.0,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write heads.json and heads.md into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 also when a claim is missed.")] = False,
+) -> None:
+    """Exported heads in vLLM beside the same heads here: acceptance prompt by prompt, and draft by draft.
+
+    Exits with 1 when something could not be measured; it is then listed as a failure and has no figures.
+    """
+    given = locals()
+    from functools import partial
+
+    from transformers.utils import logging
+
+    from foretoken.bench import environment, heads_report, report
+    from foretoken.bench.heads import Run, Settings
+    from foretoken.bench.peer_process import peers_folder
+
+    logging.disable_progress_bar()
+    repeated = {"targets": target, "heads": head, "dtypes": dtype}
+    chosen: dict[str, Any] = {name: tuple(values) for name, values in repeated.items() if values}
+    where = peers_folder(peers)
+    with _configured():
+        single = ("tree", "suite", "limit", "tokens", "threads", "timeout", "patience")
+        settings = Settings(**chosen, length=gamma, **{name: given[name] for name in single})
+    begin = partial(Run, peers=where, work=work or where / "work")
+    run = _reported(begin, settings, environment.describe, heads_report, report, out=out, as_json=as_json)
+    missed = strict and any(claim.verdict == "missed" for claim in heads_report.claims(run))
+    raise typer.Exit(1 if run.failures or missed else 0)
+
+
 @contextmanager
 def _configured() -> Iterator[None]:
     """What can not work as asked ends the command with exit code 2."""

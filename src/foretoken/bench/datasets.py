@@ -11,7 +11,7 @@ gsm8k       ``question``, ``answer``; only the question is used
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,34 @@ def read(source: str, limit: int | None = None) -> list[Prompt]:
         if taken[prompt.category] <= limit:
             kept.append(prompt)
     return kept
+
+
+def conversation(
+    prompt: Prompt, tokenizer: Any, answer: Callable[[list[int]], list[int] | None], *, chat: bool = False
+) -> Iterator[list[int]]:
+    """The token ids that each turn is asked with, what came before it included: earlier turns and what ``answer`` made of them; as far as
+    that has answers. ``chat`` applies the tokenizer's template.
+
+    Raises:
+        ConfigurationError: the tokenizer makes no token of it.
+    """
+    ids: list[int] = []
+    messages: list[dict[str, str]] = []
+    for number, turn in enumerate(prompt.turns, 1):
+        messages.append({"role": "user", "content": turn})
+        if chat:
+            ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+        else:
+            ids = ids + list(tokenizer(turn, add_special_tokens=number == 1)["input_ids"])
+        if not ids:
+            raise ConfigurationError(f"the target's tokenizer makes no token of prompt {prompt.name}")
+        yield list(ids)
+        if number < len(prompt.turns):
+            said = answer(ids)
+            if said is None:
+                return
+            messages.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)})
+            ids = ids + said
 
 
 def embedded() -> list[Prompt]:

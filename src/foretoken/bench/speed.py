@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +21,11 @@ import torch
 
 from foretoken.bench import checkpoints, datasets
 from foretoken.bench.checkpoints import Checkpoint
+from foretoken.bench.datasets import Prompt
 from foretoken.bench.overhead import turned
 from foretoken.bench.peer_process import FORETOKEN, TRANSFORMERS, Peer, PeerError, PeerProcess, find
-from foretoken.bench.speed_plan import DRAFT, PLAIN, TEXT, Cell, Contender, Settings, cells, contenders, hopeless
+from foretoken.bench.speed_plan import DRAFT, LOOKUP, PLAIN, TEXT, Cell, Contender, Settings, cells, contenders, hopeless
 from foretoken.bench.speed_records import Curve, Failure, Measurement, Read, first_difference
-from foretoken.errors import ConfigurationError
 from foretoken.loading import load_tokenizer
 
 READ = 400 << 20  # bytes of the large read
@@ -68,15 +68,30 @@ class Run:
         self.notes: dict[str, str] = {}
         self.bytes: dict[str, int | None] = {}  # per pass, by target and dtype
         self.everyone: dict[str, Contender] = {}
-        self.prompts = [prompt for source in settings.prompts for prompt in datasets.read(source, settings.limit)]
+        self.prompts = self.read()
+
+    def read(self) -> list[Prompt]:
+        return [prompt for source in self.settings.prompts for prompt in datasets.read(source, self.settings.limit)]
+
+    def contenders(self) -> list[Contender]:
+        """Everyone who takes part; plain ones first."""
+        return [*contenders(self.settings), *(hopeless(self.settings) if self.settings.worst else [])]
+
+    def cells(self, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Contender], vocabulary: int) -> list[Cell]:
+        """All calls of one repeat; ``texts`` are prompts as (category, ids)."""
+        return cells(self.settings, texts, everyone, vocabulary)
+
+    def options(self, contender: Contender, target: Checkpoint) -> dict[str, Any]:
+        """What its adapter is told besides."""
+        return dict(contender.options)
 
     @property
     def steps(self) -> int:
         """Measured and warm-up calls, if nobody fails; a rough count, for a progress bar."""
         turns = sum(len(prompt.turns) for prompt in self.prompts)
         texts = [("", [0, 0])] * turns
-        everyone = [*contenders(self.settings), *(hopeless(self.settings) if self.settings.worst else [])]
-        calls = sum(len(cell.contenders) for cell in cells(self.settings, texts, everyone, 2)) * self.settings.repeats
+        everyone = self.contenders()
+        calls = sum(len(cell.contenders) for cell in self.cells(texts, everyone, 2)) * self.settings.repeats
         return (calls + len(everyone)) * len(self.settings.targets) * len(self.settings.dtypes)
 
     @property
@@ -117,16 +132,17 @@ class Block:
 
     def run(self) -> None:
         settings = self.settings
-        everyone = [*contenders(settings), *(hopeless(settings) if settings.worst else [])]
+        everyone = self.run_.contenders()
         self.run_.everyone |= {each.name: each for each in everyone}
         try:
             for contender in everyone:
                 self._load(contender)
             tokenizer = load_tokenizer(str(self.target.path))
             prompts = self._prompts(tokenizer)
-            calls = cells(settings, prompts, everyone, len(tokenizer))
+            calls = self.run_.cells(prompts, everyone, len(tokenizer))
             self._warm_up(calls)
             for repeat in range(settings.repeats):
+                self._forget(self.at)  # or else it would know the texts of the repeat before
                 for cell in calls:
                     for name in turned([each for each in cell.contenders if each in self.at], self._turns):
                         self._measure(name, cell, repeat)
@@ -176,7 +192,7 @@ class Block:
                 mode=contender.mode,
                 length=contender.length,
                 ngram=settings.ngram,
-                options=dict(contender.options),
+                options=self.run_.options(contender, self.target),
             )
             self.at[name] = contender, key
             if told.get("note"):
@@ -209,26 +225,11 @@ class Block:
 
     def _prompts(self, tokenizer: Any) -> list[tuple[str, list[int]]]:
         """Every turn as a prompt of its own: what came before it, answered as the first contender that is ready answers, and itself."""
-        found = []
-        for prompt in self.run_.prompts:
-            ids: list[int] = []
-            messages: list[dict[str, str]] = []
-            for number, turn in enumerate(prompt.turns):
-                messages.append({"role": "user", "content": turn})
-                if self.settings.chat:
-                    ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
-                else:
-                    ids = ids + list(tokenizer(turn, add_special_tokens=number == 0)["input_ids"])
-                if not ids:
-                    raise ConfigurationError(f"the tokenizer of {self.target.source} makes no token of prompt {prompt.name}")
-                found.append((prompt.category, list(ids)))
-                if number + 1 < len(prompt.turns):
-                    answer = self._answer(ids)
-                    if answer is None:
-                        break
-                    messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
-                    ids = ids + answer
-        return found
+        return [
+            (prompt.category, ids)
+            for prompt in self.run_.prompts
+            for ids in datasets.conversation(prompt, tokenizer, self._answer, chat=self.settings.chat)
+        ]
 
     def _answer(self, ids: list[int]) -> list[int] | None:
         for name in list(self.at):
@@ -258,8 +259,18 @@ class Block:
             raise PeerError(f"{len(told['ids'])} rows, {wrong or tokens} tokens came back where {len(rows)} of {tokens} were asked for")
         return dict(told)
 
+    def _forget(self, names: Iterable[str]) -> None:
+        """What earlier texts taught Foretoken's drafters; its peers are set up to keep nothing."""
+        for name in list(names):
+            contender, key = self.at[name]
+            if contender.side == FORETOKEN and contender.mode not in (PLAIN, DRAFT, LOOKUP):
+                with self._attempt(name, "measurement"):
+                    self.processes[key].ask("forget", limit=self.settings.timeout, name=name)
+
     def _measure(self, name: str, cell: Cell, repeat: int) -> None:
-        key = self.at[name][1]
+        contender, key = self.at[name]
+        if contender.fresh:
+            self._forget([name])
         time.sleep(REST)
         before = self._sleepers(key)
         with self._attempt(name, "measurement"):

@@ -78,6 +78,7 @@ class Contender:
         length: γ, 0 where the side chooses itself.
         options: for the adapter.
         hopeless: it is for text that can not be guessed; if it has a draft model, one that knows nothing.
+        fresh: its drafter forgets before every call what earlier texts taught it; the others' forget between repeats.
     """
 
     side: str
@@ -86,6 +87,7 @@ class Contender:
     length: int = 0
     options: tuple[tuple[str, Any], ...] = field(default=())
     hopeless: bool = False
+    fresh: bool = False
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from foretoken.bench import speed_claims
 from foretoken.bench.overhead_report import machine
 from foretoken.bench.report import Table
 from foretoken.bench.speed import Run
-from foretoken.bench.speed_claims import Findings
+from foretoken.bench.speed_claims import Figure, Findings
 from foretoken.bench.speed_figures import LEVEL, PERCENTILES, RESAMPLES, Calls, Estimate, best
 from foretoken.bench.speed_plan import TEXT
 from foretoken.bench.speed_records import raw
@@ -29,6 +29,15 @@ def document(run: Run, *, command: str, environment: dict[str, Any]) -> dict[str
     return {
         "schema": SCHEMA,
         "suite": SUITE,
+        **calls_and_conditions(run, command=command, environment=environment),
+        "claims": [figure.plain() for figure in speed_claims.made(run)],
+        "figures": [figures(group, calls, name) for group, calls in groups(run) for name in calls.by_contender],
+    }
+
+
+def calls_and_conditions(run: Run, *, command: str, environment: dict[str, Any]) -> dict[str, Any]:
+    """What was run, where, and what came of every call."""
+    return {
         "command": command,
         "environment": environment,
         "settings": asdict(run.settings),
@@ -37,8 +46,6 @@ def document(run: Run, *, command: str, environment: dict[str, Any]) -> dict[str
         "contender_notes": run.notes,
         "interval": {"method": "percentile bootstrap over prompts and repeats, paired", "level": LEVEL, "resamples": RESAMPLES},
         "failures": [asdict(failure) for failure in run.failures],
-        "claims": [figure.plain() for figure in speed_claims.made(run)],
-        "figures": [_plain(group, calls, name) for group, calls in groups(run) for name in calls.by_contender],
         "bytes_per_pass": run.bytes,
         "reads": [asdict(each) for each in run.reads],
         "curves": [asdict(each) for each in run.curves],
@@ -57,13 +64,13 @@ def groups(run: Run) -> list[tuple[Group, Calls]]:
     ]
 
 
-def _plain(group: Group, calls: Calls, name: str) -> dict[str, Any]:
+def figures(group: Group, calls: Calls, name: str) -> dict[str, Any]:
     equal, compared, first = calls.equal(name)
     found: dict[str, Any] = dict(zip(("target", "dtype", "scenario", "batch"), group))
     found |= {"contender": name, "finished": name in calls.finished}
     for figure, estimate in (("tokens_per_second", calls.rate(name)), ("acceptance_length", calls.acceptance(name))):
         found[figure] = None if estimate is None else asdict(estimate.spread)
-    found["over_own_plain"] = _spread_or_none(_over_plain(calls, name))
+    found["over_own_plain"] = _spread_or_none(over_plain(calls, name))
     found["time_to_first_token"] = calls.first_token(name)
     percentiles = calls.percentiles(name)
     found["inter_token"] = None if percentiles is None else dict(zip(map(str, PERCENTILES), percentiles))
@@ -77,7 +84,7 @@ def _spread_or_none(estimate: Estimate | None) -> dict[str, float] | None:
     return None if estimate is None else asdict(estimate.spread)
 
 
-def _over_plain(calls: Calls, name: str) -> Estimate | None:
+def over_plain(calls: Calls, name: str) -> Estimate | None:
     """Tokens per second over those of the same side's plain decoding, the faster one where it has two."""
     side = name.split()[0]
     plain = [rate for other in calls.by_contender if other.startswith(f"{side} plain") and (rate := calls.rate(other)) is not None]
@@ -89,42 +96,41 @@ def _over_plain(calls: Calls, name: str) -> Estimate | None:
 
 
 def tables(run: Run) -> list[Table]:
-    shown = [_claims(run)]
+    shown = [claims(speed_claims.made(run))]
     for (target, dtype, scenario, batch), calls in groups(run):
         where = ", ".join([*([target] if len(run.settings.targets) > 1 else []), dtype])
         if scenario == TEXT:
-            shown += [_speed(f"Tokens per second, {where}", calls), _best(run, target, dtype, calls, where)]
-            shown += [_latency(f"Latency, {where}", calls), _split(f"Time split, {where}", calls), _equality(run, calls, where)]
+            shown += [speed(f"Tokens per second, {where}", calls), _best(run, target, dtype, calls, where)]
+            shown += [latency(f"Latency, {where}", calls), split(f"Time split, {where}", calls), equality(run, calls, where)]
             shown += _categories(calls, where)
         else:
-            shown.append(_speed(f"{scenario.capitalize()} {batch if scenario == 'batch' else f'at batch {batch}'}, {where}", calls))
-    if run.failures:
-        rows = [(each.contender, each.dtype, each.stage, each.message) for each in run.failures]
-        shown.append(Table("Failed", ("contender", "dtype", "stage", "reason"), rows))
-    return shown
+            shown.append(speed(f"{scenario.capitalize()} {batch if scenario == 'batch' else f'at batch {batch}'}, {where}", calls))
+    return [*shown, *failed(run)]
 
 
-def _claims(run: Run) -> Table:
-    rows = [
-        (each.name, each.bound, "—" if each.spread is None else _spread(each.spread, 2), each.verdict, each.how)
-        for each in speed_claims.made(run)
-    ]
+def failed(run: Run) -> list[Table]:
+    rows = [(each.contender, each.dtype, each.stage, each.message) for each in run.failures]
+    return [Table("Failed", ("contender", "dtype", "stage", "reason"), rows)] if rows else []
+
+
+def claims(made: Sequence[Figure]) -> Table:
+    rows = [(each.name, each.bound, "—" if each.spread is None else bracketed(each.spread, 2), each.verdict, each.how) for each in made]
     return Table("Figures to reach", ("figure", "at least", "measured", "verdict", "from"), rows)
 
 
-def _speed(title: str, calls: Calls) -> Table:
+def speed(title: str, calls: Calls) -> Table:
     columns = ("contender", "tokens/s", "after the first token", "over own plain", "acceptance length", "passes per call", "equal to plain")
     rows = []
     for name in calls.by_contender:
-        rate, later, over, kept = calls.rate(name), calls.decoding_rate(name), _over_plain(calls, name), calls.acceptance(name)
+        rate, later, over, kept = calls.rate(name), calls.decoding_rate(name), over_plain(calls, name), calls.acceptance(name)
         passes = [each.passes for each in calls.by_contender[name] if each.passes is not None]
         equal, compared, _ = calls.equal(name)
         rows.append(
             (
                 name,
-                "failed" if rate is None else _spread(rate.spread, 1),
+                "failed" if rate is None else bracketed(rate.spread, 1),
                 "—" if later is None else f"{later.value:.1f}",
-                "—" if over is None else _spread(over.spread, 2),
+                "—" if over is None else bracketed(over.spread, 2),
                 "—" if kept is None else f"{kept.value:.2f}",
                 f"{sum(passes) / len(passes):.1f}" if passes else "—",
                 f"{equal}/{compared}" if compared else "—",
@@ -144,12 +150,12 @@ def _best(run: Run, target: str, dtype: str, calls: Calls, where: str) -> Table:
             found = best(names, calls.rate)
             if found is None:
                 continue
-            ratio = "" if ours is None or side == "foretoken" else _spread((ours[1] / found[1]).spread, 2)
-            rows.append((f"{mode}: {side}", found[0].partition(", ")[2] or "—", _spread(found[1].spread, 1), ratio))
+            ratio = "" if ours is None or side == "foretoken" else bracketed((ours[1] / found[1]).spread, 2)
+            rows.append((f"{mode}: {side}", found[0].partition(", ")[2] or "—", bracketed(found[1].spread, 1), ratio))
     return Table(f"Best setting of each side, {where}", ("side", "setting", "tokens/s", "Foretoken over it"), rows)
 
 
-def _latency(title: str, calls: Calls) -> Table:
+def latency(title: str, calls: Calls) -> Table:
     rows = []
     for name in calls.by_contender:
         first, percentiles = calls.first_token(name), calls.percentiles(name)
@@ -158,7 +164,7 @@ def _latency(title: str, calls: Calls) -> Table:
     return Table(title, ("contender", "first token, ms", *(f"between tokens p{each}, ms" for each in PERCENTILES)), rows)
 
 
-def _split(title: str, calls: Calls) -> Table:
+def split(title: str, calls: Calls) -> Table:
     rows = []
     for name in calls.by_contender:
         shares = [calls.share(name, part) for part in PARTS]
@@ -167,7 +173,7 @@ def _split(title: str, calls: Calls) -> Table:
     return Table(title, ("contender", *PARTS), rows)
 
 
-def _equality(run: Run, calls: Calls, where: str) -> Table:
+def equality(run: Run, calls: Calls, where: str) -> Table:
     rows = []
     for name in calls.by_contender:
         cells = []
@@ -217,10 +223,10 @@ def notes(run: Run, *, command: str, environment: dict[str, Any]) -> list[str]:
         f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all contenders share, so that quotients are paired). "
         "After the first token: of the first row, without the pass over the prompt. Acceptance length is tokens over passes, after the "
         "pass over the prompt. Tokens of one round come together, so that times between tokens are 0 or a round.",
-        _missing(run),
-        _memory(run),
-        _quiet(run),
-        _instrument(run),
+        missing(run),
+        memory(run),
+        quiet(run),
+        instrument(run),
         "Prompt lookups are not one algorithm: engines differ in which match they take and how long it must be, so acceptance lengths "
         "stand beside the speeds. Passes are counted at the target, alike for all; llama.cpp's pass over the prompt makes no token, its "
         "first round does what the others' prompt pass does.",
@@ -228,14 +234,14 @@ def notes(run: Run, *, command: str, environment: dict[str, Any]) -> list[str]:
     return [note for note in found if note]
 
 
-def _missing(run: Run) -> str:
+def missing(run: Run) -> str:
     absent = {each.contender.split()[0]: each.message for each in run.failures if each.stage == "set-up"}
     started = {each.split()[0] for each in {m.contender for m in run.measurements}}
     gone = [f"{name} ({message})" for name, message in absent.items() if name not in started]
     return f"Not measured: {'; '.join(gone)}." if gone else ""
 
 
-def _memory(run: Run) -> str:
+def memory(run: Run) -> str:
     said = []
     for target in run.settings.targets:
         for dtype in run.settings.dtypes:
@@ -246,7 +252,7 @@ def _memory(run: Run) -> str:
     return f"Memory, {what}, beside plain calls: {'; '.join(said)}." if said else ""
 
 
-def _quiet(run: Run) -> str:
+def quiet(run: Run) -> str:
     busy = [each.others for each in run.measurements if each.others is not None]
     if not busy:
         return ""
@@ -255,7 +261,7 @@ def _quiet(run: Run) -> str:
     return f"While one contender computed, all others together used {worst:.1%} of a CPU at most (99th percentile).{warning}"
 
 
-def _instrument(run: Run) -> str:
+def instrument(run: Run) -> str:
     inflated = [each for each in run.settings.targets if each.startswith("zoo:") and each.endswith("300m")]
     if not inflated:
         return ""
@@ -269,5 +275,5 @@ def missed(run: Run) -> Sequence[str]:
     return [figure.name for figure in speed_claims.made(run) if figure.verdict == "missed"]
 
 
-def _spread(spread: Spread, digits: int) -> str:
+def bracketed(spread: Spread, digits: int) -> str:
     return f"{spread.median:.{digits}f} ({spread.low:.{digits}f}–{spread.high:.{digits}f})"

@@ -81,6 +81,7 @@ class NGram(Drafter):
         if most < 1:
             raise ConfigurationError(f"most must be at least 1, got {most}")
         self.model = self._load(source, order, tokenizer)
+        self._made_from = source, order, tokenizer
         self.learn = source is None if learn is None else learn
         self.min_context, self.siblings, self.most = min_context, siblings, most
         self.proposals = SIBLINGS.get(siblings, ON_CHAINS)
@@ -127,6 +128,21 @@ class NGram(Drafter):
             self._counted.pop(row.slot, None)
 
     def reset(self) -> None:
+        self._counted.clear()
+
+    def forget(self) -> None:
+        """What was learned; rows that live are counted anew.
+
+        Raises:
+            ConfigurationError: it was given an ``NGramModel`` to teach, of which there is no other copy.
+        """
+        if not self.learn:
+            return
+        if isinstance(self._made_from[0], NGramModel):
+            raise ConfigurationError(
+                "ngram was given a model to teach, and can not tell what it taught; save the model first, and give the file"
+            )
+        self.model = self._load(*self._made_from)
         self._counted.clear()
 
     def _count(self, rows: Sequence[Row]) -> None:

@@ -149,11 +149,27 @@ class Several(Drafter):
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.bind(target)
+        self._read_for_members(target)
         for member in self.members:
             if member.costly and self.ask == "auto" and len(self.members) > 1:
                 member.worth.timed = time_drafts(member.drafter, target, self.clock)
         self.filler = sum(drafter.filler for drafter in self.drafters)
         self._chains_only = target.chains_only is not None
+
+    def _read_for_members(self, target: Target) -> None:
+        """Have the target hand out what any member reads, in place of what each asked for by itself."""
+        wanted = [drafter.features for drafter in self.drafters]
+        self.features = tuple(dict.fromkeys(number for each in wanted for number in each))
+        self.whole_text = any(drafter.whole_text for drafter in self.drafters if drafter.features)
+        if self.features:
+            target.read(self.features, whole=self.whole_text)
+
+    def _share(self, drafter: Drafter, hidden: Tensor) -> Tensor:
+        """The ``features`` of one member of ``hidden`` ``[..., F * d]``, those of all."""
+        if drafter.features == self.features:
+            return hidden
+        each = hidden.view(*hidden.shape[:-1], len(self.features), -1)
+        return torch.cat([each[..., self.features.index(number), :] for number in drafter.features], -1)
 
     def refusal(self, shape: TreeShape) -> str | None:
         return next((why for drafter in self.drafters if (why := drafter.refusal(self._own(drafter, shape)))), None)
@@ -162,6 +178,12 @@ class Several(Drafter):
         if len(self.drafters) == 1:
             return self.drafters[0].makes_chains(shape)
         return self._chains_only and shape.is_chain
+
+    def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
+        for drafter in self.drafters:
+            if drafter.features:
+                mine = [self._share(drafter, each if drafter.whole_text else each[-1:]) for each in hidden]
+                drafter.read(rows, mine)
 
     def begin(self, rows: Sequence[Row]) -> None:
         for drafter in self.drafters:
@@ -254,8 +276,8 @@ class Several(Drafter):
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         drafted, self._drafted = self._drafted, None
         if drafted is None:  # one drafter alone, or a round without a draft
-            for drafter in self.drafters:
-                drafter.observe(rows, feedback)
+            for member in self.members:
+                member.drafter.observe(rows, self._whole_of(member, feedback))
             return
         outside = self.clock() - drafted.ready
         texts = [row.ids[length:] for row, length in zip(rows, drafted.lengths)]
@@ -268,8 +290,11 @@ class Several(Drafter):
         self._learn(drafted, texts, outside)
 
     def _heard(self, member: Member, part: Part | None, feedback: Feedback, paths: list[list[int]]) -> Feedback:
-        """What one member is told: of its own nodes, or of a round without a draft."""
-        told = feedback if member.drafter.wants_logits else replace(feedback, logits=None)
+        """What one member is told: of its own nodes, or of a round without a draft. One that reads hidden states is told of the merged
+        tree, asked or not: it needs those of every node that was kept, whoever proposed it."""
+        told = self._whole_of(member, feedback)
+        if member.drafter.features:
+            return told
         if part is None:
             logits = None if told.logits is None else told.logits[:, :1]
             return Feedback(TokenTree.root(feedback.tree.tokens[:, 0]), [0] * feedback.tree.rows, None, logits)
@@ -277,6 +302,12 @@ class Several(Drafter):
             return seen_by(part.tree, part.went, told)
         assert part.went is not None
         return heard_by(part.tree, part.went, told, paths)
+
+    def _whole_of(self, member: Member, feedback: Feedback) -> Feedback:
+        """``feedback`` with what the member learns from."""
+        drafter, hidden = member.drafter, feedback.hidden
+        mine = self._share(drafter, hidden) if drafter.features and hidden is not None else None
+        return replace(feedback, logits=feedback.logits if drafter.wants_logits else None, hidden=mine)
 
     def _learn(self, drafted: Drafted, texts: Sequence[Sequence[int]], outside: float) -> None:
         """From the ``texts`` that the rows gained, and the seconds that the round took outside the draft."""
@@ -307,12 +338,19 @@ class Several(Drafter):
             member.drafter.reset()
             member.read.clear()
 
+    def forget(self) -> None:
+        """What each has learned, and how far each is to be trusted; how long a draft takes is kept."""
+        for member in self.members:
+            member.drafter.forget()
+            member.record, member.worth = Record(), Worth(member.worth.timed)
+
     def close(self) -> None:
         for drafter in self.drafters:
             drafter.close()
 
     def _own(self, drafter: Drafter, shape: TreeShape) -> TreeShape:
-        """What a drafter among several is asked for: one that makes chains only adds a chain to the tree."""
+        """What a drafter among several is asked for: no more levels than it can draft, and by one that makes chains only a chain."""
+        shape = shape if drafter.deepest is None else shape.within(drafter.deepest)
         return shape if drafter.branches and not self._chains_only else TreeShape.chain(shape.depth)
 
 

@@ -79,6 +79,7 @@ class Suffix(Drafter):
         self.max_match, self.min_match = max_match, min_match
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
         self.learn = learn
+        self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
         self._known = self.store.tokenizer is not None and self.store.tokenizer == fingerprint(tokenizer)
         self._automata: dict[int, SuffixAutomaton] = {}
@@ -114,6 +115,22 @@ class Suffix(Drafter):
 
     def reset(self) -> None:
         self._automata.clear()
+
+    def forget(self) -> None:
+        """Texts that were learned.
+
+        Raises:
+            ConfigurationError: it was given a ``SuffixStore`` to add to, of which there is no other copy.
+        """
+        if not self.learn:
+            return
+        if isinstance(self._made_from[0], SuffixStore):
+            raise ConfigurationError(
+                "suffix was given a store to add to, and can not tell what it added; save the store first, and give the file"
+            )
+        vocab_size, self.store = self.store.vocab_size, _store(*self._made_from)
+        if vocab_size is not None:
+            self.store.bind(vocab_size, known=self._known)
 
     # -- drafting -------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.errors import ConfigurationError
 from foretoken.shapes import DynamicShape, StaticShape, TreeShape
+from foretoken.target import native
 from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -75,6 +76,15 @@ class TokenRecycling(Drafter):
         if known is not None:
             self.matrix[:-1] = known.to(target.device)
         self._loaded = None
+        dtype = getattr(getattr(target, "model", None), "dtype", None)
+        if dtype is not None and target.device.type == "cpu":
+            native.refusal(dtype)  # if its kernels have to be compiled, then now and not in the first round
+
+    def forget(self) -> None:
+        if self.matrix is not None:
+            self.matrix.fill_(-1)
+            if self.source is not None:
+                self.matrix[:-1] = load(self.source).to(self.matrix.device)
 
     def save(self, path: str | Path) -> None:
         """Write the matrix as one safetensors file, which is there whole or not at all; ``source=path`` loads it again."""
@@ -190,8 +200,8 @@ def laid_out(shape: TreeShape) -> StaticShape:
 def top_k(logits: Tensor, k: int) -> Tensor:
     """``[N, k]`` int64 the tokens of the k largest of ``logits`` ``[N, V]``, largest first; -1 where V is smaller than k.
 
-    On a CPU ``topk`` takes many times as long as reading does. The k largest lie in the k columns with the largest maxima if tokens are
-    dealt out to columns, so that only those are sorted.
+    On a CPU ``topk`` takes many times as long as reading does. A kernel reads each line once and sorts what is larger than the k-th so
+    far; without one, tokens are dealt out to columns, and only the k columns with the largest maxima are sorted, which hold them all.
     """
     nodes, vocab_size = logits.shape
     if k > vocab_size:
@@ -199,6 +209,9 @@ def top_k(logits: Tensor, k: int) -> Tensor:
     columns = vocab_size // BLOCKS
     if logits.device.type != "cpu" or logits.numel() < SMALL or columns < k:
         return logits.topk(k, -1).indices
+    found = native.largest(logits, k)
+    if found is not None:
+        return found
     dealt = logits[:, : columns * BLOCKS].reshape(nodes, BLOCKS, columns)  # tokens c, c + columns, c + 2 columns, … in column c
     chosen = dealt.amax(1).topk(k, -1).indices
     tokens = (chosen[:, None] + torch.arange(0, columns * BLOCKS, columns)[:, None]).flatten(1)

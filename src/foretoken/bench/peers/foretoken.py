@@ -50,6 +50,10 @@ class Engine:
         self.speculators[name] = speculator
         return {"note": f"{self.execution} passes, rule {speculator.rule.name}, shape {speculator.shape}"}
 
+    def forget(self, name: str) -> None:
+        """What texts so far taught its drafter."""
+        self.speculators[name].drafter.forget()
+
     def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         torch, speculator = self.torch, self.speculators[name]
         width = max(map(len, ids))

