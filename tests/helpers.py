@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from architectures import VOCABULARY, build
 
-from foretoken import drafters
+from foretoken import drafters, heads
 from foretoken.drafters.base import Drafter, DraftRequest
 from foretoken.drafters.datastore import Datastore
 from foretoken.drafters.draft_model import DraftModel
 from foretoken.drafters.ngram import NGram
 from foretoken.drafters.rest import Rest
 from foretoken.drafters.several import Several
+from foretoken.heads.base import Batch
 from foretoken.tree import TokenTree
 
 PAD = 0
@@ -109,9 +110,57 @@ def make_drafter(name: str, family: str = "llama", implementation: str = "sdpa",
         return NGram(order=3, learn=True)
     if name == "rest":
         return Rest(Datastore.build(repetitive(), vocab_size=VOCABULARY), **options)
+    if name in ("medusa", "hydra", "rnn"):
+        return drafters.find(name)(taught_head(name, family, implementation), **options)
+    if name == "eagle3":
+        return drafters.find(name)(eagle3_head(family, implementation), **options)
     if name == "several":
         return Several([DraftModel(perturbed(family, implementation)), "prompt-lookup"])
     return drafters.create(name, options)
+
+
+@cache
+def taught_head(kind: str, family: str = "llama", implementation: str = "sdpa", steps: int = 40, **options: Any) -> Any:
+    """A head for ``tiny(family)``, eight tokens ahead, trained for a moment on what the model adds to ``repetitive`` prompts."""
+    model, rows = tiny(family, implementation), repetitive()
+    head = heads.find(kind).for_target(model, **{"steps" if kind == "rnn" else "heads": 8, **options})
+    batch = batch_of(model, head, [row + alone(model, row, max_new_tokens=30) for row in rows])
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        head.loss(batch).total.backward()
+        optimizer.step()
+    return head.requires_grad_(False)
+
+
+@torch.no_grad()
+def batch_of(model: Any, head: Any, texts: Sequence[Sequence[int]], *, prompt: int = 1) -> Batch:
+    """What a training step sees of ``texts``; all but the first ``prompt`` tokens of each are counted."""
+    width = max(map(len, texts))
+    ids, valid = torch.full((len(texts), width), PAD), torch.zeros(len(texts), width, dtype=torch.bool)
+    for line, real, text in zip(ids, valid, texts):
+        line[: len(text)], real[: len(text)] = torch.tensor(text), True
+    out = model(ids, attention_mask=valid.long(), output_hidden_states=True)
+    counted = valid & (torch.arange(width) >= prompt)
+    hidden = (
+        torch.stack([out.hidden_states[number] for number in head.features], 2) if head.features else out.hidden_states[-1][:, :, None, :0]
+    )
+    return Batch(ids, valid, counted, hidden, out.logits)
+
+
+@cache
+def eagle3_head(family: str = "llama", implementation: str = "sdpa", amount: float = 0.3, seed: int = 3, **options: Any) -> Any:
+    """A head for ``tiny(family)`` with weights as wide as a tiny model's, so that every part of it shows in what it drafts."""
+    model = tiny(family, implementation)
+    head = heads.find("eagle3").for_target(model, **options)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            if "lm_head" in name:
+                continue
+            noise = amount * torch.randn(weight.shape, generator=generator)
+            weight.add_(noise if weight.ndim == 1 else 4 * noise / weight.shape[-1] ** 0.5)
+    return head
 
 
 def drafter_names() -> list[str]:

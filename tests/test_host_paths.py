@@ -232,9 +232,9 @@ def test_dynamic_growth(roots: list[int], text: str, proposal: str, limits: list
     assert isinstance(shape, DynamicShape)
     request = request_of(roots, shape, proposal, limits[: len(roots)])
     (ours, asked), (theirs, also_asked) = expanding(seed, spread), expanding(seed, spread)
-    host, device = (
-        grow(request, shape, min(shape.k, VOCAB), expand) for grow, expand in ((growth.grow_on_host, ours), (growth.grow_on_device, theirs))
-    )
+    k = min(shape.k, VOCAB)
+    host = growth.grow_on_host(request, shape, k, growth.offered(request, k, ours))
+    device = growth.grow_on_device(request, shape, k, growth.offered(request, k, theirs))
     assert asked == also_asked and host.seen == device.seen
     for row in range(len(roots)):
         assert proposed(host, row) == proposed(device, row)

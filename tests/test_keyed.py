@@ -37,7 +37,7 @@ def test_speculative_equals_plain(family, temperature, drafter):
         stats = speculator.generate(**padded(rows[:1]), seed=seed, **options(temperature)).stats
         drafted, accepted = drafted + stats.drafted, accepted + stats.accepted
     assert drafted > 0
-    if drafter == "draft-model":
+    if drafter in ("draft-model", "medusa", "hydra", "rnn"):
         assert 0 < accepted < drafted
 
 

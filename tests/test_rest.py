@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 
 from foretoken import ConfigurationError, Speculator, loading, zoo
 from foretoken.cli import app
-from foretoken.drafters import stores
 from foretoken.drafters.datastore import SIBLINGS, SORTED, Datastore, most_frequent, sorted_positions
 from foretoken.drafters.ngram_model import NGramModel
 from foretoken.drafters.rest import Rest
 from foretoken.drafters.tries import Trie
+from foretoken.files import _umask
 from foretoken.loading import load_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=6).filter(any)
@@ -160,7 +160,7 @@ def test_a_saved_store_is_the_same_and_a_safetensors_file(tmp_path: Path):
     assert np.array_equal(load_file(tmp_path / "new" / "store")["suffixes"], store.suffixes)
     assert loaded.find([1, 2, 3], longest=3) == store.find([1, 2, 3], longest=3)
     assert [each.name for each in (tmp_path / "new").iterdir()] == ["store"]
-    assert (tmp_path / "new" / "store").stat().st_mode & 0o777 == 0o666 & ~stores._umask()
+    assert (tmp_path / "new" / "store").stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
 def test_lookups_read_a_few_pages_of_a_large_store(tmp_path: Path):
@@ -193,8 +193,8 @@ def test_a_crash_while_saving_leaves_the_old_file_whole(at: str, kind: str, tmp_
 
     target = {
         "write": "safetensors.numpy.save_file",
-        "fsync": "foretoken.drafters.stores.os.fsync",
-        "replace": "foretoken.drafters.stores.os.replace",
+        "fsync": "foretoken.files.os.fsync",
+        "replace": "foretoken.files.os.replace",
     }
     monkeypatch.setattr(target[at], fail)
     with pytest.raises(OSError, match="disk is full"):

@@ -184,6 +184,11 @@ class StaticShape(TreeShape):
             levels.append(Level(above, first, last, parents, ranks))
         return tuple(levels)
 
+    @cached_property
+    def siblings(self) -> int:
+        """Children that a node has at most."""
+        return 1 + max((max(level.ranks) for level in self.levels), default=-1)
+
     def within(self, depth: int) -> StaticShape:
         return self if depth >= self.depth else _cut(self, max(0, depth))
 

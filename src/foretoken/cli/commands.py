@@ -9,8 +9,11 @@ import typer
 
 from foretoken import __version__
 from foretoken.bench.app import app as benchmarks
+from foretoken.cli.data import app as data
 from foretoken.cli.datastore import app as datastores
 from foretoken.cli.failures import FAILED, INTERRUPTED, exit_codes, note
+from foretoken.cli.heads import convert, export
+from foretoken.cli.train import train
 
 PROMPTS, MODELS, SPECULATION, SAMPLING, OUTPUT = "Prompts", "Models", "Speculation", "Decoding", "Output"
 
@@ -24,6 +27,10 @@ app = typer.Typer(
 
 app.add_typer(benchmarks, name="bench")
 app.add_typer(datastores, name="datastore")
+app.add_typer(data, name="data")
+app.command()(train)
+app.command()(export)
+app.command()(convert)
 
 Target = Annotated[str, typer.Option(help="The model: a path, a hub id, or zoo:NAME (see foretoken models).", rich_help_panel=MODELS)]
 Dtype = Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.", rich_help_panel=MODELS)]

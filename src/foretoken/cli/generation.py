@@ -194,13 +194,13 @@ def make_drafter(spec: str, options: dict[str, Any], tokenizer: Any) -> Any:
         raise ConfigurationError(f"drafter {spec!r} cannot take these options: {error}") from error
 
 
-def parse_options(given: Sequence[str]) -> dict[str, Any]:
-    """``KEY=VALUE`` strings; a value is read as an int, a float, true, false or none, or else as text."""
+def parse_options(given: Sequence[str], flag: str = "--drafter-option") -> dict[str, Any]:
+    """``KEY=VALUE`` strings given with ``flag``; a value is read as an int, a float, true, false or none, or else as text."""
     options: dict[str, Any] = {}
     for entry in given:
         key, equals, value = entry.partition("=")
         if not equals or not key:
-            raise ConfigurationError(f"--drafter-option takes KEY=VALUE, got {entry!r}")
+            raise ConfigurationError(f"{flag} takes KEY=VALUE, got {entry!r}")
         options[key.strip().replace("-", "_")] = parse_value(value.strip())
     return options
 

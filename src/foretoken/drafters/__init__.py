@@ -20,6 +20,10 @@ REGISTRY = {
     "token-recycling": "foretoken.drafters.token_recycling:TokenRecycling",
     "lookahead": "foretoken.drafters.lookahead:Lookahead",
     "draft-model": "foretoken.drafters.draft_model:DraftModel",
+    "medusa": "foretoken.drafters.medusa:Medusa",
+    "hydra": "foretoken.drafters.hydra:Hydra",
+    "rnn": "foretoken.drafters.rnn:Rnn",
+    "eagle3": "foretoken.drafters.eagle3:Eagle3",
     "several": "foretoken.drafters.several:Several",
 }
 

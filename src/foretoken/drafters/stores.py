@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -14,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.errors import ConfigurationError
+from foretoken.files import replacing
 from foretoken.loading import fingerprint_of
 
 if TYPE_CHECKING:
@@ -21,29 +19,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "I32": "<i4", "I64": "<i8", "F32": "<f4"}
 LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
-
-
-@contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """A new file beside ``path`` that takes its place, in one step and on the disk, when the block is done.
-
-    Whoever reads ``path`` meanwhile, or after a crash, finds what was there before; of two writers the last one wins whole. A process
-    that is killed leaves a file ``.NAME.….tmp`` behind.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    try:
-        yield Path(name)
-        os.chmod(name, 0o666 & ~_umask())  # only now: whatever wrote it may have made it anew
-        _to_disk(name)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # the new name as well
-        _to_disk(path.parent)
 
 
 def write_arrays(path: str | Path, arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
@@ -98,17 +73,3 @@ def refuse_another_tokenizer(what: str, vocab_size: int | None, made_with: str |
                 f"{what} was made with another tokenizer than that of {target.model.name_or_path!r}: the same ids stand for other text; "
                 "make it anew with the target's tokenizer"
             )
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _to_disk(path: str | Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -98,13 +98,14 @@ class Losses:
 
 
 class Head(nn.Module):
-    """Base of heads. A subclass sets ``kind`` and ``config``, and writes :meth:`loss`.
+    """Base of heads. A subclass sets ``kind``, ``config`` and the class of that, and writes :meth:`loss`.
 
     ``features`` are the hidden states it reads of the target. ``whole_text`` says that it needs them at every token of a text
     (EAGLE), not only at the last one (Medusa).
     """
 
     kind: ClassVar[str]
+    config_class: ClassVar[type[HeadConfig]]
     config: HeadConfig
     whole_text: ClassVar[bool] = False
 

@@ -18,6 +18,7 @@ HASTE = 0.7  # the same where drafting is only being tried now and then, so that
 PRIOR, WEIGHT = 0.4, 2.0  # of the first token, and trials that it counts for
 DEEPER = 4.0  # trials that the level above counts for at each depth
 LATER, LATER_WEIGHT = 0.15, 3.0  # the same of siblings after the first
+KNOWN = 8.0  # trials that rates which were measured beforehand count for
 
 
 @dataclass
@@ -36,14 +37,31 @@ class Tally:
 
 
 class Acceptance:
-    """Rates of one way of drafting; ``depth`` and ``siblings`` at most."""
+    """Rates of one way of drafting; ``depth`` and ``siblings`` at most. ``known[depth][rank]`` says how often the guess of each rank is
+    right at each depth, as far as that was measured beforehand."""
 
-    def __init__(self, depth: int, siblings: int = 1):
+    def __init__(self, depth: int, siblings: int = 1, known: Sequence[Sequence[float]] = ()):
         self.first = [Tally() for _ in range(depth)]
         self.first[:1] = [Tally(PRIOR * WEIGHT, WEIGHT)] if depth else []
         self.later = [Tally() for _ in range(siblings - 1)]
         self.offered = Tally(2.0, 2.0)
         self.rounds = 0
+        self._begin(known)
+
+    def _begin(self, known: Sequence[Sequence[float]]) -> None:
+        """Count ``known`` rates as trials; those of later siblings, which are tracked for all depths together, as often as each depth is
+        reached."""
+        hits, trials, reach = [0.0] * len(self.later), [0.0] * len(self.later), 1.0
+        for tally, line in zip(self.first, known):
+            tally.hits, tally.trials, missed = KNOWN * line[0], KNOWN, 1 - line[0]
+            for rank, rate in enumerate(line[1 : 1 + len(self.later)]):
+                hits[rank] += reach * rate
+                trials[rank] += reach * missed
+                missed -= rate
+            reach *= line[0]
+        for tally, caught, tried in zip(self.later, hits, trials):
+            if tried > 0:
+                tally.hits, tally.trials = KNOWN * caught / tried, KNOWN
 
     @property
     def availability(self) -> float:

@@ -97,15 +97,24 @@ class Forecaster:
         costs: what is known of the machine.
         grows: trees may be grown by the draft's probabilities, where no row samples.
         catches_up: the drafter has to read what it missed in rounds without a draft.
+        rates: how often the drafter's guesses are right, as far as that is known beforehand; see :class:`Acceptance`.
 
     Attributes:
         own: rows of a batch pay for their own nodes.
         acceptance: of greedy rounds, and of others: drafts are made differently.
     """
 
-    def __init__(self, largest: StaticShape, costs: CostModel, *, grows: bool = False, catches_up: bool = True):
-        self.largest, self.costs, self.catches_up = largest, costs, catches_up
-        self.siblings = 1 if largest.is_chain else 1 + max(max(level.ranks) for level in largest.levels)
+    def __init__(
+        self,
+        largest: StaticShape,
+        costs: CostModel,
+        *,
+        grows: bool = False,
+        catches_up: bool = True,
+        rates: Sequence[Sequence[float]] = (),
+    ):
+        self.largest, self.costs, self.catches_up, self.rates = largest, costs, catches_up, rates
+        self.siblings = 1 if largest.is_chain else largest.siblings
         self.acceptance: dict[bool, Acceptance] = {}
         self.grown = Grown() if grows else None
         self.candour = Candour()
@@ -143,7 +152,7 @@ class Forecaster:
     def of(self, greedy: bool) -> Acceptance:
         """Acceptance of such rounds."""
         if greedy not in self.acceptance:
-            self.acceptance[greedy] = Acceptance(self.largest.depth, self.siblings)
+            self.acceptance[greedy] = Acceptance(self.largest.depth, self.siblings, self.rates)
         return self.acceptance[greedy]
 
     def rounds(self, greedy: bool) -> int:

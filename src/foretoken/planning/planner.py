@@ -49,6 +49,7 @@ class AutomaticPlanner:
         profile: where measured costs are kept between runs, None for nowhere.
         budget: seconds that measuring may take, 0 to learn from rounds alone.
         catches_up: the drafter has to read what it missed in rounds without a draft.
+        rates: how often the drafter's guesses are right at each depth and rank, as far as that is known beforehand.
         clock: seconds, for the time that planning itself takes.
     """
 
@@ -63,11 +64,12 @@ class AutomaticPlanner:
         profile: Profile | None = None,
         budget: float = BUDGET,
         catches_up: bool = True,
+        rates: Sequence[Sequence[float]] = (),
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.largest = largest
         self.costs = costs or CostModel()
-        self.forecaster = Forecaster(largest, self.costs, grows=grows, catches_up=catches_up)
+        self.forecaster = Forecaster(largest, self.costs, grows=grows, catches_up=catches_up, rates=rates)
         self.acceptance, self.compare = self.forecaster.acceptance, self.forecaster.compare
         self.profile, self.budget, self.clock = profile, budget, clock
         self.account: float | None = None  # seconds
@@ -92,7 +94,8 @@ class AutomaticPlanner:
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
         """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows."""
         begin = self.clock()
-        self.forecaster.begin(own=target.ragged, catches_up=runs_a_model(drafter), filler=drafter.filler)
+        behind = runs_a_model(drafter) and not drafter.keeps_up
+        self.forecaster.begin(own=target.ragged, catches_up=behind, filler=drafter.filler)
         if self._forecast is not None and self._forecast.limits is not None:
             self._forecast = None  # it was made for other rows
         if self.profile is not None and not self.costs.target.points:

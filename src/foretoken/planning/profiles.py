@@ -86,7 +86,7 @@ def describe(target: Target, drafter: Drafter) -> dict[str, Any]:
     device = target.device
     return {
         "target": model_of(target),
-        "drafter": {"name": drafter.name, "model": model_of(drafter.model) if runs_a_model(drafter) else None},  # type: ignore[attr-defined]
+        "drafter": {"name": drafter.name, "model": network_of(drafter)},
         "machine": {
             "host": platform.node(),
             "processor": f"{platform.machine()} {os.cpu_count()}",
@@ -96,6 +96,18 @@ def describe(target: Target, drafter: Drafter) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "kernels": native.revision(),
     }
+
+
+def network_of(drafter: Drafter) -> dict[str, Any] | None:
+    """What a draft runs, as far as its speed goes; None for a mere look-up."""
+    if not runs_a_model(drafter):
+        return None
+    head = getattr(drafter, "head", None)
+    if head is None:
+        return model_of(drafter.model)  # type: ignore[attr-defined]
+    about = {name: value for name, value in head.config.to_dict().items() if name not in ("target", "tree", "accuracies")}
+    weights = {f"{parameter.dtype} {list(parameter.shape)}" for parameter in head.parameters()}
+    return {"kind": head.kind, "config": about, "weights": sorted(weights)}
 
 
 def model_of(target: Target) -> dict[str, Any]:

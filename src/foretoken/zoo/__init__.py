@@ -8,6 +8,8 @@ Wherever Foretoken takes a model, `"zoo:python-8m"` means the same. `python -m f
 
 `"python-300m"` is not a better model. It is `python-8m` inflated to the size and cost of a model of 300 million parameters with
 the same function: a benchmark instrument, which shows real acceptance at a realistic price on any machine.
+
+Heads that draft for `python-8m` are here too (`python-8m-medusa`, `python-8m-eagle3`); for `python-300m` they are inflated with it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from foretoken.drafters.ngram_model import NGramModel
+    from foretoken.heads.base import Head
 
-__all__ = ["Embedded", "describe", "inflate", "load", "load_tokenizer", "names", "path"]
+__all__ = ["Embedded", "describe", "head_for", "inflate", "load", "load_head", "load_tokenizer", "names", "path"]
 
 PREFIX = "zoo:"
 MODELS = Path(__file__).parent / "models"
@@ -40,6 +44,10 @@ DESCRIPTIONS = {
     NGRAM: "n-gram table of the same corpus, for the ngram drafter",
 }
 KINDS = {TARGET: "target", DRAFT: "draft", INFLATED: "inflated", NGRAM: "ngram"}
+HEADS = {  # kind of head → its name, and what it is; listed where its folder is there
+    "medusa": (f"{TARGET}-medusa", f"Medusa heads for {TARGET}, and inflated for {INFLATED}"),
+    "eagle3": (f"{TARGET}-eagle3", f"EAGLE-3 head for {TARGET}, and inflated for {INFLATED}"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Embedded:
     """One line of `foretoken models`."""
 
     name: str
-    kind: str  # "target", "draft", "inflated" or "ngram"
+    kind: str  # "target", "draft", "inflated", "ngram" or "head"
     parameters: int  # for an n-gram table, the number of n-grams
     size: int  # bytes on disk; an inflated model takes none of its own
     bits_per_byte: float | None  # on held-out packages, with the weights as packaged
@@ -55,11 +63,11 @@ class Embedded:
 
 
 def names() -> list[str]:
-    return list(DESCRIPTIONS)
+    return [*DESCRIPTIONS, *_heads()]
 
 
 def path(name: str) -> Path:
-    """The folder with an embedded model's files. An inflated model has none."""
+    """The folder with the files of an embedded model or head. An inflated model has none."""
     name = _canonical(name)
     if name == INFLATED:
         raise ConfigurationError(f"{name} has no files: it is built from {TARGET} when it is loaded; use foretoken.zoo.load({name!r})")
@@ -78,6 +86,11 @@ def load(
     `dtype` defaults to bfloat16, as packaged; `device` to the CPU; `attn_implementation` to the choice of transformers.
     """
     name = _canonical(name)
+    if name in _heads():
+        raise ConfigurationError(
+            f"{PREFIX}{name} is a draft head, not a model; use it as drafter '{_heads()[name]}:{PREFIX}{name}', or "
+            f"foretoken.zoo.load_head({name!r}, target)"
+        )
     if name == NGRAM:
         from foretoken.drafters.ngram_model import NGramModel
 
@@ -96,8 +109,36 @@ def load(
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options)
     if name == INFLATED:
         model = inflate(model, **INFLATED_SIZE)
-    model.config._name_or_path = PREFIX + name
+    model.name_or_path = model.config._name_or_path = PREFIX + name
     return model.to(device).eval()
+
+
+def load_head(name: str, model: PreTrainedModel | None = None) -> Head:
+    """An embedded head, attached to its target `model` in its dtype and on its device; inflated, where the target is `python-300m`.
+    `python-300m-medusa` names the same head as `python-8m-medusa`.
+
+    Without a target it is as stored, for `python-8m`. Raises ConfigurationError for a name that is no head, or another target.
+    """
+    from foretoken.heads.checkpoints import load_folder
+
+    present = ", ".join(PREFIX + head for head in _heads()) or "none"
+    if (kind := _heads().get(_bare(name))) is None:
+        raise ConfigurationError(f"{name!r} is no draft head in this package; embedded heads: {present}")
+    if model is None or not _is_inflated(model):
+        return load_folder(path(name), model)
+    head_inflation = import_module("foretoken.zoo.head_inflation")
+    small = load_folder(path(name), dtype=model.dtype)
+    head: Head = getattr(head_inflation, f"inflate_{kind}")(small, model)
+    head.to(device=model.device, dtype=model.dtype).attach(model)
+    return head.eval()
+
+
+def head_for(model: PreTrainedModel, kind: str) -> str | None:
+    """The embedded head of ``kind`` for ``model``, as a drafter's source: ``zoo:NAME``; None where there is none for it."""
+    if kind not in HEADS or model.name_or_path not in (PREFIX + TARGET, PREFIX + INFLATED):
+        return None
+    name = HEADS[kind][0]
+    return PREFIX + name if name in _heads() else None
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -120,9 +161,25 @@ def inflate(model: PreTrainedModel, *, hidden_size: int, layers: int, intermedia
     return inflate(model, hidden_size=hidden_size, layers=layers, intermediate_size=intermediate_size)
 
 
-def _canonical(name: str) -> str:
+def _heads() -> dict[str, str]:
+    """The heads that are here, by name, and their kinds."""
+    return {name: kind for kind, (name, _) in HEADS.items() if (MODELS / name / "config.json").is_file()}
+
+
+def _is_inflated(model: PreTrainedModel) -> bool:
+    config = model.config
+    return (config.hidden_size, config.num_hidden_layers) == (INFLATED_SIZE["hidden_size"], INFLATED_SIZE["layers"])
+
+
+def _bare(name: str) -> str:
+    """Without the prefix; heads of the inflated model are those of the one that it was made of."""
     bare = name.removeprefix(PREFIX)
-    if bare not in DESCRIPTIONS:
+    return bare.replace(f"{INFLATED}-", f"{TARGET}-") if bare not in DESCRIPTIONS else bare
+
+
+def _canonical(name: str) -> str:
+    bare = _bare(name)
+    if bare not in names():
         raise ConfigurationError(f"there is no embedded model {name!r}; there are {', '.join(PREFIX + known for known in names())}")
     return bare
 
@@ -134,11 +191,11 @@ def _describe(name: str) -> Embedded:
     held_out = figures.get("held_out", {})
     return Embedded(
         name=name,
-        kind=KINDS[name],
+        kind=KINDS.get(name, "head"),
         parameters=_parameters(name, figures),
         size=0 if name == INFLATED else sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         bits_per_byte=held_out.get("bfloat16", held_out).get("bits_per_byte"),
-        description=DESCRIPTIONS[name],
+        description=DESCRIPTIONS[name] if name in DESCRIPTIONS else HEADS[_heads()[name]][1],
     )
 
 
@@ -150,7 +207,8 @@ def _parameters(name: str, figures: dict[str, Any]) -> int:
         return int(figures.get("parameters", 0))
     with (path(name) / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+    floating = [entry for key, entry in header.items() if key != "__metadata__" and entry["dtype"][0] in "BF" and entry["dtype"] != "BOOL"]
+    return sum(math.prod(entry["shape"]) for entry in floating)
 
 
 def _llama_parameters(config: dict[str, Any], *, hidden_size: int, layers: int) -> int:

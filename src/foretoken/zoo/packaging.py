@@ -30,7 +30,7 @@ def package_model(name: str, model: LlamaForCausalLM, tokenizer: PreTrainedToken
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
     figures = {"parameters": model.num_parameters(), **figures}
-    _finish(folder, _model_card(name, model.config, figures, manifest), figures, manifest)
+    finish(folder, _model_card(name, model.config, figures, manifest), figures, manifest)
     return folder
 
 
@@ -38,7 +38,7 @@ def package_ngram(model: NGramModel, figures: Figures, manifest: Figures) -> Pat
     folder = _fresh(NGRAM)
     model.save(folder / "ngram.safetensors")
     figures = {"parameters": model.ngrams, "contexts": model.contexts, **figures}
-    _finish(folder, _ngram_card(figures, manifest), figures, manifest)
+    finish(folder, _ngram_card(figures, manifest), figures, manifest)
     return folder
 
 
@@ -59,7 +59,8 @@ def _fresh(name: str) -> Path:
     return folder
 
 
-def _finish(folder: Path, card: str, figures: Figures, manifest: Figures) -> None:
+def finish(folder: Path, card: str, figures: Figures, manifest: Figures) -> None:
+    """Write card and figures beside what is packaged, and make all of it readable."""
     (folder / "README.md").write_text(card, encoding="utf-8")
     corpus = {half: {key: manifest[half][key] for key in ("files", "bytes", "sha256")} for half in ("train", "held_out")}
     versions = {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}}

@@ -70,3 +70,14 @@ DRAFT_BUDGET, DRAFT_COOLDOWN = 16.0, 0.3
 NGRAM_ORDER = 4
 NGRAM_SUCCESSORS = 4  # kept per context
 NGRAM_BYTES = 4_000_000  # the largest table that is packaged
+
+# Heads for the target: its own answers to beginnings of lines from the corpus, half of them greedy, and how heads learn from them.
+HEAD_WINDOWS, HELD_OUT_WINDOWS, WINDOW = 20_000, 256, 64
+ANSWER, HELD_OUT_ANSWER = 192, 64
+TEXTS_SEED, HELD_OUT_SEED = 1, 2
+_HEADS = {"count_prompts": True, "batch_tokens": 2048, "accumulate": 2, "learning_rate": 2e-3, "warmup": 100, "evaluate_every": 250}
+HEADS = {
+    "medusa": {"kind": "medusa", "head": {"heads": 4, "layers": 2, "labels": "target"}, **_HEADS},
+    "eagle3": {"kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}, **_HEADS, "learning_rate": 1e-3, "accumulate": 1, "epochs": 0.6},
+}
+TREE_NODES = 16  # of the tree that is stored with a head that has one: by its guesses alone, so that it is the same on every machine

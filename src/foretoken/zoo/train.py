@@ -2,7 +2,7 @@
 
     python -m foretoken.zoo.train all --out RUN
 
-does everything from the installed packages to the folders in the package, in about two hours on two cores. Each step is also a
+does everything from the installed packages to the folders in the package, in about four hours on two cores. Each step is also a
 command of its own, reads what the earlier ones left in RUN, and can be repeated. Training can be interrupted at any time and
 goes on with --resume.
 """
@@ -169,6 +169,38 @@ def package(out: Out) -> None:
     typer.echo(packaging.package_ngram(table, ngram_figures, manifest))
 
 
+@app.command()
+def texts(out: Out) -> None:
+    """Let the embedded target write the texts that heads learn from (a quarter of an hour)."""
+    from foretoken.zoo import heads
+
+    _needed(out / "corpus", "corpus")
+    typer.echo(heads.write_texts(out))
+
+
+@app.command()
+def medusa(out: Out, resume: Resume = False) -> None:
+    """Train the Medusa heads of the embedded target on its texts (most of an hour)."""
+    _head(out, "medusa", resume)
+
+
+@app.command()
+def eagle3(out: Out, resume: Resume = False) -> None:
+    """Train the EAGLE-3 head of the embedded target on its texts (most of an hour)."""
+    _head(out, "eagle3", resume)
+
+
+@app.command()
+def package_heads(out: Out) -> None:
+    """Write the heads that were trained, with figures and model cards, into the package."""
+    from foretoken.zoo import heads
+
+    manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
+    for kind in recipe.HEADS:
+        if (heads.folder(out, kind) / "config.json").exists():
+            typer.echo(heads.package(out, kind, manifest))
+
+
 @app.command(name="all")
 def everything(out: Out) -> None:
     """All steps in order, with the budgets of the recipe."""
@@ -179,6 +211,20 @@ def everything(out: Out) -> None:
     draft(out)
     evaluate(out)
     package(out)
+    texts(out)
+    medusa(out)
+    eagle3(out)
+    package_heads(out)
+
+
+def _head(out: Path, kind: str, resume: bool) -> None:
+    from foretoken.cli.train import show
+    from foretoken.zoo import heads
+
+    _needed(heads.folder(out, "data"), "texts")
+    _keep_freed_memory()
+    said = heads.train(out, kind, resume=resume, report=show)
+    typer.echo("\n".join(said or ["stopped and saved; go on with --resume"]))
 
 
 def _fit(

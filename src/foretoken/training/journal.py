@@ -1,0 +1,90 @@
+"""What a run leaves for people and programs: a JSON line per report, curves as a picture, TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LOG, PICTURE = "log.jsonl", "curves.png"
+
+
+class Journal:
+    """Of one folder. Lines of steps after ``step`` are taken back, because a resumed run makes them again."""
+
+    def __init__(self, folder: Path, *, step: int):
+        self.folder, self.path = folder, folder / LOG
+        kept = [line for line in self.read(folder) if line["step"] <= step]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        self._board = _tensorboard(folder / "tensorboard", step)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=True) + "\n")
+        if self._board is not None:
+            for name, value in line.items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self._board.add_scalar(name, value, line["step"])
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All lines so far."""
+        return self.read(self.folder)
+
+    @staticmethod
+    def read(folder: Path) -> list[dict[str, Any]]:
+        """All lines of a folder's log; one that a crash cut off is left out."""
+        found = []
+        if (folder / LOG).exists():
+            for line in (folder / LOG).read_text(encoding="utf-8").splitlines():
+                try:
+                    found.append(json.loads(line))
+                except json.JSONDecodeError:
+                    continue
+        return found
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+    def draw(self) -> Path | None:
+        """Curves of losses, rate and acceptance; None where matplotlib is not installed."""
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError:
+            return None
+        lines = self.lines()
+        reports = [line for line in lines if "loss" in line]
+        measured = [line for line in lines if "acceptance_length" in line]
+        figure = Figure(figsize=(12, 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        left, middle, right = figure.subplots(1, 3)
+        for name in _curves(reports):
+            left.plot(*zip(*[(line["step"], line[name]) for line in reports if name in line]), label=name, linewidth=1)
+        left.set(xlabel="step", title="training loss")
+        if reports:
+            left.legend(fontsize="x-small")
+        middle.plot([line["step"] for line in measured], [line["acceptance_length"] for line in measured], marker=".")
+        middle.set(xlabel="step", title="held-out acceptance length, greedy chain")
+        for depth in range(max((len(line["accepted_by_depth"]) for line in measured), default=0)):
+            points = [(line["step"], line["accepted_by_depth"][depth]) for line in measured if len(line["accepted_by_depth"]) > depth]
+            right.plot(*zip(*points), marker=".", label=f"depth {depth + 1}")
+        right.set(xlabel="step", ylim=(0, 1), title="accepted, of those drafted at a depth")
+        if any(line["accepted_by_depth"] for line in measured):
+            right.legend(fontsize="x-small")
+        figure.savefig(self.folder / PICTURE, dpi=110)
+        return self.folder / PICTURE
+
+
+def _curves(reports: list[dict[str, Any]]) -> list[str]:
+    parts = sorted({name for line in reports for name in line if name.startswith("loss")})
+    return parts[:12]
+
+
+def _tensorboard(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1)

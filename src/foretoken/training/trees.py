@@ -1,0 +1,41 @@
+"""The tree that a trained head drafts unless it is told otherwise, chosen by how often its guesses are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from foretoken.heads.base import Head
+from foretoken.heads.calibration import Calibration, calibrate
+from foretoken.heads.vocabulary import VocabularyHead
+from foretoken.planning.tree_costs import tree_costs
+from foretoken.speculator import Speculator
+from foretoken.training.acceptance import Held, drafter_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | None = None) -> Calibration | None:
+    """Measure ``head`` on the answers to the held-out prompts and put its tree into its configuration; None for kinds that have none.
+
+    Args:
+        nodes: the tree has so many, those that are accepted most often; None for as many as pay by what passes cost on this machine.
+    """
+    if not isinstance(head, VocabularyHead):
+        return None
+    texts, answers = held.answers(model, head)
+    found = calibrate(
+        head, model, texts, cost=(lambda count: 1.0) if nodes else costs(head, model), answers=answers, most_nodes=nodes or 64
+    )
+    found.store(head)
+    return found
+
+
+def costs(head: Head, model: PreTrainedModel) -> Callable[[int], float]:
+    """Seconds of a round by its drafted nodes, as this machine runs the model."""
+    speculator = Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)
+    try:
+        return tree_costs(speculator.target, speculator.drafter)
+    finally:
+        speculator.close()

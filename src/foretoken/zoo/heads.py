@@ -1,0 +1,169 @@
+"""The embedded heads: texts that the embedded target writes, the trainer's runs over them, and the folders in the package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import ConfigurationError
+from foretoken.heads import checkpoints
+from foretoken.speculator import Speculator
+from foretoken.training import generation, prompts
+from foretoken.training.acceptance import Held
+from foretoken.training.data import Texts
+from foretoken.training.journal import Journal
+from foretoken.training.options import Options
+from foretoken.training.runs import RUN, run
+from foretoken.zoo import HEADS, MODELS, PREFIX, TARGET, load, load_tokenizer, packaging, recipe
+
+Figures = dict[str, Any]
+
+
+def folder(out: Path, what: str) -> Path:
+    """Of a run's data, held-out prompts, or heads of a kind."""
+    return out / "heads" / what
+
+
+def write_texts(out: Path) -> str:
+    """The target's answers to windows of both halves of the corpus; goes on where it was stopped."""
+    execution = fastest()
+    halves = (
+        (
+            "train",
+            "data",
+            recipe.HEAD_WINDOWS,
+            generation.Answering(recipe.ANSWER, (0.0, 1.0), seed=recipe.TEXTS_SEED, execution=execution),
+        ),
+        (
+            "held_out",
+            "held_out",
+            recipe.HELD_OUT_WINDOWS,
+            generation.Answering(recipe.HELD_OUT_ANSWER, seed=recipe.HELD_OUT_SEED, execution=execution),
+        ),
+    )
+    said = []
+    for half, name, count, answering in halves:
+        source = out / "corpus" / f"{half}.jsonl"
+        entries = list(prompts.read_entries([source]))
+        asked = prompts.windows(load_tokenizer(TARGET), entries, count=count, tokens=recipe.WINDOW, seed=answering.seed)
+        where = {"files": [source.name], "windows": count, "prompt_tokens": recipe.WINDOW}
+        made = generation.write(load(TARGET), asked, answering, folder(out, name), source=where)
+        said.append(f"{name}: {made.rows:,} texts, {made.tokens:,} tokens, {made.seconds:.0f} s")
+    return "\n".join(said)
+
+
+def fastest() -> str:
+    """How this machine runs the target: by its own kernels if it can."""
+    try:
+        Speculator(load(TARGET), "none", execution="native").close()  # type: ignore[arg-type]
+    except ConfigurationError:
+        return "eager"
+    return "native"
+
+
+def train(out: Path, kind: str, *, resume: bool, report: Callable[[Mapping[str, Any]], None]) -> list[str] | None:
+    """The head of ``kind`` by the recipe; None if it was stopped."""
+    return run(
+        PREFIX + TARGET,
+        folder(out, "data"),
+        folder(out, kind),
+        Options(**recipe.HEADS[kind]),  # type: ignore[arg-type]
+        held_out_data=folder(out, "held_out"),
+        tree_nodes=recipe.TREE_NODES,
+        resume=resume,
+        report=report,
+    )
+
+
+def package(out: Path, kind: str, manifest: Figures) -> Path:
+    """Weights, configuration, figures and model card, as ``foretoken.zoo.load_head`` reads them."""
+    trained, name = folder(out, kind), HEADS[kind][0]
+    model, data = load(TARGET), Texts(folder(out, "data"))
+    head = checkpoints.load(trained, model)  # type: ignore[arg-type]
+    others = Texts(folder(out, "held_out"))
+    asked = [others.prompt(index) for index in range(len(others))]
+    shapes = {"chain": None} | ({"tree": head.config.tree} if head.config.tree else {})
+    held_out = {}
+    for label, shape in shapes.items():
+        measured = Held(asked, recipe.HELD_OUT_ANSWER, shape=shape).measure(model, head)  # type: ignore[arg-type]
+        held_out[label] = {**({} if shape is None else {"shape": shape, "nodes": _nodes(shape)}), **measured.to_dict()}
+    reports = [line for line in Journal.read(trained / RUN) if "loss" in line]
+    state = checkpoints_state(trained)
+    figures = {
+        "parameters": sum(weight.numel() for weight in head.parameters()),
+        "held_out": held_out,
+        "prompts": len(asked),
+        "training": {
+            "steps": reports[-1]["step"],
+            "tokens": reports[-1]["tokens"],
+            "seconds": round(reports[-1]["seconds"]),
+            "options": state["options"],
+            "texts": len(data),
+            "text_tokens": int(data.lengths.sum()),
+            "answers": dict(data.manifest.settings),
+        },
+    }
+    destination = MODELS / name
+    shutil.rmtree(destination, ignore_errors=True)
+    destination.mkdir(parents=True)
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(trained / file, destination / file)
+    packaging.finish(destination, card(name, kind, figures), figures, manifest)
+    return destination
+
+
+def checkpoints_state(trained: Path) -> Figures:
+    """What the head's configuration says of its training."""
+    about = json.loads((trained / "config.json").read_text(encoding="utf-8"))["foretoken"]
+    found: Figures = about.get("about", about)
+    return found
+
+
+def _nodes(shape: str) -> int:
+    from foretoken.shapes import TreeShape
+
+    return TreeShape.parse(shape).nodes
+
+
+def card(name: str, kind: str, figures: Figures) -> str:
+    """The model card, every figure of it from ``figures``."""
+    training, chain, tree = figures["training"], figures["held_out"]["chain"], figures["held_out"].get("tree")
+    depths = ", ".join(f"{share:.1%}" for share in chain["accepted_by_depth"])
+    rows = f"| chain of {len(chain['accepted_by_depth'])} | {chain['acceptance_length']:.3f} |"
+    if tree is not None:
+        rows += f"\n| its tree of {tree['nodes']} nodes | {tree['acceptance_length']:.3f} |"
+    options = ", ".join(f"`{key}={value}`" for key, value in training["options"]["head"].items())
+    return f"""# {name}
+
+{HEADS[kind][1]}: `--drafter {kind}` with `--target {PREFIX}{TARGET}` takes it by itself.
+
+{figures["parameters"]:,} parameters in bfloat16; options {options}.
+
+## Held-out acceptance
+
+{figures["prompts"]} windows of {recipe.WINDOW} tokens from packages that neither the target nor the head has seen, continued greedily by \
+{recipe.HELD_OUT_ANSWER} tokens ({chain["measured_on"]:,} counted):
+
+| draft | tokens per pass |
+| --- | --- |
+{rows}
+
+Accepted at each depth of the chain, of what was drafted there: {depths}.
+
+## Training
+
+On {training["texts"]:,} texts ({training["text_tokens"]:,} tokens) that `{TARGET}` wrote itself: windows of {recipe.WINDOW} tokens of its \
+training corpus, continued by {recipe.ANSWER} tokens, half of them greedily and half sampled at temperature 1. {training["steps"]:,} \
+steps over {training["tokens"]:,} predicted tokens in {training["seconds"] / 60:.0f} minutes on two cores; the head with the longest \
+held-out acceptance was kept.
+
+```
+python -m foretoken.zoo.train corpus --out RUN
+python -m foretoken.zoo.train texts --out RUN
+python -m foretoken.zoo.train {kind} --out RUN
+python -m foretoken.zoo.train package-heads --out RUN
+```
+"""

@@ -1,0 +1,102 @@
+"""``foretoken train``: a head from a target by name and a folder of texts, and what is refused before anything is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import clone, tiny
+from training_helpers import make_data
+from typer.testing import CliRunner
+
+from foretoken import Speculator
+from foretoken.cli import app
+from foretoken.heads import checkpoints
+from foretoken.loading import load_model
+from foretoken.training.data import Texts
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A target on the disk and texts of it."""
+    folder = tmp_path_factory.mktemp("place")
+    clone(tiny()).save_pretrained(folder / "target")
+    make_data(folder / "data", model=load_model(str(folder / "target")))
+    return folder
+
+
+def train(place, out, *more, kind="medusa"):
+    arguments = ["train", kind, "--target", str(place / "target"), "--data", str(place / "data"), "--out", str(out)]
+    arguments += ["--head-option", "heads=2", "--steps", "20", "--batch-tokens", "96", "--learning-rate", "0.02", "--warmup", "2"]
+    arguments += ["--evaluate-every", "10", "--held-out", "4", "--answer-tokens", "12", "--precision", "float32"]
+    return CliRunner().invoke(app, [*arguments, *more])
+
+
+def test_a_head_is_trained_stored_with_its_tree_and_drafts(place, tmp_path):
+    done = train(place, tmp_path, "--tree-nodes", "4")
+    assert done.exit_code == 0, done.output
+    assert "held out:" in done.stdout and f"use --drafter medusa:{tmp_path}" in done.stdout
+    config = json.loads((tmp_path / "config.json").read_text())["foretoken"]
+    assert config["about"]["options"]["steps"] == 20 and config["about"]["steps"] == 20
+    model = load_model(str(place / "target"))
+    head = checkpoints.load(tmp_path, model)
+    assert head.config.tree and f": {head.config.tree}" in done.stdout
+    ids = torch.tensor([Texts(place / "data").prompt(0)])
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    output = Speculator(model, f"medusa:{tmp_path}", shape=head.config.tree).generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=0
+    )
+    assert output.sequences.tolist() == plain.tolist() and output.stats.drafted > 0
+    again = train(place, tmp_path, "--tree-nodes", "4")
+    assert again.exit_code == 2 and "--resume" in again.stderr
+    assert train(place, tmp_path, "--tree-nodes", "4", "--resume").exit_code == 0
+
+
+@pytest.mark.parametrize(("backbone", "file"), [("lora", "adapter/adapter_model.safetensors"), ("full", "target/model.safetensors")])
+def test_a_changed_target_is_stored_and_said(place, tmp_path, backbone, file):
+    done = train(place, tmp_path, "--backbone", backbone)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / file).exists() and "has the law of that target" in done.stdout.replace("\n", " ")
+    if backbone == "full":
+        model = load_model(str(tmp_path / "target"))
+        checkpoints.load(tmp_path, model)
+        assert any(not torch.equal(weight, tiny().state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--head-option", "haeds=2"), "no option 'haeds'"),
+        (("--head-option", "heads"), "--head-option takes KEY=VALUE"),
+        (("--precision", "int4"), "unknown precision"),
+        (("--backbone", "some"), "unknown backbone"),
+        (("--held-out-data", "/nowhere"), "holds no data"),
+        (("--data", "/nowhere"), "holds no data"),
+    ],
+)
+def test_refusals_come_by_name(place, tmp_path, more, message):
+    done = train(place, tmp_path, *more)
+    assert done.exit_code == 2 and message in done.stderr.replace("\n", " ")
+
+
+def test_an_unknown_kind_and_texts_of_another_target(place, tmp_path):
+    done = train(place, tmp_path, kind="medussa")
+    assert done.exit_code == 2 and "unknown kind of head 'medussa'; choose medusa" in done.stderr
+    other = tmp_path / "other"
+    shutil.copytree(place, other)
+    model = clone(tiny())
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    model.save_pretrained(other / "target")
+    done = train(other, tmp_path / "out")
+    assert done.exit_code == 2 and "other weights" in done.stderr
+    assert train(other, tmp_path / "out", "--other-target").exit_code == 0
+
+
+def test_hidden_states_are_stored_and_read(place, tmp_path):
+    folder = shutil.copytree(place, tmp_path / "place")
+    done = CliRunner().invoke(app, ["data", "hidden", str(folder / "data"), "--target", str(folder / "target")])
+    assert done.exit_code == 0 and "of 4 shards stored" in done.stdout, done.output
+    assert train(folder, tmp_path / "out", "--stored-hidden").exit_code == 0
