@@ -23,7 +23,7 @@ TOKENS = 12
 
 @cache
 def trained():
-    return {"medusa": taught_head("medusa", steps=8), "eagle3": eagle3_head()}
+    return {"medusa": taught_head("medusa", steps=8, heads=3), "eagle3": eagle3_head()}
 
 
 class Itself:
@@ -64,7 +64,7 @@ def begin(tmp_path: Path, target: Path, monkeypatch):
             yield peer(exported, checkpoint.path, length)
 
         monkeypatch.setattr(made, "_engine", engine)
-        monkeypatch.setattr(made, "_prompts", lambda checkpoint: [(f"p{n}", ids) for n, ids in enumerate(prompts((20, 17)))])
+        monkeypatch.setattr(made, "_prompts", lambda checkpoint: [(f"p{n}", ids) for n, ids in enumerate(prompts((20,)))])
         made.run()
         return made
 
@@ -87,14 +87,15 @@ def document(run: Run) -> dict:
 
 def test_the_same_heads_on_both_sides_are_the_same_draft_by_draft(begin):
     run = begin()
-    assert not run.failures and len(run.compared) == 4
+    assert not run.failures and len(run.compared) == 2
     for each in run.compared:
         assert each.ours.ids == each.theirs.ids == each.tree.ids and len(each.ours.ids) == TOKENS
-        assert each.alike == each.shared == each.ours.rounds and each.difference == "none: every draft is the same"
+        assert each.alike == each.shared == len(each.ours.drafts) >= each.ours.rounds - 1  # the last round may have room for none
+        assert each.difference == "none: every draft is the same"
         assert each.ours.kept == TOKENS - 1 and each.tree.rounds <= each.ours.rounds
     found = document(run)
-    assert [claim["verdict"] for claim in found["claims"]] == ["met", "met"] and found["versions"] == {"vllm": "played"}
-    assert {case["tree"] for case in found["cases"].values()} and len(found["prompts"]) == 4
+    assert [claim["verdict"] for claim in found["claims"]] == ["met"] * 4 and found["versions"] == {"vllm": "played"}
+    assert {case["tree"] for case in found["cases"].values()} and len(found["prompts"]) == 2
     assert [table.title for table in heads_report.tables(run)] == ["Claims", "Acceptance length", "By prompt: acceptance length (rounds)"]
 
 
@@ -106,7 +107,7 @@ def test_a_peer_that_drafts_something_else_is_found_out(begin):
 
     run = begin(Other)
     assert all(each.alike == 0 < each.shared and "drafts in the same place differ" in each.difference for each in run.compared)
-    assert [claim.verdict for claim in heads_report.claims(run)] == ["missed", "missed"]
+    assert [claim.verdict for claim in heads_report.claims(run)] == ["missed"] * 4
 
 
 def test_a_peer_that_fails_is_a_failure_and_no_figure(begin):
@@ -116,7 +117,7 @@ def test_a_peer_that_fails_is_a_failure_and_no_figure(begin):
 
     run = begin(Broken)
     assert [each.message for each in run.failures] == ["it was ended"] * 2 and not run.compared
-    assert [claim.verdict for claim in heads_report.claims(run)] == ["not measured"] * 2
+    assert [claim.verdict for claim in heads_report.claims(run)] == ["not measured"] * 4
     assert heads_report.tables(run)[-1].rows == [(each.name, "it was ended") for each in run.cases] and document(run)["failures"]
 
 

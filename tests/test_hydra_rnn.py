@@ -14,9 +14,10 @@ from torch.nn.functional import log_softmax, silu
 from foretoken import ConfigurationError, Session, Speculator, drafters, heads, verification
 from foretoken.drafters.hydra import Hydra
 from foretoken.drafters.rnn import Rnn
-from foretoken.heads.base import Batch, TargetShape
+from foretoken.heads.base import LAST, Batch, TargetShape
 from foretoken.heads.hydra import HydraConfig, HydraHead
 from foretoken.heads.rnn import RnnConfig, RnnHead
+from foretoken.rows import RowParameters
 from foretoken.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 
 KINDS = [("hydra", {}), ("rnn", {}), ("rnn", {"hidden_states": False})]
@@ -235,6 +236,40 @@ def after(head, path: torch.Tensor, hidden: torch.Tensor | None, text: list[int]
         whole = torch.tensor([text[:-1] + path.tolist()])
         return head.say(head.read(whole, head.begin(None, 1))[0][0, -1], None)
     return head.say(head.read(path[None], head.begin(hidden[None], 1))[0][0, -1], hidden)
+
+
+@pytest.mark.parametrize("shape", ["chain(4)", "product(3,2,1)"])
+@pytest.mark.parametrize(("kind", "options"), [("medusa", {}), *KINDS])
+def test_what_is_kept_of_a_row_is_of_its_own_text(kind, options, shape):
+    """Rows leave at different rounds, from the front and from between, and another one joins."""
+    seen = []
+
+    class Watched(drafters.find(kind)):
+        def draft(self, request):
+            tree = super().draft(request)
+            kept = self._states if self._hidden is None else self._hidden
+            seen.append((kept.clone(), [list(row.ids) for row in request.rows]))
+            return tree
+
+    head = taught_head(kind, **options)
+    session = Speculator(tiny(), Watched(head), shape=shape).session()
+    for row, tokens in zip(repetitive((30, 24, 27, 21)), (6, 14, 3, 18)):
+        session.add(row, RowParameters(max_new_tokens=tokens))
+    session.step()
+    session.add(repetitive((33,), seed=4)[0], RowParameters(max_new_tokens=9))
+    while session.live:
+        session.step()
+    assert {len(texts) for _, texts in seen} > {1, 2}
+    for kept, texts in seen:
+        assert len(kept) == len(texts)
+        for state, text in zip(kept, texts):
+            with torch.inference_mode():
+                read = torch.tensor([text[:-1]])
+                if head.features:
+                    expected = tiny()(read, output_hidden_states=True).hidden_states[LAST][0, -1]
+                else:
+                    expected = head.read(read, head.begin(None, 1))[1][0]
+            torch.testing.assert_close(state, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_window_bounds_what_is_read_of_a_prompt():

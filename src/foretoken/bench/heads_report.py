@@ -14,6 +14,7 @@ SCHEMA = 1
 SUITE = "heads"
 TITLE = "Exported heads in vLLM"
 TOLERANCE = 0.05
+SAME = 0.99  # of the drafts in float32, where only what is very close to a tie can be rounded the other way
 
 
 def cases(run: Run) -> dict[str, list[Compared]]:
@@ -24,22 +25,24 @@ def cases(run: Run) -> dict[str, list[Compared]]:
 
 
 def claims(run: Run) -> list[Claim]:
-    """vLLM accepts what Foretoken accepts; the spread is over prompts, the median that over all of them together."""
-    made = []
-    for name, found in cases(run).items():
-        whole = totals(found)
-        apart = [abs(each.theirs.acceptance / each.ours.acceptance - 1) for each in found]
-        spread = Spread(abs(whole["theirs"] / whole["ours"] - 1), min(apart), max(apart))
-        made.append(Claim(f"{name}: acceptance length in vLLM beside ours", TOLERANCE, True, spread))
-    measured = cases(run)
-    return [
-        *made,
-        *(
-            Claim(f"{each.name}: acceptance length in vLLM beside ours", TOLERANCE, True, None)
-            for each in run.cases
-            if each.name not in measured
-        ),
-    ]
+    """vLLM accepts what Foretoken accepts; in float32 because it drafts the same. Spreads are over prompts, medians of all together."""
+    found, made = cases(run), []
+    for case in run.cases:
+        mine = found.get(case.name)
+        made.append(Claim(f"{case.name}: acceptance length in vLLM beside ours", TOLERANCE, True, _apart(mine) if mine else None))
+        if case.dtype == "float32":
+            made.append(Claim(f"{case.name}: drafts that are the same", SAME, False, _alike(mine) if mine else None))
+    return made
+
+
+def _apart(mine: list[Compared]) -> Spread:
+    whole, apart = totals(mine), [abs(each.theirs.acceptance / each.ours.acceptance - 1) for each in mine]
+    return Spread(abs(whole["theirs"] / whole["ours"] - 1), min(apart), max(apart))
+
+
+def _alike(mine: list[Compared]) -> Spread:
+    shares = [each.alike / max(1, each.shared) for each in mine]
+    return Spread(sum(each.alike for each in mine) / max(1, sum(each.shared for each in mine)), min(shares), max(shares))
 
 
 def document(run: Run, *, command: str, environment: dict[str, Any]) -> dict[str, Any]:
@@ -100,11 +103,16 @@ def tables(run: Run) -> list[Table]:
             for each in mine
         ]
     checked = [
-        (claim.name, f"≤ {TOLERANCE:.0%}", "–" if claim.spread is None else f"{claim.spread.median:.1%}", claim.verdict)
+        (
+            claim.name,
+            f"{'≤' if claim.at_most else '≥'} {claim.bound:.0%}",
+            "–" if claim.spread is None else f"{claim.spread.median:.1%}",
+            claim.verdict,
+        )
         for claim in claims(run)
     ]
     made = [
-        Table("Claims", ("", "bound", "apart", "verdict"), checked),
+        Table("Claims", ("", "bound", "found", "verdict"), checked),
         Table(
             "Acceptance length",
             ("", "Foretoken, chain", "vLLM, chain", "apart", "drafts that are the same", "Foretoken, tree", "tree"),
@@ -126,5 +134,7 @@ def notes(run: Run, *, command: str, environment: dict[str, Any]) -> list[str]:
         f"Greedy, {settings.tokens} new tokens per prompt, suite {settings.suite}. Acceptance length is tokens per target "
         "pass behind the prompt's, summed over prompts and then divided. vLLM loads the folder that `foretoken export --to vllm` writes. "
         "Drafts are compared token by token where both sides draft at the same place of the same text.",
-        "No times are taken here; the speed suite has them.",
+        "In bfloat16 the two sides round at different places, which decides near ties among drafted tokens the other way now and then; in "
+        "float32 that is rare, so that the same drafts there say that both sides compute the same. No times are taken here; the speed "
+        "suite has them.",
     ]

@@ -89,7 +89,8 @@ class Eagle3(HeadDrafter):
         refuse_another_target(head.config, target.model)
         head.attach(target.model)
         with torch.inference_mode():
-            self._layer = head.layer().to(target.device, target.model.dtype)
+            layer = head.layer().to(target.device, target.model.dtype)
+            self._layer = layer if target.kernels is None else layer.packed()
         self._head, self.features = head, head.features
         target.read(self.features, whole=True)
 

@@ -8,6 +8,7 @@ level, and a tree of any shape is filled by looking them up.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,18 +20,38 @@ from foretoken.heads.medusa import MedusaHead
 from foretoken.sampler import fit_vocabulary
 from foretoken.sampling import argmax
 from foretoken.shapes import DynamicShape, StaticShape
+from foretoken.target.packing import Packing
 from foretoken.tree import TokenTree, layout_ancestors
+
+if TYPE_CHECKING:
+    from foretoken.target import Target
 
 
 class Medusa(HeadDrafter):
     __doc__ = HeadDrafter.__doc__
     name = kind = "medusa"
     summary = "heads on the target's last hidden state, each a token further ahead; chains and trees, one pass of the heads per round"
+    _packing: Packing | None = None  # of the head's weights, where the target's are packed too
 
     @property
     def deepest(self) -> int | None:
         head: MedusaHead = self.head
         return head.config.heads
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if target.kernels is None:
+            return
+        head: MedusaHead = self.head
+        hidden = torch.zeros(1, head.config.target.hidden_size, dtype=head.dtype)
+        with torch.inference_mode():
+            self._packing = Packing(head, lambda: head(hidden), owned=head is not self.source, hints=target.kernels.hints)
+
+    def close(self) -> None:
+        super().close()
+        if self._packing is not None:
+            self._packing.undo()
+            self._packing = None
 
     def _logits(self, request: DraftRequest) -> Tensor:
         """``[R, D, V]`` of the heads that are needed."""

@@ -6,7 +6,7 @@ Weights that read the same input are joined, so that a step is few products: q, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from foretoken.errors import ConfigurationError
+from foretoken.target import native
+from foretoken.target.packing import NATIVE, UNIT, Product, Rows
 
 if TYPE_CHECKING:
     from foretoken.heads.eagle3 import Eagle3Config
@@ -22,6 +24,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 ROPE_KEYS = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
 ROPE_KEYS |= {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+MATRICES = ("fc", "o", "gate_up", "down", "lm_head")
 ELSEWHERE = -1e30  # a logit outside the draft vocabulary: probability 0 exactly, unless the processors leave nothing else
 
 
@@ -59,6 +62,7 @@ class Layer:
     ids: Tensor | None  # [Vd] the target's ids of the draft vocabulary; None if it is the target's
     input_norm: Tensor | None = None
     fc_norms: tuple[Tensor, ...] = ()
+    products: Mapping[str, Product] = field(default_factory=dict)  # what stands in for weights that are packed
     rotary: Rotary = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +82,34 @@ class Layer:
         embeddings = given.pop("embeddings").to(device)
         return Layer(embeddings=embeddings, **{name: moved(each) for name, each in given.items()})
 
+    def packed(self) -> Layer:
+        """This layer with its matrices laid out for the kernels of :mod:`foretoken.target.native` alone, as far as they can read them:
+        on a CPU a step is bound by reading the weights. Training needs the matrices themselves."""
+        if self.fc.device.type != "cpu" or native.refusal(self.fc.dtype) is not None:
+            return self
+        matrices: dict[str, tuple[Tensor, Tensor | None]] = {name: (getattr(self, name), None) for name in MATRICES}
+        matrices["qkv"], rest = (self.qkv, self.qkv_bias), self._queries
+        matrices["kv"] = self.qkv[rest:], None if self.qkv_bias is None else self.qkv_bias[rest:]
+        products = {
+            name: Product([Rows(weight, bias, *weight.shape)], NATIVE)
+            for name, (weight, bias) in matrices.items()
+            if weight.shape[1] % UNIT == 0
+        }
+        gone = {name: getattr(self, name).new_empty(0) for name in (*MATRICES, "qkv") if name in products}
+        return replace(self, products=products, **gone)
+
+    @property
+    def _queries(self) -> int:
+        """Rows of ``qkv`` that make queries."""
+        return self.config.num_attention_heads * self.config.head_dim
+
+    def _product(self, name: str, x: Tensor) -> Tensor:
+        if name in self.products:
+            return self.products[name](x)
+        if name == "kv":
+            return linear(x, self.qkv[self._queries :], None if self.qkv_bias is None else self.qkv_bias[self._queries :])
+        return linear(x, getattr(self, name), self.qkv_bias if name == "qkv" else None)
+
     def _normed(self, states: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(states, weight.shape, weight, self.config.rms_norm_eps)
 
@@ -89,7 +121,7 @@ class Layer:
         if self.fc_norms:
             parts = features.chunk(len(self.fc_norms), -1)
             features = torch.cat([self._normed(part, weight) for part, weight in zip(parts, self.fc_norms)], -1)
-        return linear(features, self.fc)
+        return self._product("fc", features)
 
     def _inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """The residual ``[R, n, d]``, and what the attention reads ``[R, n, 2 * d]``."""
@@ -103,7 +135,7 @@ class Layer:
         config = self.config
         residual, inputs = self._inputs(tokens, states)
         heads, groups = config.num_attention_heads, config.num_key_value_heads
-        joined = linear(inputs, self.qkv, self.qkv_bias)
+        joined = self._product("qkv", inputs)
         joined = joined.view(*joined.shape[:-1], heads + 2 * groups, config.head_dim)
         turned = self.rotary.turned(joined[..., : heads + groups, :], positions)
         return Entered(residual, turned[..., :heads, :], turned[..., heads:, :], joined[..., heads + groups :, :])
@@ -111,18 +143,15 @@ class Layer:
     def keys_values(self, tokens: Tensor, states: Tensor, positions: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Those of :meth:`enter` alone: of a token whose text goes on nobody asks anything else, since there is one layer only."""
         config = self.config
-        rest = config.num_attention_heads * config.head_dim
-        _, inputs = self._inputs(tokens, states)
-        bias = None if self.qkv_bias is None else self.qkv_bias[rest:]
-        joined = linear(inputs, self.qkv[rest:], bias)
+        joined = self._product("kv", self._inputs(tokens, states)[1])
         keys, values = joined.view(*joined.shape[:-1], 2 * config.num_key_value_heads, config.head_dim).chunk(2, -2)
         return self.rotary.turned(keys, positions), values
 
     def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The new states, from what the attention gives ``[R, n, H * h]``."""
-        states = residual + linear(attended, self.o)
-        gate, up = linear(self._normed(states, self.post_attention_layernorm), self.gate_up).chunk(2, -1)
-        return states + linear(silu(gate) * up, self.down)
+        states = residual + self._product("o", attended)
+        gate, up = self._product("gate_up", self._normed(states, self.post_attention_layernorm)).chunk(2, -1)
+        return states + self._product("down", silu(gate) * up)
 
     def read(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """What :meth:`leave` gave, as the next step takes it, and as the LM head does, ``[..., d]`` each."""
@@ -131,7 +160,7 @@ class Layer:
 
     def logits(self, normed: Tensor) -> Tensor:
         """``[..., Vd]`` over the draft vocabulary, after what :meth:`read` gave for the LM head."""
-        return linear(normed, self.lm_head)
+        return self._product("lm_head", normed)
 
     def full_logits(self, normed: Tensor) -> Tensor:
         """``[..., V]`` over the target's vocabulary; :data:`ELSEWHERE` outside the draft vocabulary."""

@@ -17,6 +17,7 @@ from foretoken.training.data import Texts
 from foretoken.training.journal import Journal
 from foretoken.training.options import Options
 from foretoken.training.runs import RUN, run
+from foretoken.training.trees import calibrated
 from foretoken.zoo import HEADS, MODELS, PREFIX, TARGET, load, load_tokenizer, packaging, recipe
 
 Figures = dict[str, Any]
@@ -85,13 +86,15 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
     head = checkpoints.load(trained, model)  # type: ignore[arg-type]
     others = Texts(folder(out, "held_out"))
     asked = [others.prompt(index) for index in range(len(others))]
+    if not head.config.tree and calibrated(head, model, Held(asked, recipe.HELD_OUT_ANSWER), nodes=recipe.TREE_NODES):  # type: ignore[arg-type]
+        checkpoints.save(head, trained, about=about_training(trained))
     shapes = {"chain": None} | ({"tree": head.config.tree} if head.config.tree else {})
     held_out = {}
     for label, shape in shapes.items():
         measured = Held(asked, recipe.HELD_OUT_ANSWER, shape=shape).measure(model, head)  # type: ignore[arg-type]
         held_out[label] = {**({} if shape is None else {"shape": shape, "nodes": _nodes(shape)}), **measured.to_dict()}
     reports = [line for line in Journal.read(trained / RUN) if "loss" in line]
-    state = checkpoints_state(trained)
+    about = about_training(trained)
     figures = {
         "parameters": sum(weight.numel() for weight in head.parameters()),
         "held_out": held_out,
@@ -100,7 +103,7 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
             "steps": reports[-1]["step"],
             "tokens": reports[-1]["tokens"],
             "seconds": round(reports[-1]["seconds"]),
-            "options": state["options"],
+            "options": about["options"],
             "texts": len(data),
             "text_tokens": int(data.lengths.sum()),
             "answers": dict(data.manifest.settings),
@@ -115,10 +118,9 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
     return destination
 
 
-def checkpoints_state(trained: Path) -> Figures:
-    """What the head's configuration says of its training."""
-    about = json.loads((trained / "config.json").read_text(encoding="utf-8"))["foretoken"]
-    found: Figures = about.get("about", about)
+def about_training(trained: Path) -> Figures:
+    """What the head's configuration says of how it was trained."""
+    found: Figures = json.loads((trained / "config.json").read_text(encoding="utf-8"))["foretoken"]["about"]
     return found
 
 

@@ -78,6 +78,13 @@ TEXTS_SEED, HELD_OUT_SEED = 1, 2
 _HEADS = {"count_prompts": True, "batch_tokens": 2048, "accumulate": 2, "learning_rate": 2e-3, "warmup": 100, "evaluate_every": 250}
 HEADS = {
     "medusa": {"kind": "medusa", "head": {"heads": 4, "layers": 2, "labels": "target"}, **_HEADS},
-    "eagle3": {"kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}, **_HEADS, "learning_rate": 1e-3, "accumulate": 1, "epochs": 0.6},
+    "eagle3": {
+        "kind": "eagle3",
+        "head": {"steps": 5, "aux_layers": [2, 5, 7]},
+        **_HEADS,
+        "learning_rate": 1e-3,
+        "accumulate": 1,
+        "epochs": 0.6,
+    },
 }
 TREE_NODES = 16  # of the tree that is stored with a head that has one: by its guesses alone, so that it is the same on every machine
