@@ -19,6 +19,7 @@ from foretoken.drafters.ngram import NGram
 from foretoken.drafters.rest import Rest
 from foretoken.drafters.several import Several
 from foretoken.heads.base import Batch
+from foretoken.target.features import unwatched
 from foretoken.tree import TokenTree
 
 PAD = 0
@@ -111,7 +112,8 @@ def make_drafter(name: str, family: str = "llama", implementation: str = "sdpa",
     if name == "rest":
         return Rest(Datastore.build(repetitive(), vocab_size=VOCABULARY), **options)
     if name in ("medusa", "hydra", "rnn"):
-        return drafters.find(name)(taught_head(name, family, implementation), **options)
+        steps = 40 if name == "medusa" else 12  # these learn faster, and should be wrong now and then
+        return drafters.find(name)(taught_head(name, family, implementation, steps), **options)
     if name == "eagle3":
         return drafters.find(name)(eagle3_head(family, implementation), **options)
     if name == "several":
@@ -140,7 +142,8 @@ def batch_of(model: Any, head: Any, texts: Sequence[Sequence[int]], *, prompt: i
     ids, valid = torch.full((len(texts), width), PAD), torch.zeros(len(texts), width, dtype=torch.bool)
     for line, real, text in zip(ids, valid, texts):
         line[: len(text)], real[: len(text)] = torch.tensor(text), True
-    out = model(ids, attention_mask=valid.long(), output_hidden_states=True)
+    with unwatched(model):
+        out = model(ids, attention_mask=valid.long(), output_hidden_states=True)
     counted = valid & (torch.arange(width) >= prompt)
     hidden = (
         torch.stack([out.hidden_states[number] for number in head.features], 2) if head.features else out.hidden_states[-1][:, :, None, :0]

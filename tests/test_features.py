@@ -528,3 +528,17 @@ def test_a_table_hands_out_its_distributions():
     assert torch.equal(target.prompt_hidden[0], torch.stack([table([0]), table([0, 1])]).repeat(1, 2))
     target.score(TokenTree.from_chain(torch.tensor([[2, 0]])))
     assert torch.allclose(target.hidden[0], torch.stack([table([0, 1, 2]), table([0, 1, 2, 0])]).repeat(1, 2))
+
+
+def test_what_transformers_leaves_behind_does_not_keep_passes_off_the_kernels():
+    """Asked for hidden states once, it hooks the layers for good."""
+    model = clone(tiny())
+    ids = torch.tensor([[5, 6, 7]])
+    before = model(ids, output_hidden_states=True).hidden_states
+    assert any(module._forward_hooks for module in model.modules())
+    target = Target(model)
+    assert not any(module._forward_hooks for module in model.modules())
+    model(ids, output_hidden_states=True)
+    target.open([[5, 6, 7]])
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(map(torch.equal, model(ids, output_hidden_states=True).hidden_states, before))

@@ -481,7 +481,9 @@ def test_a_stream_yields_what_generate_returns(drafter):
         assert stream.stats.new_tokens >= sum(map(len, texts))
     assert texts == added(expected, WIDTH)
     assert [over[index] for index in range(3)] == [row.finish_reason for row in expected.stats.rows]
-    assert stream.stats.accepted == expected.stats.accepted and stream.stats.new_tokens == sum(map(len, texts))
+    assert stream.stats.new_tokens == sum(map(len, texts))
+    if drafter != "several":  # which asks a model where that pays by the times it measures
+        assert stream.stats.accepted == expected.stats.accepted
 
 
 def _break(stream, count):

@@ -31,7 +31,7 @@ HEADS = {
     "rnn": (RnnHead, {"steps": 3}),
     "eagle3": (Eagle3Head, {"draft_vocab_size": 50, "counts": COUNTS}),
     "eagle3-whole": (Eagle3Head, {"norm_before_residual": True, "attention_bias": True}),
-    "eagle3-normed": (Eagle3Head, {"norm_before_fc": True, "fc_norm": True, "norm_output": True}),
+    "eagle3-normed": (Eagle3Head, {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "head_dim": 12}),
 }
 PAIRS = [
     (name, format)

@@ -17,11 +17,12 @@ from test_drafters import Row, request
 
 from foretoken import ConfigurationError, Speculator, zoo
 from foretoken.bench.prompts import PYTHON
-from foretoken.drafters import suffix as module
+from foretoken.drafters import suffix_experts as module
 from foretoken.drafters import suffix_files
 from foretoken.drafters.prompt_lookup import PromptLookup
-from foretoken.drafters.suffix import OwnText, PastTexts, Suffix
+from foretoken.drafters.suffix import PastTexts, Suffix
 from foretoken.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from foretoken.drafters.suffix_experts import FIRM, LONGEST, SAME, SHORT, Experts, OwnText, SameSource
 from foretoken.drafters.suffix_store import END, SuffixStore
 from foretoken.shapes import TreeShape
 
@@ -88,8 +89,8 @@ def test_the_longest_match(text, steps, most):
     assert own.length == len(naive_match(text, most))
 
 
-def naive_chain(text, most, depth) -> list[int]:
-    context, draft = naive_match(text, most), []
+def naive_chain(text, most, depth, first=None, recent=float("inf")) -> list[int]:
+    context, draft = naive_match(text, first or most), []
     while len(draft) < depth:
         while context and ends(text[:-1], context) == []:
             context = context[1:]
@@ -99,7 +100,7 @@ def naive_chain(text, most, depth) -> list[int]:
         latest = followed[-1][0]
         score = {}
         for token, end in followed:  # the end last written is the most recent
-            count, _ = score.get(token, (module.RECENT * (token == latest), 0))
+            count, _ = score.get(token, (recent * (token == latest) if token == latest else 0, 0))
             score[token] = (count + 1, end)
         token = max(score, key=score.__getitem__)
         draft.append(token)
@@ -107,11 +108,15 @@ def naive_chain(text, most, depth) -> list[int]:
     return draft
 
 
+WEIGHTS = st.sampled_from([0.0, module.RECENT, float("inf")])
+
+
 @settings(deadline=None, max_examples=300)
-@given(text=TEXTS, steps=STEPS, most=st.integers(1, 6), depth=st.integers(1, 8))
-def test_a_chain_goes_the_way_that_the_text_went(text, steps, most, depth):
-    draft, expected = OwnText(read(text, most + 1, steps), most).chain(depth)
-    assert draft == naive_chain(text, most, depth)
+@given(text=TEXTS, steps=STEPS, most=st.integers(1, 6), first=st.integers(1, 6), recent=WEIGHTS, depth=st.integers(1, 8))
+def test_a_chain_goes_the_way_that_the_text_went(text, steps, most, first, recent, depth):
+    first = min(first, most)
+    draft, expected = OwnText(read(text, most + 1, steps), most, first=first, recent=recent).chain(depth)
+    assert draft == naive_chain(text, most, depth, first, recent)
     assert 0 <= expected <= len(draft)
 
 
@@ -146,6 +151,183 @@ def test_counting_is_bounded_in_a_text_that_repeats_itself():
     automaton.extend([7] * 2000)
     assert 0 < Counted.writes <= 20 * 2000
     assert len(automaton.edges) == 2001
+
+
+# -- who drafts ---------------------------------------------------------------------------------------------------------
+
+
+def naive_source(text, source, token) -> int | None:
+    """Where the same source goes on behind ``token``, the next one of ``text``."""
+    if source is None:
+        return None
+    near = [place for place in range(source, min(source + module.AHEAD, len(text))) if text[place] == token]
+    return near[0] + 1 if near else source
+
+
+def naive_hold(text, most, first, recent, source) -> int | None:
+    """The place that a firm match copies from."""
+    firm, context = min(FIRM, most), naive_match(text, first)
+    while context and ends(text[:-1], context) == []:
+        context = context[1:]
+    if len(context) < firm:
+        return source
+    (token,) = naive_chain(text, most, 1, first, recent)
+    return max(end for end in ends(text[:-1], context) if text[end] == token)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.lists(st.integers(0, 2), min_size=3, max_size=60),
+    prompt=st.integers(1, 30),
+    steps=st.lists(st.integers(1, 5), max_size=20),
+    most=st.integers(1, 10),
+    short=st.integers(1, 5),
+    memory=st.sampled_from([0.5, 1.0]),
+)
+def test_experts_and_their_records(text, prompt, steps, most, short, memory):
+    """Every expert says what brute force says, and is judged by what it would have said at every token."""
+    experts, short = Experts(most, short, memory), min(short, most)
+    ways = {LONGEST: (most, float("inf")), SHORT: (short, module.RECENT)}
+    right, judged, source, known = [0.0] * 3, 0.0, None, min(prompt, len(text))
+    experts.read(text[:known])
+    for step in (*steps, len(text)):
+        ids = text[:known]
+        found = experts.sources(ids, 1)
+        said = {}
+        for each, _ in found:
+            which = SAME if isinstance(each, SameSource) else LONGEST if each.recent == float("inf") else SHORT
+            said[which] = each.chain(4)[0]
+        wanted = {which: naive_chain(ids, most, 4, *way) for which, way in ways.items() if naive_match(ids, way[0])}
+        if source is not None and (right[SAME] + 1) / (judged + 2) >= module.WORTH:
+            wanted[SAME] = [*ids[source:], *(ids[source:] * 4)][:4]
+        assert said == wanted
+        standing = {which: right[which] - module.LEAD * (which == SAME) for which in said}
+        order = sorted(said, key=lambda which: (-standing[which], which))
+        assert list(said) == order
+        trusts = [trust for _, trust in found]
+        shares = [module.BRANCH * min(1.0, (right[which] + 1) / (right[order[0]] + 1)) for which in order]
+        assert trusts == pytest.approx([1.0, *shares[1:]] if order else [])
+        if order and order[0] != SAME:
+            source = naive_hold(ids, most, *ways[order[0]], source)
+        assert experts.source == source
+        for token in text[known : known + step]:
+            guesses = [(naive_chain(text[:known], most, 1, *ways[which]) or [None])[0] for which in (LONGEST, SHORT)]
+            guesses.append(guesses[0] if source is None else text[source])
+            if len(set(guesses)) > 1:
+                judged = memory * judged + 1
+                right = [memory * share + (guess == token) for share, guess in zip(right, guesses)]
+            source = naive_source(text[:known], source, token)
+            known += 1
+        experts.read(text[:known])
+        assert (experts.right, experts.judged, experts.source) == (pytest.approx(right), pytest.approx(judged), source)
+        if known == len(text):
+            break
+
+
+class Topic:
+    """A question of six tokens that was answered in one way when it was asked, and in another way since, behind its last four tokens."""
+
+    def __init__(self, number: int):
+        begin = 20 * number
+        self.question, self.stale, self.later = ([*range(begin + at, begin + at + size)] for at, size in ((0, 6), (6, 4), (10, 4)))
+
+    @property
+    def history(self) -> list[int]:
+        return [*self.question, *self.stale, 119, *self.question[2:], *self.later, 119, *self.question[2:], *self.later, 119]
+
+
+TOPICS = [Topic(number) for number in range(5)]
+
+
+def asked(drafter, row, topic, answer=()) -> list[int]:
+    """What is drafted behind the question of ``topic``; then ``row`` goes on with ``answer``."""
+    row.ids += [119, *topic.question]
+    (draft,) = drafted(drafter.draft(request([row], depth=3)))
+    row.ids += answer
+    drafter.draft(request([row]))
+    return draft
+
+
+def conversation(slot=0) -> Row:
+    return Row([token for topic in TOPICS for token in topic.history], slot=slot)
+
+
+def test_who_drafts_follows_who_was_right_of_late():
+    drafter, row = Suffix(), conversation()
+    drafter.begin([row])
+    one, two, three, four, five = TOPICS
+    assert asked(drafter, row, one, one.later) == one.stale[:3], "without a record it is the longest match"
+    assert asked(drafter, row, two, two.stale) == two.later[:3], "which was stale, so the short match drafts"
+    assert asked(drafter, row, three, three.stale) == three.stale[:3], "which was wrong later than the longest one"
+    assert asked(drafter, row, four, four.later) == four.stale[:3]
+    assert asked(drafter, row, five) == five.later[:3], "what was right last counts for more than what was right before"
+    fair, row = Suffix(memory=1.0), conversation()
+    for topic, answer in ((one, one.later), (two, two.stale), (three, three.stale), (four, four.later)):
+        asked(fair, row, topic, answer)
+    assert asked(fair, row, five) == five.stale[:3], "two of two"
+    alike, row = Suffix(short_match=6), conversation()
+    assert asked(alike, row, one, one.later) == one.stale[:3]
+    assert asked(alike, row, two) == two.stale[:3], "a short match that is as long has nothing else to say"
+
+
+def test_the_longest_match_stays_where_it_is_right():
+    drafter, row = Suffix(), conversation()
+    for topic in TOPICS:
+        assert asked(drafter, row, topic, topic.stale) == topic.stale[:3]
+
+
+def test_records_are_of_one_row():
+    drafter, rows = Suffix(learn=True), [conversation(0), conversation(1)]
+    one, two, three, *_ = TOPICS
+    drafter.begin(rows)
+    asked(drafter, rows[0], one, one.later)
+    drafter.forget()
+    assert asked(drafter, rows[0], two, two.later) == two.later[:3], "what is known of rows that live stays"
+    assert asked(drafter, rows[1], two) == two.stale[:3], "it was another row"
+    drafter.end(rows[:1])
+    drafter.forget()
+    rows[0] = conversation(0)
+    drafter.begin(rows[:1])
+    assert asked(drafter, rows[0], one, one.later) == one.stale[:3], "nothing is left of the row that had its slot"
+    drafter.reset()
+    rows[0] = conversation(0)
+    assert asked(drafter, rows[0], three) == three.stale[:3]
+
+
+def test_a_copy_goes_on_behind_what_was_put_into_it():
+    source = [*range(40)]
+    drafter, row = Suffix(), Row([*source, 119])
+    drafter.begin([row])
+
+    def goes_on(tokens) -> list[int]:
+        row.ids += tokens
+        return drafted(drafter.draft(request([row], depth=3)))[0]
+
+    assert goes_on(source[:10]) == source[10:13]
+    assert goes_on([100]) == source[10:13], "nothing is like it"
+    assert goes_on([source[10], 5]) == source[6:9], "a match of one token"
+    assert goes_on(source[11:14]) == source[14:17]
+    assert goes_on([101]) == source[14:17]
+    assert goes_on([source[14], 5]) == source[15:18], "twice it went on where it had been left"
+    assert goes_on(source[15:18]) == source[18:21]
+    for token in (102, 103, 104, 105):
+        assert goes_on([token]) == source[18:21]
+    assert goes_on(source[21:24]) == source[24:27], "three tokens were left out"
+    assert goes_on([106]) == source[24:27]
+    tree = drafter.draft(tree_request([row], "product(2,2,1)"))
+    assert set(source[24:27]) <= set(tree.tokens[0].tolist())
+    for token in range(107, 119):
+        last = goes_on([token])
+    assert last == [], "it was wrong too often"
+
+
+def test_a_tree_begins_with_who_was_right():
+    drafter, row = Suffix(), conversation()
+    one, two, *_ = TOPICS
+    asked(drafter, row, one, one.later)
+    asked(drafter, row, two)
+    tree = drafter.draft(tree_request([row], "product(2,1,1)"))
+    assert tree.tokens[0, 1] == two.later[0] and two.stale[0] in tree.tokens[0].tolist(), "and the others branch off"
 
 
 # -- the store ----------------------------------------------------------------------------------------------------------
@@ -221,7 +403,7 @@ def test_memory_stays_bounded_over_a_million_tokens():
         assert sum(len(segment.order) for segment in store._segments) <= store.size
         most_segments = max(most_segments, len(store._segments))
     assert len(store._known) == len(store) == sum(1 for _ in store.sequences())
-    assert most_segments <= 8 and not drafter._automata
+    assert most_segments <= 8 and not drafter._texts
     new = Row(row.ids[1500:1510], slot=-1)
     drafter.begin([new])
     assert drafted(drafter.draft(request([new], depth=4, vocabulary=4000)), 4000) == [row.ids[1510:1514]]
@@ -562,6 +744,10 @@ def test_a_text_as_the_source(tmp_path):
         ({"min_match": 0}, "min_match"),
         ({"min_match": 5, "max_match": 4}, "min_match"),
         ({"max_match": 1000}, "max_match <= 64"),
+        ({"short_match": 0}, "short_match"),
+        ({"short_match": 65}, "short_match"),
+        ({"memory": 0}, "memory"),
+        ({"memory": 1.1}, "memory"),
         ({"factor": -1}, "factor"),
         ({"factor": 0, "offset": 0.5}, "one at least"),
         ({"min_probability": 1}, "min_probability"),

@@ -62,7 +62,7 @@ class Eagle3(HeadDrafter):
     """
 
     name = kind = "eagle3"
-    summary = "an EAGLE-3 head: one layer that reads hidden states of the target and feeds on its own; chains and trees"
+    summary = "one decoder layer that reads hidden states of the target and feeds on its own; chains and trees"
     whole_text = True
 
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto"):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Medusa(HeadDrafter):
     __doc__ = HeadDrafter.__doc__
     name = kind = "medusa"
-    summary = "heads on the target's last hidden state, each a token further ahead; chains and trees, one pass of the heads per round"
+    summary = "heads on the target's last hidden state, each a token further ahead; one pass of them per round"
     _packing: Packing | None = None  # of the head's weights, where the target's are packed too
 
     @property

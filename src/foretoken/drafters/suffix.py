@@ -1,8 +1,8 @@
 """Suffix decoding: what followed the longest suffix of the text, earlier in this text or in past ones (Oliaro et al. 2024).
 
 The text of a row is read by a suffix automaton, which knows the longest suffix that occurred before and counts what followed it; past
-texts lie in a store that finds the longest suffix in any of them. A chain follows the row's own text, where the most recent
-occurrence counts for more than the others, or the past, whichever promises more. A tree holds the continuations of both
+texts lie in a store that finds the longest suffix in any of them. A chain follows the row's own text, in the way that was right of late
+(:mod:`foretoken.drafters.suffix_experts`), or the past, whichever promises more. A tree holds the continuations of all of them
 that are most likely by their counts, as many as the length of the match is good for.
 
 A count says less than it seems to where the context is short. The probability of a continuation seen c times in n, after a context
@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
-from foretoken.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from foretoken.drafters.suffix_experts import Experts, Place, Source
 from foretoken.drafters.suffix_files import fingerprint
 from foretoken.drafters.suffix_store import END, REACH, SuffixStore
 from foretoken.drafters.tries import Trie, tree_of
@@ -32,9 +32,7 @@ from foretoken.tree import TokenTree
 if TYPE_CHECKING:
     from foretoken.target import Target
 
-K = 2.0  # of the escape in a row's own text
-PAST = 6.0  # and in past texts, which are less like it
-RECENT = 8  # occurrences that the most recent one counts for in a chain
+PAST = 6.0  # of the escape in past texts, which are less like a text than it is itself
 CAPACITY = 1 << 20
 
 
@@ -45,6 +43,8 @@ class Suffix(Drafter):
     learn: keep the output of every row that ends, with the last tokens of its prompt, in the store.
     capacity: tokens that the store holds at most; the oldest texts go first. A SuffixStore has its own.
     max_match, min_match: longest and shortest suffix that is looked for.
+    short_match: of the match that is tried beside the longest one, so many tokens at most.
+    memory: how much each disagreement between the ways to copy leaves of what was known of them; 1 forgets nothing.
     factor, offset: a match of l tokens is good for ``factor * l + offset`` drafted tokens at most.
     min_probability: continuations that are less likely, by their counts, are left out of a tree; a chain is as long as it may be.
     tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers. A store remembers which one it was made with,
@@ -63,6 +63,8 @@ class Suffix(Drafter):
         capacity: int | None = None,
         max_match: int = REACH,
         min_match: int = 1,
+        short_match: int = 4,
+        memory: float = 0.8,
         factor: float = 2.0,
         offset: float = 8.0,
         min_probability: float = 0.05,
@@ -70,19 +72,23 @@ class Suffix(Drafter):
     ):
         if not 1 <= min_match <= max_match <= REACH:
             raise ConfigurationError(f"suffix needs 1 <= min_match <= max_match <= {REACH}, got {min_match} and {max_match}")
+        if not 1 <= short_match <= REACH:
+            raise ConfigurationError(f"short_match must be from 1 to {REACH}, got {short_match}")
+        if not 0 < memory <= 1:
+            raise ConfigurationError(f"memory must be above 0 and at most 1, got {memory}")
         if not (factor >= 0 and offset >= 0 and factor * max_match + offset >= 1):
             raise ConfigurationError(
                 f"suffix drafts factor * match + offset tokens, neither negative and one at least; got {factor} and {offset}"
             )
         if not 0 <= min_probability < 1:
             raise ConfigurationError(f"min_probability must be from 0 to below 1, got {min_probability}")
-        self.max_match, self.min_match = max_match, min_match
+        self.max_match, self.min_match, self.short_match, self.memory = max_match, min_match, short_match, memory
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
         self.learn = learn
         self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
         self._known = self.store.tokenizer is not None and self.store.tokenizer == fingerprint(tokenizer)
-        self._automata: dict[int, SuffixAutomaton] = {}
+        self._texts: dict[int, Experts] = {}
 
     def save(self, path: str | Path) -> None:
         """Write the store, what was learned included; ``source=path`` loads it again. Texts that other processes saved there stay."""
@@ -109,12 +115,12 @@ class Suffix(Drafter):
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._automata.pop(row.slot, None)
+            self._texts.pop(row.slot, None)
             if self.learn and len(row.ids) > row.prompt_length:
                 self.store.add(row.ids[max(0, row.prompt_length - self.max_match) :])
 
     def reset(self) -> None:
-        self._automata.clear()
+        self._texts.clear()
 
     def forget(self) -> None:
         """Texts that were learned.
@@ -134,25 +140,19 @@ class Suffix(Drafter):
 
     # -- drafting -------------------------------------------------------------------------------------------------------
 
-    def _read(self, row: Row) -> SuffixAutomaton:
-        automaton = self._automata.get(row.slot)
-        if automaton is None:
-            automaton = self._automata[row.slot] = SuffixAutomaton(self.max_match + 1)
-        if automaton.size < len(row.ids):
-            automaton.extend(row.ids[automaton.size :])
-        return automaton
+    def _read(self, row: Row) -> Experts:
+        text = self._texts.get(row.slot)
+        if text is None:
+            text = self._texts[row.slot] = Experts(self.max_match, self.short_match, self.memory)
+        text.read(row.ids)
+        return text
 
-    def _sources(self, row: Row, depth: int) -> list[Source]:
-        """Where a suffix of the row's text occurs: in itself, in the store."""
-        found: list[Source] = []
-        own = OwnText(self._read(row), self.max_match)
-        if own.length >= self.min_match:
-            found.append(own)
-        if len(self.store):
-            matches = self.store.find(row.ids, most=self.max_match, least=self.min_match, depth=depth)
-            if matches is not None:
-                found.append(PastTexts(matches.length, matches.after))
-        return found
+    def _past(self, row: Row, depth: int) -> list[PastTexts]:
+        """Where the longest suffix of the row's text occurs in the store, if any does."""
+        if not len(self.store):
+            return []
+        matches = self.store.find(row.ids, most=self.max_match, least=self.min_match, depth=depth)
+        return [] if matches is None else [PastTexts(matches.length, matches.after)]
 
     def _budget(self, match: int) -> int:
         return int(self.factor * match + self.offset)
@@ -160,9 +160,10 @@ class Suffix(Drafter):
     def _chain(self, row: Row, limit: int) -> list[int]:
         if limit < 1:
             return []
+        own = self._read(row).sources(row.ids, self.min_match)[:1]
         best: list[int] = []
         score = -1.0
-        for source in self._sources(row, limit):
+        for source in (*(each for each, _ in own), *self._past(row, limit)):
             draft, expected = source.chain(min(limit, self._budget(source.length)))
             if expected > score:
                 best, score = draft, expected
@@ -173,14 +174,14 @@ class Suffix(Drafter):
         trie = Trie()
         if depth < 1:
             return trie
-        sources = self._sources(row, depth)
-        nodes = min(nodes, max((self._budget(source.length) for source in sources), default=0))
+        sources = self._read(row).sources(row.ids, self.min_match) + [(past, 1.0) for past in self._past(row, depth)]
+        nodes = min(nodes, max((self._budget(source.length) for source, _ in sources), default=0))
         heap: list[tuple[float, int, int, int, Source, Place]] = []
         placed: dict[tuple[int, int], int] = {}
         pushed = 0
-        for source in sources:
-            for p, token, place in source.children(source.begin, floor):
-                heappush(heap, (-p, pushed, 0, token, source, place))
+        for source, trust in sources:
+            for p, token, place in source.children(source.begin, floor / trust):
+                heappush(heap, (-p * trust, pushed, 0, token, source, place))
                 pushed += 1
         while heap and len(trie.tokens) < nodes:
             minus, _, parent, token, source, place = heappop(heap)
@@ -192,85 +193,6 @@ class Suffix(Drafter):
                     heappush(heap, (minus * p, pushed, node, token, source, below))
                     pushed += 1
         return trie
-
-
-Place = Any  # of a source: where in it a draft stands
-
-
-class Source(Protocol):
-    """Continuations of a suffix of ``length`` tokens."""
-
-    length: int
-    begin: Place
-
-    def chain(self, depth: int) -> tuple[list[int], float]:
-        """Up to ``depth`` tokens, and how many of them are to be expected to be right."""
-
-    def children(self, place: Place, least: float) -> list[tuple[float, int, Place]]:
-        """What comes next with at least that probability, the most recent first: its probability, its token, the place after it."""
-
-
-class OwnText:
-    """What an automaton has read. A place is a state and how many tokens of context it stands for; contexts are cut to ``most`` tokens,
-    because longer ones are not counted."""
-
-    def __init__(self, automaton: SuffixAutomaton, most: int):
-        self.automaton, self.most = automaton, most
-        state = automaton.matched(most)
-        self.length = min(automaton.length[state], most)
-        self.begin: Place = state, self.length
-
-    def chain(self, depth: int) -> tuple[list[int], float]:
-        """As the most recent occurrence went on; where the text ends, as a shorter suffix did."""
-        automaton, (state, length) = self.automaton, self.begin
-        recent, count = automaton.recent, automaton.count
-        draft: list[int] = []
-        p, expected = 1.0, 0.0
-        while len(draft) < depth:
-            state, length = self._going_on(state, length)
-            if state == ROOT:
-                break
-            edges = automaton.edges[state]
-            if len(edges) == 1:
-                ((token, below),) = edges.items()
-            else:
-                latest = max(edges.values(), key=recent.__getitem__)
-                token, below = max(edges.items(), key=lambda edge: (count[edge[1]] + (RECENT if edge[1] == latest else 0), recent[edge[1]]))
-            p *= (count[below] + 1) / self._scale(state, length)
-            expected += p
-            draft.append(token)
-            state, length = self._cut(below), length + 1
-        return draft, expected
-
-    def children(self, place: Place, least: float) -> list[tuple[float, int, Place]]:
-        automaton, (state, length) = self.automaton, self._going_on(*place)
-        if state == ROOT:
-            return []
-        recent, count, edges = automaton.recent, automaton.count, automaton.edges[state]
-        scale = self._scale(state, length)
-        latest, enough = max(recent[below] for below in edges.values()), least * scale
-        likely = [(token, below) for token, below in edges.items() if count[below] + (recent[below] == latest) >= enough]
-        likely.sort(key=lambda edge: -recent[edge[1]])
-        return [((count[below] + (recent[below] == latest)) / scale, token, (self._cut(below), length + 1)) for token, below in likely]
-
-    def _going_on(self, state: int, length: int) -> tuple[int, int]:
-        """The longest suffix of the context that is not only the end of the text."""
-        automaton = self.automaton
-        while not automaton.edges[state] and state != ROOT:
-            state = automaton.link[state]
-            length = automaton.length[state]
-        return state, min(length, automaton.length[state], self.most)
-
-    def _scale(self, state: int, length: int) -> float:
-        automaton = self.automaton
-        seen = automaton.count[state] - (automaton.recent[state] == automaton.size)  # the end of the text is followed by nothing
-        return seen + 1 + K * len(automaton.edges[state]) / length
-
-    def _cut(self, state: int) -> int:
-        link, length = self.automaton.link, self.automaton.length
-        while length[link[state]] >= self.most:
-            state = link[state]
-        return state
 
 
 class PastTexts:

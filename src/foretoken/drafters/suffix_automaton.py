@@ -80,9 +80,10 @@ class SuffixAutomaton:
                 state = link[state]
         self._whole, self._end, self.size = whole, end, size
 
-    def matched(self, most: int) -> int:
-        """The state of the longest suffix, of ``most`` < ``counted`` tokens at most, that also occurs before; ROOT if none does."""
-        state, length, link, count = self._end, self.length, self.link, self.count
+    def matched(self, most: int, within: int | None = None) -> int:
+        """The state of the longest suffix, of ``most`` < ``counted`` tokens at most, that also occurs before; ROOT if none does.
+        ``within`` is that of a longer one, if it is known."""
+        state, length, link, count = self._end if within is None else within, self.length, self.link, self.count
         while state and (count[state] < 2 or length[link[state]] >= most):
             state = link[state]
         return state

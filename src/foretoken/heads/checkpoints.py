@@ -219,18 +219,21 @@ def _filled(contents: Contents, format: Format, where: str) -> Head:
 def blank(contents: Contents) -> Head:
     """A head of that configuration on the CPU, its tensors of the file's dtype and full of NaN."""
     made = heads.find(contents.kind)
-    with torch.random.fork_rng(devices=[]):  # whatever it draws for its parameters is thrown away
-        head: Head = made(contents.config)  # type: ignore[call-arg]
+    head: Head = made(contents.config)  # type: ignore[call-arg]
+    slots = dict(head.state_dict())
     if any(tensor.is_meta for tensor in (*head.parameters(), *head.buffers())):
         head.to_empty(device="cpu")
+        slots |= dict(head.named_buffers())  # those that are not stored have no values either now
     floating = [tensor.dtype for tensor in contents.tensors.values() if tensor.is_floating_point()]
     if floating:  # of mixed files, that which loses nothing
         wanted = floating[0]
         for each in floating:
             wanted = torch.promote_types(wanted, each)
         head.to(wanted)
-    for tensor in head.state_dict().values():
-        tensor.fill_(_filler(tensor))
+    found = {**dict(head.named_parameters()), **dict(head.named_buffers())}
+    with torch.no_grad():
+        for name in slots:
+            found[name].fill_(_filler(found[name]))
     return head
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LAST = -1
 INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark on models whose layers it watches
+CAPTURING = "transformers.utils.output_capturing"  # where its hooks come from
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,18 @@ def taps_of(model: PreTrainedModel, ids: Tensor) -> list[Tap | None]:
         return Tap(module, not before, call, state.shape[-1])
 
     return [outermost(state) for state in states]
+
+
+def stop_watching(model: PreTrainedModel) -> None:
+    """Remove the hooks that transformers left on the layers of ``model`` when it was asked for hidden states: they stay for good, do
+    nothing by themselves, and would keep passes off the kernels and recordings, which call no hooks. It hooks the layers again when it
+    is asked again."""
+    if not any(INSTALLED in vars(each) for each in (model, model.base_model)):
+        return
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if getattr(hook, "__module__", None) == CAPTURING]:
+            del module._forward_hooks[key]
+        vars(module).pop(INSTALLED, None)
 
 
 @contextmanager

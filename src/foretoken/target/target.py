@@ -17,7 +17,7 @@ from foretoken.target.cache import TreeCache, Window
 from foretoken.target.compilation import Compilation
 from foretoken.target.compilation import refusal as compilation_refusal
 from foretoken.target.execution import TreeExecution
-from foretoken.target.features import Features, PromptStates, Tap, features_of, taps_of
+from foretoken.target.features import Features, PromptStates, Tap, features_of, stop_watching, taps_of
 from foretoken.target.flex import ATTENTIONS, Flex
 from foretoken.target.flex import refusal as flex_refusal
 from foretoken.target.graphs import Graphs, graph_test
@@ -343,6 +343,7 @@ class Target:
     def _check_mode(self) -> None:
         if self.model.training:
             raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
+        stop_watching(self.model)
 
     def _pack(self, execution: str, owned: bool) -> str | None:
         """Pack the weights if that is asked for, or can be done without holding them twice; else returns why not."""

@@ -75,16 +75,16 @@ NGRAM_BYTES = 4_000_000  # the largest table that is packaged
 HEAD_WINDOWS, HELD_OUT_WINDOWS, WINDOW = 20_000, 256, 64
 ANSWER, HELD_OUT_ANSWER = 192, 64
 TEXTS_SEED, HELD_OUT_SEED = 1, 2
-_HEADS = {"count_prompts": True, "batch_tokens": 2048, "accumulate": 2, "learning_rate": 2e-3, "warmup": 100, "evaluate_every": 250}
+_HEADS = {"count_prompts": True, "batch_tokens": 2048, "warmup": 100, "evaluate_every": 250}
 HEADS = {
-    "medusa": {"kind": "medusa", "head": {"heads": 4, "layers": 2, "labels": "target"}, **_HEADS},
-    "eagle3": {
-        "kind": "eagle3",
-        "head": {"steps": 5, "aux_layers": [2, 5, 7]},
+    "medusa": {
         **_HEADS,
-        "learning_rate": 1e-3,
-        "accumulate": 1,
-        "epochs": 0.6,
+        "kind": "medusa",
+        "head": {"heads": 4, "layers": 2, "labels": "target"},
+        "accumulate": 2,
+        "learning_rate": 2e-3,
+        "save_every": 125,
     },
+    "eagle3": {**_HEADS, "kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}, "epochs": 0.6, "learning_rate": 1e-3},
 }
 TREE_NODES = 16  # of the tree that is stored with a head that has one: by its guesses alone, so that it is the same on every machine

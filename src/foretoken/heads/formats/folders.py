@@ -95,7 +95,7 @@ def write(stored: Stored, folder: Path) -> None:
         text = json.dumps(stored.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"what is stored about a head must be plain values, that JSON can hold: {error}") from error
-    tensors = {name: stored.tensors[name].detach().to("cpu").contiguous() for name in sorted(stored.tensors)}
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / stored.file) as new:
         save_file(tensors, str(new), {"format": "pt"})
