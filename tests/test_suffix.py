@@ -24,6 +24,7 @@ from foretoken.drafters.suffix import PastTexts, Suffix
 from foretoken.drafters.suffix_automaton import ROOT, SuffixAutomaton
 from foretoken.drafters.suffix_experts import FIRM, LONGEST, SAME, SHORT, Experts, OwnText, SameSource
 from foretoken.drafters.suffix_store import END, SuffixStore
+from foretoken.loading import fingerprint
 from foretoken.shapes import TreeShape
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -680,12 +681,12 @@ def test_a_store_made_with_another_tokenizer_is_refused(tmp_path):
     text.write_text(PYTHON[0], encoding="utf-8")
     Suffix(source=text, tokenizer=one).save(path)
     assert Suffix(source=path, tokenizer=one).store.size > 0
-    assert Suffix(source=path).store.tokenizer == suffix_files.fingerprint(one)
+    assert Suffix(source=path).store.tokenizer == fingerprint(one)
     with pytest.raises(ConfigurationError, match="another tokenizer"):
         Suffix(source=path, tokenizer=Other())
     with pytest.raises(ConfigurationError, match=r"another tokenizer.*another file"):
         Suffix(source=text, tokenizer=Other()).save(path)
-    resized = stored([1, 2, 3], vocab_size=77, tokenizer=suffix_files.fingerprint(one))
+    resized = stored([1, 2, 3], vocab_size=77, tokenizer=fingerprint(one))
     Suffix(source=resized, tokenizer=one).bind(tiny_target())  # known to be the same, so the size of the head does not matter
 
 

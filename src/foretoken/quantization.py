@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from foretoken.errors import ConfigurationError
 
@@ -53,6 +53,21 @@ def quantize(model: PreTrainedModel) -> None:
 
     head = model.get_output_embeddings()
     quantize_(model, _torchao_config(), filter_fn=lambda module, name: isinstance(module, nn.Linear) and module is not head)
+
+
+def quantize_linear_layers(module: nn.Module) -> None:
+    """All of ``module``, in place."""
+    from torchao.quantization import quantize_
+
+    quantize_(module, _torchao_config())
+
+
+def quantized(weight: Tensor) -> Tensor:
+    """The ``weight`` ``[N, K]`` of a linear layer in eight bits."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_linear_layers(layer)
+    return layer.weight.data
 
 
 def check_quantized(model: PreTrainedModel, source: str) -> None:

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
-from foretoken.drafters.growth import UNSEEN, Expand, Growth, grow
+from foretoken.drafters.growth import Expand, Growth, grow
+from foretoken.drafters.kernel_growth import greedy, grow_by
 from foretoken.drafters.looped import Loops
+from foretoken.drafters.siblings import DRAWN, offered
 from foretoken.errors import ConfigurationError
 from foretoken.loading import load_model, vocabulary_difference
 from foretoken.quantization import check_quantization
 from foretoken.sampler import fit_vocabulary
-from foretoken.shapes import DynamicShape, StaticShape, TreeShape
+from foretoken.shapes import DynamicShape, TreeShape
 from foretoken.target import Target, unwrap
 from foretoken.target.native_growth import NativeGrowth
 from foretoken.tree import Proposal, TokenTree, depths_of
@@ -30,17 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from foretoken.target.kernel_pass import Direct
-
-SIBLINGS: dict[str, tuple[Proposal, ...]] = {
-    "iid": ("iid",),
-    "without-replacement": ("without-replacement",),
-    "keyed": ("keyed",),
-    "top-k": ("deterministic",),
-}
-# What "auto" offers, best first: on chains, on static trees, and where nodes are dropped for their probability.
-ON_CHAINS: tuple[Proposal, ...] = ("iid", "keyed", "deterministic", "without-replacement")
-ON_TREES: tuple[Proposal, ...] = ("without-replacement", "iid", "keyed", "deterministic")
-WHERE_PRUNED: tuple[Proposal, ...] = ("keyed", "deterministic")
 
 
 class DraftModel(Drafter):
@@ -70,10 +61,8 @@ class DraftModel(Drafter):
         quantization: str | None = None,
     ):
         check_quantization(quantization, source)
-        if siblings != "auto" and siblings not in SIBLINGS:
-            raise ConfigurationError(f"unknown siblings {siblings!r}; choose auto, {', '.join(SIBLINGS)}")
-        self.siblings = siblings
-        self.proposals = SIBLINGS.get(siblings, ON_CHAINS)
+        self.offer = offered(siblings, DRAWN)
+        self.proposals = self.offer.chains
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self.quantization = quantization
         self._target: Target | None = None
@@ -105,9 +94,7 @@ class DraftModel(Drafter):
         self._smaller = self._target.vocab_size < target.vocab_size
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
-        if self.siblings != "auto" or shape.is_chain:
-            return self.proposals
-        return ON_TREES if shape.static else WHERE_PRUNED
+        return self.offer.of(shape)
 
     def refusal(self, shape: TreeShape) -> str | None:
         if shape.is_chain:
@@ -149,29 +136,14 @@ class DraftModel(Drafter):
 
     def _by_kernel(self, request: DraftRequest) -> Growth | None:
         """The draft of a single greedy row in one call of a kernel, where this model has one."""
-        shape, direct = request.shape, self.model.direct
-        plain = len(request.rows) == 1 and request.proposal == "deterministic" and request.sampler.plain and not request.needs_q
-        if direct is None or not plain or self.model.device != request.device:
+        direct = self.model.direct
+        if direct is None or not greedy(request) or self.model.device != request.device:
             return None
         if direct is not self._direct:
             self._direct, self._kernel = direct, NativeGrowth.of(self.model)
-        ids = request.rows[0].ids
-        if self._kernel is None or (self._smaller and max(ids[self.model.lengths[0] :]) >= self.model.vocab_size):
+        if self._kernel is None or (self._smaller and max(request.rows[0].ids[self.model.lengths[0] :]) >= self.model.vocab_size):
             return None
-        if isinstance(shape, DynamicShape):
-            grown = self._kernel.grow(ids, shape, depth=request.depth, vocab_size=request.vocab_size)
-        else:
-            assert isinstance(shape, StaticShape)
-            grown = self._kernel.fill(ids, shape.within(request.depth), vocab_size=request.vocab_size)
-        if grown is None:
-            return None
-        tokens = [ids[-1], *grown.tokens]
-        if shape.is_chain:
-            tree = TokenTree.from_chain(torch.tensor([tokens]))
-        else:
-            parents, pruned = [[-1, *grown.parents]], isinstance(shape, DynamicShape)
-            tree = TokenTree.from_lists([tokens], parents, [[True] * len(tokens)], pruned=pruned)
-        return Growth(tree, grown.fed, torch.tensor([[0, *(UNSEEN if node < 0 else node for node in grown.own)]]), grown.expected)
+        return grow_by(self._kernel, request)
 
     def _chain(self, request: DraftRequest) -> TokenTree:
         drafted: list[Tensor] = []

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import DraftRequest, Feedback, Row
-from foretoken.drafters.draft_model import ON_CHAINS, ON_TREES, SIBLINGS, WHERE_PRUNED
 from foretoken.drafters.eagle3_cache import LayerCache, root_mask, tree_mask
-from foretoken.drafters.growth import Expand
+from foretoken.drafters.eagle3_growth import Eagle3Growth
+from foretoken.drafters.growth import Expand, Growth
 from foretoken.drafters.heads import HeadDrafter
+from foretoken.drafters.kernel_growth import greedy, grow_by
+from foretoken.drafters.siblings import DRAWN, offered
 from foretoken.errors import ConfigurationError
 from foretoken.heads.base import Head, refuse_another_target
 from foretoken.heads.eagle3 import Eagle3Head
 from foretoken.heads.eagle3_layer import Layer
-from foretoken.shapes import TreeShape
 from foretoken.transfers import to_device
-from foretoken.tree import Proposal, TokenTree
+from foretoken.tree import TokenTree
 
 if TYPE_CHECKING:
     from foretoken.target import Target
@@ -59,21 +60,24 @@ class Eagle3(HeadDrafter):
     siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
+    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the text keeps the target's law.
     """
 
     name = kind = "eagle3"
     summary = "one decoder layer that reads hidden states of the target and feeds on its own; chains and trees"
     whole_text = True
 
-    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto"):
-        super().__init__(source, siblings=siblings)
-        self.proposals = SIBLINGS.get(siblings, ON_CHAINS)
+    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
+        super().__init__(source, siblings=siblings, quantization=quantization)
+        self.offer = offered(siblings, DRAWN)
+        self.proposals = self.offer.chains
         self._layer: Layer | None = None
         self._cache = LayerCache()
         self._rows: list[Unread] = []  # in the order of the cache
         self._prompts: dict[int, Tensor] = {}  # features of prompts whose rows are about to begin
         self._states = torch.empty(0)  # [R, N, d] what the steps of the draft under way hand on
         self._begins: list[int] = []  # slots of its roots
+        self._kernel: Eagle3Growth | None = None
 
     @property
     def layer(self) -> Layer:
@@ -90,14 +94,12 @@ class Eagle3(HeadDrafter):
         head.attach(target.model)
         with torch.inference_mode():
             layer = head.layer().to(target.device, target.model.dtype)
+            if self.quantization is not None:
+                layer = layer.quantized()
             self._layer = layer if target.kernels is None else layer.packed()
+        self._kernel = Eagle3Growth.of(self._layer)
         self._head, self.features = head, head.features
         target.read(self.features, whole=True)
-
-    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
-        if self.siblings != "auto" or shape.is_chain:
-            return self.proposals
-        return ON_TREES if shape.static else WHERE_PRUNED
 
     # -- rows -----------------------------------------------------------------------------------------------------------------
 
@@ -132,6 +134,24 @@ class Eagle3(HeadDrafter):
 
     # -- a round --------------------------------------------------------------------------------------------------------------
 
+    def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
+        for index, row in enumerate(self._rows):
+            if not row.count:  # a text that was drafted for already
+                assert row.last is not None
+                row.add(row.last)
+                self._cache.lengths[index] -= 1
+        return self._by_kernel(request) or super()._grow(request, chain=chain)
+
+    def _by_kernel(self, request: DraftRequest) -> Growth | None:
+        kernel, features = self._kernel, self._rows[0].features
+        if kernel is None or not greedy(request):
+            return None
+        kernel.cache, kernel.features = self._cache, features[0] if len(features) == 1 else torch.cat(features)
+        grown = grow_by(kernel, request)
+        if grown is not None:
+            self._rows[0].taken()
+        return grown
+
     def _expand(self, request: DraftRequest) -> Expand:
         def expand(tree: TokenTree, first: int) -> Tensor:
             states, normed = self.layer.read(self._root(request.rows) if first == 0 else self._level(tree, first))
@@ -142,11 +162,6 @@ class Eagle3(HeadDrafter):
 
     def _root(self, rows: Sequence[Row]) -> Tensor:
         """``[R, 1, d]`` after the last step of each row's text; first, keys and values of what was committed since the last draft."""
-        for index, row in enumerate(self._rows):
-            if not row.count:  # a text that was drafted for already
-                assert row.last is not None
-                row.add(row.last)
-                self._cache.lengths[index] -= 1
         counts = [row.count for row in self._rows]
         most, lengths = max(counts), self._cache.lengths
         features = [row.taken() for row in self._rows]

@@ -42,7 +42,7 @@ class LayerCache:
     def write(self, keys: Tensor, values: Tensor, begins: Sequence[int], *, row: int | None = None) -> None:
         """``keys`` and ``values`` ``[R, n, K, h]`` from slot ``begins[r]`` of each row on; of one ``row`` alone if it is given."""
         count = keys.shape[1]
-        buffer = self._reserved(max(begins) + count, keys)
+        buffer = self.reserve(max(begins) + count, keys)
         both = torch.stack([keys, values])  # [2, R, n, K, h]
         if row is not None:
             buffer[:, row : row + 1, :, begins[0] : begins[0] + count] = both.transpose(2, 3)
@@ -53,7 +53,8 @@ class LayerCache:
             rows = torch.arange(len(begins), device=keys.device)[:, None]
             buffer[:, rows, :, slots] = both.permute(1, 2, 0, 3, 4)
 
-    def _reserved(self, slots: int, like: Tensor) -> Tensor:
+    def reserve(self, slots: int, like: Tensor) -> Tensor:
+        """The buffer, with that many slots at least, for keys like ``like`` ``[.., .., K, h]``."""
         buffer = self._buffer
         if buffer is None:
             shape = (2, len(self.lengths), like.shape[2], max(SMALLEST, 1 << (slots - 1).bit_length()), like.shape[3])

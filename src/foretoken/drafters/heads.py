@@ -11,10 +11,12 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.growth import Expand, Growth, grow
+from foretoken.drafters.siblings import SHARED, offered
 from foretoken.errors import ConfigurationError
 from foretoken.heads import find
 from foretoken.heads.base import Head, refuse_another_target
 from foretoken.heads.vocabulary import VocabularyHead
+from foretoken.quantization import check_quantization, quantize_linear_layers
 from foretoken.sampler import fit_vocabulary
 from foretoken.shapes import StaticShape, TreeShape
 from foretoken.transfers import to_device
@@ -22,17 +24,6 @@ from foretoken.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
     from foretoken.target import Target
-
-SIBLINGS: dict[str, tuple[Proposal, ...]] = {
-    "iid": ("iid",),
-    "without-replacement": ("without-replacement",),
-    "keyed": ("keyed",),
-    "top-k": ("deterministic",),
-}
-# What "auto" offers, best first: on chains, on static trees, and where nodes are dropped for their probability.
-ON_CHAINS: tuple[Proposal, ...] = ("keyed", "iid", "deterministic", "without-replacement")
-ON_TREES: tuple[Proposal, ...] = ("keyed", "without-replacement", "iid", "deterministic")
-WHERE_PRUNED: tuple[Proposal, ...] = ("keyed", "deterministic")
 
 
 class HeadDrafter(Drafter):
@@ -43,20 +34,21 @@ class HeadDrafter(Drafter):
     source: a trained head: a folder, a hub id, ``zoo:NAME`` or a head itself; unless given, the one that is embedded for the target.
     siblings: how tokens are chosen when sampling: ``keyed`` (with the target's noise, for match), ``iid`` (from the head's q, for the p/q
         rules), ``without-replacement`` (likewise, all different), ``top-k`` (the most likely), or ``auto``: keyed where the rule is match.
+    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the text keeps the target's law.
     """
 
     kind: ClassVar[str]  # of its head
     branches = grows = True
 
-    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto"):
-        if siblings != "auto" and siblings not in SIBLINGS:
-            raise ConfigurationError(f"unknown siblings {siblings!r}; choose auto, {', '.join(SIBLINGS)}")
+    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
         if not isinstance(source, (str, find(self.kind), type(None))):
             raise ConfigurationError(
                 f"drafter {self.name!r} takes a {self.kind} head or where one is stored, not a {type(source).__name__}"
             )
-        self.source, self.siblings = source, siblings
-        self.proposals = SIBLINGS.get(siblings, ON_CHAINS)
+        check_quantization(quantization, source or "")
+        self.source, self.quantization = source, quantization
+        self.offer = offered(siblings, SHARED)
+        self.proposals = self.offer.chains
         self._head: Head | None = None
         self._slots: list[int] = []
         self._hidden: Tensor | None = None  # [R, d] that each row's root was chosen from
@@ -76,6 +68,8 @@ class HeadDrafter(Drafter):
         refuse_another_target(head.config, target.model)
         assert isinstance(head, VocabularyHead)
         self._head = fitted(head, target)
+        if self.quantization is not None:
+            quantize_linear_layers(self._head)
         self.features = self._head.features
         self.keeps_up = bool(self.features)
         self.rates = head.config.accuracies
@@ -97,9 +91,7 @@ class HeadDrafter(Drafter):
         return checkpoints.load(embedded, target.model)
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
-        if self.siblings != "auto" or shape.is_chain:
-            return self.proposals
-        return ON_TREES if shape.static else WHERE_PRUNED
+        return self.offer.of(shape)
 
     def refusal(self, shape: TreeShape) -> str | None:
         if self.deepest is None or shape.depth <= self.deepest:

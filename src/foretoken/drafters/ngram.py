@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.growth import grow
 from foretoken.drafters.ngram_model import NGramModel
+from foretoken.drafters.siblings import SHARED, offered
 from foretoken.drafters.stores import refuse_another_tokenizer
 from foretoken.drafters.tries import Trie, tree_of
 from foretoken.errors import ConfigurationError
@@ -29,16 +30,6 @@ from foretoken.tree import Proposal, TokenTree
 if TYPE_CHECKING:
     from foretoken.target import Target
 
-SIBLINGS: dict[str, tuple[Proposal, ...]] = {
-    "iid": ("iid",),
-    "without-replacement": ("without-replacement",),
-    "keyed": ("keyed",),
-    "top-k": ("deterministic",),
-}
-# What "auto" offers, best first: on chains, on static trees, and where nodes are dropped for their probability.
-ON_CHAINS: tuple[Proposal, ...] = ("keyed", "iid", "deterministic", "without-replacement")
-ON_TREES: tuple[Proposal, ...] = ("keyed", "without-replacement", "iid", "deterministic")
-WHERE_PRUNED: tuple[Proposal, ...] = ("keyed", "deterministic")
 DENSE = 1 << 15  # tokens of a vocabulary up to which "auto" makes distributions over all of it; above, they cost more than they gain
 BRANCHES = 4  # successors that a node of a deterministic tree may have
 REMEMBERED = 1 << 14  # contexts of a model that does not change whose successors are kept
@@ -76,15 +67,14 @@ class NGram(Drafter):
     ):
         if min_context < 0:
             raise ConfigurationError(f"min_context must not be negative, got {min_context}")
-        if siblings != "auto" and siblings not in SIBLINGS:
-            raise ConfigurationError(f"unknown siblings {siblings!r}; choose auto, {', '.join(SIBLINGS)}")
         if most < 1:
             raise ConfigurationError(f"most must be at least 1, got {most}")
         self.model = self._load(source, order, tokenizer)
         self._made_from = source, order, tokenizer
         self.learn = source is None if learn is None else learn
         self.min_context, self.siblings, self.most = min_context, siblings, most
-        self.proposals = SIBLINGS.get(siblings, ON_CHAINS)
+        self.offer = offered(siblings, SHARED)
+        self.proposals = self.offer.chains
         self._counted: dict[int, int] = {}
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self._target: Target | None = None
@@ -100,9 +90,7 @@ class NGram(Drafter):
         self._target = target
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
-        if self.siblings != "auto" or shape.is_chain:
-            return self.proposals
-        return ON_TREES if shape.static else WHERE_PRUNED
+        return self.offer.of(shape)
 
     def begin(self, rows: Sequence[Row]) -> None:
         self._count(rows)

@@ -28,8 +28,8 @@ class Rnn(HeadDrafter):
     name = kind = "rnn"
     summary = "a small recurrent network on tokens and the target's last hidden state; chains and trees"
 
-    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", window: int = 512):
-        super().__init__(source, siblings=siblings)
+    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, window: int = 512):
+        super().__init__(source, siblings=siblings, quantization=quantization)
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ConfigurationError(f"window must be a whole number from 1 on, got {window!r}")
         self.window = window

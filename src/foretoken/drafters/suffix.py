@@ -22,10 +22,10 @@ import numpy as np
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.suffix_experts import Experts, Place, Source
-from foretoken.drafters.suffix_files import fingerprint
 from foretoken.drafters.suffix_store import END, REACH, SuffixStore
 from foretoken.drafters.tries import Trie, tree_of
 from foretoken.errors import ConfigurationError
+from foretoken.loading import fingerprint
 from foretoken.shapes import DynamicShape
 from foretoken.tree import TokenTree
 
@@ -87,7 +87,7 @@ class Suffix(Drafter):
         self.learn = learn
         self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
-        self._known = self.store.tokenizer is not None and self.store.tokenizer == fingerprint(tokenizer)
+        self._known = self.store.tokenizer is not None and self.store.tokenizer == _name(tokenizer)
         self._texts: dict[int, Experts] = {}
 
     def save(self, path: str | Path) -> None:
@@ -228,13 +228,18 @@ class PastTexts:
         return [each for each in likely if each[0] >= least]
 
 
+def _name(tokenizer: Callable[[str], Sequence[int]] | None) -> str | None:
+    """What it is recognised by; None for a mere callable."""
+    return fingerprint(tokenizer) if hasattr(tokenizer, "get_vocab") else None
+
+
 def _store(source: str | Path | SuffixStore | None, capacity: int | None, tokenizer: Callable[[str], Sequence[int]] | None) -> SuffixStore:
     """The store that the options describe.
 
     Raises:
         ConfigurationError: no such file, no room for it, no tokenizer for a text, or a store made with another tokenizer.
     """
-    name, size = fingerprint(tokenizer), CAPACITY if capacity is None else capacity
+    name, size = _name(tokenizer), CAPACITY if capacity is None else capacity
     if source is None:
         return SuffixStore(size, tokenizer=name)
     if isinstance(source, SuffixStore) or Path(source).suffix == ".safetensors":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 import sys
 import tempfile
@@ -16,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,14 +91,6 @@ def refusal(held: Held, vocab_size: int | None, tokenizer: str | None) -> str | 
     if held.vocab_size and vocab_size and held.vocab_size != vocab_size:
         return f"was made for a vocabulary of {held.vocab_size} tokens, not {vocab_size}"
     return None
-
-
-def fingerprint(tokenizer: Any) -> str | None:
-    """What a tokenizer of transformers is recognised by: a hash of its vocabulary. None for a mere callable."""
-    vocabulary = getattr(tokenizer, "get_vocab", None)
-    if vocabulary is None:
-        return None
-    return hashlib.sha256(json.dumps(sorted(vocabulary().items())).encode()).hexdigest()[:32]
 
 
 def digest(tokens: Tokens) -> bytes:

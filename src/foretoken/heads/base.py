@@ -4,7 +4,7 @@ A head is trained by :mod:`foretoken.training`, stored and read by :mod:`foretok
 its kind. It never holds the target: embeddings and LM head that it shares with the target are handed to it.
 
 Hidden states are named as ``transformers`` numbers them in ``output_hidden_states``: 0 are the embeddings, i the output of decoder
-layer i (the input of layer i + 1). :data:`LAST` is what the LM head reads, behind the final norm.
+layer i (the input of layer i + 1). :data:`~foretoken.target.features.LAST` is what the LM head reads, behind the final norm.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from foretoken.errors import ConfigurationError
 from foretoken.loading import fingerprint_of
+from foretoken.target.features import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LAST = -1  # the hidden states behind the final norm
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from foretoken.errors import ConfigurationError
+from foretoken.quantization import quantized
 from foretoken.target import native
 from foretoken.target.packing import NATIVE, UNIT, Product, Rows
 
@@ -62,6 +63,7 @@ class Layer:
     ids: Tensor | None  # [Vd] the target's ids of the draft vocabulary; None if it is the target's
     input_norm: Tensor | None = None
     fc_norms: tuple[Tensor, ...] = ()
+    kv: Tensor | None = None  # the part of qkv that makes keys and values, where it can not be cut from it
     products: Mapping[str, Product] = field(default_factory=dict)  # what stands in for weights that are packed
     rotary: Rotary = field(init=False)
 
@@ -82,32 +84,42 @@ class Layer:
         embeddings = given.pop("embeddings").to(device)
         return Layer(embeddings=embeddings, **{name: moved(each) for name, each in given.items()})
 
+    def quantized(self) -> Layer:
+        """This layer with matrices of eight bits (torchao), for drafting."""
+        keys = self.qkv[self._queries :]
+        return replace(self, kv=quantized(keys), **{name: quantized(getattr(self, name)) for name in (*MATRICES, "qkv")})
+
     def packed(self) -> Layer:
         """This layer with its matrices laid out for the kernels of :mod:`foretoken.target.native` alone, as far as they can read them:
         on a CPU a step is bound by reading the weights. Training needs the matrices themselves."""
         if self.fc.device.type != "cpu" or native.refusal(self.fc.dtype) is not None:
             return self
         matrices: dict[str, tuple[Tensor, Tensor | None]] = {name: (getattr(self, name), None) for name in MATRICES}
-        matrices["qkv"], rest = (self.qkv, self.qkv_bias), self._queries
-        matrices["kv"] = self.qkv[rest:], None if self.qkv_bias is None else self.qkv_bias[rest:]
+        matrices["qkv"], matrices["kv"] = (self.qkv, self.qkv_bias), self._keys_values
         products = {
             name: Product([Rows(weight, bias, *weight.shape)], NATIVE)
             for name, (weight, bias) in matrices.items()
             if weight.shape[1] % UNIT == 0
         }
         gone = {name: getattr(self, name).new_empty(0) for name in (*MATRICES, "qkv") if name in products}
-        return replace(self, products=products, **gone)
+        return replace(self, products=products, kv=None, **gone)
 
     @property
     def _queries(self) -> int:
         """Rows of ``qkv`` that make queries."""
         return self.config.num_attention_heads * self.config.head_dim
 
+    @property
+    def _keys_values(self) -> tuple[Tensor, Tensor | None]:
+        """The weights and biases of ``qkv`` that make keys and values."""
+        rest = self._queries
+        return self.qkv[rest:] if self.kv is None else self.kv, None if self.qkv_bias is None else self.qkv_bias[rest:]
+
     def _product(self, name: str, x: Tensor) -> Tensor:
         if name in self.products:
             return self.products[name](x)
         if name == "kv":
-            return linear(x, self.qkv[self._queries :], None if self.qkv_bias is None else self.qkv_bias[self._queries :])
+            return linear(x, *self._keys_values)
         return linear(x, getattr(self, name), self.qkv_bias if name == "qkv" else None)
 
     def _normed(self, states: Tensor, weight: Tensor) -> Tensor:
@@ -187,11 +199,15 @@ class Rotary:
 
     def turned(self, heads: Tensor, positions: Tensor | slice) -> Tensor:
         """``heads`` ``[R, n, heads, h]`` at ``positions``, as :meth:`Layer.enter` takes them."""
-        tables = self._tables.get((heads.device, heads.dtype))
-        if tables is None:
-            tables = self._tables[heads.device, heads.dtype] = self._made(heads)
-        cosines, sines = (each[positions].unsqueeze(-2) for each in tables)
+        cosines, sines = (each[positions].unsqueeze(-2) for each in self.tables(heads))
         return heads * cosines + heads.roll(self.config.head_dim // 2, -1) * sines
+
+    def tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines, and sines of which the first half of a head's has the sign turned, as far as they were reserved, for ``like``."""
+        key = like.device, like.dtype
+        if key not in self._tables:
+            self._tables[key] = self._made(like)
+        return self._tables[key]
 
     def _made(self, like: Tensor) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad():

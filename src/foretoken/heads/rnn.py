@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from foretoken.heads.base import LAST, Batch
+from foretoken.heads.base import Batch
 from foretoken.heads.losses import pairs
 from foretoken.heads.vocabulary import Guess, VocabularyConfig, VocabularyHead, configured, one_of, whole, yes_or_no
+from foretoken.target.features import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

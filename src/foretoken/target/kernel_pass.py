@@ -83,20 +83,19 @@ class NativePass:
         cos, sin = (each.contiguous() for each in angles)
         about.threads, about.rows, about.width = torch.get_num_threads(), window.rows, window.width
         about.tokens, about.nodes, about.own_angles = places.count, places.nodes, int(own)
-        scratch = self.room(layer, x, places.count, int(about.threads))
+        scratch = self.room(layer.about, x, places.count, int(about.threads))
         held = [cos, sin, places.begins, places.rows, places.slots, *scratch]
         for name, tensor in zip(native.POINTERS, held, strict=True):
             setattr(about, name, tensor.data_ptr())
         self._held, self._given = held, (angles, window)
         return about
 
-    def room(self, layer: NativeLayer, x: Tensor, tokens: int, threads: int) -> list[Tensor]:
+    def room(self, about: native.Layer, x: Tensor, tokens: int, threads: int) -> list[Tensor]:
         """Scratch for so many tokens, kept for the next pass of that size."""
         key = tokens, threads
         if key not in self._scratch:
             if len(self._scratch) >= 16:
                 self._scratch.clear()
-            about = layer.about
             sizes = (about.hidden, (about.heads + 2 * about.key_heads) * about.size, about.heads * about.size, 2 * about.inner, about.inner)
             made = [x.new_empty(tokens, size) for size in sizes]
             self._scratch[key] = [*made, torch.empty(threads * native.scratch(int(about.size)))]

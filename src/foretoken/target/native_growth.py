@@ -19,7 +19,7 @@ from torch import Tensor
 from foretoken.shapes import DynamicShape, StaticShape
 from foretoken.target import native
 from foretoken.target.cache import TreeCache, Window
-from foretoken.target.kernel_pass import Direct
+from foretoken.target.kernel_pass import Direct, NativePass
 from foretoken.target.packing import NATIVE, Product
 
 if TYPE_CHECKING:
@@ -48,52 +48,32 @@ class Grown:
     expected: float | None = None
 
 
-class NativeGrowth:
-    """Grows trees below the text of the only row of a target.
+class Grower:
+    """Grows trees below the text of a single row, in one call of a kernel.
 
     Args:
-        target: whose ``direct`` call is in use.
-        direct: that call.
-        head: its output layer.
+        library: the kernels.
+        layer: the first one of the decoder, which says how large it is.
+        head: the output layer.
+        like: in the decoder's dtype.
+        about: what the kernels need to know besides.
     """
 
-    def __init__(self, target: Target, direct: Direct, head: Product):
-        self.target, self.direct, self.head = target, direct, head
-        base = direct.decoder.base
-        self._library = native.library(head.dtype, head.int8)
-        self._like = base.embed_tokens.weight.new_empty(0)
-        self._about = native.Growth(
-            layers=ctypes.addressof(direct.decoder.abouts),
-            count=len(direct.decoder.kernels),
-            head=ctypes.addressof(head.matrix),
-            columns=head.packed_outputs,
-            norm=base.norm.weight.data_ptr(),
-            eps=base.norm.variance_epsilon,
-        )
+    def __init__(self, library: Any, layer: native.Layer, head: Product, like: Tensor, about: native.Growth):
+        self.head = head
+        self._library, self._layer, self._like, self._about = library, layer, like, about
+        about.head, about.columns = ctypes.addressof(head.matrix), head.packed_outputs
         self._pass = native.Pass()
+        self._scratch = NativePass()
         self._sizes = (0, 0, 0, 0)
         self._candidates: tuple[Tensor, ...] = (torch.empty(0),) * 3
         self._held: list[Tensor] = []
-
-    @staticmethod
-    def of(target: Target) -> NativeGrowth | None:
-        """For ``target``, or None if it has no such kernel or somebody watches its passes."""
-        direct = target.direct
-        if direct is None or direct.model.lm_head._forward_hooks or direct.model.lm_head._forward_pre_hooks:
-            return None
-        head = vars(direct.model.lm_head).get("forward")
-        layer = direct.decoder.kernels[0]
-        if not isinstance(head, Product) or head.hint != NATIVE or head.inputs != layer.about.hidden:
-            return None
-        if native.library(head.dtype, head.int8) is not layer.library:
-            return None
-        return NativeGrowth(target, direct, head)
 
     def grow(self, ids: Sequence[int], shape: DynamicShape, *, depth: int, vocab_size: int) -> Grown | None:
         """The tree below the last of ``ids``, as :func:`~foretoken.drafters.growth.grow_on_host` grows it, at most ``depth`` levels deep.
         None where this text can not be continued here.
 
-        The cache then holds the text without its last token, and behind it the nodes that were read, not committed.
+        The cache then holds the text, its last token aside, and behind it the nodes that were read, not committed.
         """
         k = min(shape.k, vocab_size)
         text = self._begin(ids, k, k * (depth - 1), vocab_size) if k <= WIDEST else None
@@ -130,8 +110,78 @@ class NativeGrowth:
         return Grown(tokens[:], list(shape.parents[1:]), own, fed)
 
     def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
-        """What the cache lacks of ``ids``, with room for so many nodes behind it, ``widest`` of them in a level; None where there is none
-        or too much was missed."""
+        """The tokens ``int64[missed]`` that are read first, with room for so many nodes behind them, ``widest`` of them in a level; None
+        where there is none or too much was missed. Fills in ``start``, ``missed``, ``most`` and ``vocab``, and where everything lies."""
+        raise NotImplementedError
+
+    def _end(self, ids: Sequence[int], fed: int) -> None:
+        """So many nodes were read, the root included."""
+
+    def _make_room(self, tokens: int, nodes: int, capacity: int) -> bool:
+        """Scratch for passes over so many tokens and trees of so many nodes that are read, in a cache of such a capacity; whether
+        it was made anew."""
+        wanted = (tokens, nodes, capacity, torch.get_num_threads())
+        if all(have >= want for have, want in zip(self._sizes[:2], wanted[:2])) and self._sizes[2:] == wanted[2:]:
+            return False
+        tokens, nodes = (max(pair) for pair in zip(wanted[:2], self._sizes[:2]))
+        self._sizes = tokens, nodes, capacity, wanted[3]
+        hidden, size, new = int(self._layer.hidden), int(self._layer.size), self._like.new_empty
+        about = {
+            "x": new(tokens, hidden),
+            "out": new(tokens, hidden),
+            "logits": new(tokens, self.head.packed_outputs),
+            "angles": new(2, tokens, size),
+            "mask": torch.empty(nodes, capacity, dtype=torch.uint8),
+            "slots": torch.empty(tokens, dtype=torch.int32),
+            "begins": torch.empty(2, dtype=torch.int32),
+        }
+        for name, tensor in about.items():
+            setattr(self._about, name, tensor.data_ptr())
+        self._about.stride, self._pass.threads = capacity, wanted[3]
+        scratch = self._scratch.room(self._layer, self._like, tokens, wanted[3])
+        rows = torch.zeros(tokens, dtype=torch.int32)
+        for name, tensor in zip(("row_of", "states", "projected", "attended", "wide", "thin", "scratch"), (rows, *scratch), strict=True):
+            setattr(self._pass, name, tensor.data_ptr())
+        self._held = [*about.values(), rows, *scratch]
+        return True
+
+
+class NativeGrowth(Grower):
+    """Grows trees below the text of the only row of a target.
+
+    Args:
+        target: whose ``direct`` call is in use.
+        direct: that call.
+        head: its output layer.
+    """
+
+    def __init__(self, target: Target, direct: Direct, head: Product):
+        self.target, self.direct = target, direct
+        base, first = direct.decoder.base, direct.decoder.kernels[0]
+        about = native.Growth(
+            layers=ctypes.addressof(direct.decoder.abouts),
+            count=len(direct.decoder.kernels),
+            norm=base.norm.weight.data_ptr(),
+            eps=base.norm.variance_epsilon,
+        )
+        super().__init__(first.library, first.about, head, base.embed_tokens.weight.new_empty(0), about)
+
+    @staticmethod
+    def of(target: Target) -> NativeGrowth | None:
+        """For ``target``, or None if it has no such kernel or somebody watches its passes."""
+        direct = target.direct
+        if direct is None or direct.model.lm_head._forward_hooks or direct.model.lm_head._forward_pre_hooks:
+            return None
+        head = vars(direct.model.lm_head).get("forward")
+        layer = direct.decoder.kernels[0]
+        if not isinstance(head, Product) or head.hint != NATIVE or head.inputs != layer.about.hidden:
+            return None
+        if native.library(head.dtype, head.int8) is not layer.library:
+            return None
+        return NativeGrowth(target, direct, head)
+
+    def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
+        """What the cache lacks of ``ids``."""
         cache = self.target.cache
         assert isinstance(cache, TreeCache)
         start = cache.lengths[0]
@@ -157,32 +207,6 @@ class NativeGrowth:
         assert isinstance(cache, TreeCache)
         cache.rewind([len(ids) - 1])
         cache.enter(Window(0, 1, (len(ids) - 1,), fed))
-
-    def _make_room(self, tokens: int, nodes: int, capacity: int) -> None:
-        """Scratch for passes over so many tokens and trees of so many nodes that are read, in a cache of such a capacity."""
-        wanted = (tokens, nodes, capacity, torch.get_num_threads())
-        if all(have >= want for have, want in zip(self._sizes[:2], wanted[:2])) and self._sizes[2:] == wanted[2:]:
-            return
-        tokens, nodes = (max(pair) for pair in zip(wanted[:2], self._sizes[:2]))
-        self._sizes = tokens, nodes, capacity, wanted[3]
-        layer, new = self.direct.decoder.kernels[0], self._like.new_empty
-        about = {
-            "x": new(tokens, int(layer.about.hidden)),
-            "out": new(tokens, int(layer.about.hidden)),
-            "logits": new(tokens, self.head.packed_outputs),
-            "angles": new(2, tokens, int(layer.about.size)),
-            "mask": torch.empty(nodes, capacity, dtype=torch.uint8),
-            "slots": torch.empty(tokens, dtype=torch.int32),
-            "begins": torch.empty(2, dtype=torch.int32),
-        }
-        for name, tensor in about.items():
-            setattr(self._about, name, tensor.data_ptr())
-        self._about.stride, self._pass.threads = capacity, wanted[3]
-        scratch = self.direct.decoder.shared.native.room(layer, self._like, tokens, wanted[3])
-        rows = torch.zeros(tokens, dtype=torch.int32)
-        for name, tensor in zip(("row_of", "states", "projected", "attended", "wide", "thin", "scratch"), (rows, *scratch), strict=True):
-            setattr(self._pass, name, tensor.data_ptr())
-        self._held = [*about.values(), rows, *scratch]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigurationError
 from foretoken.files import replacing
-from foretoken.heads.base import LAST
+from foretoken.target.features import LAST
 from foretoken.training.batches import Order, Tokens
 from foretoken.training.data import Texts, refuse_other_data, shard_file, weights_digest, write_json
 from foretoken.training.features import Reader

@@ -77,7 +77,17 @@ class Growth(ctypes.Structure):
         + [(name, ctypes.c_double) for name in ("eps", "delta", "least")]
         + [(name, ctypes.c_void_p) for name in ("prices", "x", "out", "logits", "angles", "mask")]
         + [("stride", ctypes.c_int64)]
-        + [(name, ctypes.c_void_p) for name in ("slots", "begins", "candidates", "scores", "order")]
+        + [(name, ctypes.c_void_p) for name in ("slots", "begins", "candidates", "scores", "order", "eagle")]
+    )
+
+
+class Eagle(ctypes.Structure):
+    """``Eagle`` of ``layer.c``."""
+
+    _fields_ = (
+        [("fuse", Matrix)]
+        + [(name, ctypes.c_void_p) for name in ("of_embedding", "of_state", "features", "ids", "inputs", "states")]
+        + [(name, ctypes.c_int64) for name in ("width", "residual_normed", "output_normed")]
     )
 
 

@@ -483,8 +483,9 @@ static void attend(const Layer *l, const Pass *p, const uint8_t *mask, const val
 }
 
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
- * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own. */
-void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *keys, value *values) {
+ * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own.
+ * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. */
+static void layer_over(const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys, value *values) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, group = l->heads / l->key_heads;
     const int queries = l->heads, all = (queries + 2 * l->key_heads) * size, asked = p->nodes * group;
     int share = QUERIES, parts; /* of the queries of a head of keys that a thread takes at a time */
@@ -493,9 +494,11 @@ void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *
 #pragma omp parallel num_threads(p->threads)
     {
         float *scratch = p->scratch + (size_t)omp_get_thread_num() * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * size);
+        if (!inputs) {
 #pragma omp for schedule(static)
-        for (int t = 0; t < T; t++) normed(x + (size_t)t * H, l->before, p->states + (size_t)t * H, H, l->eps);
-        product(&l->qkv, p->states, p->projected, T, H, all);
+            for (int t = 0; t < T; t++) normed(x + (size_t)t * H, l->before, p->states + (size_t)t * H, H, l->eps);
+        }
+        product(&l->qkv, inputs ? inputs : p->states, p->projected, T, inputs ? K : H, all);
 #pragma omp for schedule(static) collapse(2)
         for (int t = 0; t < T; t++)
             for (int head = 0; head < (int)(queries + l->key_heads); head++) {
@@ -533,6 +536,10 @@ void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *
     }
 }
 
+void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *keys, value *values) {
+    layer_over(l, p, mask, x, 0, 0, keys, values);
+}
+
 /* Hidden states that a pass hands out: out [T, count * hidden], those of `numbers` side by side. 0 is what the first layer reads, i what
  * comes out of the i-th, -1 what is behind the norm. */
 typedef struct {
@@ -563,6 +570,17 @@ void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *
 
 /* -- a draft tree, grown in one call --------------------------------------------------------------------------------------- */
 
+/* What an EAGLE-3 head has besides a decoder of one layer. A step reads the embedding of a token and the state that the step before handed
+ * on; the first ones of a round read what the target's features become. */
+typedef struct {
+    Matrix fuse;                                  /* [hidden, width] */
+    const value *of_embedding, *of_state;         /* norms, [hidden] each */
+    const value *features;                        /* [missed, width] */
+    const int64_t *ids;                           /* [vocab] the target's of the draft's tokens, or null where they are the same */
+    value *inputs, *states;                       /* scratch: [n, 2 * hidden]; [nodes that are read, hidden] what they hand on */
+    int64_t width, residual_normed, output_normed; /* of the features; whether the residual, and what is handed on, are behind a norm */
+} Eagle;
+
 typedef struct {
     const Layer *const *layers;
     const value *embeddings, *norm, *cos, *sin; /* [V, hidden], [hidden], by position [.., size] */
@@ -581,6 +599,7 @@ typedef struct {
     int32_t *candidates;                       /* scratch: [4, k + k * k * (depth - 1)]: tokens, parents, own numbers, marks */
     float *scores;                             /* scratch: [k + k * k * (depth - 1)] */
     int32_t *order;                            /* scratch: likewise */
+    const Eagle *eagle;                        /* or null */
 } Growth;
 
 /* The best of `count` values behind (above, at) in the order of larger first, equals by number: its number, and `best` it. */
@@ -623,12 +642,35 @@ static int best_open(const float *scores, const int32_t *marks, int from, int to
     return best;
 }
 
-/* One pass over T tokens at `slots`, at a position each; `mask` null for a chain. Logits of the last n of them. */
-static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const int64_t *positions, int T, int n, const uint8_t *mask) {
+/* One step of an EAGLE-3 head over T tokens: g->out [T, hidden] is what its LM head reads. Without `above` the states come from the
+ * features; otherwise above[t] is the node that handed token t its state. What the last n hand on becomes that of nodes `first`... */
+static void steps(const Growth *g, Pass *p, const int64_t *tokens, const int32_t *above, int T, int n, int first, const uint8_t *mask) {
+    const Eagle *e = g->eagle;
+    const int H = g->layers[0]->hidden;
+    if (!above) {
+#pragma omp parallel num_threads(p->threads)
+        product(&e->fuse, e->features, g->x, T, e->width, H);
+    }
+    for (int t = 0; t < T; t++) {
+        value *x = g->x + (size_t)t * H, *inputs = e->inputs + (size_t)t * 2 * H;
+        if (above) __builtin_memcpy(x, e->states + (size_t)above[t] * H, H * sizeof(value));
+        normed(g->embeddings + (size_t)tokens[t] * H, e->of_embedding, inputs, H, g->eps);
+        normed(x, e->of_state, inputs + H, H, g->eps);
+        if (e->residual_normed) __builtin_memcpy(x, inputs + H, H * sizeof(value));
+    }
+    layer_over(g->layers[0], p, mask, g->x, e->inputs, 2 * H, g->keys[0] + g->offset, g->values[0] + g->offset);
+    for (int t = 0; t < T; t++) normed(g->x + (size_t)t * H, g->norm, g->out + (size_t)t * H, H, g->eps);
+    const value *handed = (e->output_normed ? g->out : g->x) + (size_t)(T - n) * H;
+    __builtin_memcpy(e->states + (size_t)first * H, handed, (size_t)n * H * sizeof(value));
+}
+
+/* One pass over T tokens at `slots`, at a position each; `mask` null for a chain. Logits of the last n of them, which are nodes `first`...
+ * of the tree, below nodes above[t]; null for text. */
+static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const int64_t *positions, const int32_t *above, int T, int n, int first,
+                        const uint8_t *mask) {
     const int H = g->layers[0]->hidden, size = g->layers[0]->size;
     for (int t = 0; t < T; t++) {
         const int64_t position = positions[t] < g->most ? positions[t] : g->most - 1;
-        for (int i = 0; i < H; i += 16) store(g->x + (size_t)t * H + i, load(g->embeddings + (size_t)tokens[t] * H + i));
         for (int i = 0; i < size; i += 16) {
             store(g->angles + (size_t)t * size + i, load(g->cos + (size_t)position * size + i));
             store(g->angles + (size_t)(T + t) * size + i, load(g->sin + (size_t)position * size + i));
@@ -636,10 +678,18 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
     }
     g->begins[0] = 0, g->begins[1] = p->tokens = p->nodes = T;
     p->cos = g->angles, p->sin = g->angles + (size_t)T * size;
-    model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out, 0);
+    if (g->eagle)
+        steps(g, p, tokens, above, T, n, first, mask);
+    else {
+        for (int t = 0; t < T; t++) __builtin_memcpy(g->x + (size_t)t * H, g->embeddings + (size_t)tokens[t] * H, H * sizeof(value));
+        model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out, 0);
+    }
 #pragma omp parallel num_threads(p->threads)
     product(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns);
 }
+
+/* The target's id of the draft's token `at` */
+INLINE int64_t named(const Growth *g, int at) { return g->eagle && g->eagle->ids ? g->eagle->ids[at] : at; }
 
 /* The first pass: the text that was missed, of which the last token is the root */
 static void read_text(const Growth *g, Pass *p, const int64_t *text) {
@@ -647,7 +697,7 @@ static void read_text(const Growth *g, Pass *p, const int64_t *text) {
     p->rows = 1, p->own_angles = 1, p->mask_row_stride = 0, p->mask_stride = g->stride;
     p->slots = g->slots, p->begins = g->begins, p->width = g->start + g->missed;
     for (int t = 0; t < g->missed; t++) positions[t] = g->slots[t] = g->start + t;
-    read_tokens(g, p, text, positions, g->missed, 1, 0);
+    read_tokens(g, p, text, positions, 0, g->missed, 1, 0, 0);
 }
 
 /* What node `number`, read behind the root, sees: what its parent does, and itself */
@@ -676,7 +726,7 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
             const value *logits = g->logits + (size_t)i * g->columns;
             float last = __builtin_inff();
             for (int at = -1, rank = 0; node <= count && parents[node - 1] == first + i; node++)
-                for (; rank <= ranks[node - 1]; rank++) out_tokens[node - 1] = at = following(logits, g->vocab, last, at, &last);
+                for (; rank <= ranks[node - 1]; rank++) out_tokens[node - 1] = named(g, at = following(logits, g->vocab, last, at, &last));
         }
         if (node == begin || node > count) break;
         first = begin, n = node - begin, level++;
@@ -685,7 +735,7 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
             positions[i] = root + level, g->slots[i] = root + begin + i;
         }
         read = node, p->width = root + read;
-        read_tokens(g, p, out_tokens + begin - 1, positions, n, n, g->mask + (size_t)begin * g->stride);
+        read_tokens(g, p, out_tokens + begin - 1, positions, parents + begin - 1, n, n, begin, g->mask + (size_t)begin * g->stride);
     }
     return read;
 }
@@ -712,7 +762,7 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
                 at = following(logits, g->vocab, last, at, &last);
                 if (j == 0) most = last, sum = log_sum(logits, g->vocab, most);
                 const float score = above[i] + (last - most - sum);
-                tokens[found] = at, parents[found] = newest[i], numbers[found] = -1, marks[found] = 0;
+                tokens[found] = named(g, at), parents[found] = newest[i], numbers[found] = -1, marks[found] = 0;
                 scores[found] = score == score ? score : -__builtin_inff(); /* nothing is proposed where logits are no numbers */
             }
         }
@@ -729,16 +779,17 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
             expected = now;
         }
         int picked[LINE], count = 0;
+        int32_t below[LINE];
         while (count < k && (picked[count] = best_open(scores, marks, begin, found)) >= 0) marks[picked[count++]] = 1;
         const int from = read;
         for (n = 0; n < count; n++) {
             const int c = picked[n];
-            seen_from(g, read, parents[c] < 0 ? 0 : numbers[parents[c]]);
+            seen_from(g, read, below[n] = parents[c] < 0 ? 0 : numbers[parents[c]]);
             marks[c] = 0, numbers[c] = read, newest[n] = c, above[n] = scores[c];
             wanted[n] = tokens[c], positions[n] = root + level + 1, g->slots[n] = root + read++;
         }
         p->width = root + read;
-        read_tokens(g, p, wanted, positions, n, n, g->mask + (size_t)from * g->stride);
+        read_tokens(g, p, wanted, positions, below, n, n, from, g->mask + (size_t)from * g->stride);
     }
     int kept = 0, worth = 0;
     double so_far = 0.0, most = g->prices ? -g->prices[0] : 0.0;
