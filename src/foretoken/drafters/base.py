@@ -149,6 +149,7 @@ class Drafter:
     auto_branches: bool = True  # shape="auto" may ask for trees
     grows: bool = False
     wants_logits: bool = False
+    hears: bool = True  # of what became of its drafts; one that does not learns from the rows' text alone
     features: tuple[int, ...] = ()
     whole_text: bool = False
     filler: int = 0

@@ -53,6 +53,7 @@ class NGram(Drafter):
     name = "ngram"
     summary = "a back-off n-gram model counted from a text, a file or the target's own outputs; chains and trees"
     branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
+    hears = False
 
     def __init__(
         self,

@@ -287,17 +287,19 @@ class NGramModel:
         return child
 
     def _add(self, node: int, token: int) -> None:
-        grown = self._delta.setdefault(node, {})
-        gained = self._gained.setdefault(node, [0, 0])
+        grown = self._delta.get(node)
+        if grown is None:
+            grown, self._gained[node] = self._delta.setdefault(node, {}), [0, 0]
+        before, known = grown.get(token, 0), self._table.count_of(node, token)
+        gained = self._gained[node]
         gained[0] += 1
-        if token not in grown:
+        if not before:
             self._grown += 1
-            gained[1] += not self._table.count_of(node, token)
-        grown[token] = grown.get(token, 0) + 1
+            gained[1] += not known
+        grown[token] = before + 1
         if node == ROOT and self._dense is not None and token < len(self._dense):
             self._dense[token] += 1
-        rank = (-self._count(node, token), token)
-        best = self._best.get(node)
+        rank, best = (-known - before - 1, token), self._best.get(node)
         if best is None:
             top = self._table.top(node, 1)
             best = (-top[0][1], top[0][0]) if top else rank
@@ -315,6 +317,10 @@ class NGramModel:
         grown = self._delta.get(node)
         if not grown:
             return self._table.top(node, k)
+        if node >= self._table.nodes:
+            if len(grown) == 1:
+                return list(grown.items())
+            return sorted(grown.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
         counts = dict(self._table.top(node, k + len(grown)))
         for token in grown:
             counts[token] = self._count(node, token)
@@ -322,8 +328,10 @@ class NGramModel:
 
     def _mass(self, node: int) -> tuple[int, int]:
         """How many successors were counted in all, and how many different ones."""
-        start, end = self._table.span(node)
         more, new = self._gained.get(node, (0, 0))
+        if node >= self._table.nodes:
+            return more, new
+        start, end = self._table.span(node)
         return (int(self._table.total[node]) if start < end else 0) + more, end - start + new
 
     def _successors(self, node: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

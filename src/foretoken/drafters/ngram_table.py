@@ -24,7 +24,7 @@ class Table:
     tokens: NDArray[np.uint32]  # [ngrams]
     counts: NDArray[np.int64]  # [ngrams]
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         return len(self.first) - 1
 
@@ -34,15 +34,21 @@ class Table:
         return index + 1 if index < len(self.edges) and self.edges[index] == key else None
 
     def span(self, node: int) -> tuple[int, int]:
-        return (int(self.first[node]), int(self.first[node + 1])) if node < self.nodes else (0, 0)
+        if node >= self.nodes:
+            return 0, 0
+        return int(self.first[node]), int(self.first[node + 1])
 
     def top(self, node: int, k: int) -> list[tuple[int, int]]:
         start, end = self.span(node)
+        if start == end:
+            return []
         end = min(end, start + k)
         return list(zip(self.tokens[start:end].tolist(), self.counts[start:end].tolist()))
 
     def count_of(self, node: int, token: int) -> int:
         start, end = self.span(node)
+        if start == end:  # most contexts that are counted while text is made are new
+            return 0
         (hits,) = np.nonzero(self.tokens[start:end] == token)
         return int(self.counts[start + hits[0]]) if len(hits) else 0
 

@@ -29,6 +29,7 @@ class PromptLookup(Drafter):
     name = "prompt-lookup"
     summary = "copies what followed the last few tokens earlier in the text; chains and trees"
     branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
+    hears = False
 
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1, occurrences: int = 4):
         if not 1 <= min_ngram <= max_ngram:

@@ -31,6 +31,7 @@ class Rest(Drafter):
     name = "rest"
     summary = "what followed the last tokens most often in a datastore of texts"
     branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
+    hears = False
 
     def __init__(self, source: str | Path | Datastore, *, max_match: int = 16, min_match: int = 1, occurrences: int = 512):
         if not 1 <= min_match <= max_match < SORTED:

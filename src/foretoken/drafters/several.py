@@ -1,8 +1,9 @@
 """Several drafters at once: their proposals become one tree under one budget of nodes, the likeliest first.
 
 Each drafts as if it were alone. How likely a node is to be accepted is known from what became of its drafter's earlier proposals, by
-depth, rank among siblings and, where the drafter can tell, the length of the match that it copies from. A drafter that runs a model
-is asked only where that pays: where the copy is long, the text is copied; otherwise the model is asked.
+depth, rank among siblings and, where the drafter can tell, the length of the match that it copies from. The first drafter that runs no
+model is asked in every round, the others where that pays: where the copy is long, the text is copied; otherwise another copy, or a
+model, is asked too.
 
 Merged nodes come from different sources and lose any common q, so the proposal is ``mixed`` and the match rule verifies it; drafters
 that can share the target's noise do. The rule is exact whatever is dropped, asked or not; and what is asked depends on the past alone.
@@ -22,7 +23,7 @@ from torch import Tensor
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.draft_seconds import time_drafts
 from foretoken.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by
-from foretoken.drafters.track_records import Pace, Record, Worth
+from foretoken.drafters.track_records import Credit, Pace, Record, Worth
 from foretoken.errors import ConfigurationError
 from foretoken.shapes import DynamicShape, TreeShape
 from foretoken.target import Target
@@ -48,7 +49,7 @@ class Member:
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
-        self.record, self.worth = Record(), Worth()
+        self.record, self.worth, self.credit = Record(), Worth(), Credit()
         self.read: dict[int, int] = {}  # tokens of each row that it knew when it was asked last, by slot
 
     def missed(self, rows: Sequence[Row]) -> int:
@@ -59,6 +60,11 @@ class Member:
     def costly(self) -> bool:
         """Its drafts take forward passes of a model."""
         return isinstance(getattr(self.drafter, "model", None), Target)
+
+    @property
+    def steady(self) -> bool:
+        """It learns from every round, or goes on from it, and so is asked in all of them."""
+        return self.drafter.wants_logits or self.drafter.filler > 0 or bool(self.drafter.features)
 
 
 @dataclass(eq=False)
@@ -112,13 +118,14 @@ class Several(Drafter):
     source: the drafters, as in ``several:prompt-lookup,draft-model:PATH``; a list may hold names, Drafter instances, and pairs of a
         name and its options. Where two propose the same continuation the nodes are shared.
     nodes: drafted nodes per row at most, all drafters together; as many as the shape has if None.
-    ask: whether drafters that run a model are asked in every round, ``always``, or only where it pays, ``auto``.
+    ask: whether all drafters are asked in every round, ``always``, or those behind the first only where what they add is worth the
+        seconds that they take, ``auto``.
     """
 
     name = "several"
     summary = "merges what several drafters propose into one tree; asks a model only where it pays"
     proposals: tuple[Proposal, ...] = ("mixed",)
-    branches = True
+    branches = grows = True
 
     def __init__(
         self,
@@ -138,7 +145,6 @@ class Several(Drafter):
         if len({id(each) for each in self.drafters}) < len(self.drafters):
             raise ConfigurationError("several was given the same drafter twice, which keeps the state of one; make two")
         self.nodes, self.ask = nodes, ask
-        self.grows = any(drafter.grows for drafter in self.drafters)
         self.wants_logits = any(drafter.wants_logits for drafter in self.drafters)
         self.members = [Member(drafter) for drafter in self.drafters]
         self.pace = Pace()
@@ -192,11 +198,11 @@ class Several(Drafter):
     # -- drafting -------------------------------------------------------------------------------------------------------
 
     def draft(self, request: DraftRequest) -> TokenTree:
-        self._drafted = None
+        self._drafted, self.expected = None, None
         if len(self.members) == 1 and self.nodes is None:
             return replace(self._ask(self.members[0], request).tree, proposal="mixed", q=None)
         drafted = Drafted([], [len(row.ids) for row in request.rows], request.depth, self.clock())
-        drafted.parts = [self._ask(member, request) for member in self.members if not member.costly]
+        drafted.parts = self._ask_on_host(request)
         rows: list[Merged] | None = None
         for member in sorted((each for each in self.members if each.costly), key=lambda each: each.worth.seconds(request.depth)):
             if self.ask == "always":
@@ -215,6 +221,18 @@ class Several(Drafter):
         drafted.ready = self.clock()
         self._drafted = drafted
         return tree
+
+    def _ask_on_host(self, request: DraftRequest) -> list[Part]:
+        """The members that run no model: the first one, and the others where what they add to it is worth their time."""
+        members = [member for member in self.members if not member.costly]
+        if not members:
+            return []
+        first, rate = self._ask(members[0], request), self.pace.rate
+        parts = [first]
+        for member in members[1:]:
+            if self.ask == "always" or member.steady or member.credit.pays(first.matched, rate):
+                parts.append(self._ask(member, request))
+        return parts
 
     def _ask(self, member: Member, request: DraftRequest) -> Part:
         drafter = member.drafter
@@ -246,6 +264,7 @@ class Several(Drafter):
                 part.went = where
             return tree
         rows = self._merge(parts, request) if rows is None else rows
+        self.expected = sum(row.hope for row in rows) / len(rows)
         trees = [part.tree for part in parts]
         tree = assembled(rows, trees, request.device)
         for part, where_ in zip(parts, places(rows, trees, tree.nodes)):
@@ -287,11 +306,14 @@ class Several(Drafter):
             member.drafter.observe(rows, self._heard(member, part, feedback, paths))
             if part is not None:
                 part.spent += self.clock() - begin
+        self._give_credit(drafted.parts, paths)
         self._learn(drafted, texts, outside)
 
     def _heard(self, member: Member, part: Part | None, feedback: Feedback, paths: list[list[int]]) -> Feedback:
         """What one member is told: of its own nodes, or of a round without a draft. One that reads hidden states is told of the merged
         tree, asked or not: it needs those of every node that was kept, whoever proposed it."""
+        if not member.drafter.hears:
+            return feedback
         told = self._whole_of(member, feedback)
         if member.drafter.features:
             return told
@@ -308,6 +330,19 @@ class Several(Drafter):
         drafter, hidden = member.drafter, feedback.hidden
         mine = self._share(drafter, hidden) if drafter.features and hidden is not None else None
         return replace(feedback, logits=feedback.logits if drafter.wants_logits else None, hidden=mine)
+
+    @staticmethod
+    def _give_credit(parts: Sequence[Part], paths: Sequence[Sequence[int]]) -> None:
+        """Every accepted node to the first of those that proposed it, in the order in which they were asked."""
+        given: list[set[int]] = [set() for _ in paths]
+        for number, part in enumerate(parts):
+            if not isinstance(part.went, list) or part.member.costly:
+                continue
+            own = [set(path[1:]).intersection(went) for path, went in zip(paths, part.went)]
+            if number:
+                added = [len(nodes - already) for nodes, already in zip(own, given)]
+                part.member.credit.was_asked(parts[0].matched, added, part.spent)
+            given = [already | nodes for already, nodes in zip(given, own)]
 
     def _learn(self, drafted: Drafted, texts: Sequence[Sequence[int]], outside: float) -> None:
         """From the ``texts`` that the rows gained, and the seconds that the round took outside the draft."""
@@ -342,7 +377,7 @@ class Several(Drafter):
         """What each has learned, and how far each is to be trusted; how long a draft takes is kept."""
         for member in self.members:
             member.drafter.forget()
-            member.record, member.worth = Record(), Worth(member.worth.timed)
+            member.record, member.worth, member.credit = Record(), Worth(member.worth.timed), Credit(member.credit.seconds)
 
     def close(self) -> None:
         for drafter in self.drafters:

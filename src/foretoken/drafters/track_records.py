@@ -46,13 +46,14 @@ class Share:
 
 
 class Mean:
-    """An average, forgotten exponentially; single values far above it count for a multiple of it only."""
+    """An average, forgotten exponentially; single values far above it count for a multiple of it only, unless they are ``rare``: mostly
+    nothing, and then much."""
 
-    def __init__(self, memory: float = 0.95):
-        self.memory, self.total, self.weight = memory, 0.0, 0.0
+    def __init__(self, memory: float = 0.95, *, rare: bool = False):
+        self.memory, self.rare, self.total, self.weight = memory, rare, 0.0, 0.0
 
     def add(self, value: float) -> None:
-        if self.weight >= 3.0:
+        if self.weight >= 3.0 and not self.rare:
             value = min(value, 4.0 * self.value + 1e-9)
         self.total = self.memory * self.total + value
         self.weight = self.memory * self.weight + 1.0
@@ -107,6 +108,39 @@ class Record:
 def kind_of(matched: int) -> int:
     """0, 1, 2, 4, 8 or 16 tokens and more."""
     return min(max(matched, 0).bit_length(), len(BY_MATCH) - 1)
+
+
+KNOWN, EVERY = 3.0, 8  # observations before it is judged, and every which round it is asked where that does not pay
+TELLING = 2.0  # observations of one length of match that all together count for
+
+
+class Credit:
+    """What a drafter that runs no model adds to a better one, by how long the match is that this one copies from; whether that is worth
+    the seconds that it takes. Where the better one copies a long match, it hardly ever is."""
+
+    def __init__(self, seconds: Mean | None = None) -> None:
+        self.seconds = Mean(0.9) if seconds is None else seconds
+        self._added = [Mean(MEMORY, rare=True) for _ in BY_MATCH]
+        self._overall = Mean(MEMORY, rare=True)
+        self._turn = 0
+
+    def pays(self, matched: Sequence[int], rate: float) -> bool:
+        """For rows whose texts are copied after such matches, at a pace of so many tokens per second."""
+        if self._overall.weight < KNOWN:
+            return True
+        usual = self._overall.value
+        added = [self._added[kind_of(each)] for each in matched]
+        if sum((mean.total + TELLING * usual) / (mean.weight + TELLING) for mean in added) >= rate * self.seconds.value:
+            return True
+        self._turn += 1
+        return self._turn % EVERY == 0
+
+    def was_asked(self, matched: Sequence[int], added: Sequence[int], seconds: float) -> None:
+        """A round is over: the accepted tokens of each row that it alone proposed, and what it took."""
+        self.seconds.add(seconds)
+        for each, more in zip(matched, added):
+            self._added[kind_of(each)].add(more)
+            self._overall.add(more)
 
 
 HOPES = (0.25, 0.75, 1.5, 3.0, 5.0)  # accepted tokens without asking, between which situations are told apart

@@ -20,6 +20,7 @@ SWITCH = 1.02  # another shape has to be better than the one in use by so much
 HOPE, TRY = 0.7, 4  # acceptance that a try is made for, and its length at most
 HORIZON = 32  # rounds that what the drafter missed is spread over
 GROWN_K, GROWN_DEPTH = 4, 8  # nodes of a level that are expanded in a grown tree, and levels at most
+FREE = 0.2  # of a pass, that a level may take which costs nothing
 GROWN_TRIES = 12  # rounds that a first opinion of grown trees takes
 GROWN_MEMORY = 0.96  # of what was known of grown trees that a round leaves
 SURER, SURE_OF_IT = 1.5, 8.0  # times as many tokens of a greedy draft are accepted as its probabilities say, and tokens that stand for it
@@ -234,7 +235,7 @@ class Forecaster:
         cost at the best rate so far; and the other one. Grown trees are known by what they have kept, so they are tried first."""
         rate = max(best.rate, grown.rate / plain.seconds)
         level = costs.draft((1, GROWN_K, GROWN_K)) - costs.draft((1, GROWN_K))
-        depth = min(GROWN_DEPTH, self.largest.depth)
+        depth = self.largest.depth if level < FREE * costs.verify[0] else min(GROWN_DEPTH, self.largest.depth)
         shape = TreeShape.opt(self.largest.nodes, depth, delta=_coarse(level * rate / grown.surer), k=GROWN_K)
         prices = tuple(rate / grown.surer * (seconds - costs.verify[0]) for seconds in costs.verify[: shape.total + 1])
         shape = replace(shape, prices=prices)
