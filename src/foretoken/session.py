@@ -20,6 +20,7 @@ from foretoken.judgement import Judgement, judge
 from foretoken.logprobs import check_logprobs
 from foretoken.planning import AUTO, AutomaticPlanner, CostModel, FixedPlanner, Planner, Round
 from foretoken.planning.costs import LEVEL, LOOK_UP, runs_a_model
+from foretoken.planning.forecasts import GROWN_DEPTH
 from foretoken.planning.largest import largest_fitting
 from foretoken.planning.profiles import profile
 from foretoken.rows import Commit, RowParameters, SessionRow
@@ -79,9 +80,11 @@ class Session:
             return FixedPlanner(TreeShape.parse(shape))
         largest = largest_fitting(self.target, self.drafter, self._fits)
         costs = CostModel(level=LEVEL if runs_a_model(self.drafter) else LOOK_UP)
+        members = getattr(self.drafter, "drafters", (self.drafter,))
+        levels = GROWN_DEPTH if any(map(runs_a_model, members)) else largest.depth
         grows = self.drafter.grows and not largest.is_chain and self.target.device.type == "cpu"
         kept = profile(self.target, self.drafter)
-        return AutomaticPlanner(largest, grows=grows, costs=costs, profile=kept, rates=self.drafter.rates)
+        return AutomaticPlanner(largest, grows=grows, levels=levels, costs=costs, profile=kept, rates=self.drafter.rates)
 
     def _fits(self, shape: TreeShape) -> bool:
         """Whether the rule is exact for what the drafter makes of ``shape``."""

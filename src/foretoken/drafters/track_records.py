@@ -24,6 +24,7 @@ BY_MATCH = (
     0.8,
     0.9,
 )  # acceptance to expect of a first child, untold and after a match of 1, 2.., 4.., 8.., 16.. tokens
+GOING_ON = (0.6, 0.6, 0.7, 0.8, 0.88, 0.92)  # the same of a first child below one that was accepted: a copy that goes on goes on
 LATER = (0.12, 0.05, 0.03)  # the same of the second, third and any further child
 PRIOR_WEIGHT, DEEPER_WEIGHT = 2.0, 4.0  # observations that these count for, and that all depths together count for at each depth
 DEEPEST = 16
@@ -69,6 +70,7 @@ class Record:
 
     def __init__(self) -> None:
         self._first = [Share() for _ in BY_MATCH]
+        self._going_on = [Share() for _ in BY_MATCH]
         self._at = [[Share() for _ in range(DEEPEST)] for _ in BY_MATCH]
         self._later = [Share() for _ in LATER]
         self._tables: dict[int, list[tuple[float, ...]]] = {}
@@ -79,8 +81,9 @@ class Record:
         known = self._tables.get(kind, [])
         if len(known) < min(depth, DEEPEST):
             later = tuple(share.rate(prior, PRIOR_WEIGHT) for share, prior in zip(self._later, LATER))
-            usual = self._first[kind].rate(BY_MATCH[kind], PRIOR_WEIGHT)
+            usual = self._going_on[kind].rate(GOING_ON[kind], PRIOR_WEIGHT)
             known = [(share.rate(usual, DEEPER_WEIGHT), *later) for share in self._at[kind][:depth]]
+            known[0] = (self._first[kind].rate(BY_MATCH[kind], PRIOR_WEIGHT), *later)
             self._tables[kind] = known
         return known
 
@@ -98,7 +101,7 @@ class Record:
         for depth, (children, rank) in enumerate(steps):
             if not children:
                 break
-            self._first[kind].add(rank == 0)
+            (self._going_on if depth else self._first)[kind].add(rank == 0)
             self._at[kind][min(depth, DEEPEST - 1)].add(rank == 0)
             for later in range(1, min(children, len(LATER) + 1)):
                 self._later[later - 1].add(rank == later)

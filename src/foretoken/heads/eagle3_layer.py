@@ -87,7 +87,8 @@ class Layer:
     def quantized(self) -> Layer:
         """This layer with matrices of eight bits (torchao), for drafting."""
         keys = self.qkv[self._queries :]
-        return replace(self, kv=quantized(keys), **{name: quantized(getattr(self, name)) for name in (*MATRICES, "qkv")})
+        changed: dict[str, Any] = {name: quantized(getattr(self, name)) for name in (*MATRICES, "qkv")}
+        return replace(self, kv=quantized(keys), **changed)
 
     def packed(self) -> Layer:
         """This layer with its matrices laid out for the kernels of :mod:`foretoken.target.native` alone, as far as they can read them:

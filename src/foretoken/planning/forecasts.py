@@ -19,8 +19,7 @@ GAIN = 1.01  # drafting has to be better than none by so much
 SWITCH = 1.02  # another shape has to be better than the one in use by so much
 HOPE, TRY = 0.7, 4  # acceptance that a try is made for, and its length at most
 HORIZON = 32  # rounds that what the drafter missed is spread over
-GROWN_K, GROWN_DEPTH = 4, 8  # nodes of a level that are expanded in a grown tree, and levels at most
-FREE = 0.2  # of a pass, that a level may take which costs nothing
+GROWN_K, GROWN_DEPTH = 4, 8  # nodes of a level that are expanded in a grown tree, and levels at most, unless told otherwise
 GROWN_TRIES = 12  # rounds that a first opinion of grown trees takes
 GROWN_MEMORY = 0.96  # of what was known of grown trees that a round leaves
 SURER, SURE_OF_IT = 1.5, 8.0  # times as many tokens of a greedy draft are accepted as its probabilities say, and tokens that stand for it
@@ -96,7 +95,7 @@ class Forecaster:
     Args:
         largest: how deep, how wide and how large a tree may be, and whether it may branch.
         costs: what is known of the machine.
-        grows: trees may be grown by the draft's probabilities, where no row samples.
+        grows, levels: trees may be grown by the draft's probabilities, where no row samples, and so many levels deep.
         catches_up: the drafter has to read what it missed in rounds without a draft.
         rates: how often the drafter's guesses are right, as far as that is known beforehand; see :class:`Acceptance`.
 
@@ -111,13 +110,14 @@ class Forecaster:
         costs: CostModel,
         *,
         grows: bool = False,
+        levels: int = GROWN_DEPTH,
         catches_up: bool = True,
         rates: Sequence[Sequence[float]] = (),
     ):
         self.largest, self.costs, self.catches_up, self.rates = largest, costs, catches_up, rates
         self.siblings = 1 if largest.is_chain else largest.siblings
         self.acceptance: dict[bool, Acceptance] = {}
-        self.grown = Grown() if grows else None
+        self.grown, self.levels = Grown() if grows else None, levels
         self.candour = Candour()
         self.own = False
         self._filler = 0
@@ -235,7 +235,7 @@ class Forecaster:
         cost at the best rate so far; and the other one. Grown trees are known by what they have kept, so they are tried first."""
         rate = max(best.rate, grown.rate / plain.seconds)
         level = costs.draft((1, GROWN_K, GROWN_K)) - costs.draft((1, GROWN_K))
-        depth = self.largest.depth if level < FREE * costs.verify[0] else min(GROWN_DEPTH, self.largest.depth)
+        depth = min(self.levels, self.largest.depth)
         shape = TreeShape.opt(self.largest.nodes, depth, delta=_coarse(level * rate / grown.surer), k=GROWN_K)
         prices = tuple(rate / grown.surer * (seconds - costs.verify[0]) for seconds in costs.verify[: shape.total + 1])
         shape = replace(shape, prices=prices)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from foretoken.drafters.base import Drafter, Row
 from foretoken.planning import search
 from foretoken.planning.costs import BUDGET, CostModel, measure, runs_a_model, widths
-from foretoken.planning.forecasts import FINEST, GAIN, SWITCH, Forecast, Forecaster
+from foretoken.planning.forecasts import FINEST, GAIN, GROWN_DEPTH, SWITCH, Forecast, Forecaster
 from foretoken.planning.profiles import Profile
 from foretoken.planning.rounds import Round
 from foretoken.shapes import DynamicShape, StaticShape, TreeShape
@@ -45,6 +45,7 @@ class AutomaticPlanner:
     Args:
         largest: from :func:`largest_shape`; says how deep, how wide and how large a tree may be, and whether it may branch.
         grows: trees may be grown by the draft's probabilities, where no row samples.
+        levels: of a grown tree at most; where a level is a pass of a model, fewer are worth it.
         costs: what is known of the machine; filled by :meth:`prepare` where it is not.
         profile: where measured costs are kept between runs, None for nowhere.
         budget: seconds that measuring may take, 0 to learn from rounds alone.
@@ -60,6 +61,7 @@ class AutomaticPlanner:
         largest: StaticShape,
         *,
         grows: bool = False,
+        levels: int = GROWN_DEPTH,
         costs: CostModel | None = None,
         profile: Profile | None = None,
         budget: float = BUDGET,
@@ -69,7 +71,7 @@ class AutomaticPlanner:
     ):
         self.largest = largest
         self.costs = costs or CostModel()
-        self.forecaster = Forecaster(largest, self.costs, grows=grows, catches_up=catches_up, rates=rates)
+        self.forecaster = Forecaster(largest, self.costs, grows=grows, levels=levels, catches_up=catches_up, rates=rates)
         self.acceptance, self.compare = self.forecaster.acceptance, self.forecaster.compare
         self.profile, self.budget, self.clock = profile, budget, clock
         self.account: float | None = None  # seconds
