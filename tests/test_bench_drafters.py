@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from foretoken.bench import datasets, drafters_claims, drafters_report, environment, peer_process
 from foretoken.bench.app import app
 from foretoken.bench.datasets import Prompt
-from foretoken.bench.drafters import KINDS, Run, Settings, cells, contenders, library_files, turns
+from foretoken.bench.drafters import KINDS, RANDOM_TEXTS, Run, Settings, cells, contenders, library_files, turns
 from foretoken.bench.peer_process import ADAPTERS
 from foretoken.bench.replays import Kept, Reading, Replays, Setting, Texts, replayed, with_store
 from foretoken.bench.speed_plan import RANDOM, TEXT
@@ -92,7 +92,10 @@ def test_every_drafter_as_it_comes_with_nothing_kept_and_in_chains():
 
 def test_random_text_is_apart_and_for_those_who_are_there_for_it():
     everyone = contenders(SMALL)
-    *texts, random = cells(SMALL, [("embedded", [1, 2]), ("chat", [3])], everyone, 100)
+    found = cells(SMALL, [("embedded", [1, 2]), ("chat", [3])], everyone, 100)
+    texts, others = found[:2], found[2:]
+    random = others[0]
+    assert len({cell.ids for cell in others}) == len({cell.index for cell in others}) == len(others) == RANDOM_TEXTS
     assert [(cell.scenario, cell.category) for cell in texts] == [(TEXT, "embedded"), (TEXT, "chat")]
     assert not any("random" in name for name in texts[0].contenders)
     assert random.scenario == RANDOM and random.temperature > 1 and random.contenders[0] == PLAIN

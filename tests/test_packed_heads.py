@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from foretoken import Speculator, zoo
+from foretoken import ConfigurationError, Speculator, drafters, zoo
+from foretoken.bench.prompts import PYTHON
 from foretoken.drafters.eagle3 import Eagle3
 from foretoken.drafters.medusa import Medusa
 from foretoken.heads.eagle3 import Eagle3Head
@@ -71,3 +72,30 @@ def test_packed_heads_leave_the_text_alone(model, make, shape):
         texts.append(speculator.generate(**inputs, max_new_tokens=12, do_sample=True, seed=4).sequences)
         speculator.close()
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("execution", ["native", "eager"])
+@pytest.mark.parametrize(("name", "shape"), [("medusa", "product(3,2,1)"), ("eagle3", "product(3,2,1)"), ("eagle3", "chain(4)")])
+def test_heads_of_eight_bits_draft_nearly_the_same(name, shape, execution):
+    pytest.importorskip("torchao")
+    ids = zoo.load_tokenizer("python-8m")(PYTHON[0], return_tensors="pt")
+    kept, texts = [], []
+    for quantization in (None, "int8"):
+        drafter = drafters.create(f"{name}:zoo:python-8m-{name}", {} if quantization is None else {"quantization": quantization})
+        speculator = Speculator("zoo:python-8m", drafter, dtype="float32", shape=shape, execution=execution)
+        out = speculator.generate(**ids, max_new_tokens=48, do_sample=False, eos_token_id=None)
+        kept.append(out.stats.acceptance_length)
+        texts.append(out.sequences.tolist())
+        if quantization and execution == "native":
+            products = drafter.layer.products.values() if name == "eagle3" else [each for each, *_ in drafter._packing._products]
+            assert products and all(product.int8 for product in products)
+        speculator.close()
+    assert texts[0] == texts[1] and kept[1] > 1.2 and abs(kept[0] - kept[1]) < 0.5
+
+
+def test_only_heads_that_are_loaded_are_quantised(model):
+    pytest.importorskip("torchao")
+    with pytest.raises(ConfigurationError, match="by name"):
+        Medusa(MedusaHead.for_target(model), quantization="int8")
+    with pytest.raises(ConfigurationError, match="unknown quantization 'int4'"):
+        Eagle3(quantization="int4")

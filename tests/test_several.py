@@ -18,7 +18,7 @@ from foretoken.drafters.draft_seconds import DraftSeconds, time_drafts
 from foretoken.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by, weights_of
 from foretoken.drafters.prompt_lookup import PromptLookup
 from foretoken.drafters.several import Several
-from foretoken.drafters.track_records import HOPES, Record, Worth
+from foretoken.drafters.track_records import EVERY, HOPES, Credit, Record, Worth
 from foretoken.processors import Pipeline
 from foretoken.rows import RowParameters
 from foretoken.sampler import Sampler
@@ -379,6 +379,84 @@ def test_a_record_learns_by_match_depth_and_rank():
     for _ in range(200):
         record.observe(4, [(3, 3)])
     assert record.rates(4)[0][0] < 0.1, "what was long ago is forgotten"
+
+
+def test_a_copy_that_goes_on_goes_on():
+    record = Record()
+    for _ in range(4):
+        record.observe(16, [(1, 1)])  # wrong from the beginning
+    known = record.rates(16)
+    assert known[0][0] < 0.4 and known[1][0] > 0.9, "where it did begin well, nothing speaks against it"
+    for _ in range(20):
+        record.observe(16, [(1, 0), (1, 1)])
+    known = record.rates(16)
+    assert known[0][0] > 0.7 and known[1][0] < 0.3 and known[2][0] < 0.5
+
+
+def credited(added: Sequence[int], *, matched: int = 2, seconds: float = 0.001, rate: float = 100.0, rounds: int = 160) -> list[bool]:
+    """Whether a member is asked that adds so many tokens, in turns, whenever it is asked."""
+    credit, asked = Credit(), []
+    for _ in range(rounds):
+        asked.append(credit.pays([matched], rate))
+        if asked[-1]:
+            credit.was_asked([matched], [added[sum(asked) % len(added)]], seconds)
+    return asked
+
+
+def test_who_adds_nothing_is_asked_now_and_then():
+    assert all(credited([1]))
+    assert all(credited([0, 0, 0, 0, 4])), "seldom, and then much"
+    never = credited([0])
+    assert sum(never[-80:]) == 80 // EVERY
+    assert not all(credited([0, 0, 1], seconds=0.01)) and all(credited([0, 0, 1], seconds=0.0005))
+    assert not all(credited([0, 0, 1], rate=2000.0)), "the faster decoding is, the more a millisecond counts"
+
+
+def test_credit_depends_on_what_is_copied_already():
+    credit = Credit()
+    for _ in range(40):
+        credit.was_asked([1], [1], 0.001)
+        credit.was_asked([32], [0], 0.001)
+    short, long = (sum(credit.pays([matched], 200.0) for _ in range(80)) for matched in (1, 32))
+    assert short == 80 and long == 80 // EVERY
+
+
+class Told(Fixed):
+    """Always drafts, and says how long its match is."""
+
+    def __init__(self, chain: Sequence[int], matched: int):
+        super().__init__(chain)
+        self.match, self.asked = matched, 0
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        self.asked += 1
+        return super().draft(request)
+
+    def matched(self, rows: Sequence[Row]) -> list[int]:
+        return [self.match] * len(rows)
+
+
+@pytest.mark.parametrize(("ask", "all_rounds"), [("always", True), ("auto", False)])
+def test_the_first_member_is_asked_always_and_who_adds_nothing_seldom(ask: str, all_rounds: bool):
+    row = repetitive()[0]
+    first, other = Told([127, 127], 4), Told([126, 125], 4)
+    ticks = iter(range(10**6))
+    several = Several([first, other], ask=ask)
+    several.clock = lambda: next(ticks) * 1e-3
+    text = generate(Speculator(tiny(), drafter=several, shape="product(2,1)"), [row], max_new_tokens=48)
+    assert text == [alone(tiny(), row, max_new_tokens=48)]
+    assert first.asked > 40 and (other.asked == first.asked) == all_rounds and other.asked > 4
+
+
+def test_what_several_expects_is_what_its_nodes_weigh():
+    row = StandIn([1, 2, 3])
+    several = Several([Told([5, 6], 4)], nodes=4)
+    for member in several.drafters:
+        member.bind(Target(tiny()))
+    several._chains_only = False
+    several.draft(ordered(row, TreeShape.parse("opt(4,2,0.0)")))
+    rates = Record().rates(4)
+    assert several.expected == pytest.approx(rates[0][0] * (1 + rates[1][0]))
 
 
 TIMED = DraftSeconds(fixed=0.001, level=0.001, unread=0.0001, plain=0.01)  # a chain of four in half a plain round

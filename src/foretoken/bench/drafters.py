@@ -29,6 +29,7 @@ PROMPT_LOOKUP, SUFFIX, REST, SEVERAL = "prompt-lookup", "suffix", "rest", "sever
 DRAFTERS = (PROMPT_LOOKUP, SUFFIX, "ngram", REST, "token-recycling", "lookahead", SEVERAL)
 KEEPS = {"ngram": "n-grams of earlier texts", "token-recycling": "its matrix of successors"}
 VLLM = "vllm"
+RANDOM_TEXTS = 5  # what is to be told there is a percent or two: the calls of one text are too few
 THEIRS = {PROMPT_LOOKUP: LOOKUP, SUFFIX: SUFFIX}  # vLLM's mode for the same idea
 KINDS = (datasets.EMBEDDED, *suites.SUITES)
 COPIES = ("edit",)  # copy-heavy suites
@@ -137,8 +138,9 @@ def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyo
     guessing = tuple(each.name for each in everyone if each.hopeless)
     if guessing:
         generator = random.Random(SEED)
-        row = tuple(generator.randrange(vocabulary) for _ in range(48))
-        found.append(Cell(RANDOM, 0, RANDOM, (row,), settings.tokens, WILD, (f"{FORETOKEN} {PLAIN}", *guessing)))
+        for index in range(RANDOM_TEXTS):
+            row = tuple(generator.randrange(vocabulary) for _ in range(48))
+            found.append(Cell(RANDOM, index, RANDOM, (row,), settings.tokens, WILD, (f"{FORETOKEN} {PLAIN}", *guessing)))
     return found
 
 

@@ -44,7 +44,7 @@ class Medusa(HeadDrafter):
             return
         head: MedusaHead = self.head
         hidden = torch.zeros(1, head.config.target.hidden_size, dtype=head.dtype)
-        with torch.inference_mode():
+        with torch.no_grad():
             self._packing = Packing(head, lambda: head(hidden), owned=head is not self.source, hints=target.kernels.hints)
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class Layer:
     def packed(self) -> Layer:
         """This layer with its matrices laid out for the kernels of :mod:`foretoken.target.native` alone, as far as they can read them:
         on a CPU a step is bound by reading the weights. Training needs the matrices themselves."""
-        if self.fc.device.type != "cpu" or native.refusal(self.fc.dtype) is not None:
+        if self.norm.device.type != "cpu" or native.refusal(self.norm.dtype) is not None:
             return self
         matrices: dict[str, tuple[Tensor, Tensor | None]] = {name: (getattr(self, name), None) for name in MATRICES}
         matrices["qkv"], matrices["kv"] = (self.qkv, self.qkv_bias), self._keys_values
@@ -102,7 +102,7 @@ class Layer:
             for name, (weight, bias) in matrices.items()
             if weight.shape[1] % UNIT == 0
         }
-        gone = {name: getattr(self, name).new_empty(0) for name in (*MATRICES, "qkv") if name in products}
+        gone = {name: self.norm.new_empty(0) for name in (*MATRICES, "qkv") if name in products}
         return replace(self, products=products, kv=None, **gone)
 
     @property
@@ -128,7 +128,7 @@ class Layer:
 
     def fused(self, features: Tensor) -> Tensor:
         """States ``[..., d]`` from the target's hidden states ``[..., F * d]``."""
-        features = features.to(self.fc.dtype)
+        features = features.to(self.norm.dtype)
         if self.input_norm is not None:
             features = self._normed(features, self.input_norm)
         if self.fc_norms:
