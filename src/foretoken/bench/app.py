@@ -194,7 +194,9 @@ def speed(
     draft: Annotated[str, typer.Option(help="The draft model, with the target's tokenizer.")] = "zoo:python-1m",
     dtype: Annotated[list[str] | None, typer.Option(help="bfloat16, float32; may be repeated. Both, unless given.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="plain, draft, lookup, compiled; may be repeated.")] = None,
-    drafter: Annotated[list[str] | None, typer.Option(metavar="NAME[:SOURCE]", help="A further drafter of Foretoken's.")] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[:SOURCE][;KEY=VALUE]", help="A further drafter of Foretoken's; may be repeated.")
+    ] = None,
     rule: Annotated[list[str] | None, typer.Option(help="Of Foretoken's, where it samples; may be repeated.")] = None,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Rows; may be repeated. 1, 4 and 16, unless given.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Of Foretoken's drafts, auto for the planner; may be repeated.")] = None,

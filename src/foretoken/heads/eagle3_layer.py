@@ -102,7 +102,7 @@ class Layer:
             for name, (weight, bias) in matrices.items()
             if weight.shape[1] % UNIT == 0
         }
-        gone = {name: self.norm.new_empty(0) for name in (*MATRICES, "qkv") if name in products}
+        gone: dict[str, Any] = {name: self.norm.new_empty(0) for name in (*MATRICES, "qkv") if name in products}
         return replace(self, products=products, kv=None, **gone)
 
     @property

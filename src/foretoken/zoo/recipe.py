@@ -85,6 +85,6 @@ HEADS = {
         "learning_rate": 2e-3,
         "save_every": 125,
     },
-    "eagle3": {**_HEADS, "kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}, "epochs": 0.6, "learning_rate": 1e-3},
+    "eagle3": {**_HEADS, "kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}, "epochs": 1.2, "learning_rate": 1e-3},
 }
 TREE_NODES = 16  # of the tree that is stored with a head that has one: by its guesses alone, so that it is the same on every machine

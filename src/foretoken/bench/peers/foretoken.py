@@ -1,4 +1,5 @@
-"""Foretoken's side: any drafter, shape and rule; all contenders share one target, packed where that was found faster."""
+"""Foretoken's side: any drafter, shape and rule. Contenders share one target, packed where that was found faster; those whose drafter reads
+its hidden states have one each."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from typing import Any
 
 CURVE_DEPTH = 16  # tokens of the longest chain whose pass is timed
 SECONDS = 2.0  # for timing a cost curve
+READ = ("medusa", "hydra", "rnn", "eagle3")  # drafters that read the target's hidden states
 
 
 class Engine:
     def __init__(self) -> None:
         self.speculators: dict[str, Any] = {}
-        self.models: dict[tuple[str, str], Any] = {}
+        self.models: dict[tuple[str, str, str], Any] = {}
 
     def start(self, threads: int, device: str, folder: str) -> dict[str, Any]:
         import torch
@@ -29,18 +31,22 @@ class Engine:
     def load(
         self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """``options``: ``drafter`` where the mode is none of plain, draft and lookup, ``shape``, ``rule``, ``execution``."""
+        """``options``: ``drafter`` ``NAME[:SOURCE][;KEY=VALUE...]`` where the mode is none of plain, draft and lookup, ``shape``,
+        ``rule``, ``execution``."""
         from foretoken import Speculator
 
         drafters = {"plain": "none", "draft": f"draft-model:{draft}", "lookup": "prompt-lookup"}
-        drafter = drafters.get(mode) or options["drafter"]
+        drafter, *pairs = (drafters.get(mode) or options["drafter"]).split(";")
         how: dict[str, Any] = {"rule": options.get("rule", "auto"), "reuse_prefix": False}
         if mode == "lookup":
             how["drafter_options"] = {"max_ngram": ngram}
         if mode != "plain":
             how["shape"] = options.get("shape") or (f"chain({length})" if length else None)
-        key = checkpoint, dtype
-        if key in self.models:  # its layers are as they were first laid out
+        if pairs:
+            how["drafter_options"] = dict(pair.split("=", 1) for pair in pairs)
+        reads = drafter.partition(":")[0] in READ  # passes that hand out hidden states; heads are laid out as their target is
+        key = checkpoint, dtype, drafter if reads else ""
+        if not reads and key in self.models:  # its layers are as they were first laid out
             speculator = Speculator(self.models[key], drafter, execution="eager", **how)
         else:
             speculator = Speculator(checkpoint, drafter, dtype=dtype, device=self.device, execution=options.get("execution", "auto"), **how)
