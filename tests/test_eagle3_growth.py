@@ -13,7 +13,7 @@ from test_packed_heads import shaken
 from foretoken import Speculator, zoo
 from foretoken.bench.prompts import PYTHON
 from foretoken.drafters.eagle3 import Eagle3
-from foretoken.drafters.eagle3_growth import Eagle3Growth
+from foretoken.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
 from foretoken.heads.eagle3 import Eagle3Head
 from foretoken.target.native_growth import MISSED
 from foretoken.tree import TokenTree
@@ -66,14 +66,19 @@ class Watched(Eagle3):
             self.trees.append((len(row.ids), tree.tokens[index, real].tolist(), above[real].tolist(), self.expected))
         return tree
 
+    def bind(self, target):
+        super().bind(target)
+        if self.level_by_level:
+            self._step = None  # torch's own operations
+
     def _by_kernel(self, request):
         grown = None if self.level_by_level else super()._by_kernel(request)
         self.by_kernel += grown is not None
         return grown
 
 
-def texts_of(drafter, shape, rows=None, **options):
-    speculator = Speculator(model(drafter.dtype), drafter=drafter, shape=shape, execution="native")
+def texts_of(drafter, shape, rows=None, rule="auto", **options):
+    speculator = Speculator(model(drafter.dtype), drafter=drafter, shape=shape, rule=rule, execution="native")
     text = generate(speculator, rows or [prompt()], max_new_tokens=40, eos_token_id=None, **options)
     lengths = [len(row) for row in text]
     speculator.close()
@@ -146,19 +151,28 @@ def test_rounds_without_a_draft_are_read_first_up_to_a_point(pause, by_kernel, m
     assert kernel.trees and kernel.by_kernel == (len(kernel.trees) if by_kernel else 0)
 
 
-def test_sampling_and_batches_go_level_by_level():
-    drafter = Watched("zoo:python-8m-eagle3")
-    drafter.dtype = torch.float32
-    texts_of(drafter, "chain(3)", do_sample=True, seed=1)
-    assert drafter.trees and drafter.by_kernel == 0
-    kernel, levels = both("zoo:python-8m-eagle3", "chain(3)", rows=[prompt(), prompt()[:20]])
-    assert kernel.by_kernel < len(kernel.trees) / 4  # once one of the rows has ended
-    alike(kernel, levels)
+@pytest.mark.parametrize("shape", ["chain(4)", "product(3,2,1)", "dynamic(depth=3,k=3,total=8)"])
+@pytest.mark.parametrize("variant", ["embedded", "residual normed", "few tokens"])
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+def test_steps_of_batches_and_of_sampled_rows(sampled, variant, shape):
+    """One call per level for all rows, that are as long or not, and lack as much or not."""
+    options = {"do_sample": True, "temperature": 0.8, "seed": 3, "rule": "match"} if sampled else {}
+    rows = [prompt(), prompt()[:20], prompt()[:20], prompt()[5:]]
+    kernel, levels = both(head(variant) if variant != "embedded" else "zoo:python-8m-eagle3", shape, rows=rows, **options)
+    assert len(kernel.trees) > 20 and kernel._step is not None and kernel.by_kernel < len(kernel.trees) / 2
+    same = sum(a[:3] == b[:3] for a, b in zip(kernel.trees, levels.trees))
+    assert same == len(kernel.trees) == len(levels.trees)
+
+
+def test_a_step_of_one_sampled_row_in_bfloat16():
+    kernel, levels = both("zoo:python-8m-eagle3", "chain(4)", torch.bfloat16, do_sample=True, seed=1, rule="match")
+    same = sum(a[:3] == b[:3] for a, b in zip(kernel.trees, levels.trees))
+    assert kernel.by_kernel == 0 and same > 0.6 * len(kernel.trees)
 
 
 def test_heads_that_the_kernel_is_not_made_for():
     for options in ({"norm_before_fc": True}, {"fc_norm": True}, {"head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 4}):
         layer = Eagle3Head.for_target(model(), **options).layer().to(torch.device("cpu"), torch.float32).packed()
-        assert Eagle3Growth.of(layer) is None
+        assert Eagle3Growth.of(layer) is None and (Eagle3Step.of(layer) is None) == ("head_dim" in options)
     layer = Eagle3Head.for_target(model()).layer().to(torch.device("cpu"), torch.float32)
     assert Eagle3Growth.of(layer) is None and Eagle3Growth.of(layer.packed()) is not None

@@ -117,7 +117,7 @@ def contenders(settings: Settings) -> list[Contender]:
     if settings.worst:
         for drafter in settings.drafters:
             options = (("drafter", settings.spec(drafter)), ("rule", AUTO))
-            found.append(Contender(FORETOKEN, drafter, f"{AUTO}, random text", 0, options, hopeless=True))
+            found.append(Contender(FORETOKEN, drafter, f"{AUTO}, random text", 0, options, hopeless=True, fresh=True))
     return found
 
 

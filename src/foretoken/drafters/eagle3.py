@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.drafters.base import DraftRequest, Feedback, Row
 from foretoken.drafters.eagle3_cache import LayerCache, root_mask, tree_mask
-from foretoken.drafters.eagle3_growth import Eagle3Growth
+from foretoken.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
 from foretoken.drafters.growth import Expand, Growth
 from foretoken.drafters.heads import HeadDrafter
 from foretoken.drafters.kernel_growth import greedy, grow_by
@@ -77,7 +77,8 @@ class Eagle3(HeadDrafter):
         self._prompts: dict[int, Tensor] = {}  # features of prompts whose rows are about to begin
         self._states = torch.empty(0)  # [R, N, d] what the steps of the draft under way hand on
         self._begins: list[int] = []  # slots of its roots
-        self._kernel: Eagle3Growth | None = None
+        self._kernel: Eagle3Growth | None = None  # for whole drafts of greedy rows
+        self._step: Eagle3Step | None = None
 
     @property
     def layer(self) -> Layer:
@@ -97,7 +98,7 @@ class Eagle3(HeadDrafter):
             if self.quantization is not None:
                 layer = layer.quantized()
             self._layer = layer if target.kernels is None else layer.packed()
-        self._kernel = Eagle3Growth.of(self._layer)
+        self._kernel, self._step = Eagle3Growth.of(self._layer), Eagle3Step.of(self._layer)
         self._head, self.features = head, head.features
         target.read(self.features, whole=True)
 
@@ -170,6 +171,12 @@ class Eagle3(HeadDrafter):
         together = torch.stack(features) if even else torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
         padded = to_device([line + [0] * (most - len(line)) for line in tokens], together.device)
         self.layer.rotary.reserve(max(lengths) + most)
+        if even and self._step is not None:
+            positions = self._positions(lengths, most, together.device)
+            states = self._step(padded, self.layer.fused(together), positions, lengths, self._cache, None)[:, -1:]
+            self._cache.lengths = [length + most for length in lengths]
+            self._begins = [length - 1 for length in self._cache.lengths]
+            return states
         entered = self.layer.enter(padded, self.layer.fused(together), self._positions(lengths, most, together.device))
         self._cache.add_text(entered, counts)
         self._begins = [length - 1 for length in self._cache.lengths]
@@ -197,6 +204,9 @@ class Eagle3(HeadDrafter):
             parents = tree.parents[:, first:, None].expand(tree.rows, count, self._states.shape[-1])
             states = self._states.gather(1, parents)
             positions = tree.depths[:, first:] + to_device(begins, tree.tokens.device)[:, None]
+        if self._step is not None:
+            mask = None if tree.chain else tree_mask(tree, first, begins)
+            return self._step(tree.tokens[:, first:], states, positions, [begin + first for begin in begins], self._cache, mask)
         entered = self.layer.enter(tree.tokens[:, first:], states, positions)
         self._cache.write(entered.keys, entered.values, [begin + first for begin in begins])
         return self.layer.leave(

@@ -136,7 +136,7 @@ class Layer:
             features = torch.cat([self._normed(part, weight) for part, weight in zip(parts, self.fc_norms)], -1)
         return self._product("fc", features)
 
-    def _inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """The residual ``[R, n, d]``, and what the attention reads ``[R, n, 2 * d]``."""
         normed = self._normed(states, self.hidden_norm)
         embedded = self._normed(embedding(tokens, self.embeddings).to(states.dtype), self.input_layernorm)
@@ -146,7 +146,7 @@ class Layer:
         """``tokens`` ``[R, n]`` after texts that end in ``states`` ``[R, n, d]``, at ``positions`` ``[R, n]``, or those of a slice for all
         rows: a step that predicts the token at position t + 2 from the token at t + 1 stands at t."""
         config = self.config
-        residual, inputs = self._inputs(tokens, states)
+        residual, inputs = self.inputs(tokens, states)
         heads, groups = config.num_attention_heads, config.num_key_value_heads
         joined = self._product("qkv", inputs)
         joined = joined.view(*joined.shape[:-1], heads + 2 * groups, config.head_dim)
@@ -156,7 +156,7 @@ class Layer:
     def keys_values(self, tokens: Tensor, states: Tensor, positions: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Those of :meth:`enter` alone: of a token whose text goes on nobody asks anything else, since there is one layer only."""
         config = self.config
-        joined = self._product("kv", self._inputs(tokens, states)[1])
+        joined = self._product("kv", self.inputs(tokens, states)[1])
         keys, values = joined.view(*joined.shape[:-1], 2 * config.num_key_value_heads, config.head_dim).chunk(2, -2)
         return self.rotary.turned(keys, positions), values
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from foretoken.errors import ConfigurationError
@@ -93,7 +94,8 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
     for label, shape in shapes.items():
         measured = Held(asked, recipe.HELD_OUT_ANSWER, shape=shape).measure(model, head)  # type: ignore[arg-type]
         held_out[label] = {**({} if shape is None else {"shape": shape, "nodes": _nodes(shape)}), **measured.to_dict()}
-    reports = [line for line in Journal.read(trained / RUN) if "loss" in line]
+    lines = list(Journal.read(trained / RUN))
+    reports = [line for line in lines if "loss" in line]
     about = about_training(trained)
     figures = {
         "parameters": sum(weight.numel() for weight in head.parameters()),
@@ -103,6 +105,8 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
             "steps": reports[-1]["step"],
             "tokens": reports[-1]["tokens"],
             "seconds": round(reports[-1]["seconds"]),
+            "tokens_per_second": round(median(line["tokens_per_second"] for line in reports)),
+            "held_out": time_to_quality(lines),
             "options": about["options"],
             "texts": len(data),
             "text_tokens": int(data.lengths.sum()),
@@ -116,6 +120,18 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
         shutil.copyfile(trained / file, destination / file)
     packaging.finish(destination, card(name, kind, figures), figures, manifest)
     return destination
+
+
+def time_to_quality(lines: Sequence[Mapping[str, Any]]) -> list[Figures]:
+    """Each measurement of acceptance in a run's journal, with the tokens that had been predicted and the seconds that had gone by then."""
+    found, last = [], {"tokens": 0, "seconds": 0.0}
+    for line in lines:
+        if "loss" in line:
+            last = {"tokens": line["tokens"], "seconds": line["seconds"]}
+        elif "acceptance_length" in line:
+            length = round(line["acceptance_length"], 3)
+            found.append({"step": line["step"], "tokens": last["tokens"], "seconds": round(last["seconds"]), "acceptance_length": length})
+    return found
 
 
 def about_training(trained: Path) -> Figures:
@@ -138,6 +154,11 @@ def card(name: str, kind: str, figures: Figures) -> str:
     if tree is not None:
         rows += f"\n| its tree of {tree['nodes']} nodes | {tree['acceptance_length']:.3f} |"
     options = ", ".join(f"`{key}={value}`" for key, value in training["options"]["head"].items())
+    steps = [
+        f"| {each['step']:,} | {each['tokens'] / 1e6:.2f} M | {each['seconds'] / 60:.0f} | {each['acceptance_length']:.2f} |"
+        for each in training["held_out"]
+    ]
+    quality = "\n".join(steps)
     return f"""# {name}
 
 {HEADS[kind][1]}: `--drafter {kind}` with `--target {PREFIX}{TARGET}` takes it by itself.
@@ -160,7 +181,12 @@ Accepted at each depth of the chain, of what was drafted there: {depths}.
 On {training["texts"]:,} texts ({training["text_tokens"]:,} tokens) that `{TARGET}` wrote itself: windows of {recipe.WINDOW} tokens of its \
 training corpus, continued by {recipe.ANSWER} tokens, half of them greedily and half sampled at temperature 1. {training["steps"]:,} \
 steps over {training["tokens"]:,} predicted tokens in {training["seconds"] / 60:.0f} minutes on two cores; the head with the longest \
-held-out acceptance was kept.
+held-out acceptance was kept. {training["tokens_per_second"]:,} predicted tokens per second (median of its reports; the machine had \
+other work at times). Time to quality, on {training["options"]["held_out"]} held-out prompts, chains:
+
+| step | predicted tokens | minutes | tokens per pass |
+| --- | --- | --- | --- |
+{quality}
 
 ```
 python -m foretoken.zoo.train corpus --out RUN

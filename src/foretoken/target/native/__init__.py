@@ -116,6 +116,7 @@ def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number]
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer]
+    kernels.layer_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer, pointer]
     several, size = ctypes.POINTER(pointer), ctypes.c_int64
     kernels.model.argtypes = [
         several,
@@ -135,7 +136,7 @@ def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
     kernels.grow.restype = kernels.fill.restype = number
-    kernels.linear.restype = kernels.layer.restype = kernels.model.restype = kernels.largest.restype = None
+    kernels.linear.restype = kernels.layer.restype = kernels.layer_over.restype = kernels.model.restype = kernels.largest.restype = None
     return kernels
 
 

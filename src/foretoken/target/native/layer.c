@@ -485,7 +485,7 @@ static void attend(const Layer *l, const Pass *p, const uint8_t *mask, const val
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
  * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own.
  * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. */
-static void layer_over(const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys, value *values) {
+void layer_over(const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys, value *values) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, group = l->heads / l->key_heads;
     const int queries = l->heads, all = (queries + 2 * l->key_heads) * size, asked = p->nodes * group;
     int share = QUERIES, parts; /* of the queries of a head of keys that a thread takes at a time */

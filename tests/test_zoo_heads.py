@@ -1,0 +1,41 @@
+"""What the package says of the heads that it holds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from foretoken import zoo
+from foretoken.zoo.heads import card, fastest, time_to_quality
+
+
+def test_time_to_quality_stands_beside_what_had_been_done():
+    lines = [
+        {"acceptance_length": 1.0, "step": 0},
+        {"loss": 3.0, "step": 20, "tokens": 100, "seconds": 4.4},
+        {"loss": 2.5, "step": 40, "tokens": 210, "seconds": 9.6},
+        {"acceptance_length": 2.34567, "step": 40},
+        {"loss": 2.0, "step": 60, "tokens": 300, "seconds": 15.0},
+    ]
+    assert time_to_quality(lines) == [
+        {"step": 0, "tokens": 0, "seconds": 0, "acceptance_length": 1.0},
+        {"step": 40, "tokens": 210, "seconds": 10, "acceptance_length": 2.346},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_the_cards_are_made_from_the_figures_beside_them(kind):
+    name = zoo.HEADS[kind][0]
+    folder = zoo.MODELS / name
+    figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    written = (folder / "README.md").read_text(encoding="utf-8")
+    assert written.startswith(card(name, kind, figures))
+    assert figures["held_out"]["chain"]["acceptance_length"] > 1.5
+    assert zoo.load_head(name).config.kind if hasattr(zoo.load_head(name).config, "kind") else zoo.load_head(name).kind == kind
+    changed = card(name, kind, {**figures, "parameters": 7})
+    assert changed != card(name, kind, figures) and "7 parameters" in changed
+
+
+def test_the_target_runs_by_the_kernels_where_there_are_any():
+    assert fastest() in ("native", "eager")
