@@ -32,7 +32,7 @@ def test_the_cards_are_made_from_the_figures_beside_them(kind):
     written = (folder / "README.md").read_text(encoding="utf-8")
     assert written.startswith(card(name, kind, figures))
     assert figures["held_out"]["chain"]["acceptance_length"] > 1.5
-    assert zoo.load_head(name).config.kind if hasattr(zoo.load_head(name).config, "kind") else zoo.load_head(name).kind == kind
+    assert zoo.load_head(name).kind == kind
     changed = card(name, kind, {**figures, "parameters": 7})
     assert changed != card(name, kind, figures) and "7 parameters" in changed
 

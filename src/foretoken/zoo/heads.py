@@ -105,7 +105,7 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
             "steps": reports[-1]["step"],
             "tokens": reports[-1]["tokens"],
             "seconds": round(reports[-1]["seconds"]),
-            "tokens_per_second": round(median(line["tokens_per_second"] for line in reports)),
+            "tokens_per_second": round(median(line["tokens_per_second"] for line in reports if "tokens_per_second" in line)),
             "held_out": time_to_quality(lines),
             "options": about["options"],
             "texts": len(data),
