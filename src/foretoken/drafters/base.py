@@ -134,7 +134,9 @@ class Drafter:
     """Base of drafters; a subclass sets the class variables and writes :meth:`draft`.
 
     ``proposals`` lists how it can choose tokens, best first; ``branches`` that it can draft trees, ``grows`` that it can do so by its
-    own probabilities; ``wants_logits`` that it learns from the target's logits at the nodes, its :class:`Feedback` then holds them;
+    own probabilities; ``hears`` that it learns from what became of its drafts, else a merged tree's feedback is not made into its own, and
+    the rows' text is all it goes by; ``wants_logits`` that it learns from the target's logits at the nodes, its :class:`Feedback` then
+    holds them;
     ``features`` are the hidden states that it wants of the target, numbered as in transformers' ``output_hidden_states`` with -1 for
     what the LM head reads, known once it is bound: it calls ``target.read(features, whole=whole_text)`` in :meth:`bind`, :meth:`read`
     and its feedback then bring them, ``whole_text`` at every token of a prompt;
