@@ -331,6 +331,37 @@ def test_nodes_that_cost_more_than_they_promise_are_left_out():
     assert several.draft(ordered(row, replace(shape, prices=tuple(2.0 * count for count in range(9))))).nodes == 1
 
 
+@settings(max_examples=100, deadline=None)
+@given(proposals())
+def test_the_likeliest_path_stands_first_and_nothing_else_changes(trees: list[TokenTree]):
+    lines = [lines_of(tree) for tree in trees]
+    rates = [[(0.5, 0.3, 0.2)] * DEPTH] * len(trees)
+    for row in range(trees[0].rows):
+        before, after = (merge_row([each[row] for each in lines], rates, budget=8, depth=DEPTH) for _ in range(2))
+        after.lead()
+
+        def said(merged: Merged) -> list[tuple[int, ...]]:
+            paths = [(merged.tokens[0],)]
+            for node in range(1, len(merged.tokens)):
+                assert 0 <= merged.parents[node] < node
+                paths.append((*paths[merged.parents[node]], merged.tokens[node]))
+            return paths
+
+        old, new = said(before), said(after)
+        assert sorted(old) == sorted(new) and after.hope == pytest.approx(before.hope)
+        assert dict(zip(old, before.weights)) == dict(zip(new, after.weights))
+        for one, other in zip(before.went, after.went):
+            assert {own: old[node] for own, node in one.items()} == {own: new[node] for own, node in other.items()}
+        first = [node for node in range(1, len(new)) if after.parents[node] == node - 1]
+        node, path = 0, [0]
+        while children := [child for child in range(len(new)) if after.parents[child] == node]:
+            node = max(children, key=lambda child: after.weights[child])
+            if sum(after.weights[child] == after.weights[node] for child in children) > 1:
+                break  # either will do
+            path.append(node)
+        assert path == list(range(len(path))) and len(first) >= len(path) - 1
+
+
 @dataclass
 class StandIn:
     ids: list[int]

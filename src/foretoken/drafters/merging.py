@@ -60,7 +60,8 @@ def lines_of(tree: TokenTree) -> list[Line]:
 
 @dataclass
 class Merged:
-    """One row's tree: ``tokens``, ``parents`` and ``weights`` of its nodes, root first, parents before their children, best first.
+    """One row's tree: ``tokens``, ``parents`` and ``weights`` of its nodes, root first, parents before their children, best first until
+    :meth:`lead` puts the likeliest path in front.
 
     ``went[i]`` says where the nodes of line i went.
     """
@@ -83,6 +84,26 @@ class Merged:
         """Keep the best ``nodes``, the root not counted."""
         del self.tokens[nodes + 1 :], self.parents[nodes + 1 :], self.weights[nodes + 1 :]
         self.went = [{own: node for own, node in each.items() if node <= nodes} for each in self.went]
+
+    def lead(self) -> None:
+        """Number the likeliest path first, and then the others as they were: the keys of what is accepted along it are in their place."""
+        likeliest: dict[int, int] = {}
+        for node in range(len(self.tokens) - 1, 0, -1):
+            above, weight = self.parents[node], self.weights[node]
+            if above not in likeliest or weight >= self.weights[likeliest[above]]:
+                likeliest[above] = node
+        path = [0]
+        while path[-1] in likeliest:
+            path.append(likeliest[path[-1]])
+        if path == list(range(len(path))):
+            return
+        taken = set(path)
+        order = path + [node for node in range(len(self.tokens)) if node not in taken]
+        number = {node: place for place, node in enumerate(order)}
+        self.tokens = [self.tokens[node] for node in order]
+        self.weights = [self.weights[node] for node in order]
+        self.parents = [-1, *(number[self.parents[node]] for node in order[1:])]
+        self.went = [{own: number[node] for own, node in each.items()} for each in self.went]
 
     def reach(self, text: Sequence[int]) -> int:
         """How many tokens of ``text`` lie on one path below the root."""

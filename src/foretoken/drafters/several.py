@@ -265,6 +265,8 @@ class Several(Drafter):
             return tree
         rows = self._merge(parts, request) if rows is None else rows
         self.expected = sum(row.hope for row in rows) / len(rows)
+        for row in rows:
+            row.lead()
         trees = [part.tree for part in parts]
         tree = assembled(rows, trees, request.device)
         for part, where_ in zip(parts, places(rows, trees, tree.nodes)):
@@ -312,10 +314,11 @@ class Several(Drafter):
     def _heard(self, member: Member, part: Part | None, feedback: Feedback, paths: list[list[int]]) -> Feedback:
         """What one member is told: of its own nodes, or of a round without a draft. One that reads hidden states is told of the merged
         tree, asked or not: it needs those of every node that was kept, whoever proposed it."""
-        if not member.drafter.hears:
+        drafter = member.drafter
+        if not (drafter.hears or drafter.wants_logits or drafter.features):
             return feedback
         told = self._whole_of(member, feedback)
-        if member.drafter.features:
+        if drafter.features:
             return told
         if part is None:
             logits = None if told.logits is None else told.logits[:, :1]
