@@ -112,7 +112,7 @@ class Grower:
     def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
         """The tokens ``int64[missed]`` that are read first, with room for so many nodes behind them, ``widest`` of them in a level; None
         where there is none or too much was missed. Fills in ``start``, ``missed``, ``most`` and ``vocab``, and where everything lies."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define _begin(ids, widest, nodes, vocab_size)")
 
     def _end(self, ids: Sequence[int], fed: int) -> None:
         """So many nodes were read, the root included."""
