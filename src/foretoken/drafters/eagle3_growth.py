@@ -14,10 +14,9 @@ from foretoken.heads.eagle3_layer import Layer
 from foretoken.target import native
 from foretoken.target.kernel_pass import NativePass
 from foretoken.target.native_growth import MISSED, Grower
-from foretoken.target.packing import padded_size
+from foretoken.target.packing import UNIT, padded_size
 
 WHOLE = ("fc", "qkv", "o", "gate_up", "down")  # products whose outputs the kernels do not pad
-UNIT = 32  # numbers that the kernels take together
 
 
 class Angles:
@@ -75,6 +74,7 @@ class Eagle3Step:
 
     @staticmethod
     def of(layer: Layer) -> Eagle3Step | None:
+        """For ``layer``, or None if its sizes are not those that the kernel is made for."""
         about = kernel_layer(layer)
         return None if about is None else Eagle3Step(layer, about)
 

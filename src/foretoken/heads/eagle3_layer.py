@@ -103,7 +103,7 @@ class Layer:
             if weight.shape[1] % UNIT == 0
         }
         gone: dict[str, Any] = {name: self.norm.new_empty(0) for name in (*MATRICES, "qkv") if name in products}
-        return replace(self, products=products, kv=None, **gone)
+        return replace(self, products=products, kv=None if "kv" in products else self.kv, **gone)
 
     @property
     def _queries(self) -> int:
