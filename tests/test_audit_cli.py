@@ -60,9 +60,9 @@ def test_what_was_left_out_is_said():
         (["--part", "guess"], "exact, keyed, statistical"),
         (["--significance", "2"], "significance"),
         (["--rule", "block"], "not exact for"),
-        (["--part", "exact", "--rule", "match", "--json", "/nowhere/file.json"], "cannot write"),
+        (["--part", "exact", "--rule", "match", "--json", "{folder}/nowhere/file.json"], "cannot write"),
     ],
 )
-def test_what_can_not_work_is_refused(arguments: list[str], message: str):
-    result = audit(*arguments)
+def test_what_can_not_work_is_refused(arguments: list[str], message: str, tmp_path: Path):
+    result = audit(*(argument.format(folder=tmp_path) for argument in arguments))
     assert result.exit_code == 2 and message in result.stderr
