@@ -72,6 +72,20 @@ def test_the_dynamic_program_equals_brute_force(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(12))
+def test_the_likeliest_nodes_are_what_the_dynamic_program_finds(seed: int):
+    draw = random.Random(200 + seed)
+    depth, siblings, most = draw.choice([(3, 2, 9), (5, 3, 16), (12, 4, 31), (2, 1, 4)])
+    table = [sorted((draw.choice([0.0, draw.random()]) / siblings for _ in range(siblings)), reverse=True) for _ in range(depth)]
+    program, likeliest = search.Program.of(table, most), search.Likeliest.of(table, most)
+    for nodes in range(most + 1):
+        paths = likeliest.paths(nodes)
+        assert likeliest.value(nodes) == pytest.approx(program.value(nodes), abs=1e-12) == value(frozenset(paths), table)
+        assert len(set(paths)) == len(paths) <= nodes
+        assert all(path[:-1] in paths or len(path) == 1 for path in paths)
+        assert all((*path[:-1], path[-1] - 1) in paths for path in paths if path[-1])
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_the_best_shape_has_the_best_rate_of_all_trees(seed: int):
     draw = random.Random(100 + seed)
     table = [sorted((draw.random() / 2 for _ in range(2)), reverse=True) for _ in range(3)]

@@ -18,7 +18,7 @@ from foretoken.drafters.draft_seconds import DraftSeconds, time_drafts
 from foretoken.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by, weights_of
 from foretoken.drafters.prompt_lookup import PromptLookup
 from foretoken.drafters.several import Several
-from foretoken.drafters.track_records import EVERY, HOPES, Credit, Record, Worth
+from foretoken.drafters.track_records import HOPES, LONGEST_PAUSE, Credit, Record, Worth
 from foretoken.processors import Pipeline
 from foretoken.rows import RowParameters
 from foretoken.sampler import Sampler
@@ -438,7 +438,7 @@ def test_who_adds_nothing_is_asked_now_and_then():
     assert all(credited([1]))
     assert all(credited([0, 0, 0, 0, 4])), "seldom, and then much"
     never = credited([0])
-    assert sum(never[-80:]) == 80 // EVERY
+    assert sum(never[-2 * LONGEST_PAUSE :]) == 2
     assert not all(credited([0, 0, 1], seconds=0.01)) and all(credited([0, 0, 1], seconds=0.0005))
     assert not all(credited([0, 0, 1], rate=2000.0)), "the faster decoding is, the more a millisecond counts"
 
@@ -448,8 +448,13 @@ def test_credit_depends_on_what_is_copied_already():
     for _ in range(40):
         credit.was_asked([1], [1], 0.001)
         credit.was_asked([32], [0], 0.001)
-    short, long = (sum(credit.pays([matched], 200.0) for _ in range(80)) for matched in (1, 32))
-    assert short == 80 and long == 80 // EVERY
+    assert all(credit.pays([1], 200.0) for _ in range(80))
+    asked = 0
+    for _ in range(80):
+        if credit.pays([32], 200.0):
+            credit.was_asked([32], [0], 0.001)
+            asked += 1
+    assert asked == 3, "the 8th time, 16 later, 32 later"
 
 
 class Told(Fixed):

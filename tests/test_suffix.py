@@ -459,6 +459,16 @@ def test_a_tree_holds_what_is_likely():
     assert pruned.nodes == few.nodes
 
 
+@settings(deadline=None)
+@given(ids=TEXTS, depth=st.integers(1, 6))
+def test_a_tree_begins_with_what_a_chain_would_be(ids, depth):
+    drafter, row = Suffix(), Row(list(ids))
+    (chain,) = drafted(drafter.draft(request([row], depth=depth)))
+    tree = drafter.draft(tree_request([row], f"opt(total=12,depth={depth},delta=0)"))
+    assert tree.tokens[0, 1 : 1 + len(chain)].tolist() == chain
+    assert tree.parents[0, 1 : 1 + len(chain)].tolist() == list(range(len(chain)))
+
+
 def test_a_budget_bounds_a_chain():
     drafter, row = Suffix(factor=1, offset=1, max_match=3), Row([1, 2, 3, 4, 5, 6, 7, 1, 2])
     assert drafted(drafter.draft(request([row], depth=9))) == [[3, 4, 5]]

@@ -41,7 +41,7 @@ class NGram(Drafter):
 
     source: a file written by ``save``, a text file to count (with ``tokenizer``), ``zoo:NAME``, or an ``NGramModel``.
     order: longest n-gram counted, context and successor together; 2 is the bigram model. Fixed by a loaded file.
-    learn: also count the text of every row, prompt included, as it is committed.
+    learn: also count the text of every row, prompt included: what is new of it with every draft, and the rest when the row ends.
     min_context: draft only while at least so many of the last tokens were seen in a row; more is safer and shorter.
     tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers.
     siblings: how tokens are chosen when sampling: ``iid`` (from the model's q, for the p/q rules), ``without-replacement`` (likewise,
@@ -93,10 +93,8 @@ class NGram(Drafter):
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         return self.offer.of(shape)
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        self._count(rows)
-
     def draft(self, request: DraftRequest) -> TokenTree:
+        self._count(request.rows)
         large = self.siblings == "auto" and request.vocab_size > DENSE and not request.needs_q
         if request.proposal != "deterministic" and not large:
             return self._chain(request) if request.shape.is_chain else grow(request, self._expand(request)).tree.within(request.limits)
@@ -110,9 +108,10 @@ class NGram(Drafter):
         return [self.model.matched(row.ids[1 - self.model.order :]) for row in rows]
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        self._count(rows)
+        """Nothing: what was committed is counted when it is drafted for, or when its row ends."""
 
     def end(self, rows: Sequence[Row]) -> None:
+        self._count(rows)
         for row in rows:
             self._counted.pop(row.slot, None)
 

@@ -77,12 +77,30 @@ class NGramModel:
             raise ValueError(f"start must not be negative, not {start}")
         reach = self.order - 1
         tail = self._checked(sequence[max(0, start - reach) :]).tolist()
+        if len(tail) <= min(start, reach):
+            return
+        singles, delta, nodes, table = self._delta.setdefault(ROOT, {}), self._delta, self._new_nodes, self._table
+        known = table.nodes if len(table.edges) else 0  # nodes that may have children in the table
         for position in range(min(start, reach), len(tail)):
-            self._add(ROOT, tail[position])
-            node = ROOT
+            token, node = tail[position], ROOT
+            self._count_single(singles, token)
             for back in range(position - 1, max(position - reach, 0) - 1, -1):
-                node = self._child_or_new(node, tail[back])
-                self._add(node, tail[position])
+                edge = node << SHIFT | tail[back]
+                child = nodes.get(edge)
+                if child is None and node < known:
+                    child = table.child(edge)
+                if child is None:
+                    child = nodes[edge] = table.nodes + len(nodes)
+                node = child
+                grown = delta.get(node)
+                if grown is None:
+                    delta[node] = {token: 1}
+                    self._grown += 1
+                elif token in grown:
+                    grown[token] += 1
+                else:
+                    grown[token] = 1
+                    self._grown += 1
 
     def compact(self) -> None:
         """Folds what was counted online into the table. Answers stay the same; memory shrinks."""
@@ -116,11 +134,8 @@ class NGramModel:
         node = ROOT
         for child in self._walk(context):
             node = child
-        best = self._best.get(node)
-        if best is None:
-            start, end = self._table.span(node)
-            return int(self._table.tokens[start]) if start < end else None
-        return best[1]
+        best = self._ranked(node, 1)
+        return best[0] if best else None
 
     def candidates(self, context: Ids, k: int) -> list[int]:
         """Up to `k` different successors: those of the longest context by frequency, then those of shorter ones."""
@@ -140,9 +155,9 @@ class NGramModel:
         if len(nodes) <= seen:
             return []
         for node in reversed(nodes):
-            total, different = self._mass(node)
             if node == ROOT and found:
                 break
+            total, different = self._mass(node)
             for token, count in self._ranked_counts(node, k):
                 found[token] = found.get(token, 0.0) + left * count / (total + different)
             left *= different / max(total + different, 1)
@@ -249,10 +264,9 @@ class NGramModel:
         self._table = table
         self._new_nodes: dict[int, int] = {}  # edge -> node, for nodes that the table lacks
         self._delta: dict[int, dict[int, int]] = {}  # node -> successor -> count beyond the table's
-        self._gained: dict[int, list[int]] = {}  # node -> [count beyond the table's in all, successors that the table lacks]
         self._grown = 0  # pairs in `_delta`
+        self._singles = self._new_singles = 0  # tokens counted beyond the table's, and different ones that the table lacks
         self._dense: NDArray[np.float32] | None = None  # counts of single tokens, once asked for
-        self._best: dict[int, tuple[int, int]] = {}  # node -> (-count, token) of the best successor, for nodes that grew
 
     def _checked(self, ids: Ids) -> NDArray[np.int64]:
         array = np.asarray(ids, dtype=np.int64)
@@ -279,31 +293,16 @@ class NGramModel:
         child = self._new_nodes.get(edge)
         return self._table.child(edge) if child is None and node < self._table.nodes else child
 
-    def _child_or_new(self, node: int, token: int) -> int:
-        child = self._child(node, token)
-        if child is None:
-            child = self._table.nodes + len(self._new_nodes)
-            self._new_nodes[node << SHIFT | token] = child
-        return child
-
-    def _add(self, node: int, token: int) -> None:
-        grown = self._delta.get(node)
-        if grown is None:
-            grown, self._gained[node] = self._delta.setdefault(node, {}), [0, 0]
-        before, known = grown.get(token, 0), self._table.count_of(node, token)
-        gained = self._gained[node]
-        gained[0] += 1
-        if not before:
+    def _count_single(self, singles: dict[int, int], token: int) -> None:
+        self._singles += 1
+        if token in singles:
+            singles[token] += 1
+        else:
+            singles[token] = 1
             self._grown += 1
-            gained[1] += not known
-        grown[token] = before + 1
-        if node == ROOT and self._dense is not None and token < len(self._dense):
+            self._new_singles += not self._table.count_of(ROOT, token)
+        if self._dense is not None and token < len(self._dense):
             self._dense[token] += 1
-        rank, best = (-known - before - 1, token), self._best.get(node)
-        if best is None:
-            top = self._table.top(node, 1)
-            best = (-top[0][1], top[0][0]) if top else rank
-        self._best[node] = min(best, rank)
 
     def _count(self, node: int, token: int) -> int:
         return self._delta.get(node, {}).get(token, 0) + self._table.count_of(node, token)
@@ -318,8 +317,8 @@ class NGramModel:
         if not grown:
             return self._table.top(node, k)
         if node >= self._table.nodes:
-            if len(grown) == 1:
-                return list(grown.items())
+            if len(grown) == 1 or k == 1:
+                return [min(grown.items(), key=lambda pair: (-pair[1], pair[0]))]
             return sorted(grown.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
         counts = dict(self._table.top(node, k + len(grown)))
         for token in grown:
@@ -328,10 +327,13 @@ class NGramModel:
 
     def _mass(self, node: int) -> tuple[int, int]:
         """How many successors were counted in all, and how many different ones."""
-        more, new = self._gained.get(node, (0, 0))
-        if node >= self._table.nodes:
-            return more, new
         start, end = self._table.span(node)
+        if node == ROOT:
+            more, new = self._singles, self._new_singles
+        else:
+            grown = self._delta.get(node, {})
+            more = sum(grown.values())
+            new = len(grown) if start == end else sum(not self._table.count_of(node, token) for token in grown)
         return (int(self._table.total[node]) if start < end else 0) + more, end - start + new
 
     def _successors(self, node: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

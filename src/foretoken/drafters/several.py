@@ -70,7 +70,7 @@ class Member:
 @dataclass(eq=False)
 class Part:
     """One member's part in a round: its ``tree``, how long the ``matched`` texts are, the seconds ``spent`` on it, its rows on the host
-    as far as they are there, and where its nodes ``went`` in the merged tree."""
+    as far as they are there, and where its nodes ``went`` in the merged tree, None where that is its own."""
 
     member: Member
     tree: TokenTree
@@ -252,6 +252,8 @@ class Several(Drafter):
         parts = drafted.parts
         if not parts:
             return TokenTree.root(request.roots())
+        if len(parts) == 1 and request.shape.is_chain and parts[0].tree.chain and self.nodes is None:  # there is nothing to merge
+            return replace(parts[0].tree, proposal="mixed", q=None, pruned=True)
         if self._would_wait(parts, request) and not self._chains_only and not any(part.tree.extra for part in parts):
             rates = [
                 torch.tensor([part.member.record.rates(each)[: request.depth] for each in part.matched], device=request.device)
@@ -325,8 +327,7 @@ class Several(Drafter):
             return Feedback(TokenTree.root(feedback.tree.tokens[:, 0]), [0] * feedback.tree.rows, None, logits)
         if isinstance(part.went, Tensor):
             return seen_by(part.tree, part.went, told)
-        assert part.went is not None
-        return heard_by(part.tree, part.went, told, paths)
+        return replace(told, tree=part.tree) if part.went is None else heard_by(part.tree, part.went, told, paths)
 
     def _whole_of(self, member: Member, feedback: Feedback) -> Feedback:
         """``feedback`` with what the member learns from."""

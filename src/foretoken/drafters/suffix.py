@@ -46,7 +46,8 @@ class Suffix(Drafter):
     short_match: of the match that is tried beside the longest one, so many tokens at most.
     memory: how much each disagreement between the ways to copy leaves of what was known of them; 1 forgets nothing.
     factor, offset: a match of l tokens is good for ``factor * l + offset`` drafted tokens at most.
-    min_probability: continuations that are less likely, by their counts, are left out of a tree; a chain is as long as it may be.
+    min_probability: second guesses that are less likely, by their counts, are left out of a tree; what a chain would be is as long as it may
+        be.
     tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers. A store remembers which one it was made with,
         and is refused where another is given.
     """
@@ -188,6 +189,11 @@ class Suffix(Drafter):
         heap: list[tuple[float, int, int, int, Source, Place]] = []
         placed: dict[tuple[int, int], int] = {}
         pushed = 0
+        if sources:  # what a chain would be comes first, so that a long copy is not cut short for the sake of second guesses
+            first, below = sources[0][0], 0
+            for token in first.chain(min(depth, nodes, self._budget(first.length)))[0]:
+                above, below = below, trie.add(below, token)
+                placed[above, token] = below
         for source, trust in sources:
             for p, token, place in source.children(source.begin, floor / trust):
                 heappush(heap, (-p * trust, pushed, 0, token, source, place))

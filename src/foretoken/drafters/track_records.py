@@ -113,7 +113,8 @@ def kind_of(matched: int) -> int:
     return min(max(matched, 0).bit_length(), len(BY_MATCH) - 1)
 
 
-KNOWN, EVERY = 3.0, 8  # observations before it is judged, and every which round it is asked where that does not pay
+KNOWN = 3.0  # observations before it is judged
+PAUSE, LONGEST_PAUSE = 8, 64  # rounds until it is asked where that does not pay; every such round that adds nothing doubles them
 TELLING = 2.0  # observations of one length of match that all together count for
 
 
@@ -125,7 +126,7 @@ class Credit:
         self.seconds = Mean(0.9) if seconds is None else seconds
         self._added = [Mean(MEMORY, rare=True) for _ in BY_MATCH]
         self._overall = Mean(MEMORY, rare=True)
-        self._turn = 0
+        self._left = self._pause = PAUSE
 
     def pays(self, matched: Sequence[int], rate: float) -> bool:
         """For rows whose texts are copied after such matches, at a pace of so many tokens per second."""
@@ -135,12 +136,16 @@ class Credit:
         added = [self._added[kind_of(each)] for each in matched]
         if sum((mean.total + TELLING * usual) / (mean.weight + TELLING) for mean in added) >= rate * self.seconds.value:
             return True
-        self._turn += 1
-        return self._turn % EVERY == 0
+        self._left -= 1
+        return self._left <= 0
 
     def was_asked(self, matched: Sequence[int], added: Sequence[int], seconds: float) -> None:
         """A round is over: the accepted tokens of each row that it alone proposed, and what it took."""
         self.seconds.add(seconds)
+        if any(added):
+            self._left = self._pause = PAUSE
+        elif self._left <= 0:
+            self._left = self._pause = min(2 * self._pause, LONGEST_PAUSE)
         for each, more in zip(matched, added):
             self._added[kind_of(each)].add(more)
             self._overall.add(more)

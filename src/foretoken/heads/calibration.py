@@ -8,7 +8,6 @@ size. How many nodes are worth verifying is told by what they cost.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,13 +19,14 @@ from foretoken.errors import ConfigurationError
 from foretoken.heads.base import Batch, refuse_another_target
 from foretoken.heads.losses import AT_ONCE
 from foretoken.heads.vocabulary import VocabularyHead
+from foretoken.planning import search
+from foretoken.planning.search import Path
 from foretoken.shapes import StaticShape, TreeShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RANKS = 10  # guesses of a head that are looked at
-Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -153,19 +153,4 @@ def likeliest_nodes(accuracies: Sequence[Sequence[float]], most: int) -> Iterato
 
     A guess that was right more often than the one before it, which can only be luck, counts for as much as that one.
     """
-    rates = [[min(line[: rank + 1]) for rank in range(len(line))] for line in accuracies]
-    queue: list[tuple[float, int, Path, float]] = []  # -probability, depth, path, probability of its parent
-
-    def push(path: Path, above: float) -> None:
-        level, rank = len(path) - 1, path[-1]
-        if level < len(rates) and rank < len(rates[level]) and above * rates[level][rank] > 0:
-            heapq.heappush(queue, (-above * rates[level][rank], len(path), path, above))
-
-    push((0,), 1.0)
-    for _ in range(most):
-        if not queue:
-            return
-        probability, _, path, above = heapq.heappop(queue)
-        yield path, -probability
-        push((*path, 0), -probability)
-        push((*path[:-1], path[-1] + 1), above)
+    return search.likeliest_nodes([[min(line[: rank + 1]) for rank in range(len(line))] for line in accuracies], most)

@@ -34,8 +34,9 @@ LOOK = 12  # rounds after which a chain is drafted one longer than is best
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
-GROWN_AGAIN, GROWN_LOOKS = 48, 2  # rounds between two looks at the kind of tree that is not in use, and rounds that one takes
-LAZY = 150  # between two plans lies so many times what a plan takes
+GROWN_AGAIN, GROWN_LOOKS = 48, 2  # rounds until the first look at the kind of tree that is not in use, and rounds that one takes
+GROWN_SELDOM = 768  # rounds between two looks at most: every look that changes nothing doubles them
+LAZY = 400  # between two plans lies so many times what a plan takes
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 
 
@@ -82,6 +83,7 @@ class AutomaticPlanner:
         self._forecast: Forecast | None = None
         self._forecast_for: tuple[int, bool] | None = None
         self._rounds, self._next, self._drafting = 0, 0, 0
+        self._growing, self._look_after, self._next_look = False, GROWN_AGAIN, GROWN_AGAIN
         self._earliest = 0.0
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
         self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
@@ -149,10 +151,19 @@ class AutomaticPlanner:
         kind of tree."""
         shape = forecast.best.shape
         self._drafting += 1
-        if forecast.other is not None and self._drafting % GROWN_AGAIN < GROWN_LOOKS:
+        if forecast.other is not None and self._looks(isinstance(shape, DynamicShape)):
             return forecast.other.shape
         look = self._drafting % LOOK == 0 and shape.is_chain and shape.depth < self.largest.depth
         return search.chain(shape.depth + 1) if look and self.account is not None and self.account > 0 else shape
+
+    def _looks(self, growing: bool) -> bool:
+        """Whether it is time to look at the kind of tree that is not in use, with ``growing`` for that which is."""
+        if growing != self._growing:
+            self._growing, self._look_after, self._next_look = growing, GROWN_AGAIN, self._drafting + GROWN_AGAIN
+        if self._drafting >= self._next_look + GROWN_LOOKS:
+            self._look_after = min(2 * self._look_after, GROWN_SELDOM)
+            self._next_look = self._drafting + self._look_after
+        return self._drafting >= self._next_look
 
     def forecast(self, rows: Sequence[Row], *, greedy: bool) -> Forecast:
         """The best plan as things stand; searched for anew only every few rounds, and never so often that it would show."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
     from foretoken.target import Target
 
-SCHEMA = 1
+SCHEMA = 2
 
 log = logging.getLogger(__name__)
 

@@ -2,19 +2,24 @@
 
 Chains are tried one by one. Trees are Sequoia's (Chen et al. 2024): by dynamic programming the tree of m nodes and at most d levels
 with the largest expected number of accepted tokens, and then the m and d with the largest rate under measured costs. Unlike there,
-p[b] may differ from depth to depth. Pure functions of numbers: no model, no clock.
+p[b] may differ from depth to depth. Where no sibling promises more than the one before it, the best tree of m nodes is simply that of the
+m likeliest ones, which is found in a quarter of the time. Pure functions of numbers: no model, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
 from foretoken.shapes import StaticShape, TreeShape
 
+Path = tuple[int, ...]
 PATIENCE = 2  # numbers of levels in a row that promise less than fewer did, after which no more are tried
 SIZES = (
     1,
@@ -97,12 +102,13 @@ def best_tree(table: Sequence[Sequence[float]], costs: Costs, *, most: int | Non
     most = min(len(costs.verify) - 1, most if most is not None else len(costs.verify) - 1)
     first = best_chain([line[0] for line in table[:most]], costs)
     found: tuple[float, int, int] | None = None
-    programs: dict[int, Program] = {}
+    trees = Likeliest.of if all(line == sorted(line, reverse=True) for line in table) else Program.of
+    programs: dict[int, Trees] = {}
     best, worse = 0.0, 0
     for depth in range(1, len(table) + 1):
         if worse == PATIENCE:
             break
-        programs[depth] = program = Program.of(table[:depth], most)
+        programs[depth] = program = trees(table[:depth], most)
         deepest = 0.0
         for nodes in SIZES:
             if not depth <= nodes <= most:
@@ -130,6 +136,61 @@ def priced(shape: StaticShape, accepted: float, levels: tuple[int, ...], costs: 
     else:
         verify = costs.any_row * costs.verify[nodes] + (1 - costs.any_row) * costs.verify[0]
     return Plan(shape, 1 + costs.available * accepted, verify + costs.draft(levels) + costs.once)
+
+
+class Trees(Protocol):
+    """The best trees of each number of nodes."""
+
+    def value(self, nodes: int) -> float:
+        """Accepted tokens to expect of the best tree with ``nodes`` drafted nodes at most."""
+
+    def paths(self, nodes: int) -> list[Path]:
+        """Paths of ranks of such a tree."""
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """Nodes by how likely they are to be accepted; every parent comes before its children, and every sibling before later ones.
+
+    Attributes:
+        order: paths of ranks.
+        sums: accepted tokens to expect of the first 0, 1, … of them.
+    """
+
+    order: list[Path]
+    sums: list[float]
+
+    @staticmethod
+    def of(table: Sequence[Sequence[float]], most: int) -> Likeliest:
+        """Of a table in which no sibling promises more than the one before it."""
+        nodes = list(likeliest_nodes(table, most))
+        return Likeliest([path for path, _ in nodes], list(accumulate((chance for _, chance in nodes), initial=0.0)))
+
+    def value(self, nodes: int) -> float:
+        return self.sums[min(nodes, len(self.order))]
+
+    def paths(self, nodes: int) -> list[Path]:
+        return self.order[:nodes]
+
+
+def likeliest_nodes(table: Sequence[Sequence[float]], most: int) -> Iterator[tuple[Path, float]]:
+    """At most ``most`` nodes, as paths of ranks, and how likely each is to be accepted, likeliest first; none that never is. No sibling
+    promises more than the one before it."""
+    queue: list[tuple[float, int, Path, float]] = []  # -probability, depth, path, probability of its parent
+
+    def push(path: Path, above: float) -> None:
+        level, rank = len(path) - 1, path[-1]
+        if level < len(table) and rank < len(table[level]) and above * table[level][rank] > 0:
+            heapq.heappush(queue, (-above * table[level][rank], len(path), path, above))
+
+    push((0,), 1.0)
+    for _ in range(most):
+        if not queue:
+            return
+        probability, _, path, above = heapq.heappop(queue)
+        yield path, -probability
+        push((*path, 0), -probability)
+        push((*path[:-1], path[-1] + 1), above)
 
 
 @dataclass(frozen=True)
@@ -167,11 +228,11 @@ class Program:
     def value(self, nodes: int) -> float:
         return float(self.values[0][nodes])
 
-    def paths(self, nodes: int) -> list[tuple[int, ...]]:
+    def paths(self, nodes: int) -> list[Path]:
         """Paths of ranks of a best tree with ``nodes`` drafted nodes at most."""
-        found: list[tuple[int, ...]] = []
+        found: list[Path] = []
 
-        def below(path: tuple[int, ...], left: int) -> None:
+        def below(path: Path, left: int) -> None:
             if len(path) == len(self.splits):
                 return
             for rank, split in enumerate(self.splits[len(path)]):
@@ -198,7 +259,7 @@ def chain(length: int) -> StaticShape:
     return TreeShape.chain(length)
 
 
-def shape_of(paths: Sequence[tuple[int, ...]]) -> StaticShape:
+def shape_of(paths: Sequence[Path]) -> StaticShape:
     """The shape with a node per path; a chain where it is one."""
     if all(rank == 0 for path in paths for rank in path):
         return chain(len(paths))
@@ -206,7 +267,7 @@ def shape_of(paths: Sequence[tuple[int, ...]]) -> StaticShape:
 
 
 @lru_cache(maxsize=256)
-def _shape(paths: tuple[tuple[int, ...], ...]) -> StaticShape:
+def _shape(paths: tuple[Path, ...]) -> StaticShape:
     return TreeShape.paths(paths)
 
 
