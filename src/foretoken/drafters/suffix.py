@@ -46,8 +46,8 @@ class Suffix(Drafter):
     short_match: of the match that is tried beside the longest one, so many tokens at most.
     memory: how much each disagreement between the ways to copy leaves of what was known of them; 1 forgets nothing.
     factor, offset: a match of l tokens is good for ``factor * l + offset`` drafted tokens at most.
-    min_probability: second guesses that are less likely, by their counts, are left out of a tree; what a chain would be is as long as it may
-        be.
+    min_probability: second guesses that are less likely, by their counts, are left out of a tree; what a chain would be is
+        as long as it may be.
     tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers. A store remembers which one it was made with,
         and is refused where another is given.
     """
