@@ -33,7 +33,7 @@ RANDOM_TEXTS = 5  # what is to be told there is a percent or two: the calls of o
 THEIRS = {PROMPT_LOOKUP: LOOKUP, SUFFIX: SUFFIX}  # vLLM's mode for the same idea
 KINDS = (datasets.EMBEDDED, *suites.SUITES)
 COPIES = ("edit",)  # copy-heavy suites
-ROOM = 1024  # tokens of a text, prompt included, that every engine is set up for
+ROOM = 2048  # tokens of a text, prompt included, that vLLM is set up for
 KNOWN, SEED = 120, 0  # files that the datastore of `rest` is made from; of random text
 
 

@@ -7,7 +7,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-CONTEXT = 1024  # tokens
+CONTEXT = 2048  # tokens
 HEADS = ("medusa", "eagle3")  # modes whose draft is a folder with a head
 
 
