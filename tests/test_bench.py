@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from foretoken.bench import environment, overhead_report, prompts, verdicts, verification
+from foretoken.bench import environment, hosts, overhead_report, prompts, verdicts, verification
 from foretoken.bench.app import app
 from foretoken.bench.contestants import Contestant, contestants, of_transformers
 from foretoken.bench.overhead import Measurement, Run, Settings, measurement, turned
@@ -17,6 +17,7 @@ from foretoken.bench.passes import Pass, PassRecorder
 from foretoken.bench.report import Table, write
 from foretoken.bench.verdicts import Claim, Spread
 from foretoken.errors import ConfigurationError
+from foretoken.tree import TokenTree
 from foretoken.verification import names as rule_names
 
 QUICK = Settings(target="zoo:python-8m", threads=1, tokens=8, prompts=2, repeats=2, noise_vocab_size=500, noise_repeats=2, dtype="float32")
@@ -336,3 +337,50 @@ def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path):
 def test_a_kernels_suite_that_makes_no_sense_is_refused(option, value, message):
     result = CliRunner().invoke(app, ["kernels", "--target", "zoo:python-1m", option, value])
     assert result.exit_code and message in str(result.output) + str(result.exception)
+
+
+# -- the hosts suite ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_hosts_suite_times_every_drafter_beside_the_pass_over_its_draft(tmp_path):
+    options = ["--target", "zoo:python-1m", "--dtype", "float32", "--threads", "1", "--context", "300", "--rounds", "3"]
+    result = CliRunner().invoke(app, ["hosts", *options, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "hosts.json").read_text())
+    names = [f"{name}, {shape}" for shape in ("chain(5)", "product(3,2,1,1)") for name in hosts.DRAFTERS]
+    assert sorted((each["contender"], each["round"]) for each in found["measurements"]) == sorted(
+        (name, number) for name in names for number in range(3)
+    )
+    assert all(each["host"] > 0 and each["target"] > 0 and 1 <= each["nodes"] <= 64 for each in found["measurements"])
+    assert len(found["claims"]) == len(names) and found["known"] > 100_000
+    page = (tmp_path / "hosts.md").read_text()
+    assert "behind 300 tokens" in page and page.count("| several |") == 2
+
+
+def test_the_hosts_suite_divides_medians():
+    rounds = [hosts.Measurement("a", number, 6, host, target) for number, (host, target) in enumerate([(1, 50), (2, 100), (3, 400)])]
+    run = hosts.Run(hosts.Settings(drafters="suffix", shapes="chain(2)"))
+    run.measurements = [replace(each, contender="suffix, chain(2)") for each in rounds]
+    (claim,) = hosts.claims(run)
+    assert claim.spread.median == 2 / 100 and claim.met and hosts.share(rounds[1:]).median == 2.5 / 250
+
+
+def test_rounds_go_on_along_the_text():
+    tree = TokenTree.from_lists([[7, 1, 2, 3, 4]], [[-1, 0, 0, 2, 2]], [[True, True, True, True, False]])
+    assert hosts.reached(tree, [2, 3, 9, 9]) == [0, 2, 3]
+    assert hosts.reached(tree, [2, 4, 9]) == [0, 2], "what is filler was not proposed"
+    assert hosts.reached(tree, [2]) == [0], "the last one comes from the target"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--shapes", "chain(0)", "shapes have nodes"),
+        ("--drafters", "sufix", "unknown drafter 'sufix'"),
+        ("--members", "suffix,ngrm", "unknown drafter 'ngrm'"),
+        ("--context", "100000000", "Python's library here has"),
+    ],
+)
+def test_a_hosts_suite_that_makes_no_sense_is_refused(option, value, message):
+    result = CliRunner().invoke(app, ["hosts", "--target", "zoo:python-1m", option, value])
+    assert result.exit_code == 2 and message in result.output.replace("\n", " ")

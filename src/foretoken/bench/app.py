@@ -126,6 +126,33 @@ def kernels(
 
 
 @app.command()
+def hosts(
+    target: Annotated[str, typer.Option(help="A path, a hub id or zoo:NAME.")] = "zoo:python-300m",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the text at the beginning.")] = 32768,
+    drafters: Annotated[str, typer.Option(help="Drafters, separated by spaces; all that need no training, unless given.")] = "",
+    members: Annotated[str, typer.Option(help="What several merges.")] = "suffix,ngram,rest",
+    shapes: Annotated[str, typer.Option(help="Shapes, separated by spaces.")] = "chain(5) product(3,2,1,1)",
+    kept: Annotated[int, typer.Option(min=1, help="Tokens that every round adds.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds.")] = 30,
+    out: Annotated[Path | None, typer.Option(file_okay=False, help="Write hosts.json and hosts.md into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the document instead of the tables.")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit with 1 when a claim is missed.")] = False,
+) -> None:
+    """What drafters that need no training take on the host behind a long text, beside a pass of the target."""
+    given = locals()
+    from foretoken.bench import environment, report
+    from foretoken.bench import hosts as suite
+
+    given["drafters"] = drafters or suite.Settings.drafters
+    settings = suite.Settings(**{field.name: given[field.name] for field in fields(suite.Settings)})
+    run = _reported(suite.Run, settings, environment.describe, suite, report, out=out, as_json=as_json)
+    raise typer.Exit(1 if strict and any(claim.verdict == "missed" for claim in suite.claims(run)) else 0)
+
+
+@app.command()
 def acceptance(
     target: Annotated[str, typer.Option(help="A path, a hub id or zoo:NAME.")] = "zoo:python-8m",
     draft: Annotated[str, typer.Option(help="The draft model, with the target's tokenizer.")] = "zoo:python-1m",

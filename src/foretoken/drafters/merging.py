@@ -17,6 +17,7 @@ from torch import Tensor
 from foretoken.drafters.base import Feedback
 from foretoken.tree import TokenTree
 
+SUREST = 0.999  # that a node is taken to be
 Rates = Sequence[Sequence[float]]
 """``[depth][rank]`` Pr(a child of this rank among its siblings is accepted | its parent was); the last ones stand for all further."""
 
@@ -135,7 +136,7 @@ def merge_row(
             line, known = lines[member], rates[member]
             table = known[min(level, len(known) - 1)]
             for rank, child in enumerate(line.children[own]):
-                rate = min(table[min(rank, len(table) - 1)], 0.999)
+                rate = min(table[min(rank, len(table) - 1)], SUREST)
                 token = line.tokens[child]
                 odds[token] = odds.get(token, 0.0) + rate / (1.0 - rate)
                 says.setdefault(token, []).append((member, child))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foretoken.drafters.draft_seconds import time_drafts
-from foretoken.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by
+from foretoken.drafters.merging import SUREST, Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by
 from foretoken.drafters.track_records import Credit, Pace, Record, Worth
 from foretoken.errors import ConfigurationError
 from foretoken.shapes import DynamicShape, TreeShape
@@ -125,7 +125,7 @@ class Several(Drafter):
     name = "several"
     summary = "merges what several drafters propose into one tree; asks a model only where it pays"
     proposals: tuple[Proposal, ...] = ("mixed",)
-    branches = grows = True
+    branches = True
 
     def __init__(
         self,
@@ -146,6 +146,7 @@ class Several(Drafter):
             raise ConfigurationError("several was given the same drafter twice, which keeps the state of one; make two")
         self.nodes, self.ask = nodes, ask
         self.wants_logits = any(drafter.wants_logits for drafter in self.drafters)
+        self.auto_branches = self.grows = any(drafter.auto_branches for drafter in self.drafters)  # copies alone are followed as chains
         self.members = [Member(drafter) for drafter in self.drafters]
         self.pace = Pace()
         self.clock = time.perf_counter
@@ -252,8 +253,8 @@ class Several(Drafter):
         parts = drafted.parts
         if not parts:
             return TokenTree.root(request.roots())
-        if len(parts) == 1 and request.shape.is_chain and parts[0].tree.chain and self.nodes is None:  # there is nothing to merge
-            return replace(parts[0].tree, proposal="mixed", q=None, pruned=True)
+        if len(parts) == 1 and len(request.rows) == 1 and parts[0].tree.chain and not self._would_wait(parts, request):
+            return self._alone(parts[0], request)
         if self._would_wait(parts, request) and not self._chains_only and not any(part.tree.extra for part in parts):
             rates = [
                 torch.tensor([part.member.record.rates(each)[: request.depth] for each in part.matched], device=request.device)
@@ -274,6 +275,23 @@ class Several(Drafter):
         for part, where_ in zip(parts, places(rows, trees, tree.nodes)):
             part.went = where_
         return tree
+
+    def _alone(self, part: Part, request: DraftRequest) -> TokenTree:
+        """The one row's tree where the only draft is a chain: there is nothing to merge, and only its length to choose."""
+        shape, nodes = request.shape, part.tree.nodes - 1
+        if part.tree.valid is not None:
+            nodes = int(part.tree.valid.sum()) - 1
+        nodes = min(nodes, self.nodes or shape.nodes)
+        reach, weights, rates = 1.0, list[float](), part.member.record.rates(part.matched[0], shape.depth)
+        for level in range(nodes):
+            reach *= min(rates[min(level, len(rates) - 1)][0], SUREST)
+            if reach < _floor(shape):
+                break
+            weights.append(reach)
+        if isinstance(shape, DynamicShape) and shape.prices:
+            del weights[shape.worthwhile([math.log(weight) for weight in weights]) :]
+        self.expected = sum(weights)
+        return TokenTree.from_chain(part.tree.tokens[:, : 1 + len(weights)], proposal="mixed", pruned=True)
 
     @staticmethod
     def _would_wait(parts: Sequence[Part], request: DraftRequest) -> bool:

@@ -24,10 +24,10 @@ BY_MATCH = (
     0.8,
     0.9,
 )  # acceptance to expect of a first child, untold and after a match of 1, 2.., 4.., 8.., 16.. tokens
-GOING_ON = (0.6, 0.6, 0.7, 0.8, 0.88, 0.92)  # the same of a first child below one that was accepted: a copy that goes on goes on
+GOING_ON = (0.6, 0.6, 0.7, 0.8, 0.88, 0.92)  # the same of a first child below one that was accepted, by the match as it is there
 LATER = (0.12, 0.05, 0.03)  # the same of the second, third and any further child
-PRIOR_WEIGHT, DEEPER_WEIGHT = 2.0, 4.0  # observations that these count for, and that all depths together count for at each depth
-DEEPEST = 16
+PRIOR_WEIGHT = 2.0  # observations that these count for
+DEEPEST, LONGEST = 16, 16  # depths, and lengths of a match, that are told apart
 
 
 class Share:
@@ -65,26 +65,27 @@ class Mean:
 
 
 class Record:
-    """How often one drafter's children are accepted, given that their parent was: the first ones by depth and by the length of the match
-    that the drafter told of (0 for one that tells none), later siblings by their rank."""
+    """How often one drafter's children are accepted, given that their parent was: later siblings by their rank, first ones by the length
+    of the match that they copy from, as far as the drafter tells (0 for one that tells none). A match has grown by a token with every node
+    that was accepted, and a copy that goes on is surer than one of the same length that begins."""
 
     def __init__(self) -> None:
         self._first = [Share() for _ in BY_MATCH]
         self._going_on = [Share() for _ in BY_MATCH]
-        self._at = [[Share() for _ in range(DEEPEST)] for _ in BY_MATCH]
         self._later = [Share() for _ in LATER]
         self._tables: dict[int, list[tuple[float, ...]]] = {}
 
     def rates(self, matched: int, depth: int = DEEPEST) -> list[tuple[float, ...]]:
         """``[depth][rank]`` as far as ``depth`` and ``DEEPEST``, the last ones standing for all further."""
-        kind = kind_of(matched)
-        known = self._tables.get(kind, [])
+        matched = min(max(matched, 0), LONGEST)
+        known = self._tables.get(matched, [])
         if len(known) < min(depth, DEEPEST):
             later = tuple(share.rate(prior, PRIOR_WEIGHT) for share, prior in zip(self._later, LATER))
-            usual = self._going_on[kind].rate(GOING_ON[kind], PRIOR_WEIGHT)
-            known = [(share.rate(usual, DEEPER_WEIGHT), *later) for share in self._at[kind][:depth]]
-            known[0] = (self._first[kind].rate(BY_MATCH[kind], PRIOR_WEIGHT), *later)
-            self._tables[kind] = known
+            usual = [(share.rate(prior, PRIOR_WEIGHT), *later) for share, prior in zip(self._going_on, GOING_ON)]
+            kind = kind_of(matched)
+            known = [(self._first[kind].rate(BY_MATCH[kind], PRIOR_WEIGHT), *later)]
+            known += [usual[kind_of(matched + further)] for further in range(1, min(depth, DEEPEST))]
+            self._tables[matched] = known
         return known
 
     def expected(self, matched: int, depth: int) -> float:
@@ -97,12 +98,10 @@ class Record:
 
     def observe(self, matched: int, steps: Sequence[tuple[int, int]]) -> None:
         """``steps`` down a tree along the text that came: how many children there were, and which of them it was, that number if none."""
-        kind = kind_of(matched)
         for depth, (children, rank) in enumerate(steps):
             if not children:
                 break
-            (self._going_on if depth else self._first)[kind].add(rank == 0)
-            self._at[kind][min(depth, DEEPEST - 1)].add(rank == 0)
+            (self._going_on if depth else self._first)[kind_of(matched + depth)].add(rank == 0)
             for later in range(1, min(children, len(LATER) + 1)):
                 self._later[later - 1].add(rank == later)
         self._tables.clear()
