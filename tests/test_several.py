@@ -331,6 +331,25 @@ def test_nodes_that_cost_more_than_they_promise_are_left_out():
     assert several.draft(ordered(row, replace(shape, prices=tuple(2.0 * count for count in range(9))))).nodes == 1
 
 
+@pytest.mark.parametrize("price", [0.0, 0.2, 0.45, 2.0])
+def test_the_only_chain_is_cut_as_merging_would_cut_it(price: float):
+    row = StandIn([1, 2, 3])
+    shape = replace(TreeShape.opt(6, 5, delta=0.0, floor=0.1), prices=tuple(price * count for count in range(7)))
+    several = Several([Fixed([4, 5, 6, 7, 8, 9, 1])])
+    several.nodes = 6  # else one member alone is not merged at all
+    tree = several.draft(ordered(row, shape))
+    (merged,) = several._merge(several._drafted.parts, ordered(row, shape))
+    assert tree.chain and tree.tokens[0].tolist() == merged.tokens
+    assert several.expected == pytest.approx(merged.hope)
+    assert several._drafted.parts[0].went is None
+
+
+def test_copies_are_asked_for_chains():
+    assert not Several(["suffix", "ngram"]).auto_branches and not Several(["suffix", "ngram"]).grows
+    branching = Several(["suffix", "token-recycling"])
+    assert branching.auto_branches and branching.grows
+
+
 @settings(max_examples=100, deadline=None)
 @given(proposals())
 def test_the_likeliest_path_stands_first_and_nothing_else_changes(trees: list[TokenTree]):
