@@ -104,10 +104,10 @@ def test_random_text_is_apart_and_for_those_who_are_there_for_it():
 
 
 def test_a_prompt_that_vllm_has_no_room_for_is_refused():
-    with pytest.raises(ConfigurationError, match="chat has 1020 tokens"):
-        cells(SMALL, [("chat", [1] * 1020)], contenders(SMALL), 100)
+    with pytest.raises(ConfigurationError, match="chat has 2044 tokens"):
+        cells(SMALL, [("chat", [1] * 2044)], contenders(SMALL), 100)
     alone = replace(SMALL, peers=())
-    assert cells(alone, [("chat", [1] * 1020)], contenders(alone), 100)
+    assert cells(alone, [("chat", [1] * 2044)], contenders(alone), 100)
 
 
 @pytest.mark.parametrize(
