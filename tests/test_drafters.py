@@ -300,14 +300,14 @@ def test_ngram_learning_is_bounded():
     drafter.begin([row])
     generator = torch.Generator().manual_seed(0)
     sizes = []
-    for _ in range(60):
+    for _ in range(29):
         row.ids += torch.randint(0, 40, (20,), generator=generator).tolist()
         drafter.draft(request([row]))
         sizes.append(drafter.model.size)
     assert max(sizes) <= 200 and drafter.model.ngrams >= 40, "single tokens stay"
     unbounded = NGram(order=3)
     unbounded.end([Row(list(row.ids))])
-    assert unbounded.model.ngrams > 1500
+    assert unbounded.model.ngrams > 700
 
 
 COUNTED = [[0, 1, 2, 0, 1, 1, 2, 0, 0, 1, 2, 2, 1, 0]]
