@@ -11,9 +11,10 @@ A shape is written as it prints: ``chain(5)``, ``product(4,2,1)``, ``paths(0,1,0
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,6 +23,8 @@ from foretoken.errors import ConfigurationError
 from foretoken.tree import depths_of
 
 MOST_NODES = 4096
+Path = tuple[int, ...]
+"""Ranks among siblings from the root down to a node."""
 
 
 class TreeShape:
@@ -244,6 +247,26 @@ class DynamicShape(TreeShape):
             if so_far - price > most:
                 best, most = count, so_far - price
         return best
+
+
+def likeliest_nodes(table: Sequence[Sequence[float]], most: int) -> Iterator[tuple[Path, float]]:
+    """At most ``most`` nodes, as paths of ranks, and how likely each is to be accepted, likeliest first; none that never is. No sibling
+    promises more than the one before it."""
+    queue: list[tuple[float, int, Path, float]] = []  # -probability, depth, path, probability of its parent
+
+    def push(path: Path, above: float) -> None:
+        level, rank = len(path) - 1, path[-1]
+        if level < len(table) and rank < len(table[level]) and above * table[level][rank] > 0:
+            heapq.heappush(queue, (-above * table[level][rank], len(path), path, above))
+
+    push((0,), 1.0)
+    for _ in range(most):
+        if not queue:
+            return
+        probability, _, path, above = heapq.heappop(queue)
+        yield path, -probability
+        push((*path, 0), -probability)
+        push((*path[:-1], path[-1] + 1), above)
 
 
 EXAMPLES = "chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16) or opt(total=16,depth=8,delta=0.05)"

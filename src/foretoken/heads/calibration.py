@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretoken import shapes
 from foretoken.errors import ConfigurationError
 from foretoken.heads.base import Batch, refuse_another_target
 from foretoken.heads.losses import AT_ONCE
 from foretoken.heads.vocabulary import VocabularyHead
-from foretoken.planning import search
-from foretoken.planning.search import Path
-from foretoken.shapes import StaticShape, TreeShape
+from foretoken.shapes import Path, StaticShape, TreeShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,4 +152,4 @@ def likeliest_nodes(accuracies: Sequence[Sequence[float]], most: int) -> Iterato
 
     A guess that was right more often than the one before it, which can only be luck, counts for as much as that one.
     """
-    return search.likeliest_nodes([[min(line[: rank + 1]) for rank in range(len(line))] for line in accuracies], most)
+    return shapes.likeliest_nodes([[min(line[: rank + 1]) for rank in range(len(line))] for line in accuracies], most)

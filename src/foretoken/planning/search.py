@@ -8,8 +8,7 @@ m likeliest ones, which is found in a quarter of the time. Pure functions of num
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -17,9 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from foretoken.shapes import StaticShape, TreeShape
+from foretoken.shapes import Path, StaticShape, TreeShape, likeliest_nodes
 
-Path = tuple[int, ...]
 PATIENCE = 2  # numbers of levels in a row that promise less than fewer did, after which no more are tried
 SIZES = (
     1,
@@ -171,26 +169,6 @@ class Likeliest:
 
     def paths(self, nodes: int) -> list[Path]:
         return self.order[:nodes]
-
-
-def likeliest_nodes(table: Sequence[Sequence[float]], most: int) -> Iterator[tuple[Path, float]]:
-    """At most ``most`` nodes, as paths of ranks, and how likely each is to be accepted, likeliest first; none that never is. No sibling
-    promises more than the one before it."""
-    queue: list[tuple[float, int, Path, float]] = []  # -probability, depth, path, probability of its parent
-
-    def push(path: Path, above: float) -> None:
-        level, rank = len(path) - 1, path[-1]
-        if level < len(table) and rank < len(table[level]) and above * table[level][rank] > 0:
-            heapq.heappush(queue, (-above * table[level][rank], len(path), path, above))
-
-    push((0,), 1.0)
-    for _ in range(most):
-        if not queue:
-            return
-        probability, _, path, above = heapq.heappop(queue)
-        yield path, -probability
-        push((*path, 0), -probability)
-        push((*path[:-1], path[-1] + 1), above)
 
 
 @dataclass(frozen=True)
