@@ -43,7 +43,7 @@ def generate(
         int | None,
         typer.Option(min=1, help="The first so many tokens of each text are its prompt.", show_default="all; 64 with --windows"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer, at most.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Of an answer, at most; 0 keeps texts as they are.")] = 256,
     temperature: Annotated[str, typer.Option(help="0 is greedy; several as 0,1: prompts take them in turns.", metavar="T[,T...]")] = "0",
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.", show_default="all")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from so much probability.", show_default="all")] = None,

@@ -18,7 +18,8 @@ def train(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle3 or rnn.", show_default=False)],
     target: Annotated[str, typer.Option(help="The model that drafts are for: a path, a hub id, or zoo:NAME.", show_default=False)],
     data: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Made by foretoken data generate.", show_default=False, rich_help_panel=DATA)
+        list[Path],
+        typer.Option(metavar="FOLDER", help="Made by foretoken data generate; may be repeated.", show_default=False, rich_help_panel=DATA),
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the head, checkpoints, log and curves go.", show_default=False)],
     head_option: Annotated[

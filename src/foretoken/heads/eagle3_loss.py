@@ -12,6 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from foretoken.heads.eagle3_layer import Layer
+from foretoken.heads.losses import soft_cross_entropy
 
 QUERIES = 256  # that look at keys at a time; longer texts keep no scores for the way back but compute them again
 LOGITS = 1 << 22  # that are compared at a time, likewise
@@ -93,9 +94,8 @@ def divergence(layer: Layer, normed: Tensor, logits: Tensor, best: Tensor) -> tu
 
 
 def compared(layer: Layer, normed: Tensor, logits: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
-    drafted = layer.logits(normed).float()
+    drafted = layer.logits(normed)
     ids = layer.ids
-    p = torch.softmax((logits if ids is None else logits[:, ids]).float(), -1)
     likeliest = drafted.detach().argmax(-1)
     right = (likeliest if ids is None else ids[likeliest]) == best
-    return -(p * torch.log_softmax(drafted, -1)).sum(), right.sum().float()
+    return soft_cross_entropy(drafted, logits if ids is None else logits[:, ids]), right.sum().float()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from foretoken.heads.base import Batch
 
 AT_ONCE = 1 << 25  # logits that are held at once: 128 MiB in float32
+IN_CACHE = 1 << 20  # of them in float32 at a time, where each is read several times
 
 
 def pairs(batch: Batch, ahead: int) -> tuple[Tensor, Tensor]:
@@ -44,13 +47,13 @@ def cross_entropy(
     """
 
     def part(states: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        logits = project(states).float()
-        right = (logits.detach().argmax(-1) == labels[first:last]).float().sum()
+        logits = project(states)
+        with torch.no_grad():
+            right = (logits.gather(-1, labels[first:last, None]).squeeze(-1) == logits.amax(-1)).float().sum()
         if target is None:
-            return functional.cross_entropy(logits, labels[first:last], reduction="sum"), right
+            return functional.cross_entropy(logits.float(), labels[first:last], reduction="sum"), right
         assert places is not None
-        p = torch.softmax(target[places[first:last]].float(), -1)
-        return functional.cross_entropy(logits, p, reduction="sum"), right
+        return soft_cross_entropy(logits, target[places[first:last]]), right
 
     total = states.new_zeros((), dtype=torch.float32)
     right = states.new_zeros((), dtype=torch.float32)
@@ -63,6 +66,40 @@ def cross_entropy(
             loss, hits = part(states[first:last], first, last)
         total, right = total + loss, right + hits
     return total, right
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """The gradient, softmax(logits) - p, is made together with the loss, a few rows at a time: float32 numbers stay in the cache, and all
+    that is kept is the gradient in the dtype of ``logits``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        rows = max(1, IN_CACHE // logits.shape[-1])
+        wanted = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(logits) if wanted else None
+        loss = torch.zeros((), dtype=torch.float32, device=logits.device)
+        for first in range(0, len(logits), rows):
+            here = slice(first, first + rows)
+            p = torch.softmax(target[here], -1, dtype=torch.float32)
+            likely = torch.log_softmax(logits[here], -1, dtype=torch.float32)
+            loss -= torch.dot(p.flatten(), likely.flatten())
+            if gradient is not None:
+                gradient[here] = likely.exp_().sub_(p)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * scale.to(gradient.dtype), None
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """-Σ p log softmax(logits) with p = softmax(target), summed over the rows of ``[m, V]``; float32, a gradient for ``logits`` only."""
+    loss: Tensor = _SoftCrossEntropy.apply(logits, target)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def _rows_at_once(project: Callable[[Tensor], Tensor], states: Tensor) -> int:

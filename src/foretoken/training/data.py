@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,6 +179,20 @@ class Texts:
         self.prompt_lengths = np.concatenate([each.prompt_lengths for each in loaded]).astype(np.int64)
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
         self.origins = [(shard, row) for shard, each in zip(self.shards, loaded) for row in range(len(each.lengths))]
+        self.parts: tuple[Texts, ...] = (self,)
+
+    @classmethod
+    def together(cls, parts: Sequence[Texts]) -> Texts:
+        """The texts of several folders, one folder behind the other; ``folder`` and ``manifest`` are the first one's."""
+        if len(parts) == 1:
+            return parts[0]
+        found = copy(parts[0])
+        found.ids = np.concatenate([each.ids for each in parts])
+        found.lengths = np.concatenate([each.lengths for each in parts])
+        found.prompt_lengths = np.concatenate([each.prompt_lengths for each in parts])
+        found.starts = np.concatenate([[0], np.cumsum(found.lengths)[:-1]])
+        found.parts = tuple(parts)
+        return found
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -35,7 +35,7 @@ class Answering:
     """How prompts are answered.
 
     Attributes:
-        max_new_tokens: of an answer, at most; it ends earlier with an end-of-text token of the model.
+        max_new_tokens: of an answer, at most; it ends earlier with an end-of-text token of the model. 0: prompts are texts as they are.
         temperatures: prompt i is answered at the (i mod n)-th of them; 0 is greedy.
         top_k, top_p, min_p: filters of sampled answers; None for none.
         top: record so many of the likeliest tokens at every place, with log-probabilities; 0 for none.
@@ -62,9 +62,11 @@ class Answering:
         for name, value, low, high in (("top_p", self.top_p, 0, 1), ("min_p", self.min_p, 0, 1)):
             if value is not None and not low < value <= high:
                 raise ConfigurationError(f"{name} must be above {low} and at most {high}, got {value}")
-        for name in ("max_new_tokens", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("max_new_tokens", 0), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.top and not self.max_new_tokens:
+            raise ConfigurationError("probabilities are recorded of answers, and with max_new_tokens=0 there are none")
 
     def parameters(self, index: int, prompt: Sequence[int], eos: frozenset[int]) -> RowParameters:
         """Of prompt ``index``."""
@@ -157,6 +159,12 @@ def generate(
             report(Count(so_far.shards, so_far.tokens + made, so_far.rows + done, time.monotonic() - begin))
 
         members = manifest.members(shard)
+        if not answering.max_new_tokens:
+            asked = [prompts[index] for index in members]
+            save_shard(path, Shard.of(asked, [len(each) for each in asked]).arrays())
+            shards, rows = shards + 1, rows + len(asked)
+            report(Count(shards, tokens, rows, time.monotonic() - begin))
+            continue
         finished = answer(speculator, [(index, prompts[index]) for index in members], answering, eos, progress)
         save_shard(path, _shard(finished, answering).arrays())
         shards, rows = shards + 1, rows + len(finished)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ RUN = "run"  # checkpoints, log and curves, below the folder of the head
 
 def run(
     target: str,
-    data: Path,
+    data: Path | Sequence[Path],
     out: Path,
     options: Options,
     *,
@@ -46,10 +46,14 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     kind = heads.find(options.kind)
-    Manifest.read(data)  # before weights are read
+    folders = [data] if isinstance(data, Path) else list(data)
+    for folder in folders:
+        Manifest.read(folder)  # before weights are read
     model = load_model(target, dtype=dtype, device=device or own_device())
-    texts = Texts(data, partial=partial)
-    refuse_other_data(texts.manifest, model, other_target=other_target)
+    parts = [Texts(folder, partial=partial) for folder in folders]
+    for part in parts:
+        refuse_other_data(part.manifest, model, other_target=other_target)
+    texts = Texts.together(parts)
     held = None
     if held_out_data is not None:
         others = Texts(held_out_data, partial=True)
@@ -59,7 +63,7 @@ def run(
     outcome = trainer.train()
     if not outcome.finished:
         return None
-    facts = {"target": name_of(model), "data": dict(texts.manifest.settings), "options": options.to_dict()}
+    facts = {"target": name_of(model), "data": settings_of(texts), "options": options.to_dict()}
     said = store(trainer, outcome, target, out, facts, tree_nodes) if trainer.accelerator.is_main_process else []
     trainer.accelerator.wait_for_everyone()
     return said
@@ -95,6 +99,12 @@ def store(trainer: Trainer, outcome: Outcome, target: str, out: Path, facts: Map
         *said,
         f"{changed}: the target, which was trained as well; text drafted by this head has the law of that target, not of {target}",
     ]
+
+
+def settings_of(texts: Texts) -> Any:
+    """How the texts were written: of one folder, or a list of each."""
+    found = [dict(part.manifest.settings) for part in texts.parts]
+    return found[0] if len(found) == 1 else found
 
 
 def tokenizer_of(target: str) -> Any:

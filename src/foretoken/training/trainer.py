@@ -92,6 +92,10 @@ class Trainer:
         members = range(len(texts)) if held is not None else range(len(texts) - options.held_out)
         if not members:
             raise ConfigurationError(f"{len(texts)} texts, {options.held_out} of them held out, leave none to train on; generate more data")
+        if not options.count_prompts and not (texts.lengths - texts.prompt_lengths)[list(members)].any():
+            raise ConfigurationError(
+                "there is nothing to learn: the texts are prompts without answers; learn from those with --count-prompts"
+            )
         self.held = held or Held([texts.prompt(index) for index in range(len(members), len(texts))], options.answer_tokens)
         self.order = Order(
             texts,
