@@ -3,7 +3,8 @@
 Both sides decode greedily with chains of the same length, in the same dtype, from the same checkpoint of the target. They count alike: both
 draft from the first token after the prompt on, a round is a target pass after the one that read the prompt, and tokens past the limit do
 not count. So with the same rounding every draft is the same token by token. Where texts or drafts differ, the suite says from where on,
-and how close the call was. What a tree adds is measured beside it, here only: vLLM drafts chains.
+and how close the call was. What a tree adds, and a Medusa head's successors, is measured beside it, here only: vLLM drafts chains, by the
+heads alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -170,7 +171,7 @@ class Run:
         with self._engine(case, checkpoint, exported, length) as engine:
             for name, ids in prompts:
                 theirs = self._theirs(engine, ids)
-                ours = decoded(model, head, ids, f"chain({length})", self.settings.tokens)
+                ours = decoded(model, head, ids, f"chain({length})", self.settings.tokens, alone=True)
                 grown = decoded(model, head, ids, tree, self.settings.tokens)
                 found.append(compared(case, name, ids, model, ours, theirs, grown))
         return found
@@ -208,9 +209,11 @@ def usual_tree(depth: int) -> str:
     return f"product({','.join(map(str, [*WIDTHS, *[1] * depth][:depth]))})"
 
 
-def decoded(model: PreTrainedModel, head: Head, ids: Sequence[int], shape: str, tokens: int) -> Side:
-    """The greedy continuation of ``ids`` here; of trees the drafts are all tokens below the root."""
-    speculator = Speculator(model, f"{head.kind}", drafter_options={"source": head}, shape=shape, reuse_prefix=False)
+def decoded(model: PreTrainedModel, head: Head, ids: Sequence[int], shape: str, tokens: int, *, alone: bool = False) -> Side:
+    """The greedy continuation of ``ids`` here; of trees the drafts are all tokens below the root. ``alone`` is without what other engines
+    do not have, a Medusa head's successors."""
+    options: dict[str, Any] = {"source": head, **({"successors": "off"} if alone and head.kind == "medusa" else {})}
+    speculator = Speculator(model, f"{head.kind}", drafter_options=options, shape=shape, reuse_prefix=False)
     drafts: dict[int, tuple[int, ...]] = {}
     inner = speculator.drafter.draft
 

@@ -37,6 +37,14 @@ def train(
     count_prompts: Annotated[
         bool, typer.Option("--count-prompts", help="Learn to predict prompts too, not only answers.", rich_help_panel=DATA)
     ] = False,
+    successors: Annotated[
+        bool,
+        typer.Option(
+            "--successors/--no-successors",
+            help="Count what follows what in the texts, and store it beside a Medusa head: its drafts become better.",
+            rich_help_panel=DATA,
+        ),
+    ] = True,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Cut texts off behind so many tokens.", show_default="whole texts", rich_help_panel=DATA)
     ] = None,
@@ -128,6 +136,7 @@ def train(
             device=device,
             threads=threads,
             tree_nodes=tree_nodes,
+            successors=successors,
             stored_hidden=stored_hidden,
             report=show,
         )

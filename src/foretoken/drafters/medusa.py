@@ -16,11 +16,17 @@ from torch import Tensor
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.growth import IMPOSSIBLE, Expand, Growth, Offer, grow_offered
 from foretoken.drafters.heads import HeadDrafter
+from foretoken.drafters.kernel_growth import greedy, grow_by
+from foretoken.drafters.medusa_growth import MedusaGrowth
+from foretoken.errors import ConfigurationError
+from foretoken.heads.base import Head
 from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.successors import Successors
 from foretoken.sampler import fit_vocabulary
 from foretoken.sampling import argmax
 from foretoken.shapes import DynamicShape, StaticShape
-from foretoken.target.packing import Packing
+from foretoken.target.packing import NATIVE, Packing
+from foretoken.transfers import to_device
 from foretoken.tree import TokenTree, layout_ancestors
 
 if TYPE_CHECKING:
@@ -28,10 +34,26 @@ if TYPE_CHECKING:
 
 
 class Medusa(HeadDrafter):
-    __doc__ = HeadDrafter.__doc__
+    __doc__ = (
+        f"{HeadDrafter.__doc__}"
+        """
+    successors: ``auto`` adds to the heads' logits what the tokens drafted before make likelier, where the head has that beside it; ``off``
+        leaves it out, as other engines do.
+    """
+    )
     name = kind = "medusa"
     summary = "heads on the target's last hidden state, each a token further ahead; one pass of them per round"
     _packing: Packing | None = None  # of the head's weights, where the target's are packed too
+    _kernel: MedusaGrowth | None = None  # for whole drafts of greedy rows
+    _successors: Successors | None = None
+
+    def __init__(
+        self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, successors: str = "auto"
+    ):
+        super().__init__(source, siblings=siblings, quantization=quantization)
+        if successors not in ("auto", "off"):
+            raise ConfigurationError(f"drafter {self.name!r}: successors must be auto or off, got {successors!r}")
+        self.successors = successors
 
     @property
     def deepest(self) -> int | None:
@@ -40,15 +62,20 @@ class Medusa(HeadDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
+        head: MedusaHead = self.head
+        if self.successors == "auto" and head.successors is not None:
+            self._successors = head.successors.to(target.device)
         if target.kernels is None:
             return
-        head: MedusaHead = self.head
         hidden = torch.zeros(1, head.config.target.hidden_size, dtype=head.dtype)
         with torch.no_grad():
-            self._packing = Packing(head, lambda: head(hidden), owned=head is not self.source, hints=target.kernels.hints)
+            hints, native = target.kernels.hints, NATIVE in target.kernels.hints and MedusaGrowth.fits(head)
+            self._packing = Packing(head, lambda: head(hidden), owned=head is not self.source, hints=hints, native=native)
+        self._kernel = MedusaGrowth.of(head, self._packing, self._successors)
 
     def close(self) -> None:
         super().close()
+        self._kernel = None
         if self._packing is not None:
             self._packing.undo()
             self._packing = None
@@ -58,6 +85,13 @@ class Medusa(HeadDrafter):
         return fit_vocabulary(self.head(self._hidden, request.depth).to(request.device), request.vocab_size)
 
     def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
+        if self._kernel is not None and greedy(request):
+            assert self._hidden is not None
+            self._kernel.state = self._hidden[0]
+            if (grown := grow_by(self._kernel, request)) is not None:
+                return grown
+        if self._successors is not None:
+            return super()._grow(request, chain=chain)
         alike = request.proposal in ("deterministic", "keyed") and not request.needs_q and not request.sampler.needs_history
         if not alike:
             return super()._grow(request, chain=chain)
@@ -69,9 +103,17 @@ class Medusa(HeadDrafter):
 
     def _expand(self, request: DraftRequest) -> Expand:
         logits, levels = self._logits(request), iter(range(request.depth))
+        successors, older = self._successors, None
+        if successors is not None:  # the tokens in front of the roots
+            older = to_device([row.ids[-2] if len(row.ids) > 1 else -1 for row in request.rows], request.device)[:, None]
 
         def expand(tree: TokenTree, first: int) -> Tensor:
-            return logits[:, next(levels), None].expand(-1, tree.nodes - first, -1)
+            level = next(levels)
+            same = logits[:, level, None].expand(-1, tree.nodes - first, -1)
+            if successors is None or older is None:
+                return same
+            above = older if first == 0 else tree.tokens.gather(1, tree.parents[:, first:].expand(tree.rows, -1))
+            return successors.added(same, torch.stack([above, tree.tokens[:, first:]], -1), level)
 
         return expand
 

@@ -19,6 +19,8 @@ from foretoken import shapes
 from foretoken.errors import ConfigurationError
 from foretoken.heads.base import Batch, refuse_another_target
 from foretoken.heads.losses import AT_ONCE
+from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.successors import Successors
 from foretoken.heads.vocabulary import VocabularyHead
 from foretoken.shapes import Path, StaticShape, TreeShape
 
@@ -105,10 +107,16 @@ def measure_accuracies(
                 hits, asked = [*hits, torch.zeros(ranks, dtype=torch.long)], [*asked, 0]
             size = max(1, AT_ONCE // head.config.target.vocab_size)
             for states, places in zip(torch.split(guess.states, size), torch.split(guess.places, size)):
-                right = head.logits(states, k).topk(ranks, -1).indices == ids[places][:, None]
+                right = head.guessed(states, k, before(batch, places)).topk(ranks, -1).indices == ids[places][:, None]
                 hits[k] += right.sum(0).cpu()
                 asked[k] += len(places)
     return [(each.double() / max(count, 1)).tolist() for each, count in zip(hits, asked)], asked[0] if asked else 0
+
+
+def before(batch: Batch, places: Tensor) -> Tensor:
+    """``[M, 2]`` the two tokens before each of ``places``, numbers in the flattened batch; -1 where a text begins."""
+    ids, column = batch.ids.flatten(), places % batch.ids.shape[1]
+    return torch.stack([torch.where(column >= back, ids[(places - back).clamp(min=0)], -1) for back in (2, 1)], -1)
 
 
 def _batches(
@@ -153,3 +161,32 @@ def likeliest_nodes(accuracies: Sequence[Sequence[float]], most: int) -> Iterato
     A guess that was right more often than the one before it, which can only be luck, counts for as much as that one.
     """
     return shapes.likeliest_nodes([[min(line[: rank + 1]) for rank in range(len(line))] for line in accuracies], most)
+
+
+# -- successors ---------------------------------------------------------------------------------------------------------------
+
+WEIGHTS = tuple(step / 10 for step in range(16))  # that are tried
+
+
+@torch.inference_mode()
+def weigh_successors(
+    head: MedusaHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], *, answers: Sequence[int] | None = None
+) -> Successors:
+    """The successors of ``head`` with the weight for each of its heads under which ``texts`` are likeliest; arguments as of
+    :func:`calibrate`."""
+    counted = head.successors
+    assert counted is not None
+    spent = torch.zeros(head.config.heads, len(WEIGHTS), dtype=torch.float64)
+    whole = counted.weighed([1.0] * head.config.heads)
+    rows = max(1, (AT_ONCE >> 2) // head.config.target.vocab_size)
+    for batch in _batches(head, target, texts, answers, 0):
+        ids = batch.ids.flatten()
+        for k, guess in enumerate(head.guesses(batch)):
+            for states, places in zip(torch.split(guess.states, rows), torch.split(guess.places, rows)):
+                logits = head.logits(states, k).float()
+                odds = whole.added(torch.zeros_like(logits), before(batch, places), k)
+                for index, weight in enumerate(WEIGHTS):
+                    spent[k, index] += (
+                        torch.nn.functional.cross_entropy(logits + weight * odds, ids[places], reduction="sum").double().cpu()
+                    )
+    return counted.weighed([WEIGHTS[int(line.argmin())] for line in spent])

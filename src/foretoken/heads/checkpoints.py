@@ -23,16 +23,20 @@ from torch import Tensor
 
 from foretoken import heads
 from foretoken.errors import ConfigurationError
+from foretoken.files import replacing
 from foretoken.heads import formats
 from foretoken.heads.base import Head, refuse_another_target
 from foretoken.heads.formats import OURS, Contents, Format
 from foretoken.heads.formats.folders import PICKLED, read, read_config, refusal, write
+from foretoken.heads.successors import Successors
+from foretoken.heads.vocabulary import VocabularyHead
 from foretoken.loading import parse_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ZOO = "zoo:"
+SUCCESSORS = "successors/table.safetensors"
 UNSET = -(1 << 62)  # what whole numbers are filled with, where floating point takes NaN
 
 
@@ -44,7 +48,8 @@ def save(
     format: str | None = None,
     target: str | None = None,
 ) -> Path:
-    """Write ``config.json`` and the weights of ``head`` into ``folder``; the same head makes the same bytes.
+    """Write ``config.json`` and the weights of ``head`` into ``folder``, and its successors below it unless a ``format`` is given; the same
+    head makes the same bytes.
 
     Args:
         head: what is stored; a format that holds the target's LM head too needs it attached.
@@ -70,9 +75,42 @@ def save(
         raise ConfigurationError(f"the head holds NaN or infinity in {', '.join(sorted(poor))}; it is not stored")
     try:
         write(stored, folder)
+        write_successors(head if format is None else None, folder)
     except OSError as error:
         raise ConfigurationError(f"cannot write {str(folder)!r}: {error.strerror or error}") from error
     return folder
+
+
+def write_successors(head: Head | None, folder: Path) -> None:
+    """Those of ``head`` below ``folder``, where engines do not look for weights; none where there are none."""
+    from safetensors.torch import save
+
+    found, path = getattr(head, "successors", None), folder / SUCCESSORS
+    if found is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(exist_ok=True)
+    with replacing(path) as new:
+        new.write_bytes(save(*found.tensors()))
+
+
+def read_successors(folder: Path) -> Successors | None:
+    """Those below ``folder``, or None.
+
+    Raises:
+        ConfigurationError: the file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / SUCCESSORS
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            said, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no safetensors file that can be read: {error}") from error
+    return Successors.of(tensors, said, str(path))
 
 
 def load(
@@ -192,6 +230,10 @@ def load_folder(folder: Path, model: PreTrainedModel | None = None, *, dtype: st
     format = formats.recognise(stored)
     contents = format.read(stored, model)
     head = _filled(contents, format, stored.where)
+    if isinstance(head, VocabularyHead):
+        head.successors = read_successors(folder)
+        if head.successors is not None and head.successors.vocab_size != head.config.target.vocab_size:
+            raise ConfigurationError(f"the successors in {stored.where} were counted for another vocabulary; delete {SUCCESSORS}")
     wanted = parse_dtype(dtype)
     if model is not None:
         refuse_another_target(head.config, model)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from foretoken.errors import ConfigurationError
 from foretoken.heads.base import Batch, Head, HeadConfig, Losses, shape_of
 from foretoken.heads.losses import cross_entropy
+from foretoken.heads.successors import Successors
 from foretoken.shapes import TreeShape
 
 if TYPE_CHECKING:
@@ -117,7 +118,11 @@ class VocabularyHead(Head):
 
     A head made of its configuration alone has no weights yet (they are on the meta device): they come from :meth:`for_target` or from a
     checkpoint, by ``load_state_dict(..., assign=True)``. What it shares with the target comes by :meth:`attach`.
+
+    ``successors``, where they were counted (Medusa's heads), are what its drafter adds to the logits. They are no part of the network.
     """
+
+    successors: Successors | None = None
 
     config: VocabularyConfig
     config_class: ClassVar[type[VocabularyConfig]]
@@ -160,6 +165,12 @@ class VocabularyHead(Head):
             lm_head: Tensor = self.lm_heads[min(k, len(self.lm_heads) - 1)](states)
             return lm_head
         return self._together(states)
+
+    def guessed(self, states: Tensor, k: int, before: Tensor) -> Tensor:
+        """The logits ``[M, V]`` that a draft of head ``k`` follows, successors and all, with the tokens ``before`` ``[M, 2]`` it, the last
+        one last, drafted or not; -1 where there was none."""
+        logits = self.logits(states, k)
+        return logits if self.successors is None else self.successors.added(logits, before, k)
 
     def all_logits(self, states: Sequence[Tensor]) -> Tensor:
         """``[..., K, V]`` of heads 0 to K - 1 from ``states`` ``[..., d]`` of each; one product where they share an LM head."""

@@ -28,6 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = 0  # the layout that torch has them in
 NATIVE = -1  # the layout of the kernels in ``native``
 HINTS = (PLAIN, 8)  # numbers of tokens that layouts are made for; 2 to 16 make the same one
+BLOCK = 64  # outputs that the kernels in ``native`` compute together
 UNIT = 32  # numbers in a row of weights, or a multiple of them, that the kernels in ``native`` read
 TRIED = (1, 8)  # numbers of tokens that layouts are compared at
 TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
@@ -136,15 +137,18 @@ class Packing:
         owned: nobody else holds the model. Packed weights then replace the originals, which keeps their memory from doubling;
             parameters are left as placeholders without storage. Otherwise the originals stay beside the packed ones.
         hints: the layouts to choose among.
+        native: take that of the native kernels wherever it fits, without a trial: there is one call for all of them.
 
     Attributes:
         hints: the chosen layout of each kind of product; None where layers stay as they are.
     """
 
-    def __init__(self, model: nn.Module, sample: Callable[[], Any], *, owned: bool, hints: Sequence[int] = HINTS):
+    def __init__(self, model: nn.Module, sample: Callable[[], Any], *, owned: bool, hints: Sequence[int] = HINTS, native: bool = False):
         self.model, self.owned = model, owned
         groups = sharing(model, sample)
-        self.hints = {kind: fastest_hint(alike, hints) for kind, alike in by_kind(groups).items()}
+        self.hints = {
+            kind: NATIVE if native and kind.inputs % UNIT == 0 else fastest_hint(alike, hints) for kind, alike in by_kind(groups).items()
+        }
         self._products: list[tuple[Product, list[nn.Linear], list[bool]]] = []
         self._found: dict[int, Product] = {}
         shared = held_elsewhere(model)
@@ -162,6 +166,15 @@ class Packing:
                     layer.weight = placeholder(layer.weight)
                 self._found[id(layer)] = product
             self._products.append((product, layers, freed))
+
+    def matrix(self, layer: nn.Module) -> native.Matrix | None:
+        """What the native kernels read of ``layer``, alone or within a product of several; None if it has another layout."""
+        found = self._found.get(id(layer))
+        if found is None or found.hint != NATIVE or any(size % BLOCK for size in found.sizes):
+            return None
+        first = sum(found.sizes[: next(index for index, each in enumerate(found.layers) if each is layer)])
+        starts = ((found.packed, first * found.inputs), (found.scale, first), (found.bias, first))
+        return native.Matrix(*(None if part is None else part.data_ptr() + at * part.element_size() for part, at in starts))
 
     def product(self, *layers: nn.Module) -> Product | None:
         """The product that computes just these layers, in this order, or None."""

@@ -11,12 +11,13 @@ import torch
 
 from foretoken import heads
 from foretoken.errors import ConfigurationError
+from foretoken.heads.medusa import MedusaHead
 from foretoken.loading import load_model, load_tokenizer
 from foretoken.training.acceptance import Held
 from foretoken.training.data import Manifest, Texts, name_of, refuse_other_data
 from foretoken.training.options import Options
 from foretoken.training.trainer import Outcome, Trainer
-from foretoken.training.trees import calibrated
+from foretoken.training.trees import calibrated, counted
 
 RUN = "run"  # checkpoints, log and curves, below the folder of the head
 
@@ -35,6 +36,7 @@ def run(
     device: str | None = None,
     threads: int | None = None,
     tree_nodes: int | None = None,
+    successors: bool = True,
     stored_hidden: bool = False,
     report: Callable[[Mapping[str, Any]], None] = lambda line: None,
 ) -> list[str] | None:
@@ -64,13 +66,22 @@ def run(
     if not outcome.finished:
         return None
     facts = {"target": name_of(model), "data": settings_of(texts), "options": options.to_dict()}
-    said = store(trainer, outcome, target, out, facts, tree_nodes) if trainer.accelerator.is_main_process else []
+    said = store(trainer, outcome, target, out, facts, tree_nodes, successors=successors) if trainer.accelerator.is_main_process else []
     trainer.accelerator.wait_for_everyone()
     return said
 
 
-def store(trainer: Trainer, outcome: Outcome, target: str, out: Path, facts: Mapping[str, Any], tree_nodes: int | None = None) -> list[str]:
-    """The head with its tree, how it came about, and the target where that has changed."""
+def store(
+    trainer: Trainer,
+    outcome: Outcome,
+    target: str,
+    out: Path,
+    facts: Mapping[str, Any],
+    tree_nodes: int | None = None,
+    *,
+    successors: bool = True,
+) -> list[str]:
+    """The head with its tree and its successors, how it came about, and the target where that has changed."""
     from foretoken.heads import checkpoints
 
     state, kind = outcome.state, trainer.options.kind
@@ -80,6 +91,11 @@ def store(trainer: Trainer, outcome: Outcome, target: str, out: Path, facts: Map
     said = [
         f"{out}: {kind} head of step {state.best}, {state.best_length:.3f} tokens per pass on held-out prompts; use --drafter {kind}:{out}"
     ]
+    if successors and isinstance(outcome.head, MedusaHead):
+        found = counted(outcome.head, trainer.model, trainer.held, trainer.texts)
+        checkpoints.save(outcome.head, out, about=about)
+        listed = sum(len(each.tokens) for each in found.lists)
+        said += [f"{listed:,} successors are stored with it; weights {', '.join(map(str, found.weights))}"]
     try:
         tree = calibrated(outcome.head, trainer.model, trainer.held, nodes=tree_nodes)
     except ConfigurationError as error:

@@ -1,19 +1,27 @@
-"""The tree that a trained head drafts unless it is told otherwise, chosen by how often its guesses are right."""
+"""What a trained head gets besides its weights: the tree that it drafts unless it is told otherwise, chosen by how often its guesses
+are right, and what follows what in the texts that it was trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from foretoken.heads.base import Head
-from foretoken.heads.calibration import Calibration, calibrate
+from foretoken.heads.calibration import Calibration, calibrate, weigh_successors
+from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.successors import Successors
 from foretoken.heads.vocabulary import VocabularyHead
 from foretoken.planning.tree_costs import tree_costs
 from foretoken.speculator import Speculator
 from foretoken.training.acceptance import Held, drafter_of
+from foretoken.training.data import Texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+COUNTED = 1 << 26  # tokens of texts that successors are counted in
 
 
 def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | None = None) -> Calibration | None:
@@ -30,6 +38,17 @@ def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | N
     )
     found.store(head)
     return found
+
+
+def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts) -> Successors:
+    """Count what follows what in ``texts``, as many as ``COUNTED`` tokens, and put that beside the head, weighed by the answers to the
+    held-out prompts."""
+    many = int(np.searchsorted(np.cumsum(texts.lengths), COUNTED)) + 1
+    lines = [texts[index] for index in range(min(many, len(texts)))]
+    head.successors = Successors.count(lines, head.config.target.vocab_size, heads=head.config.heads)
+    answered, firsts = held.answers(model, head)
+    head.successors = weigh_successors(head, model, answered, answers=firsts)
+    return head.successors
 
 
 def costs(head: Head, model: PreTrainedModel) -> Callable[[int], float]:

@@ -54,5 +54,6 @@ def inflate_medusa(head: MedusaHead, model: PreTrainedModel, *, seed: int = 0) -
         new[tuple(slice(size) for size in mine.shape)] = mine.cpu().to(new.dtype)
         state[name] = new.to(device=model.device, dtype=mine.dtype)
     inflated.load_state_dict(state, assign=True)
+    inflated.successors = head.successors
     inflated.attach(model)
     return inflated.to(model.dtype)

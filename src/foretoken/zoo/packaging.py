@@ -66,8 +66,9 @@ def finish(folder: Path, card: str, figures: Figures, manifest: Figures) -> None
     versions = {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}}
     document = {**figures, "corpus": corpus, "versions": versions}
     (folder / "metrics.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors makes its files private
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o644)  # safetensors makes its files private
 
 
 def _data_section(manifest: Figures) -> str:

@@ -71,10 +71,13 @@ NGRAM_ORDER = 4
 NGRAM_SUCCESSORS = 4  # kept per context
 NGRAM_BYTES = 4_000_000  # the largest table that is packaged
 
-# Heads for the target: its own answers to beginnings of lines from the corpus, half of them greedy, and how heads learn from them.
+# Heads for the target: its own answers to beginnings of lines from the corpus, half of them greedy, windows of the corpus as they are, and
+# how heads learn from them.
 HEAD_WINDOWS, HELD_OUT_WINDOWS, WINDOW = 20_000, 256, 64
 ANSWER, HELD_OUT_ANSWER = 192, 64
 TEXTS_SEED, HELD_OUT_SEED = 1, 2
+CORPUS_WINDOWS, CORPUS_WINDOW, CORPUS_SEED, CORPUS_SHARD = 60_000, 256, 3, 4096
+TEXTS = {"medusa": ("data", "corpus_texts"), "eagle3": ("data",)}  # what heads of a kind learn from
 _HEADS = {"count_prompts": True, "batch_tokens": 2048, "warmup": 100, "evaluate_every": 250}
 HEADS = {
     "medusa": {
@@ -83,7 +86,8 @@ HEADS = {
         "head": {"heads": 4, "layers": 2, "labels": "target"},
         "accumulate": 2,
         "learning_rate": 2e-3,
-        "save_every": 125,
+        "evaluate_every": 500,
+        "save_every": 250,
     },
     "eagle3": {**_HEADS, "kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}, "epochs": 1.2, "learning_rate": 1e-3},
 }

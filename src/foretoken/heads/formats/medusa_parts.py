@@ -88,7 +88,10 @@ def with_own_lm_heads(head: MedusaHead, *, bias: bool | None = None) -> MedusaCo
 
 
 def tree_is_lost(head: Head, because: str) -> list[str]:
-    return [f"the calibrated tree stays behind: {because}"] if head.config.tree else []
+    found = [f"the calibrated tree stays behind: {because}"] if head.config.tree else []
+    if getattr(head, "successors", None) is not None:
+        found.append("its successors stay behind: other engines draft by the heads alone, and accept less")
+    return found
 
 
 def zeros_like_bias(weight: Tensor) -> Tensor:

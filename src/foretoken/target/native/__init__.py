@@ -77,7 +77,7 @@ class Growth(ctypes.Structure):
         + [(name, ctypes.c_double) for name in ("eps", "delta", "least")]
         + [(name, ctypes.c_void_p) for name in ("prices", "x", "out", "logits", "angles", "mask")]
         + [("stride", ctypes.c_int64)]
-        + [(name, ctypes.c_void_p) for name in ("slots", "begins", "candidates", "scores", "order", "eagle")]
+        + [(name, ctypes.c_void_p) for name in ("slots", "begins", "candidates", "scores", "order", "eagle", "medusa")]
     )
 
 
@@ -88,6 +88,25 @@ class Eagle(ctypes.Structure):
         [("fuse", Matrix)]
         + [(name, ctypes.c_void_p) for name in ("of_embedding", "of_state", "features", "ids", "inputs", "states")]
         + [(name, ctypes.c_int64) for name in ("width", "residual_normed", "output_normed")]
+    )
+
+
+class Lists(ctypes.Structure):
+    """``Lists`` of ``layer.c``."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("contexts", "first", "tokens", "odds")] + [("count", ctypes.c_int64)]
+
+
+class Medusa(ctypes.Structure):
+    """``Medusa`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("state", "layers", "lm_heads")]
+        + [(name, ctypes.c_int64) for name in ("hidden", "count", "vocabulary")]
+        + [(name, ctypes.c_void_p) for name in ("lists", "weights")]
+        + [(name, ctypes.c_int64) for name in ("reach", "before")]
+        + [(name, ctypes.c_void_p) for name in ("x", "y", "own", "read")]
+        + [("level", ctypes.c_int64)]
     )
 
 

@@ -278,14 +278,14 @@ INLINE void add(value *x, const value *y, int size) {
     for (int i = 0; i < size; i += 16) store(x + i, _mm512_add_ps(load(x + i), load(y + i)));
 }
 
+INLINE __m512 silu(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x))); /* e^-|x| */
+    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    return rounded(_mm512_mul_ps(x, _mm512_div_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_add_ps(one, e))));
+}
+
 INLINE void gated(const value *gate, const value *up, value *out, int size) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    for (int i = 0; i < size; i += 16) {
-        __m512 g = load(gate + i), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(g))); /* e^-|g| */
-        __mmask16 negative = _mm512_cmp_ps_mask(g, _mm512_setzero_ps(), _CMP_LT_OQ);
-        __m512 sigmoid = _mm512_div_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_add_ps(one, e));
-        store(out + i, _mm512_mul_ps(rounded(_mm512_mul_ps(g, sigmoid)), load(up + i)));
-    }
+    for (int i = 0; i < size; i += 16) store(out + i, _mm512_mul_ps(silu(load(gate + i)), load(up + i)));
 }
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
@@ -581,6 +581,30 @@ typedef struct {
     int64_t width, residual_normed, output_normed; /* of the features; whether the residual, and what is handed on, are behind a norm */
 } Eagle;
 
+/* What is added to logits behind certain tokens: for context i, a token or two as one number, odds[j] to token tokens[j], first[i] <= j <
+ * first[i + 1]. */
+typedef struct {
+    const int64_t *contexts; /* [count], ascending */
+    const int32_t *first;
+    const int64_t *tokens;
+    const float *odds;
+    int64_t count;
+} Lists;
+
+/* Medusa's heads in place of a decoder, one per level: their logits follow from one state, and only what successors add from the path. */
+typedef struct {
+    const value *state;      /* [hidden] that the root was chosen from */
+    const Matrix *layers;    /* [heads][count]: x <- x + SiLU(W x + b) */
+    const Matrix *lm_heads;  /* [heads] */
+    int64_t hidden, count, vocabulary; /* the last as contexts are numbered */
+    const Lists *lists;      /* [reach], contexts of one token first */
+    const float *weights;    /* [heads] of the odds */
+    int64_t reach, before;   /* the token in front of the root, or -1 */
+    value *x, *y, *own;      /* scratch: [hidden], [hidden], [columns] of the newest level before anything is added */
+    int64_t *read;           /* scratch: [nodes that are read]: their tokens */
+    int64_t level;           /* of the nodes that are read next; kept here */
+} Medusa;
+
 typedef struct {
     const Layer *const *layers;
     const value *embeddings, *norm, *cos, *sin; /* [V, hidden], [hidden], by position [.., size] */
@@ -600,6 +624,7 @@ typedef struct {
     float *scores;                             /* scratch: [k + k * k * (depth - 1)] */
     int32_t *order;                            /* scratch: likewise */
     const Eagle *eagle;                        /* or null */
+    Medusa *medusa;                            /* or null; then nothing is read but tokens, and start is 0 and missed 1 */
 } Growth;
 
 /* The best of `count` values behind (above, at) in the order of larger first, equals by number: its number, and `best` it. */
@@ -664,10 +689,92 @@ static void steps(const Growth *g, Pass *p, const int64_t *tokens, const int32_t
     __builtin_memcpy(e->states + (size_t)first * H, handed, (size_t)n * H * sizeof(value));
 }
 
+INLINE float number(const value *p) {
+#ifdef BF16
+    union {
+        uint32_t bits;
+        float number;
+    } as = {(uint32_t)*p << 16};
+    return as.number;
+#else
+    return *p;
+#endif
+}
+
+/* x is rounded to a value in *p */
+INLINE void put_number(value *p, float x) {
+#ifdef BF16
+    union {
+        float number;
+        uint32_t bits;
+    } as = {x};
+    *p = (as.bits + 0x7fff + (as.bits >> 16 & 1)) >> 16;
+#else
+    *p = x;
+#endif
+}
+
+/* The place of `wanted` among `count` ascending numbers, or -1 */
+INLINE int64_t place_of(const int64_t *numbers, int64_t count, int64_t wanted) {
+    int64_t low = 0, high = count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (numbers[middle] < wanted)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < count && numbers[low] == wanted ? low : -1;
+}
+
+/* Logits of head k from the one state */
+static void guess_alone(const Growth *g, Pass *p, int64_t k) {
+    const Medusa *m = g->medusa;
+    const value *x = m->state;
+    for (int64_t l = 0; l < m->count; l++, x = m->x) {
+#pragma omp parallel num_threads(p->threads)
+        product(&m->layers[k * m->count + l], x, m->y, 1, m->hidden, m->hidden);
+        for (int64_t i = 0; i < m->hidden; i += 16) store(m->x + i, _mm512_add_ps(load(x + i), silu(load(m->y + i))));
+    }
+#pragma omp parallel num_threads(p->threads)
+    product(&m->lm_heads[k], x, m->own, 1, m->hidden, g->columns);
+}
+
+/* Logits of n nodes, `first`... of the tree, below nodes above[t]: their level's, and what the tokens above add */
+static void guess(const Growth *g, Pass *p, const int64_t *tokens, const int32_t *above, int n, int first) {
+    Medusa *m = g->medusa;
+    const int64_t level = m->level++;
+    guess_alone(g, p, level);
+    for (int t = 0; t < n; t++) {
+        value *logits = g->logits + (size_t)t * g->columns;
+        __builtin_memcpy(logits, m->own, g->columns * sizeof(value));
+        m->read[above ? first + t : 0] = tokens[t];
+        int64_t context = 0, scale = 1;
+        for (int64_t r = 0; r < m->reach; r++, scale *= m->vocabulary) {
+            const int64_t token = r == 0 ? tokens[t] : above ? m->read[above[t]] : m->before;
+            if (token < 0) break;
+            context += token * scale;
+            const Lists *l = m->lists + r;
+            const int64_t at = place_of(l->contexts, l->count, context);
+            if (at < 0) continue;
+            for (int32_t j = l->first[at]; j < l->first[at + 1]; j++)
+                if (l->tokens[j] < g->vocab) {
+                    value *logit = logits + l->tokens[j], odds;
+                    put_number(&odds, l->odds[j] * m->weights[level]);
+                    put_number(logit, number(logit) + number(&odds));
+                }
+        }
+    }
+}
+
 /* One pass over T tokens at `slots`, at a position each; `mask` null for a chain. Logits of the last n of them, which are nodes `first`...
  * of the tree, below nodes above[t]; null for text. */
 static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const int64_t *positions, const int32_t *above, int T, int n, int first,
                         const uint8_t *mask) {
+    if (g->medusa) {
+        guess(g, p, tokens, above, n, first);
+        return;
+    }
     const int H = g->layers[0]->hidden, size = g->layers[0]->size;
     for (int t = 0; t < T; t++) {
         const int64_t position = positions[t] < g->most ? positions[t] : g->most - 1;
@@ -694,6 +801,7 @@ INLINE int64_t named(const Growth *g, int at) { return g->eagle && g->eagle->ids
 /* The first pass: the text that was missed, of which the last token is the root */
 static void read_text(const Growth *g, Pass *p, const int64_t *text) {
     int64_t positions[LINE];
+    if (g->medusa) g->medusa->level = 0;
     p->rows = 1, p->own_angles = 1, p->mask_row_stride = 0, p->mask_stride = g->stride;
     p->slots = g->slots, p->begins = g->begins, p->width = g->start + g->missed;
     for (int t = 0; t < g->missed; t++) positions[t] = g->slots[t] = g->start + t;
@@ -702,6 +810,7 @@ static void read_text(const Growth *g, Pass *p, const int64_t *text) {
 
 /* What node `number`, read behind the root, sees: what its parent does, and itself */
 static void seen_from(const Growth *g, int number, int parent) {
+    if (g->medusa) return;
     const int root = g->start + g->missed - 1;
     uint8_t *seen = g->mask + (size_t)number * g->stride;
     if (parent)
@@ -819,18 +928,6 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
 /* -- the largest ------------------------------------------------------------------------------------------------------- */
 
 #define MOST 16 /* of them */
-
-INLINE float number(const value *p) {
-#ifdef BF16
-    union {
-        uint32_t bits;
-        float number;
-    } as = {(uint32_t)*p << 16};
-    return as.number;
-#else
-    return *p;
-#endif
-}
 
 /* Put x, which is found at `place`, in front of the first of `count` that is smaller; the last one falls out where there are k */
 INLINE int put(float *best, int64_t *at, int count, int k, float x, int64_t place) {

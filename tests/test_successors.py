@@ -1,0 +1,285 @@
+"""Successors beside Medusa's heads: what is counted, what is added to logits, and drafts that leave the target's law as it is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from copy import copy
+
+import pytest
+import torch
+from helpers import alone, clone, generate, padded, repetitive, taught_head, tiny
+from safetensors.torch import save_file
+from test_medusa import on_table, shaken, table_head
+
+from foretoken import ConfigurationError, Session, Speculator, verification, zoo
+from foretoken.drafters.medusa import Medusa
+from foretoken.heads import checkpoints
+from foretoken.heads import successors as counting
+from foretoken.heads.calibration import WEIGHTS, calibrate, weigh_successors
+from foretoken.heads.medusa import MedusaHead
+from foretoken.heads.successors import Successors
+from foretoken.target import native
+from foretoken.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+
+SHAPES = ("chain(4)", "product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=4,total=12)")
+VOCABULARY = 11
+
+
+def texts(vocabulary: int = VOCABULARY, count: int = 40):
+    generator = torch.Generator().manual_seed(5)
+    favour = 3 * torch.randn(vocabulary, vocabulary, generator=generator)
+    found = []
+    for length in torch.randint(1, 60, (count,), generator=generator).tolist():
+        text = [int(torch.randint(vocabulary, (1,), generator=generator))]
+        while len(text) < length:
+            text.append(int(torch.multinomial(torch.softmax(favour[text[-1]], -1), 1, generator=generator)))
+        found.append(text)
+    return found
+
+
+def interpolated(found, context, vocabulary=VOCABULARY):
+    """Witten and Bell's p(y | context), straight from its definition."""
+    everything = Counter(token for text in found for token in text)
+    total = sum(everything.values())
+    p = [(everything[token] + 1) / (total + vocabulary) for token in range(vocabulary)]
+    for reach in range(1, len(context) + 1):
+        suffix = context[-reach:]
+        after = Counter(text[at] for text in found for at in range(reach, len(text)) if text[at - reach : at] == suffix)
+        if not after:
+            return p
+        count, types = sum(after.values()), len(after)
+        p = [(after[token] + types * p[token]) / (count + types) for token in range(vocabulary)]
+    return p
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    """Lists that leave nothing out."""
+    monkeypatch.setattr(counting, "SEEN", (1, 1))
+
+
+@pytest.mark.usefixtures("everything")
+def test_what_is_added_makes_of_single_tokens_the_interpolated_probabilities():
+    found = texts()
+    made = Successors.count(found, VOCABULARY, heads=1, listed=(VOCABULARY, VOCABULARY))
+    contexts = [[-1, 4], [3, 7], [0, 0], [10, 2], [9, 9]]
+    alone_ = torch.tensor(interpolated(found, [])).log().expand(len(contexts), -1)
+    p = torch.softmax(made.added(alone_, torch.tensor(contexts), 0), -1)
+    for line, context in zip(p, contexts):
+        expected = interpolated(found, [token for token in context if token >= 0])
+        for ours, theirs in zip(line.tolist(), expected):
+            assert math.log(ours) == pytest.approx(math.log(theirs), abs=2.5 / counting.UNITS)  # two lists, each rounded
+
+
+def test_tokens_that_are_not_listed_share_what_is_left():
+    """Two listed per context: the listed have their interpolated probabilities, and the others keep their proportions."""
+    found = texts()
+    made = Successors.count(found, VOCABULARY, heads=1, listed=(2,))
+    plain = torch.tensor(interpolated(found, [])).log()
+    p = torch.softmax(made.added(plain[None], torch.tensor([[5, 4]]), 0), -1)[0]
+    expected = interpolated(found, [4])
+    listed = made.lists[0]
+    place = listed.contexts.tolist().index(4)
+    kept = listed.tokens[listed.first[place] : listed.first[place + 1]].tolist()
+    assert len(kept) == 2
+    for token in kept:
+        assert p[token].log() == pytest.approx(math.log(expected[token]), abs=1.5 / counting.UNITS)
+    others = [token for token in range(VOCABULARY) if token not in kept]
+    ratio = p[others] / plain.exp()[others]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+
+
+def test_contexts_end_where_texts_do_and_weights_scale_what_is_added():
+    made = Successors.count([[1, 2, 3]] * 9 + [[4], [5, 1]] * 9, 6, heads=2)
+    zeros = torch.zeros(1, 6)
+    assert made.added(zeros, torch.tensor([[-1, 4]]), 0).abs().sum() == 0  # nothing follows 4: the next text is another one
+    whole = made.added(zeros, torch.tensor([[1, 2]]), 1)
+    assert whole[0, 3] > 1 and whole[0, [0, 1, 2, 4, 5]].abs().sum() == 0
+    half = made.weighed([0.0, 0.5])
+    torch.testing.assert_close(half.added(zeros, torch.tensor([[1, 2]]), 1), whole / 2)
+    assert half.added(zeros, torch.tensor([[1, 2]]), 0) is zeros
+    assert made.added(torch.zeros(2, 3, 2), torch.tensor([[[1, 2]] * 3] * 2), 1).abs().sum() == 0  # 3 is beyond a smaller vocabulary
+
+
+def test_no_more_is_listed_than_is_meant_to_be(monkeypatch):
+    monkeypatch.setattr(counting, "SEEN", (1, 1))
+    monkeypatch.setattr(counting, "MOST", 30)
+    made = Successors.count(texts(), VOCABULARY, heads=1, listed=(3, 2))
+    assert made.lists[0].longest == 3 and 0 < len(made.lists[1].tokens) <= 30
+
+
+def test_texts_that_can_not_be_counted_are_refused():
+    with pytest.raises(ConfigurationError, match="no text"):
+        Successors.count([[]], 5, heads=1)
+    with pytest.raises(ConfigurationError, match="outside the vocabulary of 5"):
+        Successors.count([[1, 5]], 5, heads=1)
+    assert not sum(len(each.tokens) for each in Successors.count([[1], [2]], 5, heads=1).lists)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------------
+
+
+def with_successors(head, rows=None, weights=(1.0, 0.7, 0.5)):
+    model = tiny()
+    rows = rows or [row + alone(model, row, max_new_tokens=30) for row in repetitive()]
+    head.successors = Successors.count(rows * 8, head.config.target.vocab_size, heads=head.config.predictions).weighed(weights)
+    return head
+
+
+def test_they_are_stored_beside_the_head_and_left_out_of_exports(tmp_path):
+    head = with_successors(shaken().float())
+    checkpoints.save(head, tmp_path / "a")
+    back = checkpoints.load(tmp_path / "a", tiny()).successors
+    logits, tokens = torch.zeros(5, head.config.target.vocab_size), torch.tensor(repetitive()[0][:6]).unfold(0, 2, 1)
+    for k in range(4):
+        expected = head.successors.added(logits, tokens, k)
+        assert expected.abs().sum() > 0 and torch.equal(back.added(logits, tokens, k), expected)
+    checkpoints.save(head, tmp_path / "b", format="vllm")
+    assert not (tmp_path / "b" / "successors").exists()
+    assert any("successors" in line for line in checkpoints.formats.find("vllm").losses(head))
+    head.successors = None
+    checkpoints.save(head, tmp_path / "a")
+    assert checkpoints.load(tmp_path / "a", tiny()).successors is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, said: tensors.pop("odds_1"), "odds_1 missing"),
+        (lambda tensors, said: tensors.update(lengths_1=tensors["lengths_1"] + 1), "do not fit"),
+        (lambda tensors, said: tensors.update(contexts_1=tensors["contexts_1"].long().flip(0)), "do not fit"),
+        (lambda tensors, said: said.update(version="0"), "no successors of version 1"),
+        (lambda tensors, said: said.update(vocab_size="9999"), "another vocabulary"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, change, message):
+    head = with_successors(shaken().float())
+    checkpoints.save(head, tmp_path)
+    tensors, said = head.successors.tensors()
+    change(tensors, said)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / checkpoints.SUCCESSORS, said)
+    with pytest.raises(ConfigurationError, match=message):
+        checkpoints.load(tmp_path, tiny())
+    (tmp_path / checkpoints.SUCCESSORS).write_bytes(b"no such file")
+    with pytest.raises(ConfigurationError, match="no safetensors file"):
+        checkpoints.load(tmp_path, tiny())
+
+
+def mute():
+    """A head that says nothing of its own."""
+    head = MedusaHead.for_target(tiny())
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.zero_()
+    return head
+
+
+# -- what they are worth ------------------------------------------------------------------------------------------------------
+
+
+def test_the_weights_are_those_that_make_texts_likeliest():
+    """A head that says nothing of its own needs all that is counted; one whose guesses know the token before already needs none."""
+    model, rows = tiny(), repetitive()
+    answered = [row + alone(model, row, max_new_tokens=30) for row in rows]
+    head = with_successors(mute())
+    found = weigh_successors(head, model, answered, answers=[len(row) for row in rows])
+    assert all(weight in WEIGHTS for weight in found.weights) and min(found.weights) >= 0.5
+    vocabulary = head.config.target.vocab_size
+    never = next(token for token in range(vocabulary) if not any(token in row for row in answered))
+    head.successors = Successors.count([[token, never] for token in range(vocabulary)] * 8, vocabulary, heads=4)  # a lie
+    assert set(weigh_successors(head, model, answered).weights) == {0.0}
+
+
+def test_calibration_asks_for_what_is_drafted():
+    model, rows = tiny(), repetitive()
+    answered, firsts = [row + alone(model, row, max_new_tokens=30) for row in rows], [len(row) for row in rows]
+    head = mute()
+    without = calibrate(head, model, answered, cost=lambda count: 1.0, answers=firsts)
+    with_ = calibrate(with_successors(head), model, answered, cost=lambda count: 1.0, answers=firsts)
+    assert with_.accuracies[0][0] > 0.8 > without.accuracies[0][0]
+
+
+# -- drafts -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_texts_stay_what_they_are_and_drafts_get_better(shape):
+    model = clone(tiny())
+    head, rows = with_successors(copy(taught_head("medusa", steps=6))), repetitive()
+    expected = [alone(model, row, max_new_tokens=16) for row in rows]
+    lengths = []
+    for successors in ("off", "auto"):
+        drafter = Medusa(head, successors=successors)
+        out = Speculator(model, drafter, shape=shape).generate(**padded(rows), max_new_tokens=16, pad_token_id=0)
+        assert [row[-16:] for row in out.sequences.tolist()] == expected
+        lengths.append(out.stats.acceptance_length)
+    assert lengths[1] > lengths[0]
+    options = {"do_sample": True, "temperature": 0.8, "seed": 4, "max_new_tokens": 16}
+    for more in ({"top_k": 20}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}):
+        plain = generate(Speculator(model, "none"), rows, **options, **more)
+        assert generate(Speculator(model, Medusa(head), shape=shape, rule="match"), rows, **options, **more) == plain
+
+
+@pytest.mark.parametrize(
+    ("siblings", "rule", "shape"),
+    [
+        ("iid", "rejection", "chain(2)"),
+        ("iid", "block", "chain(2)"),
+        ("iid", "traversal", "product(2,1)"),
+        ("without-replacement", "multi-candidate", "product(2,1)"),
+        ("keyed", "match", "product(2,1)"),
+        ("keyed", "match", "dynamic(depth=2,k=2,total=3)"),
+    ],
+)
+def test_the_law_is_the_targets(siblings, rule, shape):
+    """Every outcome of every draw, over several rounds, with lists that matter."""
+    target = TableTarget(ProbabilityTable.random(3, seed=1))
+    head = table_head()
+    drafter = on_table(Medusa, head, target, siblings)
+    drafter._successors = Successors.count([[0, 1, 2, 0, 2, 1, 1, 0]] * 20, 3, heads=2).weighed([1.0, 0.5])
+
+    def session(randomness):
+        made = verification.create(rule)
+        return Session(target, drafter, made, proposal=drafter.proposals[0], shape=shape, randomness=randomness)
+
+    law = continuation_law(session, [0], 3)
+    assert distance(law, plain_law(target.table, [0], 3)) < 1e-9
+
+
+@pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no native kernels here")
+@pytest.mark.parametrize("shape", [*SHAPES, "opt(total=12,depth=4,delta=0.05)", "paths(0,1,2,3,0.0,0.1,0.2,0.0.0,0.0.1,0.0.0.0)"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, layers, counted):
+    model = zoo.load("python-8m", dtype=torch.float32)
+    embedded = zoo.load_head("python-8m-medusa", model)
+    ids = zoo.load_tokenizer("python-8m")(["def area(radius):\n    return radius\n\ndef area(radius):\n"], return_tensors="pt")
+    written = model.generate(**ids, max_new_tokens=48, do_sample=False, pad_token_id=0)[0].tolist()
+    head = embedded
+    if layers == 1:
+        generator = torch.Generator().manual_seed(2)
+        head = type(embedded).for_target(model, heads=4, layers=1)
+        with torch.no_grad():
+            for weight in head.parameters():  # heads that are alike are a tie wherever one looks
+                weight += 0.02 * torch.randn(weight.shape, generator=generator)
+    head.successors = Successors.count([written] * 9, 4096, heads=4).weighed([0.5, 0.6, 0.7, 0.8]) if counted else None
+    seen = []
+    for kernel in (True, False):
+        drafter = Medusa(head)
+        speculator = Speculator(model, drafter, execution="native", shape=shape)
+        assert drafter._kernel is not None
+        if not kernel:
+            drafter._kernel = None
+        drafts, draft = [], drafter.draft
+        drafter.draft = lambda request, drafts=drafts, draft=draft: (drafts.append(draft(request)), drafts[-1])[1]
+        out = speculator.generate(**ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0).sequences
+        speculator.close()
+        seen.append((out.tolist(), [(tree.tokens.tolist(), tree.parents.tolist()) for tree in drafts]))
+    assert len(seen[0][1]) > 5 and seen[0] == seen[1]
+    assert seen[0][0][0] == written[: len(seen[0][0][0])]
+
+
+def test_options_are_checked():
+    with pytest.raises(ConfigurationError, match="successors must be auto or off, got 'on'"):
+        Medusa(successors="on")
