@@ -163,6 +163,24 @@ def test_two_processes_learn_what_one_does_from_twice_the_batch(data, tmp_path):
             assert mine[name] == pytest.approx(other[name], rel=1e-4), name
 
 
+def test_sharded_weights_learn_the_same_and_resume_exactly(data, tmp_path, monkeypatch):
+    done = in_a_process(TOGETHER, str(data), str(tmp_path / "copied"), "2", processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    program = TOGETHER.replace("processes\n", "processes and str(run.accelerator.distributed_type).endswith('FSDP')\n")
+    for folder, code in (
+        ("sharded", program),
+        ("resumed", program.replace("run.train()", "run._asked = True; run.train()")),  # stops behind its first step
+        ("resumed", program.replace("folder, steps", "folder, resume=True, steps")),
+    ):
+        done = in_a_process(code, str(data), str(tmp_path / folder), "2", processes=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+    copied, sharded, resumed = (torch.load(tmp_path / each / "weights.pt") for each in ("copied", "sharded", "resumed"))
+    for name, value in copied.items():
+        torch.testing.assert_close(sharded[name], value, atol=2e-5, rtol=1e-4)
+    assert same(sharded, resumed)
+
+
 # -- what is measured and kept ----------------------------------------------------------------------------------------------
 
 

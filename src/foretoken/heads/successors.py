@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class Lists:
     tokens: Tensor
     odds: Tensor
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return int((self.first[1:] - self.first[:-1]).max()) if len(self.contexts) else 0
 
@@ -103,7 +104,7 @@ class Successors:
     def added(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
         """``logits`` ``[..., V]`` of head ``k`` and what the tokens before add, ``[..., REACH]`` with the last one last; -1 for none.
 
-        V may be smaller than the vocabulary; what is listed beyond it is left out. Nothing waits for the device.
+        V may be smaller than the vocabulary; what is listed beyond it is left out. Nothing waits for the device after the first time.
         """
         weight = self.weights[min(k, len(self.weights) - 1)]
         if not weight:
@@ -119,7 +120,7 @@ class Successors:
             place = torch.searchsorted(lists.contexts, context).clamp_(max=len(lists.contexts) - 1)
             known &= lists.contexts[place] == context
             begin, end = lists.first[place], lists.first[place + 1]
-            where = begin[:, None] + torch.arange(self._longest[reach - 1], device=before.device)
+            where = begin[:, None] + torch.arange(lists.longest, device=before.device)
             inside = known[:, None] & (where < end[:, None])
             where = where.clamp_(max=len(lists.tokens) - 1)
             tokens_there = lists.tokens[where]
@@ -127,14 +128,6 @@ class Successors:
             odds = torch.where(inside, lists.odds[where] * weight, 0.0).to(logits.dtype)
             logits.scatter_add_(1, torch.where(inside, tokens_there, 0), odds)
         return logits.view(shape)
-
-    @property
-    def _longest(self) -> tuple[int, ...]:
-        found: tuple[int, ...] | None = self.__dict__.get("_longest_lists")
-        if found is None:
-            found = tuple(lists.longest for lists in self.lists)
-            object.__setattr__(self, "_longest_lists", found)
-        return found
 
     def weighed(self, weights: Sequence[float]) -> Successors:
         return Successors(self.lists, tuple(map(float, weights)), self.vocab_size)
@@ -194,7 +187,7 @@ class _Level:
         if not len(self.tokens):
             empty = torch.zeros(0, dtype=torch.int64)
             return Lists(empty, torch.zeros(1, dtype=torch.int32), empty, torch.zeros(0))
-        odds = torch.from_numpy(np.round(self.odds * UNITS) / UNITS).float()  # as they are stored
+        odds = torch.from_numpy(np.minimum(np.round(self.odds * UNITS), 255) / UNITS).float()  # as they are stored
         return Lists(torch.from_numpy(self.contexts), torch.from_numpy(self.first).int(), torch.from_numpy(self.tokens), odds)
 
 

@@ -24,8 +24,10 @@ class Journal:
             file.write(json.dumps(line, allow_nan=True) + "\n")
         if self._board is not None:
             for name, value in line.items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self._board.add_scalar(name, value, line["step"])
+                each = {f"{name}/{index}": one for index, one in enumerate(value, 1)} if isinstance(value, (list, tuple)) else {name: value}
+                for label, number in each.items():
+                    if isinstance(number, (int, float)) and name != "step":
+                        self._board.add_scalar(label, number, line["step"])
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines so far."""

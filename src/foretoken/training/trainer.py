@@ -116,9 +116,9 @@ class Trainer:
         plain = Learner(self.head, reader, options, backbone=model if options.trains_backbone else None)
         self.learner, self.optimizer = self.accelerator.prepare(plain, optimizer_of(plain, options))
         self.plain = plain
-        if os.environ.get("ACCELERATE_USE_FSDP") and not str(self.accelerator.distributed_type).endswith("FSDP"):
-            raise ConfigurationError("FSDP shards weights over GPUs, of which there are none here; train without it")
-        if options.trains_backbone and str(self.accelerator.distributed_type).endswith("FSDP"):
+        if asks_for_shards() and not is_sharded(self.accelerator):
+            raise ConfigurationError("FSDP shards weights over several processes: start them with torchrun, or train without it")
+        if options.trains_backbone and is_sharded(self.accelerator):
             raise ConfigurationError("acceptance is measured with the whole target in one process: train a backbone with DDP, not FSDP")
         self.state = State()
         self._asked = self._stop = False  # this process was told to stop; all have agreed to
@@ -210,7 +210,8 @@ class Trainer:
         share = self.options.head_share(self.state.step, self.steps)
         for number, tokens in enumerate(parts):
             with accelerator.no_sync(self.learner) if number < len(parts) - 1 else nullcontext():
-                total, counted, losses = self.learner(tokens.to(accelerator.device), share)
+                with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+                    total, counted, losses = self.learner(tokens.to(accelerator.device), share)
                 accelerator.backward(total * counted)
             sums.add({"loss": total, **losses}, counted)
         vector = accelerator.reduce(sums.vector(float(self._asked)), "sum")
@@ -263,7 +264,7 @@ class Trainer:
             self.model.load_state_dict(part(weights, BACKBONE), strict=False)
             if self.options.backbone == "full":
                 self.model.to(self.dtype)
-        return self.current(weights).to(self.dtype)
+        return (self.current(weights) if weights else self.drafting).to(self.dtype)  # of sharded ones the first process alone has all
 
     def _told(self, value: Tensor) -> Tensor:
         from accelerate.utils import broadcast
@@ -323,5 +324,35 @@ def make_accelerator(options: Options, device: torch.device) -> Accelerator:
         from accelerate import Accelerator
     except ImportError as error:
         raise ConfigurationError("training needs accelerate; install it with: pip install 'foretoken[train]'") from error
+    if asks_for_shards():
+        return sharding(device)
     precision = "bf16" if options.precision == "bf16" else "no"
     return Accelerator(mixed_precision=precision, cpu=device.type == "cpu")
+
+
+def asks_for_shards() -> bool:
+    """More generous than accelerate, to which only "true" is true."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on")
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    return str(accelerator.distributed_type).endswith("FSDP")
+
+
+def sharding(device: torch.device) -> Accelerator:
+    """With FSDP2, the whole learner as one unit. accelerate is told of no precision: its policy rounds losses, counts and gradients too,
+    and :meth:`Trainer._step` casts products alone, as without FSDP.
+
+    accelerate turns FSDP on for GPUs only (``AcceleratorState.__init__``); what it then calls runs on CPUs as well, with gloo.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+    accelerator = Accelerator(mixed_precision="no", cpu=device.type == "cpu", fsdp_plugin=plugin)
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:
+        accelerator.state.fsdp_plugin = plugin
+        for state in (PartialState(), accelerator.state):  # the second is made like the first whenever one is asked for
+            state.distributed_type = DistributedType.FSDP
+    return accelerator
