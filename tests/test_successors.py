@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from test_medusa import on_table, shaken, table_head
 
 from foretoken import ConfigurationError, Session, Speculator, verification, zoo
+from foretoken.drafters import medusa as drafting
 from foretoken.drafters.medusa import Medusa
 from foretoken.heads import checkpoints
 from foretoken.heads import successors as counting
@@ -117,6 +118,61 @@ def test_texts_that_can_not_be_counted_are_refused():
     assert not sum(len(each.tokens) for each in Successors.count([[1], [2]], 5, heads=1).lists)
 
 
+def mixed(q, path, text):
+    """The mixture straight from its definition."""
+    for length, share in zip((2, 3, 4), counting.SHARES):
+        if len(path) < length:
+            return q
+        places = [at for at in range(length, len(text)) if text[at - length : at] == path[-length:]]
+        exact = {reach: [at for at in places if longest(path, text, at) == reach] for reach in (2, 3, 4)}
+        places = [at for reach in exact for at in exact[reach][-counting.MATCHES :]]
+        if not places:
+            return q
+        after = Counter(text[at] for at in places)
+        q = [(1 - share) * each + share * after[token] / len(places) for token, each in enumerate(q)]
+    return q
+
+
+def longest(path, text, at):
+    reach = 0
+    while reach < min(counting.PATH, len(path), at) and text[at - 1 - reach] == path[-1 - reach]:
+        reach += 1
+    return reach
+
+
+@pytest.mark.parametrize("matches", [2, 32])
+def test_what_followed_in_the_text_is_mixed_in(matches, monkeypatch):
+    monkeypatch.setattr(counting, "MATCHES", matches)
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(3, (length,), generator=generator).tolist() for length in (60, 3, 25)]
+    rows[2][4:14] = rows[2][14:24]
+    logits = torch.randn(3, 2, 5, generator=generator, dtype=torch.float32)
+    drafted = [[], [1, 2]]  # of the places of every row
+    paths = torch.full((3, 2, counting.PATH), -1)
+    for row, text in enumerate(rows):
+        for place, more in enumerate(drafted):
+            path = (text + more)[-counting.PATH :]
+            paths[row, place, counting.PATH - len(path) :] = torch.tensor(path)
+    texts_ = torch.tensor([[-2] * (60 - len(text)) + text for text in rows])
+    q = torch.softmax(counting.heeded(logits, paths, texts_), -1)
+    changed = 0
+    for row, text in enumerate(rows):
+        for place, more in enumerate(drafted):
+            plain = torch.softmax(logits[row, place], -1).tolist()
+            expected = mixed(plain, (text + more)[-counting.PATH :], text)
+            assert q[row, place].tolist() == pytest.approx(expected, abs=1e-5)
+            changed += expected != plain
+    assert changed >= 2
+
+
+def test_the_latest_tokens_of_a_text_are_remembered(monkeypatch):
+    monkeypatch.setattr(drafting, "REMEMBERED", 7)
+    latest, text = drafting.Latest(), []
+    for length in (3, 1, 20, 0, 5, 1, 1, 9, 60, 2):
+        text += range(len(text), len(text) + length)
+        assert latest.of(text).tolist() == text[-7:]
+
+
 # -- files ------------------------------------------------------------------------------------------------------------------
 
 
@@ -209,12 +265,12 @@ def test_texts_stay_what_they_are_and_drafts_get_better(shape):
     head, rows = with_successors(copy(taught_head("medusa", steps=6))), repetitive()
     expected = [alone(model, row, max_new_tokens=16) for row in rows]
     lengths = []
-    for successors in ("off", "auto"):
+    for successors in ("off", "stored", "auto"):
         drafter = Medusa(head, successors=successors)
         out = Speculator(model, drafter, shape=shape).generate(**padded(rows), max_new_tokens=16, pad_token_id=0)
         assert [row[-16:] for row in out.sequences.tolist()] == expected
         lengths.append(out.stats.acceptance_length)
-    assert lengths[1] > lengths[0]
+    assert lengths[0] < min(lengths[1:])
     options = {"do_sample": True, "temperature": 0.8, "seed": 4, "max_new_tokens": 16}
     for more in ({"top_k": 20}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}):
         plain = generate(Speculator(model, "none"), rows, **options, **more)
@@ -238,6 +294,7 @@ def test_the_law_is_the_targets(siblings, rule, shape):
     head = table_head()
     drafter = on_table(Medusa, head, target, siblings)
     drafter._successors = Successors.count([[0, 1, 2, 0, 2, 1, 1, 0]] * 20, 3, heads=2).weighed([1.0, 0.5])
+    assert drafter.successors == "auto"  # what follows in the text counts too
 
     def session(randomness):
         made = verification.create(rule)
@@ -249,9 +306,10 @@ def test_the_law_is_the_targets(siblings, rule, shape):
 
 @pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no native kernels here")
 @pytest.mark.parametrize("shape", [*SHAPES, "opt(total=12,depth=4,delta=0.05)", "paths(0,1,2,3,0.0,0.1,0.2,0.0.0,0.0.1,0.0.0.0)"])
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("counted", [True, False])
-def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, layers, counted):
+@pytest.mark.parametrize(
+    ("layers", "counted", "successors"), [(1, True, "auto"), (2, True, "auto"), (2, True, "stored"), (2, False, "auto"), (1, True, "off")]
+)
+def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, layers, counted, successors):
     model = zoo.load("python-8m", dtype=torch.float32)
     embedded = zoo.load_head("python-8m-medusa", model)
     ids = zoo.load_tokenizer("python-8m")(["def area(radius):\n    return radius\n\ndef area(radius):\n"], return_tensors="pt")
@@ -266,7 +324,7 @@ def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, layers, counted
     head.successors = Successors.count([written] * 9, 4096, heads=4).weighed([0.5, 0.6, 0.7, 0.8]) if counted else None
     seen = []
     for kernel in (True, False):
-        drafter = Medusa(head)
+        drafter = Medusa(head, successors=successors)
         speculator = Speculator(model, drafter, execution="native", shape=shape)
         assert drafter._kernel is not None
         if not kernel:
@@ -281,5 +339,5 @@ def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, layers, counted
 
 
 def test_options_are_checked():
-    with pytest.raises(ConfigurationError, match="successors must be auto or off, got 'on'"):
+    with pytest.raises(ConfigurationError, match="successors must be auto, stored, off; got 'on'"):
         Medusa(successors="on")

@@ -7,13 +7,15 @@ level, and a tree of any shape is filled by looking them up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import DraftRequest
+from foretoken.drafters.base import DraftRequest, Row
 from foretoken.drafters.growth import IMPOSSIBLE, Expand, Growth, Offer, grow_offered
 from foretoken.drafters.heads import HeadDrafter
 from foretoken.drafters.kernel_growth import greedy, grow_by
@@ -21,24 +23,26 @@ from foretoken.drafters.medusa_growth import MedusaGrowth
 from foretoken.errors import ConfigurationError
 from foretoken.heads.base import Head
 from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.successors import Successors
+from foretoken.heads.successors import PATH, REACH, REMEMBERED, Successors, heeded
 from foretoken.sampler import fit_vocabulary
 from foretoken.sampling import argmax
 from foretoken.shapes import DynamicShape, StaticShape
 from foretoken.target.packing import NATIVE, Packing
-from foretoken.transfers import to_device
 from foretoken.tree import TokenTree, layout_ancestors
 
 if TYPE_CHECKING:
     from foretoken.target import Target
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+SUCCESSORS = ("auto", "stored", "off")
 
 
 class Medusa(HeadDrafter):
     __doc__ = (
         f"{HeadDrafter.__doc__}"
         """
-    successors: ``auto`` adds to the heads' logits what the tokens drafted before make likelier, where the head has that beside it; ``off``
-        leaves it out, as other engines do.
+    successors: ``auto`` adds to the heads' logits what the tokens before make likelier: by the counts beside the head, where it has some,
+        and by what followed the same tokens in the text so far; ``stored`` takes the counts alone, ``off`` neither, as other engines do.
     """
     )
     name = kind = "medusa"
@@ -51,9 +55,10 @@ class Medusa(HeadDrafter):
         self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, successors: str = "auto"
     ):
         super().__init__(source, siblings=siblings, quantization=quantization)
-        if successors not in ("auto", "off"):
-            raise ConfigurationError(f"drafter {self.name!r}: successors must be auto or off, got {successors!r}")
+        if successors not in SUCCESSORS:
+            raise ConfigurationError(f"drafter {self.name!r}: successors must be {', '.join(SUCCESSORS)}; got {successors!r}")
         self.successors = successors
+        self._texts: dict[int, Latest] = {}  # by slot
 
     @property
     def deepest(self) -> int | None:
@@ -63,7 +68,7 @@ class Medusa(HeadDrafter):
     def bind(self, target: Target) -> None:
         super().bind(target)
         head: MedusaHead = self.head
-        if self.successors == "auto" and head.successors is not None:
+        if self.successors != "off" and head.successors is not None:
             self._successors = head.successors.to(target.device)
         if target.kernels is None:
             return
@@ -71,7 +76,23 @@ class Medusa(HeadDrafter):
         with torch.no_grad():
             hints, native = target.kernels.hints, NATIVE in target.kernels.hints and MedusaGrowth.fits(head)
             self._packing = Packing(head, lambda: head(hidden), owned=head is not self.source, hints=hints, native=native)
-        self._kernel = MedusaGrowth.of(head, self._packing, self._successors)
+        self._kernel = MedusaGrowth.of(head, self._packing, self._successors, heed=self._heeds)
+
+    @property
+    def _heeds(self) -> bool:
+        return self.successors == "auto"
+
+    def end(self, rows: Sequence[Row]) -> None:
+        super().end(rows)
+        for row in rows:
+            self._texts.pop(row.slot, None)
+
+    def reset(self) -> None:
+        super().reset()
+        self._texts.clear()
+
+    def _latest(self, row: Row) -> Ids:
+        return self._texts.setdefault(row.slot, Latest()).of(row.ids)
 
     def close(self) -> None:
         super().close()
@@ -87,10 +108,10 @@ class Medusa(HeadDrafter):
     def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
         if self._kernel is not None and greedy(request):
             assert self._hidden is not None
-            self._kernel.state = self._hidden[0]
+            self._kernel.state, self._kernel.text = self._hidden[0], self._latest(request.rows[0])
             if (grown := grow_by(self._kernel, request)) is not None:
                 return grown
-        if self._successors is not None:
+        if self._successors is not None or self._heeds:
             return super()._grow(request, chain=chain)
         alike = request.proposal in ("deterministic", "keyed") and not request.needs_q and not request.sampler.needs_history
         if not alike:
@@ -103,19 +124,46 @@ class Medusa(HeadDrafter):
 
     def _expand(self, request: DraftRequest) -> Expand:
         logits, levels = self._logits(request), iter(range(request.depth))
-        successors, older = self._successors, None
-        if successors is not None:  # the tokens in front of the roots
-            older = to_device([row.ids[-2] if len(row.ids) > 1 else -1 for row in request.rows], request.device)[:, None]
+        if self._successors is None and not self._heeds:
+            return lambda tree, first: logits[:, next(levels), None].expand(-1, tree.nodes - first, -1)
+        texts = stacked([self._latest(row) for row in request.rows]).to(request.device)
+        paths = [torch.nn.functional.pad(texts[:, -PATH:], (max(0, PATH - texts.shape[1]), 0), value=-1).clamp(min=-1)[:, None]]
 
         def expand(tree: TokenTree, first: int) -> Tensor:
             level = next(levels)
-            same = logits[:, level, None].expand(-1, tree.nodes - first, -1)
-            if successors is None or older is None:
-                return same
-            above = older if first == 0 else tree.tokens.gather(1, tree.parents[:, first:].expand(tree.rows, -1))
-            return successors.added(same, torch.stack([above, tree.tokens[:, first:]], -1), level)
+            if first:
+                whole = torch.cat(paths, 1)
+                above = whole.gather(1, tree.parents[:, first:, None].expand(tree.rows, -1, PATH))
+                paths.append(torch.cat([above[..., 1:], tree.tokens[:, first:, None]], -1))
+            said = logits[:, level, None].expand(-1, tree.nodes - first, -1)
+            if self._successors is not None:
+                said = self._successors.added(said, paths[-1][..., -REACH:], level)
+            return heeded(said, paths[-1], texts) if self._heeds else said
 
         return expand
+
+
+class Latest:
+    """The latest tokens of a text that grows, as an array."""
+
+    def __init__(self) -> None:
+        self._ids, self._begin, self._end, self._known = np.empty(4 * REMEMBERED, np.int64), 0, 0, 0
+
+    def of(self, ids: Sequence[int]) -> Ids:
+        """The last ``REMEMBERED`` of ``ids``, which begins with what it was before."""
+        new = ids[max(self._known, len(ids) - REMEMBERED) :]
+        if self._end + len(new) > len(self._ids):
+            kept = self._ids[max(self._begin, self._end - REMEMBERED) : self._end].copy()
+            self._ids[: len(kept)], self._begin, self._end = kept, 0, len(kept)
+        self._ids[self._end : self._end + len(new)] = new
+        self._end, self._known = self._end + len(new), len(ids)
+        return self._ids[max(self._begin, self._end - REMEMBERED) : self._end]
+
+
+def stacked(texts: Sequence[Ids]) -> Tensor:
+    """``[R, W]``, -2 in front of shorter ones."""
+    width = max(map(len, texts))
+    return torch.from_numpy(np.stack([np.pad(text, (width - len(text), 0), constant_values=-2) for text in texts]))
 
 
 def ranked(request: DraftRequest, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -6,30 +6,36 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.successors import Successors
+from foretoken.heads.successors import SHARES, Successors
 from foretoken.target import native
 from foretoken.target.native_growth import WIDEST, Grower
 from foretoken.target.packing import NATIVE, Packing, Product, padded_size
 
 
 class MedusaGrowth(Grower):
-    """Grows trees below the text of the only row. Before each call it is told what the heads read: :attr:`state` ``[d]``.
+    """Grows trees below the text of the only row. Before each call it is told what the heads read: :attr:`state` ``[d]``, and the latest
+    tokens of the text as an array, :attr:`text`.
 
     Args:
         head: in the target's dtype.
         layers: the matrices of its residual layers, head by head.
         lm_heads: the products of its LM heads.
         successors: on the CPU, or None.
+        heed: what followed in the text so far counts as well.
     """
 
-    def __init__(self, head: MedusaHead, layers: Sequence[native.Matrix], lm_heads: Sequence[Product], successors: Successors | None):
+    def __init__(
+        self, head: MedusaHead, layers: Sequence[native.Matrix], lm_heads: Sequence[Product], successors: Successors | None, *, heed: bool
+    ):
         config = head.config
         size = config.target.hidden_size
-        self.state = torch.empty(0)
+        self.state, self.text = torch.empty(0), np.empty(0, np.int64)
+        self._shares = (ctypes.c_float * len(SHARES))(*SHARES)
         lists = successors.lists if successors is not None else ()
         weights = successors.weights if successors is not None else ()
         fields = ("contexts", "first", "tokens", "odds")
@@ -52,6 +58,8 @@ class MedusaGrowth(Grower):
             lists=ctypes.addressof(self._lists),
             weights=ctypes.addressof(self._weights),
             reach=len(lists),
+            heed=heed,
+            shares=ctypes.addressof(self._shares),
         )
         about = native.Growth(medusa=ctypes.addressof(self._about_heads), missed=1)
         super().__init__(native.library(like.dtype, lm_heads[0].int8), native.Layer(hidden=size), lm_heads[0], like, about)
@@ -59,7 +67,7 @@ class MedusaGrowth(Grower):
         for name, tensor in scratch.items():
             setattr(self._about_heads, name, tensor.data_ptr())
         self._scratch_heads = list(scratch.values())
-        self._read = torch.empty(0, dtype=torch.int64)
+        self._read = torch.empty(2, 0, dtype=torch.int64)
 
     @staticmethod
     def fits(head: MedusaHead) -> bool:
@@ -68,7 +76,7 @@ class MedusaGrowth(Grower):
         return head.config.lm_head == "own" and padded_size(size) == size
 
     @staticmethod
-    def of(head: MedusaHead, packing: Packing | None, successors: Successors | None) -> MedusaGrowth | None:
+    def of(head: MedusaHead, packing: Packing | None, successors: Successors | None, *, heed: bool) -> MedusaGrowth | None:
         """For ``head``, or None if its sizes, options or packed weights are not those that the kernel is made for."""
         if packing is None or not MedusaGrowth.fits(head):
             return None
@@ -78,21 +86,21 @@ class MedusaGrowth(Grower):
         products = [each for each in lm_heads if each is not None and each.hint == NATIVE]
         if len(matrices) < len(layers) or len(products) < len(lm_heads):
             return None
-        return MedusaGrowth(head, matrices, products, successors)
+        return MedusaGrowth(head, matrices, products, successors, heed=heed)
 
     def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
         about, heads = self._about, self._about_heads
-        if len(self._read) < 1 + nodes:
-            self._read = torch.empty(1 + nodes, dtype=torch.int64)
+        if self._read.shape[1] < 1 + nodes:
+            self._read = torch.empty(2, 1 + nodes, dtype=torch.int64)
             self._room: tuple[Tensor, ...] = (
                 self._like.new_empty(WIDEST, self.head.packed_outputs),
                 torch.empty(WIDEST, dtype=torch.int32),
                 torch.empty(2, dtype=torch.int32),
             )
-            heads.read = self._read.data_ptr()
+            heads.read, heads.above = (each.data_ptr() for each in self._read)
             about.logits, about.slots, about.begins = (each.data_ptr() for each in self._room)
         self._pass.threads = torch.get_num_threads()
         self._state = self.state.to(self._like.dtype).contiguous()
-        heads.state, heads.before = self._state.data_ptr(), ids[-2] if len(ids) > 1 else -1
+        heads.state, heads.text, heads.length = self._state.data_ptr(), self.text.ctypes.data, len(self.text)
         about.vocab, about.most = min(vocab_size, self.head.outputs), nodes + 1
         return (ctypes.c_int64 * 1)(ids[-1])

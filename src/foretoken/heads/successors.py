@@ -12,6 +12,8 @@ With n_c(y) how often y followed context c, N_c its sum and T_c how many differe
 down to p(y), how often y occurs at all. Tokens that are not listed behind a context share what the listed ones leave, in proportion to
 p(y | c); relative to them a listed token has the log-odds of its own, log(1 + n(y) / ((N - n_listed + T) p(y | c))). So every list holds
 what its context *adds*, and whatever is in no list gets 0: a constant for all of them would change no distribution.
+
+A text is also its own source: :func:`heeded` mixes in what followed the last two, three and four tokens earlier in the same text.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,10 @@ LISTED = (128, 8)  # tokens per context of one token, of two
 SEEN = (2, 8)  # times that a token must have followed to be listed
 MOST = 500_000  # listed tokens of all contexts of two together
 UNITS = 16  # stored log-odds are whole numbers of this part of a nat
+PATH = 4  # tokens of the longest context that is looked for in the text
+SHARES = (0.2, 0.4, 0.6)  # of what followed the last 2, 3, 4 tokens, in the mixture with what is likely otherwise
+MATCHES = 32  # the latest places of each length that count
+REMEMBERED = 8192  # tokens of the text that are looked at
 
 Array = np.ndarray[Any, Any]
 
@@ -170,6 +177,41 @@ class Successors:
                 raise ConfigurationError(f"{where} is damaged: its lists for contexts of {reach} do not fit each other")
             found.append(Lists(contexts, first, tokens, odds))
         return cls(tuple(found), tuple(tensors["weights"].tolist()), vocab_size)
+
+
+def heeded(logits: Tensor, paths: Tensor, texts: Tensor) -> Tensor:
+    """``logits`` ``[R, n, V]`` with what followed the same tokens in the text so far: q <- (1 - w) q + w f for the shares f of what
+    followed the last two tokens, then the last three, then four, as far as they were seen, and w of :data:`SHARES`.
+
+    Args:
+        paths: ``[R, n, PATH]`` the last tokens before each place, drafted ones included, the last one last; -1 for none.
+        texts: ``[R, W]`` what was committed, ending in the root; -2 in front of shorter ones.
+    """
+    texts = torch.nn.functional.pad(texts, (PATH, 0), value=-2)
+    width = texts.shape[1]
+    alike: Tensor | None = None
+    seen: list[Tensor] = []  # for contexts of 2, 3, 4 tokens
+    for back in range(1, PATH + 1):
+        same = texts[:, None, PATH - back : width - back] == paths[:, :, None, PATH - back]
+        alike = same if alike is None else alike & same
+        if back > 1:
+            seen.append(alike)
+    after = texts[:, PATH:]
+    possible = (after >= 0) & (after < logits.shape[-1])
+    seen = [each & possible[:, None] for each in seen]
+    exact = [each & ~longer for each, longer in pairwise(seen)] + [seen[-1]]
+    latest = [(each & (each.flip(-1).cumsum(-1).flip(-1) <= MATCHES)).float() for each in exact]
+    weight, left = torch.zeros_like(latest[0]), torch.ones(logits.shape[:2], device=logits.device)
+    long_enough = torch.zeros_like(weight)  # the places that are of this length at least
+    for share, places in zip(reversed(SHARES), reversed(latest)):
+        long_enough = long_enough + places
+        count = long_enough.sum(-1)
+        weight = weight + long_enough * torch.where(count > 0, left * share / count, 0.0)[..., None]
+        left = torch.where(count > 0, left * (1 - share), left)
+    where = torch.where(possible, after, 0)[:, None].expand(weight.shape)
+    found = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_add_(2, where, weight) / left[..., None]
+    whole = torch.logsumexp(logits.float(), -1, keepdim=True)
+    return torch.where(found > 0, torch.logaddexp(logits.float(), whole + found.log()), logits.float()).to(logits.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,8 +104,9 @@ class Medusa(ctypes.Structure):
         [(name, ctypes.c_void_p) for name in ("state", "layers", "lm_heads")]
         + [(name, ctypes.c_int64) for name in ("hidden", "count", "vocabulary")]
         + [(name, ctypes.c_void_p) for name in ("lists", "weights")]
-        + [(name, ctypes.c_int64) for name in ("reach", "before")]
-        + [(name, ctypes.c_void_p) for name in ("x", "y", "own", "read")]
+        + [("reach", ctypes.c_int64), ("text", ctypes.c_void_p)]
+        + [(name, ctypes.c_int64) for name in ("length", "heed")]
+        + [(name, ctypes.c_void_p) for name in ("shares", "x", "y", "own", "read", "above")]
         + [("level", ctypes.c_int64)]
     )
 

@@ -34,6 +34,8 @@ extern int omp_get_thread_num(void), omp_get_num_threads(void);
 #define LINE 64 /* bytes of a cache line */
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
+#define PATH 4 /* tokens of the longest context that a draft looks for in its text */
+#define MATCHES 32 /* the latest places of each length that count */
 
 INLINE __m512 widened(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
 
@@ -599,9 +601,12 @@ typedef struct {
     int64_t hidden, count, vocabulary; /* the last as contexts are numbered */
     const Lists *lists;      /* [reach], contexts of one token first */
     const float *weights;    /* [heads] of the odds */
-    int64_t reach, before;   /* the token in front of the root, or -1 */
+    int64_t reach;
+    const int64_t *text;     /* [length] what was committed, ending in the root */
+    int64_t length, heed;    /* whether what follows in the text counts */
+    const float *shares;     /* [PATH - 1] of what followed the last 2, 3, .. tokens */
     value *x, *y, *own;      /* scratch: [hidden], [hidden], [columns] of the newest level before anything is added */
-    int64_t *read;           /* scratch: [nodes that are read]: their tokens */
+    int64_t *read, *above;   /* scratch: [nodes that are read]: their tokens and parents */
     int64_t level;           /* of the nodes that are read next; kept here */
 } Medusa;
 
@@ -740,6 +745,55 @@ static void guess_alone(const Growth *g, Pass *p, int64_t k) {
     product(&m->lm_heads[k], x, m->own, 1, m->hidden, g->columns);
 }
 
+/* The PATH tokens up to node `number`, the last one first, into path; -1 before the text */
+static void path_to(const Medusa *m, int64_t number, int64_t *path) {
+    for (int i = 0; i < PATH; i++) {
+        path[i] = number >= 0 ? m->read[number] : m->length - 1 + number >= 0 ? m->text[m->length - 1 + number] : -1;
+        number = number > 0 ? m->above[number] : number - 1;
+    }
+}
+
+/* Mix what followed the last tokens of `path` in the text into logits: the latest MATCHES places of each length count */
+static void heed_text(const Growth *g, value *logits, const int64_t *path) {
+    const Medusa *m = g->medusa;
+    int64_t tokens[(PATH - 1) * MATCHES];
+    float mass[(PATH - 1) * MATCHES];
+    int64_t found[PATH - 1][MATCHES];
+    int many[PATH - 1] = {0}, different = 0;
+    if (path[1] < 0) return;
+    for (int64_t j = m->length - 1; j >= 2; j--) {
+        if (m->text[j - 1] != path[0] || m->text[j - 2] != path[1] || m->text[j] >= g->vocab) continue;
+        int reach = 2;
+        while (reach < PATH && j > reach && m->text[j - 1 - reach] == path[reach]) reach++;
+        if (many[reach - 2] < MATCHES) found[reach - 2][many[reach - 2]++] = m->text[j];
+    }
+    float left = 1.0f, weights[PATH - 1];
+    int count = 0;
+    for (int r = PATH - 2; r >= 0; r--) { /* of a place of exactly this length: its share among those as long, and as long as less */
+        weights[r] = 0.0f;
+        count += many[r];
+        if (!count) continue;
+        for (int longer = r; longer < PATH - 1; longer++) weights[longer] += left * m->shares[r] / count;
+        left *= 1.0f - m->shares[r];
+    }
+    for (int r = PATH - 2; r >= 0; r--)
+        for (int i = 0; i < many[r]; i++) {
+            int at = 0;
+            while (at < different && tokens[at] != found[r][i]) at++;
+            if (at == different) tokens[different] = found[r][i], mass[different++] = 0.0f;
+            mass[at] += weights[r];
+        }
+    if (!different) return;
+    float most;
+    following(logits, g->vocab, __builtin_inff(), -1, &most);
+    const float whole = most + log_sum(logits, g->vocab, most);
+    for (int i = 0; i < different; i++) {
+        value *logit = logits + tokens[i];
+        const float one = number(logit), other = whole + __builtin_logf(mass[i] / left), high = one > other ? one : other;
+        put_number(logit, high + __builtin_logf(__builtin_expf(one - high) + __builtin_expf(other - high)));
+    }
+}
+
 /* Logits of n nodes, `first`... of the tree, below nodes above[t]: their level's, and what the tokens above add */
 static void guess(const Growth *g, Pass *p, const int64_t *tokens, const int32_t *above, int n, int first) {
     Medusa *m = g->medusa;
@@ -748,12 +802,12 @@ static void guess(const Growth *g, Pass *p, const int64_t *tokens, const int32_t
     for (int t = 0; t < n; t++) {
         value *logits = g->logits + (size_t)t * g->columns;
         __builtin_memcpy(logits, m->own, g->columns * sizeof(value));
-        m->read[above ? first + t : 0] = tokens[t];
-        int64_t context = 0, scale = 1;
-        for (int64_t r = 0; r < m->reach; r++, scale *= m->vocabulary) {
-            const int64_t token = r == 0 ? tokens[t] : above ? m->read[above[t]] : m->before;
-            if (token < 0) break;
-            context += token * scale;
+        const int64_t number_of = above ? first + t : 0;
+        int64_t path[PATH], context = 0, scale = 1;
+        m->read[number_of] = tokens[t], m->above[number_of] = above ? above[t] : -1;
+        path_to(m, number_of, path);
+        for (int64_t r = 0; r < m->reach && path[r] >= 0; r++, scale *= m->vocabulary) {
+            context += path[r] * scale;
             const Lists *l = m->lists + r;
             const int64_t at = place_of(l->contexts, l->count, context);
             if (at < 0) continue;
@@ -764,6 +818,7 @@ static void guess(const Growth *g, Pass *p, const int64_t *tokens, const int32_t
                     put_number(logit, number(logit) + number(&odds));
                 }
         }
+        if (m->heed) heed_text(g, logits, path);
     }
 }
 
