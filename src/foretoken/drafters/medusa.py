@@ -1,8 +1,8 @@
 """Medusa (Cai et al. 2024) as the drafter: one pass of all heads per round, from the hidden state that the root was chosen from.
 
-Head k knows nothing of the tokens that were drafted before its own, so that all nodes of a level have the same q. Where siblings are the
-most likely tokens, or those that lead the target's own race, every node of a level has the same ones too: they are ranked once per
-level, and a tree of any shape is filled by looking them up.
+Head k knows nothing of the tokens that were drafted before its own. What those make likelier is added (:mod:`foretoken.heads.successors`).
+Without that all nodes of a level have the same q, and where siblings are the most likely tokens, or those that lead the target's own race,
+the same siblings too: they are ranked once per level, and a tree of any shape is filled by looking them up.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class Medusa(HeadDrafter):
     def bind(self, target: Target) -> None:
         super().bind(target)
         head: MedusaHead = self.head
-        if self.successors != "off" and head.successors is not None:
-            self._successors = head.successors.to(target.device)
+        self._successors = None if self.successors == "off" or head.successors is None else head.successors.to(target.device)
         if target.kernels is None:
             return
         hidden = torch.zeros(1, head.config.target.hidden_size, dtype=head.dtype)

@@ -197,6 +197,11 @@ def heeded(logits: Tensor, paths: Tensor, texts: Tensor) -> Tensor:
         if back > 1:
             seen.append(alike)
     after = texts[:, PATH:]
+    if logits.device.type == "cpu":  # few places are like any of these, and looking costs nothing
+        some = seen[0].flatten(0, 1).any(0).nonzero()[:, 0]
+        if not len(some):
+            return logits
+        seen, after = [each[..., some] for each in seen], after[:, some]
     possible = (after >= 0) & (after < logits.shape[-1])
     seen = [each & possible[:, None] for each in seen]
     exact = [each & ~longer for each, longer in pairwise(seen)] + [seen[-1]]
