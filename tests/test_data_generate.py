@@ -179,12 +179,30 @@ def test_a_changed_setting_is_refused_by_name(data, changed, message):
         ({"temperatures": (-1.0,)}, "temperatures"),
         ({"top_p": 1.5}, "top_p"),
         ({"batch": 0}, "batch"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"max_new_tokens": 0, "top": 3}, "probabilities are recorded of answers"),
     ],
 )
 def test_settings_that_are_none(changed, message):
     with pytest.raises(ConfigurationError, match=message):
         answering(**changed)
+
+
+def test_texts_as_they_are(tmp_path):
+    make_data(tmp_path, count=11, per_shard=4, max_new_tokens=0)
+    texts = Texts(tmp_path)
+    assert len(texts.shards) == 3 and [text.tolist() for text in map(texts.__getitem__, range(11))] == asked()[:11]
+    assert texts.lengths.tolist() == texts.prompt_lengths.tolist()
+
+
+def test_texts_of_several_folders_are_read_together(data, tmp_path):
+    make_data(tmp_path, count=5, max_new_tokens=0)
+    both = Texts.together([Texts(data), Texts(tmp_path)])
+    assert [both[index].tolist() for index in range(len(both))] == [
+        part[index].tolist() for part in both.parts for index in range(len(part))
+    ]
+    assert len(both) == len(Texts(data)) + 5 and both.prompt(len(both) - 5) == asked()[0]
+    assert both.digest() != Texts(data).digest()
 
 
 # -- whose texts ------------------------------------------------------------------------------------------------------------

@@ -189,6 +189,24 @@ def test_a_loss_in_parts_is_the_same_and_so_is_its_gradient(labels, monkeypatch)
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize("in_cache", [1 << 20, 40])
+def test_soft_labels_have_the_loss_and_the_gradient_of_autograd(in_cache, monkeypatch):
+    monkeypatch.setattr(losses, "IN_CACHE", in_cache)
+    generator = torch.Generator().manual_seed(2)
+    logits, target = (3 * torch.randn(7, 19, generator=generator) for _ in range(2))
+    target[2, 5:] = float("-inf")
+    found = []
+    for loss in (
+        lambda x: losses.soft_cross_entropy(x, target),
+        lambda x: torch.nn.functional.cross_entropy(x, torch.softmax(target, -1), reduction="sum"),
+    ):
+        x = logits.clone().requires_grad_()
+        total = loss(x)
+        (0.7 * total).backward()
+        found.append((total.detach(), x.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
 def test_no_more_logits_are_held_than_are_meant_to_be(monkeypatch):
     head, batch = small_batch("text")
     monkeypatch.setattr(losses, "AT_ONCE", 256)

@@ -100,3 +100,21 @@ def test_hidden_states_are_stored_and_read(place, tmp_path):
     done = CliRunner().invoke(app, ["data", "hidden", str(folder / "data"), "--target", str(folder / "target")])
     assert done.exit_code == 0 and "of 4 shards stored" in done.stdout, done.output
     assert train(folder, tmp_path / "out", "--stored-hidden").exit_code == 0
+
+
+def test_texts_of_several_folders_and_without_answers(place, tmp_path):
+    plain = str(tmp_path / "plain")
+    make_data(tmp_path / "plain", count=8, model=load_model(str(place / "target")), max_new_tokens=0)
+    both = train(place, tmp_path / "both", "--data", plain, "--count-prompts")
+    assert both.exit_code == 0, both.output
+    about = json.loads((tmp_path / "both" / "config.json").read_text())["foretoken"]["about"]
+    assert [each["max_new_tokens"] for each in about["data"]] == [16, 0]
+    assert "successors are stored with it" in both.stdout
+    assert checkpoints.load(tmp_path / "both", load_model(str(place / "target"))).successors is not None
+    without = train(place, tmp_path / "without", "--no-successors")
+    assert without.exit_code == 0 and not (tmp_path / "without" / "successors").exists()
+    stored = train(place, tmp_path / "stored", "--data", plain, "--stored-hidden")
+    assert stored.exit_code == 2 and "one folder" in stored.stderr
+    arguments = ["train", "medusa", "--target", str(place / "target"), "--data", plain, "--out", str(tmp_path / "none"), "--held-out", "2"]
+    nothing = CliRunner().invoke(app, arguments)
+    assert nothing.exit_code == 2 and "--count-prompts" in nothing.stderr

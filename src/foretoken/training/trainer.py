@@ -88,7 +88,6 @@ class Trainer:
             options,
             report,
         )
-        self.accelerator = accelerator or make_accelerator(options, model.device)
         members = range(len(texts)) if held is not None else range(len(texts) - options.held_out)
         if not members:
             raise ConfigurationError(f"{len(texts)} texts, {options.held_out} of them held out, leave none to train on; generate more data")
@@ -96,6 +95,7 @@ class Trainer:
             raise ConfigurationError(
                 "there is nothing to learn: the texts are prompts without answers; learn from those with --count-prompts"
             )
+        self.accelerator = accelerator or make_accelerator(options, model.device)
         self.held = held or Held([texts.prompt(index) for index in range(len(members), len(texts))], options.answer_tokens)
         self.order = Order(
             texts,
