@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers import alone, clone, generate, padded, repetitive, taught_head, tiny
 from safetensors.torch import save_file
-from test_medusa import on_table, shaken, table_head
+from test_medusa import off_by, on_table, shaken, table_head
 
-from foretoken import ConfigurationError, Session, Speculator, verification, zoo
+from foretoken import ConfigurationError, Speculator, zoo
 from foretoken.drafters import medusa as drafting
 from foretoken.drafters.medusa import Medusa
 from foretoken.heads import checkpoints
@@ -21,7 +21,7 @@ from foretoken.heads.calibration import WEIGHTS, calibrate, weigh_successors
 from foretoken.heads.medusa import MedusaHead
 from foretoken.heads.successors import Successors
 from foretoken.target import native
-from foretoken.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foretoken.testing import ProbabilityTable, TableTarget
 
 SHAPES = ("chain(4)", "product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=4,total=12)")
 VOCABULARY = 11
@@ -205,6 +205,7 @@ def test_they_are_stored_beside_the_head_and_left_out_of_exports(tmp_path):
         (lambda tensors, said: tensors.pop("odds_1"), "odds_1 missing"),
         (lambda tensors, said: tensors.update(lengths_1=tensors["lengths_1"] + 1), "do not fit"),
         (lambda tensors, said: tensors.update(contexts_1=tensors["contexts_1"].long().flip(0)), "do not fit"),
+        (lambda tensors, said: tensors.update(contexts_3=tensors["contexts_1"]), "contexts of 3 tokens"),
         (lambda tensors, said: said.update(version="0"), "no successors of version 1"),
         (lambda tensors, said: said.update(vocab_size="9999"), "another vocabulary"),
     ],
@@ -295,13 +296,7 @@ def test_the_law_is_the_targets(siblings, rule, shape):
     drafter = on_table(Medusa, head, target, siblings)
     drafter._successors = Successors.count([[0, 1, 2, 0, 2, 1, 1, 0]] * 20, 3, heads=2).weighed([1.0, 0.5])
     assert drafter.successors == "auto"  # what follows in the text counts too
-
-    def session(randomness):
-        made = verification.create(rule)
-        return Session(target, drafter, made, proposal=drafter.proposals[0], shape=shape, randomness=randomness)
-
-    law = continuation_law(session, [0], 3)
-    assert distance(law, plain_law(target.table, [0], 3)) < 1e-9
+    assert off_by(drafter, target, rule, shape) < 1e-9
 
 
 @pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no native kernels here")

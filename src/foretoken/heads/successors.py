@@ -164,6 +164,8 @@ class Successors:
             raise ConfigurationError(f"{where} holds no successors of version {VERSION}; count them again (foretoken train)")
         reaches = range(1, 1 + sum(name.startswith("contexts_") for name in tensors))
         expected = {"weights", *(f"{name}_{reach}" for name in ("contexts", "lengths", "tokens", "odds") for reach in reaches)}
+        if len(reaches) > REACH:
+            raise ConfigurationError(f"{where} has lists for contexts of {len(reaches)} tokens; this version reads up to {REACH}")
         if differing := sorted(expected ^ tensors.keys()):
             raise ConfigurationError(f"{where} is damaged: {', '.join(differing)} missing or unknown; count successors again")
         vocab_size, found = int(said.get("vocab_size", 0)), []
