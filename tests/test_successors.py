@@ -205,7 +205,7 @@ def test_they_are_stored_beside_the_head_and_left_out_of_exports(tmp_path):
         (lambda tensors, said: tensors.pop("odds_1"), "odds_1 missing"),
         (lambda tensors, said: tensors.update(lengths_1=tensors["lengths_1"] + 1), "do not fit"),
         (lambda tensors, said: tensors.update(contexts_1=tensors["contexts_1"].long().flip(0)), "do not fit"),
-        (lambda tensors, said: tensors.update(contexts_3=tensors["contexts_1"]), "contexts of 3 tokens"),
+        (lambda tensors, said: tensors.update(contexts_3=tensors["contexts_1"].clone()), "contexts of 3 tokens"),
         (lambda tensors, said: said.update(version="0"), "no successors of version 1"),
         (lambda tensors, said: said.update(vocab_size="9999"), "another vocabulary"),
     ],
