@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c constraints.txt
 
-PEERS ?= $(or $(FORETOKEN_PEERS),.peers)
+PEERS ?= $(or $(FOREDRAFT_PEERS),.peers)
 JOBS ?= 2
 
 .PHONY: demo test nightly check bench clean peers peer-vllm peer-llamacpp peer-openvino
@@ -32,7 +32,7 @@ $(VENV)/.installed-check: $(VENV)/.installed-test
 	@touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/foretoken demo
+	$(BIN)/foredraft demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
@@ -46,12 +46,12 @@ check: $(VENV)/.installed-check
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m foretoken.bench overhead
-	$(BIN)/python -m foretoken.bench speed --peers $(PEERS)
+	$(BIN)/python -m foredraft.bench overhead
+	$(BIN)/python -m foredraft.bench speed --peers $(PEERS)
 
 peers: peer-openvino peer-vllm peer-llamacpp
 
-# transformers runs in the environment of Foretoken itself, in a process of its own.
+# transformers runs in the environment of Foredraft itself, in a process of its own.
 INSTALL := -m pip --disable-pip-version-check install -q
 TORCH := torch==2.13.0
 LLAMA := $(abspath $(PEERS))/llamacpp
@@ -79,11 +79,11 @@ $(PEERS)/vllm/.installed:
 	touch $@
 
 peer-llamacpp: $(PEERS)/llamacpp/.installed
-$(PEERS)/llamacpp/.installed: $(PEERS)/llamacpp/foretoken-tokens
+$(PEERS)/llamacpp/.installed: $(PEERS)/llamacpp/foredraft-tokens
 	$(@D)/venv/bin/python $(INSTALL) numpy typing-extensions jinja2 $(TORCH) transformers==5.23.0 sentencepiece protobuf pyyaml requests tqdm
 	touch $@
 
-$(PEERS)/llamacpp/foretoken-tokens: src/foretoken/bench/peers/llamacpp_tokens.cpp $(PEERS)/llamacpp/.built
+$(PEERS)/llamacpp/foredraft-tokens: src/foredraft/bench/peers/llamacpp_tokens.cpp $(PEERS)/llamacpp/.built
 	$(CXX) -O3 -march=native -std=c++17 -I$(TREE)/common -I$(TREE)/include -I$(TREE)/ggml/include -I$(TREE)/vendor $< -o $@ -L$(LLAMA)/build/bin -lllama-common -lllama -lggml -lggml-base -Wl,-rpath,'$$ORIGIN/build/bin'
 
 $(PEERS)/llamacpp/.built:

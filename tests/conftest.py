@@ -8,7 +8,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["FORETOKEN_CACHE"] = "off"
+os.environ["FOREDRAFT_CACHE"] = "off"
 
 import pytest
 import torch
@@ -19,4 +19,4 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def chains_of_five(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("planned") is None:
-        monkeypatch.setattr("foretoken.speculator.DEFAULT_SHAPE", "chain(5)")
+        monkeypatch.setattr("foredraft.speculator.DEFAULT_SHAPE", "chain(5)")

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from architectures import VOCABULARY, build
 
-from foretoken import drafters, heads
-from foretoken.drafters.base import Drafter, DraftRequest
-from foretoken.drafters.datastore import Datastore
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.drafters.ngram import NGram
-from foretoken.drafters.rest import Rest
-from foretoken.drafters.several import Several
-from foretoken.heads.base import Batch
-from foretoken.target.features import unwatched
-from foretoken.tree import TokenTree
+from foredraft import drafters, heads
+from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.drafters.datastore import Datastore
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.ngram import NGram
+from foredraft.drafters.rest import Rest
+from foredraft.drafters.several import Several
+from foredraft.heads.base import Batch
+from foredraft.target.features import unwatched
+from foredraft.tree import TokenTree
 
 PAD = 0
 LENGTHS = (52, 41, 44)  # all longer than any window of the tiny models

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from foretoken.processors import row_pipelines
-from foretoken.tree import TokenTree
+from foredraft.processors import row_pipelines
+from foredraft.tree import TokenTree
 
 VOCAB, EOS, PAD = 12, 1, 0
 LENGTHS = (7, 1, 4)

@@ -7,7 +7,7 @@ import torch
 from architectures import ARCHITECTURES, build
 from helpers import LENGTHS, PAD, Oracle, alone, drafter_names, generate, make_drafter, padded, prompts, repetitive, tiny
 
-from foretoken import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
+from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
 
 TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "tree" for how in entry.implementations]
 CHAIN = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "chain" for how in entry.implementations]

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import foretoken
-from foretoken import ConfigurationError, Speculator
-from foretoken.auditing import keyed
-from foretoken.auditing.reference import Reference
-from foretoken.auditing.report import AuditReport
-from foretoken.auditing.statistical import FRACTIONS
-from foretoken.auditing.tally import Design
-from foretoken.drafters.base import DraftRequest
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.sampling import Noise, Purpose, Randomness
-from foretoken.target import execution
-from foretoken.tree import TokenTree
-from foretoken.verification.base import Rule, Verdict
-from foretoken.verification.block import Block, chances, survival
-from foretoken.verification.multi_candidate import MultiCandidate
-from foretoken.verification.ratios import at_node, chain_ratios, residual
+import foredraft
+from foredraft import ConfigurationError, Speculator
+from foredraft.auditing import keyed
+from foredraft.auditing.reference import Reference
+from foredraft.auditing.report import AuditReport
+from foredraft.auditing.statistical import FRACTIONS
+from foredraft.auditing.tally import Design
+from foredraft.drafters.base import DraftRequest
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.sampling import Noise, Purpose, Randomness
+from foredraft.target import execution
+from foredraft.tree import TokenTree
+from foredraft.verification.base import Rule, Verdict
+from foredraft.verification.block import Block, chances, survival
+from foredraft.verification.multi_candidate import MultiCandidate
+from foredraft.verification.ratios import at_node, chain_ratios, residual
 
 VOCAB = 24
 PROMPTS = [[1, 2, 4, 7, 9, 3, 3, 8], [3, 5, 8]]
@@ -66,7 +66,7 @@ def speculator(rule: Any, drafter: DraftModel | None = None, *, shape: str = "ch
 
 
 def audited(subject: Speculator, *parts: str, **options: Any) -> AuditReport:
-    return foretoken.audit(subject, **{"prompts": PROMPTS, "parts": parts or None, "max_new_tokens": 24, **SAMPLED, **options})
+    return foredraft.audit(subject, **{"prompts": PROMPTS, "parts": parts or None, "max_new_tokens": 24, **SAMPLED, **options})
 
 
 # -- what is exact passes -----------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_texts_that_are_a_function_of_the_seed_are_compared_token_for_token(sibl
 
 
 def test_greedy_decoding_draws_nothing():
-    report = foretoken.audit(speculator("rejection"), prompts=PROMPTS, max_new_tokens=24)
+    report = foredraft.audit(speculator("rejection"), prompts=PROMPTS, max_new_tokens=24)
     assert report.verdict == "exact" and report.statistical is None and len(report.keyed) == 1
 
 
@@ -179,7 +179,7 @@ def test_a_fault_in_the_rule_is_found_by_enumeration_and_by_sampling(rule: Rule,
     assert report.verdict == "fault"
     assert report.exact is not None and report.exact.error > 1e-3
     assert report.statistical is not None and not report.statistical.passed
-    with pytest.raises(foretoken.ForetokenError, match="not exact"):
+    with pytest.raises(foredraft.ForedraftError, match="not exact"):
         report.raise_for_fault()
 
 
@@ -377,11 +377,11 @@ def test_a_text_that_ends_elsewhere_is_a_fault():
 
 
 def test_a_lossy_rule_is_called_lossy_and_its_error_is_shown():
-    report = foretoken.audit(
+    report = foredraft.audit(
         models()[0], DraftModel(models()[1], siblings="top-k"), rule="typical", prompts=PROMPTS, parts=["exact"], **SAMPLED
     )
     assert report.verdict == "lossy" and report.exact is not None and report.exact.error > 0.01
-    with pytest.raises(foretoken.ExactnessError, match="lossy"):
+    with pytest.raises(foredraft.ExactnessError, match="lossy"):
         report.raise_for_fault()
 
 
@@ -423,4 +423,4 @@ def test_a_report_is_plain_data():
 )
 def test_what_can_not_work_is_refused(options: dict, message: str):
     with pytest.raises(ConfigurationError, match=message):
-        foretoken.audit(speculator("rejection"), **{"prompts": PROMPTS, **options})
+        foredraft.audit(speculator("rejection"), **{"prompts": PROMPTS, **options})

@@ -1,4 +1,4 @@
-"""``foretoken audit`` on the embedded models: what it prints, what it writes, how it ends."""
+"""``foredraft audit`` on the embedded models: what it prints, what it writes, how it ends."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from foretoken.cli import app
+from foredraft.cli import app
 
 SMALL = ["--max-new-tokens", "12", "--threads", "1"]
 
 
 def audit(*arguments: str):
-    return CliRunner().invoke(app, ["audit", "zoo:python-1m", *SMALL, *arguments], prog_name="foretoken")
+    return CliRunner().invoke(app, ["audit", "zoo:python-1m", *SMALL, *arguments], prog_name="foredraft")
 
 
 def test_an_exact_configuration_ends_well_and_is_written_down(tmp_path: Path):

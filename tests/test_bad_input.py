@@ -9,12 +9,12 @@ import torch
 from helpers import PAD, Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
-from foretoken import (
+from foredraft import (
     CacheMemoryError,
     ConfigurationError,
     Drafter,
     DrafterError,
-    ForetokenError,
+    ForedraftError,
     Speculator,
     TargetOutputError,
     TokenTree,
@@ -22,11 +22,11 @@ from foretoken import (
     drafters,
     rules,
 )
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.rows import RowParameters
-from foretoken.session import Session
-from foretoken.target import Target
-from foretoken.testing import ProbabilityTable, TableTarget
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.rows import RowParameters
+from foredraft.session import Session
+from foredraft.target import Target
+from foredraft.testing import ProbabilityTable, TableTarget
 
 ROWS = repetitive((23, 9, 15))
 NEW = 10
@@ -453,7 +453,7 @@ def test_a_draft_with_another_vocabulary_is_refused():
 
 
 def test_the_tokenizers_are_compared_where_they_can_be_found(tmp_path):
-    from foretoken import zoo
+    from foredraft import zoo
 
     tokenizer = zoo.load_tokenizer("python-8m")
     draft = small(vocabulary=4200)
@@ -520,10 +520,10 @@ def test_a_lora_adapter_works():
     assert expected != [alone(tiny(), row, max_new_tokens=NEW) for row in ROWS]
     speculator = Speculator(model, drafter=make_drafter("draft-model"))
     assert generate(speculator, ROWS, max_new_tokens=NEW) == expected
-    import foretoken
+    import foredraft
 
     through = model.generate(
-        **padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, do_sample=False, custom_generate=foretoken.custom_generate("ngram")
+        **padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, do_sample=False, custom_generate=foredraft.custom_generate("ngram")
     )
     assert added(through, 23) == expected
     one = ROWS[:1]
@@ -627,7 +627,7 @@ def test_a_drafter_handed_from_one_speculator_to_another():
     next(stream)
     second = Speculator(clone(tiny()), drafter=drafter)
     assert generate(second, ROWS, max_new_tokens=NEW) == [alone(tiny(), row, max_new_tokens=NEW) for row in ROWS]
-    with pytest.raises(ForetokenError, match="another generation"):
+    with pytest.raises(ForedraftError, match="another generation"):
         list(stream)
     assert usable(first) and usable(second)
 

@@ -9,16 +9,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from foretoken.bench import environment, hosts, overhead_report, prompts, verdicts, verification
-from foretoken.bench.app import app
-from foretoken.bench.contestants import Contestant, contestants, of_transformers
-from foretoken.bench.overhead import Measurement, Run, Settings, measurement, turned
-from foretoken.bench.passes import Pass, PassRecorder
-from foretoken.bench.report import Table, write
-from foretoken.bench.verdicts import Claim, Spread
-from foretoken.errors import ConfigurationError
-from foretoken.tree import TokenTree
-from foretoken.verification import names as rule_names
+from foredraft.bench import environment, hosts, overhead_report, prompts, verdicts, verification
+from foredraft.bench.app import app
+from foredraft.bench.contestants import Contestant, contestants, of_transformers
+from foredraft.bench.overhead import Measurement, Run, Settings, measurement, turned
+from foredraft.bench.passes import Pass, PassRecorder
+from foredraft.bench.report import Table, write
+from foredraft.bench.verdicts import Claim, Spread
+from foredraft.errors import ConfigurationError
+from foredraft.tree import TokenTree
+from foredraft.verification import names as rule_names
 
 QUICK = Settings(target="zoo:python-8m", threads=1, tokens=8, prompts=2, repeats=2, noise_vocab_size=500, noise_repeats=2, dtype="float32")
 OPTIONS = [
@@ -76,13 +76,13 @@ def sample(contestant, repeat, **changes):
 def test_ratios_are_paired_within_a_repeat():
     """Each repeat is half as slow again as the last on both sides; the ratio does not see it."""
     rows = [sample("transformers plain", n, round_outside=0.4 * (n + 1)) for n in range(3)]
-    rows += [sample("foretoken plain", n, round_outside=0.1 * (n + 1)) for n in range(3)]
+    rows += [sample("foredraft plain", n, round_outside=0.1 * (n + 1)) for n in range(3)]
     ratio = verdicts.ratios(rows)["plain"]["outside_per_round"]
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((0.25, 0.25, 0.25))
 
 
 def test_a_contestant_that_missed_a_call_has_no_median():
-    rows = [sample("transformers plain", n) for n in range(3)] + [sample("foretoken plain", n) for n in range(2)]
+    rows = [sample("transformers plain", n) for n in range(3)] + [sample("foredraft plain", n) for n in range(2)]
     assert list(verdicts.summaries(rows)) == ["transformers plain"]
     assert set(verdicts.ratios(rows)["plain"].values()) == {None}
 
@@ -145,7 +145,7 @@ def test_the_document_has_its_schema(written):
     document, _ = written
     names = {entrant.name for entrant in contestants()}
     assert (document["schema"], document["suite"], document["failures"]) == (1, "overhead", [])
-    assert document["settings"]["tokens"] == QUICK.tokens and document["command"].startswith("python -m foretoken.bench")
+    assert document["settings"]["tokens"] == QUICK.tokens and document["command"].startswith("python -m foredraft.bench")
     assert {"commit", "dirty", "cpu", "threads", "packages", "date"} <= document["environment"].keys()
     assert document["medians"].keys() == names == document["mismatches"].keys()
     assert len(document["measurements"]) == len(names) * QUICK.repeats * QUICK.prompts
@@ -168,7 +168,7 @@ def test_both_sides_do_the_same_work(written):
 
 def test_the_markdown_holds_the_tables(written):
     _, text = written
-    assert text.startswith("# Overhead") and "| foretoken prompt-lookup |" in text and "returned the tokens of plain transformers" in text
+    assert text.startswith("# Overhead") and "| foredraft prompt-lookup |" in text and "returned the tokens of plain transformers" in text
 
 
 # -- failures -----------------------------------------------------------------------------------------------------------------
@@ -196,21 +196,21 @@ def broken(side, mode, when):
 @pytest.mark.parametrize("when", ["set-up", "warm-up", "measurement"])
 def test_a_failure_stays_a_failure(when, tmp_path):
     settings = replace(QUICK, prompts=1, repeats=3, noise_repeats=0)
-    entrants = [contestants()[0], broken("foretoken", "plain", when)]
+    entrants = [contestants()[0], broken("foredraft", "plain", when)]
     run = Run(settings, entrants=entrants)
     run.run()
     said = {"command": "c", "environment": environment.describe()}
     document = overhead_report.document(run, **said)
     assert [(each["contestant"], each["stage"], each["message"]) for each in document["failures"]] == [
-        ("foretoken plain", when, "ValueError: no such thing")
+        ("foredraft plain", when, "ValueError: no such thing")
     ]
     measured = [each["contestant"] for each in document["measurements"]]
-    assert measured.count("foretoken plain") == (when == "measurement")  # the repeat before; after a failure it is out
+    assert measured.count("foredraft plain") == (when == "measurement")  # the repeat before; after a failure it is out
     assert list(document["medians"]) == ["transformers plain"]
     assert set(document["ratios"]["plain"].values()) == {None}
     assert all(claim["verdict"] == "not measured" for claim in document["claims"])
     write(tmp_path, "overhead", document, overhead_report.tables(run), overhead_report.notes(run, **said), overhead_report.TITLE)
-    assert "| foretoken plain |" in (tmp_path / "overhead.md").read_text()
+    assert "| foredraft plain |" in (tmp_path / "overhead.md").read_text()
 
 
 def test_without_the_reference_no_tokens_are_compared():
@@ -229,7 +229,7 @@ def test_a_failure_makes_the_exit_code_1(tmp_path):
     result = CliRunner().invoke(app, ["overhead", *quick, "--draft", str(tmp_path / "draft"), "--out", str(tmp_path)])
     assert result.exit_code == 1
     document = json.loads((tmp_path / "overhead.json").read_text())
-    assert {each["contestant"] for each in document["failures"]} == {"transformers draft-model", "foretoken draft-model"}
+    assert {each["contestant"] for each in document["failures"]} == {"transformers draft-model", "foredraft draft-model"}
     assert len(document["medians"]) == 4
 
 

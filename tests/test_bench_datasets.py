@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from foretoken.bench import datasets, prompts
-from foretoken.bench.datasets import Prompt
-from foretoken.errors import ConfigurationError
+from foredraft.bench import datasets, prompts
+from foredraft.bench.datasets import Prompt
+from foredraft.errors import ConfigurationError
 
 
 def written(tmp_path, *entries, name="file.jsonl"):

@@ -10,17 +10,17 @@ import pytest
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from foretoken.bench import datasets, drafters_claims, drafters_report, environment, peer_process
-from foretoken.bench.app import app
-from foretoken.bench.datasets import Prompt
-from foretoken.bench.drafters import KINDS, RANDOM_TEXTS, Run, Settings, cells, contenders, library_files, turns
-from foretoken.bench.peer_process import ADAPTERS
-from foretoken.bench.replays import Kept, Reading, Replays, Setting, Texts, replayed, with_store
-from foretoken.bench.speed_plan import RANDOM, TEXT
-from foretoken.bench.speed_records import Measurement
-from foretoken.drafters.ngram import NGram
-from foretoken.drafters.prompt_lookup import PromptLookup
-from foretoken.errors import ConfigurationError
+from foredraft.bench import datasets, drafters_claims, drafters_report, environment, peer_process
+from foredraft.bench.app import app
+from foredraft.bench.datasets import Prompt
+from foredraft.bench.drafters import KINDS, RANDOM_TEXTS, Run, Settings, cells, contenders, library_files, turns
+from foredraft.bench.peer_process import ADAPTERS
+from foredraft.bench.replays import Kept, Reading, Replays, Setting, Texts, replayed, with_store
+from foredraft.bench.speed_plan import RANDOM, TEXT
+from foredraft.bench.speed_records import Measurement
+from foredraft.drafters.ngram import NGram
+from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.errors import ConfigurationError
 
 SMALL = Settings(
     targets=("zoo:python-8m",),
@@ -36,7 +36,7 @@ SMALL = Settings(
     threads=1,
     timeout=20,
 )
-PLAIN, SUFFIX, NGRAM, MERGED = "foretoken plain", "foretoken suffix, auto", "foretoken ngram, auto", "foretoken several, auto"
+PLAIN, SUFFIX, NGRAM, MERGED = "foredraft plain", "foredraft suffix, auto", "foredraft ngram, auto", "foredraft several, auto"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def adapters(tmp_path, monkeypatch):
     folder.mkdir()
     shutil.copy(ADAPTERS / "serve.py", folder)
     monkeypatch.setattr(peer_process, "ADAPTERS", folder)
-    monkeypatch.setattr("foretoken.bench.speed.READ", 1 << 20)
+    monkeypatch.setattr("foredraft.bench.speed.READ", 1 << 20)
 
     def put(name, installed=True, **how):
         (folder / f"{name}.py").write_text(engine(name, **how))
@@ -60,7 +60,7 @@ def adapters(tmp_path, monkeypatch):
             home.mkdir(parents=True)
             (home / "python").symlink_to(sys.executable)
 
-    put("foretoken", second=0.01, per_pass=3)
+    put("foredraft", second=0.01, per_pass=3)
     return put
 
 
@@ -82,12 +82,12 @@ def test_every_drafter_as_it_comes_with_nothing_kept_and_in_chains():
     found = {each.name: each for each in contenders(replace(SMALL, lengths=(5, 10)))}
     names = list(found)
     assert names[:2] == [PLAIN, "vllm plain"]
-    for name in ("foretoken suffix, chain(10)", "vllm suffix, γ=5", "vllm lookup, γ=10", "foretoken prompt-lookup, chain(5)"):
+    for name in ("foredraft suffix, chain(10)", "vllm suffix, γ=5", "vllm lookup, γ=10", "foredraft prompt-lookup, chain(5)"):
         assert name in names
-    assert "foretoken suffix, auto, nothing kept" not in names  # it keeps nothing as it is
-    assert found["foretoken ngram, auto, nothing kept"].fresh and not found[NGRAM].fresh
+    assert "foredraft suffix, auto, nothing kept" not in names  # it keeps nothing as it is
+    assert found["foredraft ngram, auto, nothing kept"].fresh and not found[NGRAM].fresh
     assert dict(found[MERGED].options)["drafter"] == "several:suffix,ngram"
-    assert [name for name in names if found[name].hopeless] == [f"foretoken {name}, auto, random text" for name in SMALL.drafters]
+    assert [name for name in names if found[name].hopeless] == [f"foredraft {name}, auto, random text" for name in SMALL.drafters]
 
 
 def test_random_text_is_apart_and_for_those_who_are_there_for_it():
@@ -228,15 +228,15 @@ def claimed(tmp_path, work):
         run.measurements += [
             call(PLAIN, suite, index),
             call(SUFFIX, suite, index, seconds=1.0, rounds=5),
-            call("foretoken suffix, chain(5)", suite, index, seconds=1.1, rounds=5),
+            call("foredraft suffix, chain(5)", suite, index, seconds=1.1, rounds=5),
             call(NGRAM, suite, index, seconds=0.9),
-            call("foretoken ngram, auto, nothing kept", suite, index, seconds=0.6),
+            call("foredraft ngram, auto, nothing kept", suite, index, seconds=0.6),
             call(MERGED, suite, index, seconds=0.9 if suite == "chat" else 0.91),
             call("vllm suffix, γ=5", suite, index, seconds=1.4, rounds=4),
         ]
     run.measurements += [
         call(PLAIN, RANDOM, scenario=RANDOM),
-        call("foretoken suffix, auto, random text", RANDOM, seconds=1.55, scenario=RANDOM),
+        call("foredraft suffix, auto, random text", RANDOM, seconds=1.55, scenario=RANDOM),
     ]
     run.replays = [
         Kept("edit", prompt, drafter, setting, 5, 100, passes, 200)
@@ -270,7 +270,7 @@ def test_claims_by_hand(claimed):
     assert found["edit, γ = 5: acceptance length of suffix over prompt lookup's best setting"].how.endswith("(prompt-lookup, 1 to 8)")
     assert found["all suites: tokens/s of suffix over vllm's suffix"].low == 1.5
     how = found["embedded: tokens/s of several over its best member's, after the first token"].how
-    assert how == "foretoken several, auto 24.39, foretoken ngram, auto 25.00"  # a row with nothing kept is no member
+    assert how == "foredraft several, auto 24.39, foredraft ngram, auto 25.00"  # a row with nothing kept is no member
 
 
 def test_in_float32_more_than_vllm_is_asked_for(claimed):
@@ -300,7 +300,7 @@ def test_a_run_and_its_report(adapters, tmp_path, work):
     assert figures["chat", SUFFIX]["over_own_plain"]["median"] == pytest.approx(0.57 / 0.53)
     titles = [table.title for table in tables]
     assert titles[:4] == ["Figures to reach", "Embedded, float32", "Chat, float32", "All suites, float32"]
-    suffix = next(row for row in tables[2].rows if row[0] == "foretoken suffix, chain(5)")
+    suffix = next(row for row in tables[2].rows if row[0] == "foredraft suffix, chain(5)")
     assert suffix[4].startswith(f"{(0.5 + 3 * 0.02) / (0.5 + 3 * 0.01):.2f}") and suffix[-1] == "2/2"
     assert any("ngram: n-grams of earlier texts" in note and "vLLM's ngram and suffix keep nothing" in note for note in notes)
     assert str(tmp_path) not in json.dumps(document)
@@ -332,7 +332,7 @@ def test_drafters_forget_between_repeats_and_some_before_every_call(adapters, tm
     run = Run(settings, peers=tmp_path / "peers", work=work, launch=lambda peer, log: recorder)
     run.run()
     assert run.failures == []
-    kept, fresh = NGRAM, "foretoken ngram, auto, nothing kept"
+    kept, fresh = NGRAM, "foredraft ngram, auto, nothing kept"
     mine = {name: "".join(op[0] for op, whose in recorder.asked if whose == name and op != "load") for name in (PLAIN, kept, fresh)}
     # a warm-up call, then for each of two repeats two prompts: generate, forget
     assert mine == {PLAIN: "g" + "gg" * 2, kept: "g" + "fgg" * 2, fresh: "g" + "ffgfg" * 2}
@@ -364,8 +364,8 @@ def test_a_method_that_vllm_lacks_is_a_row_and_the_others_are_measured(adapters,
 
 
 def test_a_drafter_of_ours_that_fails_is_a_row(adapters, tmp_path, work):
-    broken = "if name == 'foretoken ngram, auto': raise ValueError('no such file')"
-    (tmp_path / "adapters" / "foretoken.py").write_text(engine("foretoken", on_generate=broken))
+    broken = "if name == 'foredraft ngram, auto': raise ValueError('no such file')"
+    (tmp_path / "adapters" / "foredraft.py").write_text(engine("foredraft", on_generate=broken))
     run = finished(tmp_path, work, peers=(), worst=False)
     assert [(each.contender, each.stage) for each in run.failures] == [(NGRAM, "warm-up")]
     _, tables, _ = pages(run)
@@ -384,7 +384,7 @@ def test_the_command(adapters, tmp_path, work):
     assert document["suite"] == "drafters" and document["replays"] and document["settings"]["tokens"] == 16
     assert {each["contender"] for each in document["failures"]} == {"vllm plain", "vllm lookup, γ=3", "vllm suffix, γ=3"}
     page = (out / "drafters.md").read_text()
-    assert "| foretoken suffix, chain(3) |" in page and "## Acceptance length of chains" in page
+    assert "| foredraft suffix, chain(3) |" in page and "## Acceptance length of chains" in page
     assert str(tmp_path) not in page.replace(document["command"], "")
     refused = CliRunner().invoke(app, ["drafters", "--drafter", "oracle", "--peers", str(tmp_path)])
     assert refused.exit_code == 2 and "oracle" in refused.output

@@ -11,12 +11,12 @@ import pytest
 import torch
 from helpers import eagle3_head, prompts, taught_head, tiny
 
-from foretoken import ConfigurationError
-from foretoken.bench import heads, heads_report
-from foretoken.bench.heads import Case, Compared, Run, Settings, Side, compared, decoded
-from foretoken.bench.peer_process import PeerError
-from foretoken.heads import checkpoints
-from foretoken.loading import load_model
+from foredraft import ConfigurationError
+from foredraft.bench import heads, heads_report
+from foredraft.bench.heads import Case, Compared, Run, Settings, Side, compared, decoded
+from foredraft.bench.peer_process import PeerError
+from foredraft.heads import checkpoints
+from foredraft.loading import load_model
 
 TOKENS = 12
 
@@ -27,7 +27,7 @@ def trained():
 
 
 class Itself:
-    """Answers as vLLM's adapter does, with what Foretoken decodes from the exported folder."""
+    """Answers as vLLM's adapter does, with what Foredraft decodes from the exported folder."""
 
     def __init__(self, folder: Path, target: Path, length: int):
         self.model = load_model(str(target), dtype="float32")
@@ -73,7 +73,7 @@ def begin(tmp_path: Path, target: Path, monkeypatch):
 
 def document(run: Run) -> dict:
     environment = {
-        "packages": dict.fromkeys(("foretoken", "torch", "transformers"), "0"),
+        "packages": dict.fromkeys(("foredraft", "torch", "transformers"), "0"),
         "dirty": False,
         "commit": "c",
         "python": "3",

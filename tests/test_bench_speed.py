@@ -15,17 +15,17 @@ import torch
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from foretoken.bench import checkpoints, environment, peer_process, speed_claims, speed_plots, speed_report
-from foretoken.bench.app import app
-from foretoken.bench.checkpoints import Checkpoint
-from foretoken.bench.peer_process import ADAPTERS, PeerError, PeerProcess, find
-from foretoken.bench.report import append_images, write
-from foretoken.bench.speed import Run
-from foretoken.bench.speed_figures import Calls, Estimate, best, quotient
-from foretoken.bench.speed_plan import Cell, Contender, Settings, cells, contenders, hopeless
-from foretoken.bench.speed_records import Curve, Measurement, Read, first_difference
-from foretoken.errors import ConfigurationError
-from foretoken.loading import load_model
+from foredraft.bench import checkpoints, environment, peer_process, speed_claims, speed_plots, speed_report
+from foredraft.bench.app import app
+from foredraft.bench.checkpoints import Checkpoint
+from foredraft.bench.peer_process import ADAPTERS, PeerError, PeerProcess, find
+from foredraft.bench.report import append_images, write
+from foredraft.bench.speed import Run
+from foredraft.bench.speed_figures import Calls, Estimate, best, quotient
+from foredraft.bench.speed_plan import Cell, Contender, Settings, cells, contenders, hopeless
+from foredraft.bench.speed_records import Curve, Measurement, Read, first_difference
+from foredraft.errors import ConfigurationError
+from foredraft.loading import load_model
 
 SMALL = Settings(
     targets=("zoo:python-8m",),
@@ -40,7 +40,7 @@ SMALL = Settings(
     timeout=20,
 )
 NOT_INSTALLED = "not installed: make peers installs it"
-PLAIN, AUTO = "foretoken plain", "foretoken draft, auto"
+PLAIN, AUTO = "foredraft plain", "foredraft draft, auto"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def adapters(tmp_path, monkeypatch):
     folder.mkdir()
     shutil.copy(ADAPTERS / "serve.py", folder)
     monkeypatch.setattr(peer_process, "ADAPTERS", folder)
-    monkeypatch.setattr("foretoken.bench.speed.READ", 1 << 20)
+    monkeypatch.setattr("foredraft.bench.speed.READ", 1 << 20)
 
     def put(name, installed=True, **how):
         (folder / f"{name}.py").write_text(engine(name, **how))
@@ -64,7 +64,7 @@ def adapters(tmp_path, monkeypatch):
             home.mkdir(parents=True)
             (home / "python").symlink_to(sys.executable)
 
-    put("foretoken", second=0.01, per_pass=3)
+    put("foredraft", second=0.01, per_pass=3)
     return put
 
 
@@ -160,13 +160,13 @@ def claimed(tmp_path):
     split = {"target": 0.12, "draft": 0.005, "prefill": 0.5, "overhead": 0.0}
     drafted = {"split": split, "times": quick, "seconds": quick[-1], "tokens": 31, "rounds": 10, "kept": 30}
     rows = [call(PLAIN, split={"target": 0.1}), call("transformers plain", seconds=1.2)]
-    rows += [call(AUTO, **drafted, predicted=250.0), call("foretoken draft, chain(5)", **drafted)]
+    rows += [call(AUTO, **drafted, predicted=250.0), call("foredraft draft, chain(5)", **drafted)]
     rows += [call("transformers draft, γ=5", seconds=1.2), call("vllm draft, γ=5", tokens=22)]
     rows += [call(PLAIN, scenario="batch", batch=4, tokens=44), call(AUTO, scenario="batch", batch=4, tokens=88)]
-    rows += [call(PLAIN, scenario="hopeless draft"), call("foretoken draft, auto, untrained", scenario="hopeless draft", seconds=0.625)]
+    rows += [call(PLAIN, scenario="hopeless draft"), call("foredraft draft, auto, untrained", scenario="hopeless draft", seconds=0.625)]
     run.measurements = rows
     values = {"t1": 0.01, "tn": 0.011, "draft": 0.0015, "target": {"1": 0.01}}
-    run.curves = [Curve("t", "bfloat16", "foretoken draft, chain(5)", 5, 1, 0, values)]
+    run.curves = [Curve("t", "bfloat16", "foredraft draft, chain(5)", 5, 1, 0, values)]
     return run
 
 
@@ -181,17 +181,17 @@ def test_claims_by_hand(claimed):
         ("plain decoding's effective bandwidth over that of a large read", 100 * 0.6 / 80, "missed"),
         ("tokens/s over the best peer's, draft model", ours / (22 / 0.6), "missed"),
         ("tokens/s over transformers' assisted generation", ours / (11 / 1.2), "met"),
-        ("speed-up over what acceptance and cost curve allow, foretoken draft, chain(5)", 2.4 / (3 * 10 / 12.5), "met"),
-        ("speed-up over what acceptance and its own passes allow, foretoken draft, chain(5)", 2.4 / (3 * 10 / 12.5), "met"),
-        ("measured over planner-predicted tokens/s, foretoken draft, auto", 240 / 250, "met"),
-        ("hopeless draft, batch 1: tokens/s over plain, foretoken draft, auto, untrained", 0.6 / 0.625, "missed"),
-        ("batch 4: tokens/s over plain, foretoken draft, auto", 2.0, "met"),
-        ("batch 4 over batch 1: total tokens/s, foretoken draft, auto", (88 / 0.6) / ours, "met"),
+        ("speed-up over what acceptance and cost curve allow, foredraft draft, chain(5)", 2.4 / (3 * 10 / 12.5), "met"),
+        ("speed-up over what acceptance and its own passes allow, foredraft draft, chain(5)", 2.4 / (3 * 10 / 12.5), "met"),
+        ("measured over planner-predicted tokens/s, foredraft draft, auto", 240 / 250, "met"),
+        ("hopeless draft, batch 1: tokens/s over plain, foredraft draft, auto, untrained", 0.6 / 0.625, "missed"),
+        ("batch 4: tokens/s over plain, foredraft draft, auto", 2.0, "met"),
+        ("batch 4 over batch 1: total tokens/s, foredraft draft, auto", (88 / 0.6) / ours, "met"),
     ]:
         assert measured(name) == (pytest.approx(value, rel=1e-3), verdict), name
     assert found["tokens/s over the best peer's, prompt lookup"].verdict == "not measured"
-    assert found["measured over planner-predicted tokens/s, foretoken lookup, auto"].verdict == "not measured"
-    assert found["tokens/s over the best peer's, draft model"].how == f"foretoken draft, auto {ours:.1f}, vllm draft, γ=5 36.7"
+    assert found["measured over planner-predicted tokens/s, foredraft lookup, auto"].verdict == "not measured"
+    assert found["tokens/s over the best peer's, draft model"].how == f"foredraft draft, auto {ours:.1f}, vllm draft, γ=5 36.7"
 
 
 def test_float32_has_bounds_of_its_own_and_no_claim_against_assisted_generation(claimed):
@@ -222,14 +222,14 @@ def test_a_figure_with_two_bounds():
 def test_contenders_are_all_combinations():
     names = [each.name for each in contenders(replace(SMALL, peers=("transformers", "llamacpp", "openvino"), lengths=(3, 5)))]
     assert names[:5] == [PLAIN, "transformers plain", "llamacpp plain", "openvino plain, PA", "openvino plain, SDPA"]
-    for name in (AUTO, "foretoken draft, chain(5)", "transformers draft, γ=3", "llamacpp lookup, ngram-simple, γ=5"):
+    for name in (AUTO, "foredraft draft, chain(5)", "transformers draft, γ=3", "llamacpp lookup, ngram-simple, γ=5"):
         assert name in names
     assert len(set(names)) == len(names)
 
 
-def test_rules_count_where_foretoken_samples_and_then_peers_stay_away():
+def test_rules_count_where_foredraft_samples_and_then_peers_stay_away():
     sampled = contenders(replace(SMALL, temperature=1.0, rules=("block", "match"), drafters=("ngram:zoo:python-ngram",)))
-    assert {each.side for each in sampled} == {"foretoken"}
+    assert {each.side for each in sampled} == {"foredraft"}
     assert {dict(each.options)["rule"] for each in sampled if each.mode != "plain"} == {"block", "match"}
     assert any(dict(each.options).get("drafter") == "ngram:zoo:python-ngram" for each in sampled)
 
@@ -243,9 +243,9 @@ def test_cells_of_every_scenario():
     assert kinds == [("text", 1), ("text", 1), ("batch", 3), *pairs]
     assert [len(row) for row in found[2].ids] == [40, 50, 35]  # prompts run out: the first again, cut shorter
     assert not any("untrained" in name or "random" in name for name in (*found[0].contenders, *found[2].contenders))
-    assert found[3].contenders == (PLAIN, "foretoken draft, auto, untrained")
-    assert found[4].contenders == (PLAIN, "foretoken lookup, auto, random text") and found[4].temperature > 1
-    assert set(found[2].contenders) == {PLAIN, AUTO, "foretoken lookup, auto"}
+    assert found[3].contenders == (PLAIN, "foredraft draft, auto, untrained")
+    assert found[4].contenders == (PLAIN, "foredraft lookup, auto, random text") and found[4].temperature > 1
+    assert set(found[2].contenders) == {PLAIN, AUTO, "foredraft lookup, auto"}
 
 
 def test_settings_that_can_not_be_are_refused():
@@ -259,7 +259,7 @@ def test_settings_that_can_not_be_are_refused():
 
 
 def test_zeros_are_told_apart_and_the_function_stays():
-    from foretoken import zoo
+    from foredraft import zoo
 
     small = zoo.load("python-8m", dtype=torch.float32)
     model = zoo.inflate(small, hidden_size=256, layers=10)
@@ -360,8 +360,8 @@ def test_nobody_stays_behind_when_the_driver_dies(tmp_path):
     code = f"""
 import os
 from pathlib import Path
-from foretoken.bench.peer_process import PeerProcess, find
-one = PeerProcess(find("foretoken", Path({str(tmp_path)!r})), threads=1, log=Path({str(tmp_path / "log")!r}))
+from foredraft.bench.peer_process import PeerProcess, find
+one = PeerProcess(find("foredraft", Path({str(tmp_path)!r})), threads=1, log=Path({str(tmp_path / "log")!r}))
 try:
     one.ask("no_such", limit=20)
 except Exception:
@@ -411,7 +411,7 @@ def test_a_run_and_its_report(adapters, tmp_path, work):
     assert plain["same_as_plain"] == {"equal": 4, "compared": 4, "first_difference": None}
     paths = write(tmp_path / "out", "speed", document, speed_report.tables(run), speed_report.notes(run, **said), speed_report.TITLE)
     page = paths[1].read_text()
-    assert "## Figures to reach" in page and "| foretoken draft, auto |" in page and "vllm 1.0" in page
+    assert "## Figures to reach" in page and "| foredraft draft, auto |" in page and "vllm 1.0" in page
     assert json.loads(paths[0].read_text())["schema"] == 1
     drawn = speed_plots.draw(run, tmp_path / "out")
     assert sorted(each.name for each in drawn) == [f"speed-{name}-float32.png" for name in ("cost", "depth", "speedup", "split")]
@@ -445,7 +445,7 @@ def test_a_peer_that_dies_takes_those_in_its_process_along_and_nobody_else(adapt
     run = finished(tmp_path, work, peers=("transformers",))
     assert {each.contender for each in run.failures} == {"transformers draft, γ=5", "transformers lookup, γ=5", "transformers plain"}
     done = Calls(run.measurements).finished
-    assert done and all(name.startswith("foretoken") for name in done)
+    assert done and all(name.startswith("foredraft") for name in done)
 
 
 def test_a_peer_with_another_text_is_measured_and_shown(adapters, tmp_path, work):
@@ -474,7 +474,7 @@ def test_nobody_always_follows_the_same(adapters, tmp_path, work):
 # -- the real adapters that need nothing else -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["foretoken", "transformers"])
+@pytest.mark.parametrize("side", ["foredraft", "transformers"])
 def test_adapters_of_this_environment(side, work):
     import importlib.util
 
@@ -502,7 +502,7 @@ def test_adapters_of_this_environment(side, work):
 def test_the_cost_curve_is_measured(work, monkeypatch):
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("adapter_foretoken", ADAPTERS / "foretoken.py")
+    spec = importlib.util.spec_from_file_location("adapter_foredraft", ADAPTERS / "foredraft.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "SECONDS", 0.3)
@@ -548,7 +548,7 @@ def test_what_can_not_be_asked_ends_with_2(adapters, tmp_path, work):
 def test_without_charts_the_page_says_so(tmp_path):
     (tmp_path / "speed.md").write_text("# Speed\n")
     append_images(tmp_path / "speed.md", [], otherwise=speed_plots.MISSING)
-    assert "foretoken[plot]" in (tmp_path / "speed.md").read_text()
+    assert "foredraft[plot]" in (tmp_path / "speed.md").read_text()
 
 
 def test_contender_names_and_cells_are_plain_values():

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from foretoken import Speculator, zoo
-from foretoken.bench import acceptance, acceptance_report, prompts, trees, trees_report
-from foretoken.bench.acceptance import beginnings, contenders
-from foretoken.bench.app import app
-from foretoken.bench.passes import Pass
-from foretoken.bench.trees import Call, Spent, outermost, watched
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.errors import ConfigurationError
+from foredraft import Speculator, zoo
+from foredraft.bench import acceptance, acceptance_report, prompts, trees, trees_report
+from foredraft.bench.acceptance import beginnings, contenders
+from foredraft.bench.app import app
+from foredraft.bench.passes import Pass
+from foredraft.bench.trees import Call, Spent, outermost, watched
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.errors import ConfigurationError
 
 # -- acceptance: arithmetic ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ def test_the_document_has_claims_and_where_it_ran(accepted):
     assert (document["schema"], document["suite"], document["settings"]["tokens"]) == (1, "acceptance", QUICK.tokens)
     assert [claim["name"].partition(",")[0] for claim in document["claims"]] == ["block − rejection"] + ["traversal − multi-candidate"] * 2
     assert {"commit", "dirty", "packages", "threads"} <= document["environment"].keys()
-    assert document["command"].startswith("python -m foretoken.bench") and "bootstraps over prompts" in text
+    assert document["command"].startswith("python -m foredraft.bench") and "bootstraps over prompts" in text
 
 
 # -- trees: arithmetic --------------------------------------------------------------------------------------------------------

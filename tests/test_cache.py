@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken import RowParameters, Speculator, TokenTree
-from foretoken.target import Target
-from foretoken.target.cache import BLOCK, TreeCache, Window
+from foredraft import RowParameters, Speculator, TokenTree
+from foredraft.target import Target
+from foredraft.target.cache import BLOCK, TreeCache, Window
 
 TOLERANCE = 1e-5  # largest difference, relative to the largest entry of the layer
 FAMILIES = ["llama", "gemma3_text", "deepseek_v3"]

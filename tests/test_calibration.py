@@ -11,18 +11,18 @@ from helpers import alone, generate, make_drafter, padded, prompts, repetitive, 
 from test_inflate import IDS
 from test_inflate import tiny as small_llama
 
-from foretoken import ConfigurationError, Speculator, zoo
-from foretoken.drafters.medusa import Medusa
-from foretoken.drafters.prompt_lookup import PromptLookup
-from foretoken.drafters.several import Several
-from foretoken.heads import find
-from foretoken.heads.base import LAST
-from foretoken.heads.calibration import best_tree, calibrate, likeliest_nodes
-from foretoken.heads.medusa import MedusaHead
-from foretoken.planning.acceptance import KNOWN, Acceptance
-from foretoken.planning.tree_costs import tree_costs
-from foretoken.target import Target
-from foretoken.zoo.head_inflation import inflate_medusa
+from foredraft import ConfigurationError, Speculator, zoo
+from foredraft.drafters.medusa import Medusa
+from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.drafters.several import Several
+from foredraft.heads import find
+from foredraft.heads.base import LAST
+from foredraft.heads.calibration import best_tree, calibrate, likeliest_nodes
+from foredraft.heads.medusa import MedusaHead
+from foredraft.planning.acceptance import KNOWN, Acceptance
+from foredraft.planning.tree_costs import tree_costs
+from foredraft.target import Target
+from foredraft.zoo.head_inflation import inflate_medusa
 
 RATES = ((0.6, 0.15, 0.1), (0.5, 0.2, 0.05), (0.3, 0.25, 0.2))
 

@@ -18,21 +18,21 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from foretoken import __version__, drafters, verification, zoo
-from foretoken.cli import app, demo_report, printers
-from foretoken.cli.demo import Demo, Difference, Setting
-from foretoken.cli.detokenizer import UNFINISHED, Detokenizer
-from foretoken.cli.figures import combine, figures_line
-from foretoken.cli.generation import Configuration, parse_options
-from foretoken.drafters.prompt_lookup import PromptLookup
-from foretoken.stats import Stats
+from foredraft import __version__, drafters, verification, zoo
+from foredraft.cli import app, demo_report, printers
+from foredraft.cli.demo import Demo, Difference, Setting
+from foredraft.cli.detokenizer import UNFINISHED, Detokenizer
+from foredraft.cli.figures import combine, figures_line
+from foredraft.cli.generation import Configuration, parse_options
+from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.stats import Stats
 
 POISON = "~"  # the tiny model answers this token with NaN
 EXACT = ("--dtype", "float32", "--max-new-tokens", "24")
 
 
 def cli(*arguments, stdin=None):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, prog_name="foretoken")
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin, prog_name="foredraft")
 
 
 def generate(*arguments, stdin=None):
@@ -47,7 +47,7 @@ def hear_interrupts():
 
 
 def process(*arguments, **options):
-    command = [sys.executable, "-m", "foretoken", *map(str, arguments)]
+    command = [sys.executable, "-m", "foredraft", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, **options)
 
 
@@ -78,7 +78,7 @@ def tiny(tmp_path_factory, tokenizer):
 @pytest.mark.parametrize("command", [(), ("generate",), ("demo",), ("models",), ("drafters",), ("rules",), ("audit",), ("tune",)])
 def test_help(command):
     result = cli(*command, "--help")
-    assert result.exit_code == 0 and "Usage: foretoken" in result.stdout and "--help" in result.stdout
+    assert result.exit_code == 0 and "Usage: foredraft" in result.stdout and "--help" in result.stdout
 
 
 def test_every_option_of_generate_is_explained():
@@ -93,13 +93,13 @@ def test_every_option_of_generate_is_explained():
 
 def test_version_and_lists_of_files_need_no_torch():
     code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom foretoken.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom foredraft.cli import app\n"
         "for arguments in (['--version'], ['models'], ['generate', '--help']):\n"
         "    assert CliRunner().invoke(app, arguments).exit_code == 0\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    assert cli("--version").stdout == f"foretoken {__version__}\n"
+    assert cli("--version").stdout == f"foredraft {__version__}\n"
 
 
 def test_models_lists_all_and_labels_the_instrument():
@@ -352,7 +352,7 @@ def test_out_of_memory_is_a_message(monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr("foretoken.cli.generation.Speculator", fail)
+    monkeypatch.setattr("foredraft.cli.generation.Speculator", fail)
     result = cli("generate", "x")
     assert result.exit_code == 1 and "error: out of memory" in result.stderr
 
@@ -401,7 +401,7 @@ def test_interrupt_while_loading(monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("foretoken.cli.generation.load_tokenizer", interrupt)
+    monkeypatch.setattr("foredraft.cli.generation.load_tokenizer", interrupt)
     result = cli("generate", "x")
     assert result.exit_code == 130 and result.stderr == "interrupted\n"
 
@@ -522,7 +522,7 @@ def test_demo_does_not_hide_a_wrong_text(monkeypatch):
         return done
 
     monkeypatch.setattr(Demo, "_run", tampered)
-    monkeypatch.setattr("foretoken.cli.demo.ROUNDING", 0)
+    monkeypatch.setattr("foredraft.cli.demo.ROUNDING", 0)
     result = cli("demo", "--target", "zoo:python-8m", "--drafter", "prompt-lookup", "--max-new-tokens", 4, "--repeats", 1)
     assert result.exit_code == 1 and "This is a defect" in " ".join(result.stdout.split())
     assert "leaves the plain one at new token 3" in result.stdout

@@ -1,4 +1,4 @@
-"""``foretoken tune``: what it prints, writes and draws, and what it refuses."""
+"""``foredraft tune``: what it prints, writes and draws, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from foretoken.cli import app, tune
-from foretoken.cli.tune import Candidate, Setting
+from foredraft.cli import app, tune
+from foredraft.cli.tune import Candidate, Setting
 
 CANDIDATE = Candidate(
     drafter="draft-model:small",
@@ -29,7 +29,7 @@ CANDIDATE = Candidate(
 
 
 def cli(*arguments):
-    return CliRunner().invoke(app, ["tune", *map(str, arguments)], prog_name="foretoken")
+    return CliRunner().invoke(app, ["tune", *map(str, arguments)], prog_name="foredraft")
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """Fewer tokens and repeats, and a cache of its own."""
     for name, value in (("NEW", 10), ("TRIALS", 1), ("REPEATS", 1), ("PYTHON", tune.PYTHON[:2])):
         monkeypatch.setattr(tune, name, value)
-    monkeypatch.setattr("foretoken.planning.planner.BUDGET", 0.2)
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("foredraft.planning.planner.BUDGET", 0.2)
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
 
 
 def test_help():
@@ -79,7 +79,7 @@ def test_the_picture_is_a_png(tmp_path):
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = cli("--plot", "out.png")
-    assert result.exit_code == 2 and "pip install 'foretoken[plot]'" in result.output
+    assert result.exit_code == 2 and "pip install 'foredraft[plot]'" in result.output
 
 
 @pytest.mark.parametrize(

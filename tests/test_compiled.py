@@ -14,9 +14,9 @@ from architectures import ARCHITECTURES, build
 from helpers import alone, clone, generate, perturbed, repetitive, tiny
 from torch._dynamo.utils import counters
 
-from foretoken import ConfigurationError, Speculator, TokenTree
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.target import Target, compilation
+from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.target import Target, compilation
 
 ROWS = repetitive((23, 9, 15))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}

@@ -14,10 +14,10 @@ from helpers import alone, perturbed, prompts, tiny
 from training_helpers import LENGTHS, answering, in_a_process, make_data, was_killed
 from typer.testing import CliRunner
 
-from foretoken.cli import app
-from foretoken.errors import ConfigurationError
-from foretoken.training.data import Manifest, Shard, Texts, refuse_other_data, shard_file
-from foretoken.training.prompts import encode, read_entries, windows
+from foredraft.cli import app
+from foredraft.errors import ConfigurationError
+from foredraft.training.data import Manifest, Shard, Texts, refuse_other_data, shard_file
+from foredraft.training.prompts import encode, read_entries, windows
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_an_answer_ends_with_the_end_of_text(tmp_path):
 
 
 def test_rows_join_while_others_are_under_way(tmp_path, monkeypatch):
-    from foretoken.session import Session
+    from foredraft.session import Session
 
     seen, step = [], Session.step
     monkeypatch.setattr(Session, "step", lambda session: (seen.append((len(session.rows), len(session.waiting))), step(session))[1])
@@ -111,7 +111,7 @@ def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
 if where == "save":
-    from foretoken.training import data
+    from foredraft.training import data
     fsync = os.fsync
     os.fsync = lambda handle: (die(), fsync(handle))[1]
 make_data(Path(sys.argv[1]), top=3, report=(lambda count: die()) if where == "step" else None)
@@ -144,8 +144,8 @@ def test_what_is_there_is_not_made_again(data, tmp_path):
 
 
 def test_parts_of_a_run_make_the_same_files(data, tmp_path):
-    from foretoken import Speculator
-    from foretoken.training import generation
+    from foredraft import Speculator
+    from foredraft.training import generation
 
     how = answering(top=3)
     manifest = generation.plan(tiny(), asked(), how, per_shard=8, source={})
@@ -220,7 +220,7 @@ def test_texts_of_another_target_are_refused(data):
 
 
 def test_folders_that_are_none(tmp_path, data):
-    with pytest.raises(ConfigurationError, match="holds no data; make some with: foretoken data generate"):
+    with pytest.raises(ConfigurationError, match="holds no data; make some with: foredraft data generate"):
         Texts(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(ConfigurationError, match="another format"):
@@ -235,7 +235,7 @@ def test_folders_that_are_none(tmp_path, data):
 
 
 def zoo_tokenizer():
-    from foretoken.zoo import load_tokenizer
+    from foredraft.zoo import load_tokenizer
 
     return load_tokenizer("python-8m")
 

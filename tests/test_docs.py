@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES
 
-import foretoken
+import foredraft
 
 ROOT = Path(__file__).parent.parent
 
@@ -28,5 +28,5 @@ def test_readme_names_every_architecture_that_is_tested():
 
 def test_readme_names_every_drafter_and_rule():
     text = (ROOT / "README.md").read_text()
-    for name in [*foretoken.drafters.names(), *foretoken.rules.names()]:
+    for name in [*foredraft.drafters.names(), *foredraft.rules.names()]:
         assert f"`{name}" in text, name

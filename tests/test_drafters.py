@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken import ConfigurationError, Session, Speculator, drafters, verification, zoo
-from foretoken.drafters.base import DraftRequest
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.drafters.ngram import NGram
-from foretoken.drafters.ngram_model import NGramModel
-from foretoken.drafters.prompt_lookup import PromptLookup, SuffixIndex, merge_copies
-from foretoken.drafters.tries import Trie
-from foretoken.processors import Pipeline
-from foretoken.sampler import Sampler
-from foretoken.sampling import Noise
-from foretoken.shapes import TreeShape
-from foretoken.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft import ConfigurationError, Session, Speculator, drafters, verification, zoo
+from foredraft.drafters.base import DraftRequest
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.ngram import NGram
+from foredraft.drafters.ngram_model import NGramModel
+from foredraft.drafters.prompt_lookup import PromptLookup, SuffixIndex, merge_copies
+from foredraft.drafters.tries import Trie
+from foredraft.processors import Pipeline
+from foredraft.sampler import Sampler
+from foredraft.sampling import Noise
+from foredraft.shapes import TreeShape
+from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 
 
 @dataclass
@@ -421,7 +421,7 @@ class Sometimes(DraftModel):
     def draft(self, request):
         self.rounds = getattr(self, "rounds", 0) + 1
         if self.rounds % 3:
-            from foretoken import TokenTree
+            from foredraft import TokenTree
 
             return TokenTree.root(request.roots())
         return super().draft(request)

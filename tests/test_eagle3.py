@@ -13,19 +13,19 @@ from helpers import alone, eagle3_head, generate, padded, prompts, tiny
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from foretoken import ConfigurationError, Speculator, drafters, zoo
-from foretoken.drafters.base import DraftRequest, Feedback
-from foretoken.drafters.eagle3 import Eagle3
-from foretoken.heads.base import Batch
-from foretoken.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers, draft_vocabulary
-from foretoken.heads.eagle3_layer import ELSEWHERE
-from foretoken.processors import Pipeline
-from foretoken.sampler import Sampler
-from foretoken.sampling import Noise
-from foretoken.shapes import TreeShape
-from foretoken.target import Target
-from foretoken.tree import TokenTree
-from foretoken.zoo.eagle3_inflation import inflate_eagle3
+from foredraft import ConfigurationError, Speculator, drafters, zoo
+from foredraft.drafters.base import DraftRequest, Feedback
+from foredraft.drafters.eagle3 import Eagle3
+from foredraft.heads.base import Batch
+from foredraft.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers, draft_vocabulary
+from foredraft.heads.eagle3_layer import ELSEWHERE
+from foredraft.processors import Pipeline
+from foredraft.sampler import Sampler
+from foredraft.sampling import Noise
+from foredraft.shapes import TreeShape
+from foredraft.target import Target
+from foredraft.tree import TokenTree
+from foredraft.zoo.eagle3_inflation import inflate_eagle3
 
 COUNTS = torch.arange(128) * 37 % 128  # no two tokens are as frequent
 FAVOURITES = [token for token in range(128) if COUNTS[token] >= 78]  # the 50 most frequent
@@ -215,8 +215,8 @@ def test_long_texts_are_looked_at_in_parts(monkeypatch):
     batch = batch_of(head, prompts((30, 30)), [30, 21])
     whole = head.loss(batch)
     gradient = torch.autograd.grad(whole.total, list(head.parameters()))
-    monkeypatch.setattr("foretoken.heads.eagle3_loss.QUERIES", 7)
-    monkeypatch.setattr("foretoken.heads.eagle3_loss.LOGITS", 128 * 5)
+    monkeypatch.setattr("foredraft.heads.eagle3_loss.QUERIES", 7)
+    monkeypatch.setattr("foredraft.heads.eagle3_loss.LOGITS", 128 * 5)
     parts = head.loss(batch)
     torch.testing.assert_close(parts.total, whole.total)
     torch.testing.assert_close(torch.autograd.grad(parts.total, list(head.parameters())), gradient, atol=1e-4, rtol=1e-4)

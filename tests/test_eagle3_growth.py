@@ -10,13 +10,13 @@ from helpers import generate
 from test_native import needs_kernels
 from test_packed_heads import shaken
 
-from foretoken import Speculator, zoo
-from foretoken.bench.prompts import PYTHON
-from foretoken.drafters.eagle3 import Eagle3
-from foretoken.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
-from foretoken.heads.eagle3 import Eagle3Head
-from foretoken.target.native_growth import MISSED
-from foretoken.tree import TokenTree
+from foredraft import Speculator, zoo
+from foredraft.bench.prompts import PYTHON
+from foredraft.drafters.eagle3 import Eagle3
+from foredraft.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.target.native_growth import MISSED
+from foredraft.tree import TokenTree
 
 pytestmark = needs_kernels
 SHAPES = ["chain(1)", "chain(5)", "product(3,2,1)", "paths(0,1,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=3,total=9)",

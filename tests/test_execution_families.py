@@ -15,12 +15,12 @@ import torch
 from architectures import ARCHITECTURES
 from helpers import Oracle, clone, generate, repetitive
 
-from foretoken import ConfigurationError, Speculator, TokenTree
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.target import Target, compilation, fusion, native
-from foretoken.target import packing as packing_module
-from foretoken.target.kernel_pass import NativeModel
-from foretoken.target.packing import HINTS, NATIVE
+from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.target import Target, compilation, fusion, native
+from foredraft.target import packing as packing_module
+from foredraft.target.kernel_pass import NativeModel
+from foredraft.target.packing import HINTS, NATIVE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
 
@@ -186,7 +186,7 @@ def assert_as_found(model, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_text_are_those_of_the_model_as_it_is(family, execution, monkeypatch):
     model = clone(tiny(family))
-    monkeypatch.setattr("foretoken.speculator.load_model", lambda *_, **__: model)
+    monkeypatch.setattr("foredraft.speculator.load_model", lambda *_, **__: model)
     source = model if execution == "packed" else "loaded by name"  # nobody else holds it, and packed weights replace its own
     if family in TREES:
         speculator = Speculator(source, DraftModel(draft(family)), shape="product(2,1)", execution=execution)

@@ -1,4 +1,4 @@
-"""``foretoken export`` and ``foretoken convert``: what they write, the command they print, and what they refuse."""
+"""``foredraft export`` and ``foredraft convert``: what they write, the command they print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from test_head_formats import make, says
 from typer.testing import CliRunner
 
-from foretoken import zoo
-from foretoken.cli import app
-from foretoken.cli.heads import serving
-from foretoken.heads import checkpoints
+from foredraft import zoo
+from foredraft.cli import app
+from foredraft.cli.heads import serving
+from foredraft.heads import checkpoints
 
 
 def cli(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="foretoken")
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="foredraft")
 
 
 def refused(*arguments) -> str:
@@ -111,11 +111,11 @@ def test_refusals_of_export_name_the_fix(tmp_path: Path, target: Path):
     out = ("--out", tmp_path / "out")
     assert "unknown format 'gguf'; choose vllm, speculators, medusa, eagle3" in refused("export", source, "--to", "gguf", *out)
     assert "no such folder" in refused("export", tmp_path / "none", "--to", "vllm", *out)
-    assert "choose vllm, medusa, foretoken" in refused("export", source, "--to", "speculators", *out)
+    assert "choose vllm, medusa, foredraft" in refused("export", source, "--to", "speculators", *out)
     assert "has no revision 'v1'" in refused("export", source, "--to", "vllm", *out, "--revision", "v1")
     assert "is a file; a head is stored in a folder" in refused("export", source, "--to", "vllm", "--out", source / "config.json")
     config = json.loads((source / "config.json").read_text())
-    del config["foretoken"]
+    del config["foredraft"]
     (source / "config.json").write_text(json.dumps(config))
     assert "load it with its target (--target)" in refused("export", source, "--to", "medusa", *out)
     assert cli("export", source, "--to", "medusa", *out, "--target", target).exit_code == 0

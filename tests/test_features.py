@@ -13,17 +13,17 @@ from tape import Tape
 from test_execution_families import WIDE
 from test_target_trees import random_tree
 
-from foretoken import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.drafters.prompt_lookup import PromptLookup
-from foretoken.drafters.several import Several
-from foretoken.target import Target, compilation, native, recorder
-from foretoken.target import packing as packing_module
-from foretoken.target.features import LAST, taps_of
-from foretoken.target.graphs import PATIENCE, TRIALS
-from foretoken.target.packing import HINTS, NATIVE
-from foretoken.testing import ProbabilityTable, TableTarget
+from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.drafters.several import Several
+from foredraft.target import Target, compilation, native, recorder
+from foredraft.target import packing as packing_module
+from foredraft.target.features import LAST, taps_of
+from foredraft.target.graphs import PATIENCE, TRIALS
+from foredraft.target.packing import HINTS, NATIVE
+from foredraft.testing import ProbabilityTable, TableTarget
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
 
@@ -278,7 +278,7 @@ def test_compiled_layers(family, monkeypatch):
 
 @pytest.mark.parametrize("execution", ["eager", "native"])
 def test_in_bfloat16_and_eight_bits(execution, rigged):
-    quantization = pytest.importorskip("foretoken.quantization")
+    quantization = pytest.importorskip("foredraft.quantization")
     pytest.importorskip("torchao.quantization")
     if execution == "native" and (why := native.refusal(torch.bfloat16)):
         pytest.skip(f"no kernels here: {why}")
@@ -465,7 +465,7 @@ def draft_of(family: str):
 
 
 def test_rows_that_join_and_leave():
-    from foretoken.rows import RowParameters
+    from foredraft.rows import RowParameters
 
     drafter = ReadingModel(draft_of("llama")).reading((1, LAST), whole=True)
     session = Speculator(clone(tiny()), drafter, shape="product(2,1)").session()

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from test_target_trees import LENGTHS, random_tree
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from foretoken import ConfigurationError, Speculator, TokenTree
-from foretoken.target import Target, flex
-from foretoken.target.block_masks import BLOCK, queries_of, span_of, tree_mask
-from foretoken.target.cache import Window
-from foretoken.target.flex import PATIENCE, REPEATS, TRIALS, Flex, kernel_options
-from foretoken.target.masks import MaskBuilder, layout
+from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.target import Target, flex
+from foredraft.target.block_masks import BLOCK, queries_of, span_of, tree_mask
+from foredraft.target.cache import Window
+from foredraft.target.flex import PATIENCE, REPEATS, TRIALS, Flex, kernel_options
+from foredraft.target.masks import MaskBuilder, layout
 
 TOLERANCE = 1e-4  # of the largest logit
 NAMES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
@@ -223,7 +223,7 @@ def test_the_model_is_left_as_it_was():
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: during.append(model.config._attn_implementation))
     target.score(random_tree(2, 5, 1))
     handle.remove()
-    assert during == ["foretoken_flex"]
+    assert during == ["foredraft_flex"]
     assert vars(model.config) == before
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -9,16 +9,16 @@ import pytest
 import torch
 from helpers import alone, generate, prompts, repetitive, tiny
 
-from foretoken import Speculator, drafters
-from foretoken.drafters.base import Feedback, Row
-from foretoken.drafters.lookahead import Lookahead
-from foretoken.drafters.ngram import NGram
-from foretoken.drafters.ngram_model import NGramModel
-from foretoken.drafters.several import Several
-from foretoken.drafters.suffix import Suffix
-from foretoken.drafters.suffix_store import SuffixStore
-from foretoken.drafters.token_recycling import TokenRecycling
-from foretoken.errors import ConfigurationError
+from foredraft import Speculator, drafters
+from foredraft.drafters.base import Feedback, Row
+from foredraft.drafters.lookahead import Lookahead
+from foredraft.drafters.ngram import NGram
+from foredraft.drafters.ngram_model import NGramModel
+from foredraft.drafters.several import Several
+from foredraft.drafters.suffix import Suffix
+from foredraft.drafters.suffix_store import SuffixStore
+from foredraft.drafters.token_recycling import TokenRecycling
+from foredraft.errors import ConfigurationError
 
 LEARNERS: dict[str, dict[str, Any]] = {
     "ngram": {},

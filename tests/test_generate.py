@@ -19,8 +19,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-import foretoken
-from foretoken import ConfigurationError, Interrupted, SpeculativeOutput, Speculator
+import foredraft
+from foredraft import ConfigurationError, Interrupted, SpeculativeOutput, Speculator
 
 NEW = 14
 ROWS = repetitive((23, 9, 15))
@@ -144,7 +144,7 @@ def test_both_entry_points_agree(name, side):
         options |= {"max_new_tokens": NEW, "pad_token_id": PAD}
     model = tiny()
     out = Speculator(model, drafter="ngram").generate(**options, seed=3)
-    decode = foretoken.custom_generate(drafter="ngram", seed=3)
+    decode = foredraft.custom_generate(drafter="ngram", seed=3)
     theirs = model.generate(**options, custom_generate=decode)
     assert isinstance(theirs, torch.Tensor) and torch.equal(theirs, out.sequences)
     whole = model.generate(**options, custom_generate=decode, return_dict_in_generate=True)
@@ -308,7 +308,7 @@ def test_max_time():
 def zoo():
     """The embedded model in float32, its tokenizer, a prompt and what transformers makes of it."""
     speculator = Speculator("zoo:python-8m", drafter="none", dtype="float32")
-    tokenizer = foretoken.zoo.load_tokenizer("python-8m")
+    tokenizer = foredraft.zoo.load_tokenizer("python-8m")
     inputs = tokenizer("import os\n\ndef main(", return_tensors="pt", return_token_type_ids=False)
     text = alone(speculator.model, inputs["input_ids"][0].tolist(), max_new_tokens=40, eos_token_id=None)
     return speculator.model, tokenizer, inputs, text
@@ -333,7 +333,7 @@ def test_stop_strings_inside_an_accepted_path():
     )
     assert torch.equal(by_config.sequences, expected)
     criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=stops)
-    through = model.generate(**options, stopping_criteria=[criterion], custom_generate=foretoken.custom_generate("ngram"))
+    through = model.generate(**options, stopping_criteria=[criterion], custom_generate=foredraft.custom_generate("ngram"))
     assert torch.equal(through, expected)
     with pytest.raises(ConfigurationError, match="tokenizer"):
         speculator.generate(**options, stop_strings=stops)
@@ -416,7 +416,7 @@ def test_what_is_not_honoured_is_refused_by_name(name, entry):
     calls = []
     if entry == "custom_generate" and name == "inputs_embeds":
         options.pop("input_ids")
-    through = {"custom_generate": foretoken.custom_generate("none", self_test=False)}
+    through = {"custom_generate": foredraft.custom_generate("none", self_test=False)}
     call = partial(tiny().generate, **through) if entry == "custom_generate" else getattr(plain(), entry)
     with watched(tiny(), lambda kwargs: calls.append(1)), pytest.raises(ValueError, match=name):
         call(**options)
@@ -452,7 +452,7 @@ def test_a_streamer_gets_what_transformers_gives_it():
     theirs, ours, through = Collector(), Collector(), Collector()
     tiny().generate(**options, streamer=theirs)
     knowing(greedy()).generate(**options, streamer=ours)
-    tiny().generate(**options, custom_generate=foretoken.custom_generate("ngram", streamer=through))
+    tiny().generate(**options, custom_generate=foredraft.custom_generate("ngram", streamer=through))
     assert ours.got == theirs.got == through.got
     with pytest.raises(ConfigurationError, match="streamer"):
         plain().generate(**padded(ROWS), max_new_tokens=2, pad_token_id=PAD, streamer=Collector())
@@ -526,7 +526,7 @@ def test_a_stream_whose_speculator_moved_on_says_so():
     next(stream)
     next(stream)
     assert generate(speculator, ROWS, max_new_tokens=NEW) == list(greedy())
-    with pytest.raises(foretoken.ForetokenError, match="another generation"):
+    with pytest.raises(foredraft.ForedraftError, match="another generation"):
         list(stream)
     assert generate(speculator, ROWS, max_new_tokens=NEW) == list(greedy())
 
@@ -604,7 +604,7 @@ def test_ctrl_c_in_the_draft_model_and_in_a_criterion():
 
 def test_ctrl_c_through_the_other_entry_point():
     with watched(tiny(), interrupt_at(12)), pytest.raises(Interrupted) as caught:  # the self-test makes the first passes
-        tiny().generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, custom_generate=foretoken.custom_generate("none"))
+        tiny().generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, custom_generate=foredraft.custom_generate("none"))
     assert caught.value.output.sequences.shape[1] > WIDTH
 
 

@@ -14,9 +14,9 @@ from helpers import LENGTHS, PAD, alone, generate, make_drafter, padded, prompts
 from outlines_core import Index, Vocabulary
 from transformers import LogitsProcessor
 
-from foretoken import ConfigurationError, RowParameters, Session, Speculator, rules
-from foretoken.processors import Pipeline, row_pipelines
-from foretoken.testing import (
+from foredraft import ConfigurationError, RowParameters, Session, Speculator, rules
+from foredraft.processors import Pipeline, row_pipelines
+from foredraft.testing import (
     ProbabilityTable,
     ScriptedDrafter,
     TableTarget,

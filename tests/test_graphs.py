@@ -16,22 +16,22 @@ from tape import HOST_METHODS, Tape
 from test_target_trees import random_tree
 from torch.overrides import TorchFunctionMode
 
-from foretoken import ConfigurationError, Speculator, TokenTree, TreeShape
-from foretoken.drafters.base import DraftRequest, Feedback
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.drafters.looped import LoopFrame
-from foretoken.planning.costs import Measurement
-from foretoken.processors import Pipeline
-from foretoken.rows import RowParameters
-from foretoken.sampler import Sampler
-from foretoken.sampling import _token_hashes
-from foretoken.session import Session
-from foretoken.target import Target, grouped, recorder
-from foretoken.target import graphs as graphs_module
-from foretoken.target.graphs import PATIENCE, TRIALS
-from foretoken.target.static_pass import PassFrame, SlotCache, StaticPass
-from foretoken.tree import chain_ancestors, chain_depths
-from foretoken.verification import create
+from foredraft import ConfigurationError, Speculator, TokenTree, TreeShape
+from foredraft.drafters.base import DraftRequest, Feedback
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.looped import LoopFrame
+from foredraft.planning.costs import Measurement
+from foredraft.processors import Pipeline
+from foredraft.rows import RowParameters
+from foredraft.sampler import Sampler
+from foredraft.sampling import _token_hashes
+from foredraft.session import Session
+from foredraft.target import Target, grouped, recorder
+from foredraft.target import graphs as graphs_module
+from foredraft.target.graphs import PATIENCE, TRIALS
+from foredraft.target.static_pass import PassFrame, SlotCache, StaticPass
+from foredraft.tree import chain_ancestors, chain_depths
+from foredraft.verification import create
 
 TOLERANCE = 1e-4  # of the largest logit
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 30, "seed": 5}
@@ -262,7 +262,7 @@ def test_heads_that_share_keys_are_not_repeated(taped, monkeypatch):
     assert target.graphs.ungrouped is None and target.graphs.passes.grouped.calls
     assert {queries[1] for queries, _ in seen} == {keys[1] for _, keys in seen} == {config.num_key_value_heads}
     assert config.num_key_value_heads < config.num_attention_heads and config._attn_implementation == "sdpa"
-    assert "foretoken_grouped" not in vars(config)
+    assert "foredraft_grouped" not in vars(config)
     assert Target(of("gpt2"), execution="graphs").graphs.passes.grouped is None
 
 
@@ -724,7 +724,7 @@ def test_outside_inference_mode_passes_are_eager(taped):
 
 
 def window_of(target):
-    from foretoken.target import Window
+    from foredraft.target import Window
 
     return Window(0, 1, tuple(target.lengths), 1)
 

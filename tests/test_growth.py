@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from foretoken import ConfigurationError, Speculator, TreeShape
-from foretoken.drafters import growth
-from foretoken.drafters.base import Drafter, DraftRequest
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.processors import Pipeline
-from foretoken.rows import RowParameters
-from foretoken.sampler import Sampler
-from foretoken.sampling import Noise, Purpose
-from foretoken.session import Session
-from foretoken.shapes import DynamicShape, StaticShape
-from foretoken.testing import ProbabilityTable, ScriptedDrafter, TableTarget
-from foretoken.tree import TokenTree
-from foretoken.verification import create
+from foredraft import ConfigurationError, Speculator, TreeShape
+from foredraft.drafters import growth
+from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.processors import Pipeline
+from foredraft.rows import RowParameters
+from foredraft.sampler import Sampler
+from foredraft.sampling import Noise, Purpose
+from foredraft.session import Session
+from foredraft.shapes import DynamicShape, StaticShape
+from foredraft.testing import ProbabilityTable, ScriptedDrafter, TableTarget
+from foredraft.tree import TokenTree
+from foredraft.verification import create
 
 VOCAB = 5
 TREES = ["product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=3,total=9)", "opt(total=8,depth=5,delta=0.05)"]

@@ -14,12 +14,12 @@ from helpers import tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from foretoken import ConfigurationError, heads, zoo
-from foretoken.heads import checkpoints, formats
-from foretoken.heads.eagle3 import Eagle3Head
-from foretoken.heads.hydra import HydraHead
-from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.rnn import RnnHead
+from foredraft import ConfigurationError, heads, zoo
+from foredraft.heads import checkpoints, formats
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.hydra import HydraHead
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.rnn import RnnHead
 
 COUNTS = torch.arange(VOCABULARY, 0, -1)
 HEADS = {
@@ -95,7 +95,7 @@ def configured(folder: Path, change) -> None:
 
 def foreign(folder: Path) -> None:
     """Without what we wrote for ourselves, as somebody else's file."""
-    configured(folder, lambda config: config.pop("foretoken"))
+    configured(folder, lambda config: config.pop("foredraft"))
 
 
 # -- there and back -------------------------------------------------------------------------------------------------------------
@@ -107,18 +107,18 @@ def test_a_head_read_back_says_the_same(tmp_path: Path, name: str, format: str):
     checkpoints.save(head, tmp_path / "one", format=format)
     back = checkpoints.load(tmp_path / "one", tiny())
     assert type(back) is type(head) and not back.training
-    if format == "foretoken" or exactly(head):
+    if format == "foredraft" or exactly(head):
         assert torch.equal(says(back), says(head))
     else:
         assert torch.allclose(says(back), says(head), atol=1e-5)
-    if format in ("foretoken", formats.usual(head)):
+    if format in ("foredraft", formats.usual(head)):
         assert back.config == head.config
         assert {name: each.shape for name, each in back.state_dict().items()} == {
             name: each.shape for name, each in head.state_dict().items()
         }
 
 
-@pytest.mark.parametrize(("name", "format"), [pair for pair in PAIRS if pair[1] != "foretoken" and "low-rank" not in pair[0]])
+@pytest.mark.parametrize(("name", "format"), [pair for pair in PAIRS if pair[1] != "foredraft" and "low-rank" not in pair[0]])
 def test_somebody_elses_head_says_the_same(tmp_path: Path, name: str, format: str):
     head = make(name)
     checkpoints.save(head, tmp_path, format=format)
@@ -141,7 +141,7 @@ def test_the_same_head_makes_the_same_bytes(tmp_path: Path, name: str, format: s
 def test_the_usual_formats_and_what_is_written_about_a_head(tmp_path: Path):
     usual = {name: formats.usual(make(name)) for name in HEADS}
     assert usual["medusa"] == "vllm" and usual["eagle3"] == "speculators"
-    assert {usual[name] for name in ("medusa-shared", "medusa-low-rank", "hydra", "rnn")} == {"foretoken"}
+    assert {usual[name] for name in ("medusa-shared", "medusa-low-rank", "hydra", "rnn")} == {"foredraft"}
     checkpoints.save(make("medusa"), tmp_path, about={"steps": 7})
     assert checkpoints.describe(tmp_path)["about"] == {"steps": 7} and checkpoints.describe(tmp_path)["kind"] == "medusa"
     with pytest.raises(ConfigurationError, match="JSON"):
@@ -340,19 +340,19 @@ def test_fields_of_other_readers_are_passed_over_and_unknown_ones_of_ours_refuse
     checkpoints.save(make("medusa"), tmp_path)
     configured(tmp_path, lambda config: config.update(transformers_version="9", max_paths=64))
     checkpoints.load(tmp_path, tiny())
-    configured(tmp_path, lambda config: config["foretoken"]["config"].update(hats=2))
+    configured(tmp_path, lambda config: config["foredraft"]["config"].update(hats=2))
     with pytest.raises(ConfigurationError, match="unknown fields 'hats'"):
         checkpoints.load(tmp_path, tiny())
-    configured(tmp_path, lambda config: config["foretoken"]["config"].pop("hats") and config["foretoken"].update(more=1))
+    configured(tmp_path, lambda config: config["foredraft"]["config"].pop("hats") and config["foredraft"].update(more=1))
     with pytest.raises(ConfigurationError, match="unknown or missing: more"):
         checkpoints.load(tmp_path, tiny())
-    configured(tmp_path, lambda config: config["foretoken"].pop("more") and config["foretoken"].update(format=2))
-    with pytest.raises(ConfigurationError, match="format 2; this Foretoken reads 1"):
+    configured(tmp_path, lambda config: config["foredraft"].pop("more") and config["foredraft"].update(format=2))
+    with pytest.raises(ConfigurationError, match="format 2; this Foredraft reads 1"):
         checkpoints.load(tmp_path, tiny())
-    configured(tmp_path, lambda config: config["foretoken"].update(format=1, kind="crystal"))
+    configured(tmp_path, lambda config: config["foredraft"].update(format=1, kind="crystal"))
     with pytest.raises(ConfigurationError, match="unknown kind of head 'crystal'"):
         checkpoints.load(tmp_path, tiny())
-    configured(tmp_path, lambda config: config["foretoken"].update(json.loads(json.dumps({"kind": "rnn", "config": as_json(make("rnn"))}))))
+    configured(tmp_path, lambda config: config["foredraft"].update(json.loads(json.dumps({"kind": "rnn", "config": as_json(make("rnn"))}))))
     with pytest.raises(ConfigurationError, match="another kind of head, RnnConfig"):
         checkpoints.load(tmp_path, tiny())
 
@@ -364,7 +364,7 @@ def as_json(head) -> dict:
 # -- damaged ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "format"), [pair for pair in PAIRS if pair[1] != "foretoken" and pair[0] in ("medusa", "eagle3")])
+@pytest.mark.parametrize(("name", "format"), [pair for pair in PAIRS if pair[1] != "foredraft" and pair[0] in ("medusa", "eagle3")])
 def test_missing_extra_and_misshapen_tensors_are_named_as_the_file_spells_them(tmp_path: Path, name: str, format: str):
     checkpoints.save(make(name), tmp_path, format=format)
     whole = load_file(weights(tmp_path))
@@ -428,9 +428,9 @@ def test_another_target_is_refused(tmp_path: Path):
 
 
 def test_formats_that_can_not_carry_a_head(tmp_path: Path):
-    with pytest.raises(ConfigurationError, match="format 'vllm' stores medusa heads, not hydra; choose foretoken"):
+    with pytest.raises(ConfigurationError, match="format 'vllm' stores medusa heads, not hydra; choose foredraft"):
         checkpoints.save(make("hydra"), tmp_path / "x", format="vllm")
-    with pytest.raises(ConfigurationError, match="unknown format 'gguf'; choose vllm, medusa, speculators, eagle3, foretoken"):
+    with pytest.raises(ConfigurationError, match="unknown format 'gguf'; choose vllm, medusa, speculators, eagle3, foredraft"):
         checkpoints.save(make("hydra"), tmp_path / "x", format="gguf")
     head = make("medusa-shared")
     head.config = replace(head.config, lm_head_bias=True)
@@ -494,7 +494,7 @@ def test_pickles_are_refused_with_the_command_that_converts_them(tmp_path: Path,
     (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}')
     torch.save({}, tmp_path / "medusa_lm_head.pt")
     asked = tmp_path if named == "folder" else tmp_path / "medusa_lm_head.pt"
-    with pytest.raises(ConfigurationError, match=rf"foretoken convert {tmp_path / 'medusa_lm_head.pt'} --out FOLDER"):
+    with pytest.raises(ConfigurationError, match=rf"foredraft convert {tmp_path / 'medusa_lm_head.pt'} --out FOLDER"):
         checkpoints.load(asked, tiny())
 
 
@@ -506,7 +506,7 @@ def test_a_crash_leaves_what_was_there(tmp_path: Path, at: str, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr({"save_file": "safetensors.torch.save_file"}.get(at, f"foretoken.files.os.{at}"), fail)
+    monkeypatch.setattr({"save_file": "safetensors.torch.save_file"}.get(at, f"foredraft.files.os.{at}"), fail)
     with pytest.raises(ConfigurationError, match=r"cannot write.*No space left"):
         checkpoints.save(make("medusa-biased"), tmp_path)
     monkeypatch.undo()
@@ -580,7 +580,7 @@ def test_a_hub_that_has_pickles_only(hub: Hub):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"medusa_num_heads": 1}')
     torch.save({}, folder / "medusa_lm_head.pt")
-    with pytest.raises(ConfigurationError, match="foretoken convert"):
+    with pytest.raises(ConfigurationError, match="foredraft convert"):
         checkpoints.load("me/old", tiny())
 
 
@@ -634,3 +634,14 @@ def test_embedded_heads_are_inflated_with_their_target(embedded, monkeypatch):
         inflated = checkpoints.load(name, large)
         assert inflated.config.target.hidden_size == 1024 and {each.dtype for each in inflated.parameters()} == {torch.bfloat16}
         assert sum(each.numel() for each in inflated.parameters()) > 3 * sum(each.numel() for each in head.parameters())
+
+
+@pytest.mark.parametrize(("name", "format"), [("hydra", "foredraft"), ("medusa", "vllm"), ("eagle3", "eagle3")])
+def test_heads_written_under_the_former_name_load(tmp_path, name, format):
+    head = make(name)
+    checkpoints.save(head, tmp_path, format=format, about={"steps": 7})
+    config = tmp_path / "config.json"
+    assert "foredraft" in config.read_text()
+    config.write_text(config.read_text().replace("foredraft", "foretoken"))
+    assert torch.equal(says(checkpoints.load(tmp_path, tiny())), says(head))
+    assert checkpoints.describe(tmp_path)["about"] == {"steps": 7}

@@ -12,10 +12,10 @@ from processor_cases import EOS, assert_same, committed_rows, node_history, prep
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from foretoken.histories import NodeHistories
-from foretoken.processors import Pipeline, process, row_pipelines
-from foretoken.sampler import Sampler
-from foretoken.tree import TokenTree
+from foredraft.histories import NodeHistories
+from foredraft.processors import Pipeline, process, row_pipelines
+from foredraft.sampler import Sampler
+from foredraft.tree import TokenTree
 
 
 @settings(max_examples=150, deadline=None)

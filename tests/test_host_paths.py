@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 
-from foretoken import judgement
-from foretoken.drafters import growth
-from foretoken.drafters.base import DraftRequest
-from foretoken.processors import Pipeline
-from foretoken.sampler import Sampler
-from foretoken.sampling import Noise
-from foretoken.shapes import DynamicShape, TreeShape
-from foretoken.target import masks
-from foretoken.target.cache import TreeCache, Window
-from foretoken.target.masks import MaskBuilder, layout
-from foretoken.tree import TokenTree, reach, reach_on_host
-from foretoken.verification.match import Match
+from foredraft import judgement
+from foredraft.drafters import growth
+from foredraft.drafters.base import DraftRequest
+from foredraft.processors import Pipeline
+from foredraft.sampler import Sampler
+from foredraft.sampling import Noise
+from foredraft.shapes import DynamicShape, TreeShape
+from foredraft.target import masks
+from foredraft.target.cache import TreeCache, Window
+from foredraft.target.masks import MaskBuilder, layout
+from foredraft.tree import TokenTree, reach, reach_on_host
+from foredraft.verification.match import Match
 
 VOCAB = 5
 often = settings(max_examples=200, deadline=None)

@@ -11,14 +11,14 @@ from test_medusa import SHAPES, on_table
 from torch import nn
 from torch.nn.functional import log_softmax, silu
 
-from foretoken import ConfigurationError, Session, Speculator, drafters, heads, verification
-from foretoken.drafters.hydra import Hydra
-from foretoken.drafters.rnn import Rnn
-from foretoken.heads.base import LAST, Batch, TargetShape
-from foretoken.heads.hydra import HydraConfig, HydraHead
-from foretoken.heads.rnn import RnnConfig, RnnHead
-from foretoken.rows import RowParameters
-from foretoken.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft import ConfigurationError, Session, Speculator, drafters, heads, verification
+from foredraft.drafters.hydra import Hydra
+from foredraft.drafters.rnn import Rnn
+from foredraft.heads.base import LAST, Batch, TargetShape
+from foredraft.heads.hydra import HydraConfig, HydraHead
+from foredraft.heads.rnn import RnnConfig, RnnHead
+from foredraft.rows import RowParameters
+from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 
 KINDS = [("hydra", {}), ("rnn", {}), ("rnn", {"hidden_states": False})]
 CELLS = [{"cell": "gru"}, {"cell": "lstm", "layers": 2, "width": 24}]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from foretoken import zoo
+from foredraft import zoo
 
 
 def tiny(**changes) -> LlamaForCausalLM:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import Oracle, drafter_names, generate, make_drafter, padded, repetitive, tiny
 
-from foretoken import Speculator
+from foredraft import Speculator
 
 FAMILIES = ["llama", "gemma3_text"]
 SEEDS = [0, 11, 2**40 + 3]

@@ -7,10 +7,10 @@ import torch
 from helpers import PAD, make_drafter, padded, prompts, tiny
 from helpers import Oracle as ChainOracle
 
-import foretoken
-from foretoken import ConfigurationError, LogProbs, RowParameters, Speculator
-from foretoken.drafters.base import DraftRequest
-from foretoken.tree import TokenTree
+import foredraft
+from foredraft import ConfigurationError, LogProbs, RowParameters, Speculator
+from foredraft.drafters.base import DraftRequest
+from foredraft.tree import TokenTree
 
 NEW = 12
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 9, "repetition_penalty": 1.2}
@@ -140,7 +140,7 @@ def test_every_row_of_a_session_has_its_own():
 
 def test_through_transformers_generate():
     row = torch.tensor(prompts()[:1])
-    decode, options = foretoken.custom_generate("prompt-lookup"), {"max_new_tokens": 5, "pad_token_id": PAD, "do_sample": False}
+    decode, options = foredraft.custom_generate("prompt-lookup"), {"max_new_tokens": 5, "pad_token_id": PAD, "do_sample": False}
     output = tiny().generate(row, custom_generate=decode, output_logprobs=2, return_dict_in_generate=True, **options)
     ((tokens, logs),) = references(row.tolist())
     check(output.logprobs[0], tokens[:5], logs, 2)

@@ -15,16 +15,16 @@ from helpers import alone, generate, padded, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken import ConfigurationError, RowParameters, Session, Speculator
-from foretoken.drafters.base import DraftRequest, Feedback, Row
-from foretoken.drafters.lookahead import Lookahead, Pool
-from foretoken.planning import AUTO, CostModel, FixedPlanner
-from foretoken.planning.forecasts import Forecaster
-from foretoken.planning.largest import largest_shape
-from foretoken.shapes import TreeShape
-from foretoken.testing import ProbabilityTable, TableTarget, read
-from foretoken.tree import TokenTree
-from foretoken.verification.match import Match
+from foredraft import ConfigurationError, RowParameters, Session, Speculator
+from foredraft.drafters.base import DraftRequest, Feedback, Row
+from foredraft.drafters.lookahead import Lookahead, Pool
+from foredraft.planning import AUTO, CostModel, FixedPlanner
+from foredraft.planning.forecasts import Forecaster
+from foredraft.planning.largest import largest_shape
+from foredraft.shapes import TreeShape
+from foredraft.testing import ProbabilityTable, TableTarget, read
+from foredraft.tree import TokenTree
+from foredraft.verification.match import Match
 
 SHAPE = "opt(total=12,depth=4,k=4)"
 Text = tuple[int, ...]
@@ -268,7 +268,7 @@ def test_a_window_makes_what_the_text_does_not_hold():
 
 def test_a_window_that_is_off_by_one_drafts_worse_and_writes_the_same(monkeypatch):
     """What tells a wrong window from a right one is acceptance, nothing else."""
-    from foretoken.drafters import lookahead
+    from foredraft.drafters import lookahead
 
     table = ProbabilityTable.random(40, seed=8, order=2, spread=3.0)
 

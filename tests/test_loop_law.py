@@ -22,10 +22,10 @@ from scipy import stats
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from foretoken import Speculator
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.sampling import Noise, Purpose
+from foredraft import Speculator
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.sampling import Noise, Purpose
 
 VOCAB, COUNT, PROMPT = 5, 5, [1, 2, 4]
 ROWS, BATCH, SEED = 8_000, 250, 3

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foretoken.sampling import ALONE, Noise, row_key
-from foretoken.tree import TokenTree
-from foretoken.verification.match import Match, follow
+from foredraft.sampling import ALONE, Noise, row_key
+from foredraft.tree import TokenTree
+from foredraft.verification.match import Match, follow
 
 
 class Counted(Noise):

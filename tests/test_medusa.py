@@ -10,15 +10,15 @@ import torch
 from helpers import alone, batch_of, clone, generate, make_drafter, padded, prompts, repetitive, taught_head, tiny
 from torch.nn.functional import log_softmax, silu
 
-from foretoken import ConfigurationError, Session, Speculator, drafters, verification
-from foretoken.drafters import growth
-from foretoken.drafters import medusa as drafting
-from foretoken.drafters.growth import grow
-from foretoken.drafters.medusa import Medusa
-from foretoken.heads import losses
-from foretoken.heads.base import LAST, Batch, TargetShape
-from foretoken.heads.medusa import MedusaConfig, MedusaHead
-from foretoken.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft import ConfigurationError, Session, Speculator, drafters, verification
+from foredraft.drafters import growth
+from foredraft.drafters import medusa as drafting
+from foredraft.drafters.growth import grow
+from foredraft.drafters.medusa import Medusa
+from foredraft.heads import losses
+from foredraft.heads.base import LAST, Batch, TargetShape
+from foredraft.heads.medusa import MedusaConfig, MedusaHead
+from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 
 SHAPES = ("chain(4)", "product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=4,total=12)")
 STATIC = SHAPES[:3]

@@ -10,11 +10,11 @@ import torch
 from helpers import generate
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from foretoken import ConfigurationError, Speculator, TokenTree
-from foretoken.target import Target, native
-from foretoken.target import packing as packing_module
-from foretoken.target.kernel_pass import NativeModel
-from foretoken.target.packing import HINTS, NATIVE, Product, blocked, unblocked
+from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.target import Target, native
+from foredraft.target import packing as packing_module
+from foredraft.target.kernel_pass import NativeModel
+from foredraft.target.packing import HINTS, NATIVE, Product, blocked, unblocked
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -265,7 +265,7 @@ def test_what_the_kernels_are_not_made_for_goes_the_other_way(always):
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """No library has been loaded or compiled yet."""
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     native.library.cache_clear()
     yield tmp_path
     native.library.cache_clear()
@@ -284,7 +284,7 @@ def test_kernels_are_compiled_once(fresh, monkeypatch):
 @needs_kernels
 def test_a_cache_folder_that_can_not_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
     native.library.cache_clear()
     assert native.refusal(torch.float32) is None
     native.library.cache_clear()

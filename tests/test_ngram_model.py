@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from foretoken.drafters.ngram_model import NGramModel
+from foredraft.drafters.ngram_model import NGramModel
 
 
 class Reference:
@@ -244,6 +244,6 @@ def test_files_of_another_kind_are_refused(tmp_path):
     save_file({"weight": np.zeros(1)}, path)
     with pytest.raises(ValueError, match=r"not written by NGramModel\.save"):
         NGramModel.load(path)
-    save_file({"weight": np.zeros(1)}, path, {"format": "foretoken-ngram", "version": "99"})
+    save_file({"weight": np.zeros(1)}, path, {"format": "foredraft-ngram", "version": "99"})
     with pytest.raises(ValueError, match="version 99"):
         NGramModel.load(path)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from foretoken import ConfigurationError, Speculator, drafters, zoo
-from foretoken.bench.prompts import PYTHON
-from foretoken.drafters.eagle3 import Eagle3
-from foretoken.drafters.medusa import Medusa
-from foretoken.heads.eagle3 import Eagle3Head
-from foretoken.heads.medusa import MedusaHead
-from foretoken.target import native
+from foredraft import ConfigurationError, Speculator, drafters, zoo
+from foredraft.bench.prompts import PYTHON
+from foredraft.drafters.eagle3 import Eagle3
+from foredraft.drafters.medusa import Medusa
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.target import native
 
 pytestmark = pytest.mark.skipif(native.refusal(torch.bfloat16) is not None, reason="no native kernels here")
 

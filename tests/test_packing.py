@@ -10,11 +10,11 @@ from architectures import ARCHITECTURES, build
 from helpers import alone, clone, generate, perturbed, repetitive, tiny
 from torch import nn
 
-from foretoken import ConfigurationError, Speculator, TokenTree
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.target import Target
-from foretoken.target import packing as packing_module
-from foretoken.target.packing import HINTS, NATIVE, Kind, Packing, Product, by_kind, fastest_hint, refusal, sharing
+from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.target import Target
+from foredraft.target import packing as packing_module
+from foredraft.target.packing import HINTS, NATIVE, Kind, Packing, Product, by_kind, fastest_hint, refusal, sharing
 
 ROWS = repetitive((23, 9, 15))
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -16,19 +16,19 @@ from helpers import make_drafter, prompts, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken import Speculator
-from foretoken.caching import cache_folder
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.drafters.prompt_lookup import PromptLookup
-from foretoken.planning import search
-from foretoken.planning.acceptance import Acceptance, expected
-from foretoken.planning.costs import CostModel, measure, widths
-from foretoken.planning.curves import Curve, interpolated, monotone
-from foretoken.planning.largest import largest_shape
-from foretoken.planning.profiles import Profile, describe, profile
-from foretoken.shapes import TreeShape
-from foretoken.target import Target
-from foretoken.testing import ProbabilityTable, TableTarget
+from foredraft import Speculator
+from foredraft.caching import cache_folder
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.planning import search
+from foredraft.planning.acceptance import Acceptance, expected
+from foredraft.planning.costs import CostModel, measure, widths
+from foredraft.planning.curves import Curve, interpolated, monotone
+from foredraft.planning.largest import largest_shape
+from foredraft.planning.profiles import Profile, describe, profile
+from foredraft.shapes import TreeShape
+from foredraft.target import Target
+from foredraft.testing import ProbabilityTable, TableTarget
 
 # -- search ---------------------------------------------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ def test_an_unusable_profile_is_ignored_with_a_note(tmp_path, text, caplog):
     file = Profile(tmp_path / "file.json", {"target": "a"})
     file.path.write_text(text)
     costs = CostModel()
-    with caplog.at_level(logging.WARNING, "foretoken"):
+    with caplog.at_level(logging.WARNING, "foredraft"):
         assert not file.read(costs)
     assert "file.json can not be used" in caplog.text
     assert costs.to_dict() == CostModel().to_dict()
@@ -402,21 +402,21 @@ def test_binary_rubbish_and_unwritable_places_are_no_crash(tmp_path, caplog):
 
 
 def test_where_profiles_are_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "own"))
     assert cache_folder() == tmp_path / "own"
     for off in ("off", "OFF", "0", ""):
-        monkeypatch.setenv("FORETOKEN_CACHE", off)
+        monkeypatch.setenv("FOREDRAFT_CACHE", off)
         assert cache_folder() is None
-    monkeypatch.delenv("FORETOKEN_CACHE")
+    monkeypatch.delenv("FOREDRAFT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "foretoken"
+    assert cache_folder() == tmp_path / "xdg" / "foredraft"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "foretoken"
+    assert cache_folder() == tmp_path / ".cache" / "foredraft"
 
 
 def test_a_profile_is_of_one_model_drafter_dtype_and_number_of_threads(monkeypatch, tmp_path):
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     target, drafter = Target(tiny()), make_drafter("draft-model")
     drafter.bind(target)
     paths = {profile(target, drafter).path, profile(target, PromptLookup()).path, profile(Target(tiny("gpt2")), PromptLookup()).path}
@@ -428,14 +428,14 @@ def test_a_profile_is_of_one_model_drafter_dtype_and_number_of_threads(monkeypat
 
 @pytest.mark.planned
 def test_the_second_speculator_reads_what_the_first_measured(monkeypatch, tmp_path):
-    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     rows = prompts((24, 24))
     options = {"max_new_tokens": 4, "pad_token_id": 0}
     first = Speculator(tiny(), make_drafter("draft-model"))
     assert first.generate(torch.tensor(rows), **options).stats.seconds["planning"] > 0
     assert len(list((tmp_path / "profiles").iterdir())) == 1
     second = Speculator(tiny(), make_drafter("draft-model"))
-    monkeypatch.setattr("foretoken.planning.planner.measure", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr("foredraft.planning.planner.measure", lambda *_, **__: pytest.fail("measured again"))
     assert "planning" not in second.generate(torch.tensor(rows), **options).stats.seconds
     assert second.planner.costs.target.points == first.planner.costs.target.points
 

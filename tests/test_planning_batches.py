@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from foretoken.planning import AutomaticPlanner, CostModel, Round, search
-from foretoken.planning.batches import Outlook, RowRecord, best_plan, plain_plan, worth
-from foretoken.planning.largest import largest_shape
+from foredraft.planning import AutomaticPlanner, CostModel, Round, search
+from foredraft.planning.batches import Outlook, RowRecord, best_plan, plain_plan, worth
+from foredraft.planning.largest import largest_shape
 
 MS = 1e-3
 

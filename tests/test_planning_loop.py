@@ -14,18 +14,18 @@ import pytest
 import torch
 from helpers import PAD, Oracle, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny
 
-from foretoken import Session, Speculator, verification
-from foretoken.cli.figures import combine, figures_line
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.drafters.several import Several
-from foretoken.errors import ConfigurationError
-from foretoken.planning import AutomaticPlanner, CostModel, Round
-from foretoken.planning.largest import largest_shape
-from foretoken.rows import RowParameters
-from foretoken.shapes import TreeShape
-from foretoken.stats import Stats
-from foretoken.testing import ProbabilityTable, ScriptedDrafter, TableTarget, continuation_law, continuations, distance, plain_law
+from foredraft import Session, Speculator, verification
+from foredraft.cli.figures import combine, figures_line
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.several import Several
+from foredraft.errors import ConfigurationError
+from foredraft.planning import AutomaticPlanner, CostModel, Round
+from foredraft.planning.largest import largest_shape
+from foredraft.rows import RowParameters
+from foredraft.shapes import TreeShape
+from foredraft.stats import Stats
+from foredraft.testing import ProbabilityTable, ScriptedDrafter, TableTarget, continuation_law, continuations, distance, plain_law
 
 NEW = 24
 
@@ -166,7 +166,7 @@ def test_shapes_that_change_from_round_to_round_keep_the_law(rule: str, proposal
 
 def law_of(make: Callable[[Any, Any], Session], planner: Callable[[], Any], planners: list[Any], count: int = 4) -> dict[Any, float]:
     """The law of whole continuations. Worlds run one by one: a planner's state is part of the world that it saw."""
-    from foretoken.testing import enumerate_law
+    from foredraft.testing import enumerate_law
 
     def run(enumeration: Any) -> list[Any]:
         planners.append(planner())
@@ -329,7 +329,7 @@ def test_a_merged_tree_of_several_drafters_can_be_planned():
 
 @pytest.mark.parametrize("name", ["prompt-lookup", "draft-model"])
 def test_an_audit_takes_a_configuration_that_plans(name: str):
-    from foretoken.auditing import exact
+    from foredraft.auditing import exact
 
     part = exact.check(Speculator(tiny(), make_drafter(name), shape="auto"))
     assert part.error < part.bound and part.cut

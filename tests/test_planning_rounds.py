@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
-from foretoken.planning.acceptance import family
-from foretoken.planning.costs import widths
-from foretoken.planning.forecasts import Candour
-from foretoken.planning.largest import largest_shape
-from foretoken.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
-from foretoken.planning.search import Plan
-from foretoken.shapes import DynamicShape, TreeShape
-from foretoken.tree import depths_of
+from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
+from foredraft.planning.acceptance import family
+from foredraft.planning.costs import widths
+from foredraft.planning.forecasts import Candour
+from foredraft.planning.largest import largest_shape
+from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
+from foredraft.planning.search import Plan
+from foredraft.shapes import DynamicShape, TreeShape
+from foredraft.tree import depths_of
 
 CHAINS, TREES = largest_shape(branches=False), largest_shape(branches=True)
 MS = 1e-3

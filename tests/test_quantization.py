@@ -10,15 +10,15 @@ import torch
 from helpers import PAD, alone, generate, repetitive
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen2Config, Qwen3Config, TorchAoConfig
 
-from foretoken import ConfigurationError, Speculator, TokenTree, audit
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.loading import load_model
-from foretoken.quantization import quantize
-from foretoken.target import Target, native
-from foretoken.target import packing as packing_module
-from foretoken.target.int8 import is_held, is_int8
-from foretoken.target.kernel_pass import NativeModel
-from foretoken.target.packing import HINTS, NATIVE, Kind, Packing, Product, refusal, sharing
+from foredraft import ConfigurationError, Speculator, TokenTree, audit
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.loading import load_model
+from foredraft.quantization import quantize
+from foredraft.target import Target, native
+from foredraft.target import packing as packing_module
+from foredraft.target.int8 import is_held, is_int8
+from foredraft.target.kernel_pass import NativeModel
+from foredraft.target.packing import HINTS, NATIVE, Kind, Packing, Product, refusal, sharing
 
 torchao = pytest.importorskip("torchao.quantization")
 ROWS = [[3 + token % 90 for token in row] for row in repetitive((23, 9, 15))]
@@ -151,7 +151,7 @@ def test_without_torchao_the_extra_is_named(monkeypatch):
         return real(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigurationError, match=r"needs torchao; install it with: pip install 'foretoken\[int8\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs torchao; install it with: pip install 'foredraft\[int8\]'"):
         Speculator("zoo:python-1m", quantization="int8")
 
 

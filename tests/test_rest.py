@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from foretoken import ConfigurationError, Speculator, loading, zoo
-from foretoken.cli import app
-from foretoken.drafters.datastore import SIBLINGS, SORTED, Datastore, most_frequent, sorted_positions
-from foretoken.drafters.ngram_model import NGramModel
-from foretoken.drafters.rest import Rest
-from foretoken.drafters.tries import Trie
-from foretoken.files import _umask
-from foretoken.loading import load_tokenizer
+from foredraft import ConfigurationError, Speculator, loading, zoo
+from foredraft.cli import app
+from foredraft.drafters.datastore import SIBLINGS, SORTED, Datastore, most_frequent, sorted_positions
+from foredraft.drafters.ngram_model import NGramModel
+from foredraft.drafters.rest import Rest
+from foredraft.drafters.tries import Trie
+from foredraft.files import _umask
+from foredraft.loading import load_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=30), min_size=1, max_size=6).filter(any)
 VOCAB = 5
@@ -193,8 +193,8 @@ def test_a_crash_while_saving_leaves_the_old_file_whole(at: str, kind: str, tmp_
 
     target = {
         "write": "safetensors.numpy.save_file",
-        "fsync": "foretoken.files.os.fsync",
-        "replace": "foretoken.files.os.replace",
+        "fsync": "foredraft.files.os.fsync",
+        "replace": "foredraft.files.os.replace",
     }
     monkeypatch.setattr(target[at], fail)
     with pytest.raises(OSError, match="disk is full"):
@@ -207,7 +207,7 @@ def test_a_crash_while_saving_leaves_the_old_file_whole(at: str, kind: str, tmp_
 
 WRITER = """
 import sys, numpy as np
-from foretoken.drafters.datastore import Datastore
+from foredraft.drafters.datastore import Datastore
 seed, rounds, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = Datastore.build([np.random.default_rng(seed).integers(0, 50, 20_000 + seed)], vocab_size=64, fingerprint=str(seed))
 print("ready", flush=True)
@@ -261,7 +261,7 @@ def test_a_killed_writer_leaves_a_whole_store(tmp_path: Path):
 
 def test_files_of_another_kind_are_refused(tmp_path: Path):
     path = tmp_path / "x"
-    with pytest.raises(ConfigurationError, match="foretoken datastore build"):
+    with pytest.raises(ConfigurationError, match="foredraft datastore build"):
         Rest(path)
     for content in (b"", b"no tensors here, not at all", b"\xff" * 40, (20).to_bytes(8, "little") + b'{"a": 3}            '):
         path.write_bytes(content)
@@ -279,7 +279,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path):
     with pytest.raises(ConfigurationError, match="version 9"):
         Rest(path)
     arrays = load_file(path) if path.write_bytes(content) else {}
-    metadata = {"format": "foretoken-datastore", "version": "1", "vocab_size": "64", "tokenizer": ""}
+    metadata = {"format": "foredraft-datastore", "version": "1", "vocab_size": "64", "tokenizer": ""}
     save_file({**arrays, "starts": arrays["starts"][:-1]}, path, metadata)
     with pytest.raises(ConfigurationError, match="do not fit together"):
         Rest(path)
@@ -417,3 +417,12 @@ def test_what_can_not_be_built(tmp_path: Path):
     assert cli("build", "--target", "x", "--out", out).exit_code == 2
     result = cli("info", tmp_path / "nothing")
     assert result.exit_code == 2 and "there is no datastore" in result.output
+
+
+def test_a_datastore_written_under_the_former_name_loads(tmp_path):
+    path = tmp_path / "store"
+    a_store().save(path)
+    data = path.read_bytes()
+    assert data.count(b"foredraft-datastore") == 1
+    path.write_bytes(data.replace(b"foredraft-datastore", b"foretoken-datastore"))
+    assert len(Datastore.load(path).tokens) == len(a_store().tokens)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter, DraftRequest
-from foretoken.drafters.none import NoDrafter
-from foretoken.rows import RowParameters
-from foretoken.sampling import Purpose, Randomness
-from foretoken.session import Session
-from foretoken.shapes import TreeShape
-from foretoken.testing import (
+from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.drafters.none import NoDrafter
+from foredraft.rows import RowParameters
+from foredraft.sampling import Purpose, Randomness
+from foredraft.session import Session
+from foredraft.shapes import TreeShape
+from foredraft.testing import (
     Enumeration,
     Law,
     ProbabilityTable,
@@ -33,10 +33,10 @@ from foretoken.testing import (
     enumerate_law,
     plain_law,
 )
-from foretoken.tree import Proposal, TokenTree
-from foretoken.verification import Rule, create, names
-from foretoken.verification import match as match_module
-from foretoken.verification import rejection as rejection_module
+from foredraft.tree import Proposal, TokenTree
+from foredraft.verification import Rule, create, names
+from foredraft.verification import match as match_module
+from foredraft.verification import rejection as rejection_module
 
 EXACT = 1e-9
 PROMPT = [0, 1]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from foretoken import sampling
-from foretoken.sampling import Noise, Purpose, _unit, row_key, row_seeds
+from foredraft import sampling
+from foredraft.sampling import Noise, Purpose, _unit, row_key, row_seeds
 
 ALPHA = 1e-4
 BINS = 16

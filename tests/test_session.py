@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
-from foretoken import ConfigurationError, RowParameters, Speculator
-from foretoken.processors import Pipeline
+from foredraft import ConfigurationError, RowParameters, Speculator
+from foredraft.processors import Pipeline
 
 PROMPTS = repetitive((30, 17, 3)) + prompts((40, 1), seed=4)
 

@@ -11,20 +11,20 @@ from helpers import PAD, Oracle, alone, generate, padded, perturbed, repetitive,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken import ConfigurationError, Speculator
-from foretoken.drafters.base import Drafter, DraftRequest, Feedback, Row
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.drafters.draft_seconds import DraftSeconds, time_drafts
-from foretoken.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by, weights_of
-from foretoken.drafters.prompt_lookup import PromptLookup
-from foretoken.drafters.several import Several
-from foretoken.drafters.track_records import HOPES, LONGEST_PAUSE, Credit, Record, Worth
-from foretoken.processors import Pipeline
-from foretoken.rows import RowParameters
-from foretoken.sampler import Sampler
-from foretoken.shapes import TreeShape
-from foretoken.target import Target
-from foretoken.tree import TokenTree
+from foredraft import ConfigurationError, Speculator
+from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.draft_seconds import DraftSeconds, time_drafts
+from foredraft.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by, weights_of
+from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.drafters.several import Several
+from foredraft.drafters.track_records import HOPES, LONGEST_PAUSE, Credit, Record, Worth
+from foredraft.processors import Pipeline
+from foredraft.rows import RowParameters
+from foredraft.sampler import Sampler
+from foredraft.shapes import TreeShape
+from foredraft.target import Target
+from foredraft.tree import TokenTree
 
 VOCAB, DEPTH = 3, 4
 

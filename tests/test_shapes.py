@@ -7,11 +7,11 @@ from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken import ConfigurationError, Speculator, TreeShape
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModel
-from foretoken.shapes import DynamicShape, StaticShape
-from foretoken.tree import depths_of
+from foredraft import ConfigurationError, Speculator, TreeShape
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.shapes import DynamicShape, StaticShape
+from foredraft.tree import depths_of
 
 WRITTEN = [
     "chain(5)",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import foretoken
+import foredraft
 
-SOURCE = Path(foretoken.__file__).parent
+SOURCE = Path(foredraft.__file__).parent
 LAYERS = [
     {"errors", "caching", "files", "transfers", "tree", "sampling", "stats"},
     {"shapes"},
@@ -34,13 +34,13 @@ def layer(room: str) -> int:
 
 def home(name: str) -> str:
     """The module that a name of the public API lives in."""
-    return foretoken._HOMES.get(name, f"foretoken.{name}").partition(":")[0]
+    return foredraft._HOMES.get(name, f"foredraft.{name}").partition(":")[0]
 
 
 def rooms_imported(file: Path) -> set[str]:
     """Rooms of the package that ``file`` imports when it is imported; what only type checkers see does not count."""
     names: set[str] = set()
-    package = ["foretoken", *file.relative_to(SOURCE).parts[:-1]]
+    package = ["foredraft", *file.relative_to(SOURCE).parts[:-1]]
     stack: list[ast.AST] = [ast.parse(file.read_text())]
     while stack:
         for node in ast.iter_child_nodes(stack.pop()):
@@ -49,12 +49,12 @@ def rooms_imported(file: Path) -> set[str]:
             if isinstance(node, ast.ImportFrom):
                 base = package[: len(package) + 1 - node.level] if node.level else []
                 module = ".".join([*base, *([node.module] if node.module else [])])
-                names |= {home(alias.name) for alias in node.names} if module == "foretoken" else {module}
+                names |= {home(alias.name) for alias in node.names} if module == "foredraft" else {module}
             elif isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 stack.append(node)
-    return {name.split(".")[1] for name in names if name.startswith("foretoken.") and name != "foretoken.__version__"}
+    return {name.split(".")[1] for name in names if name.startswith("foredraft.") and name != "foredraft.__version__"}
 
 
 @pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
@@ -68,11 +68,11 @@ def test_imports_point_one_way(file: Path):
 
 
 def test_everything_public_is_there_and_documented():
-    assert set(foretoken.__all__) - {"__version__"} == set(foretoken._HOMES)
-    for name in foretoken._HOMES:
-        assert getattr(foretoken, name).__doc__, name
+    assert set(foredraft.__all__) - {"__version__"} == set(foredraft._HOMES)
+    for name in foredraft._HOMES:
+        assert getattr(foredraft, name).__doc__, name
 
 
 def test_import_is_fast_because_it_loads_no_torch():
-    code = "import foretoken, sys; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy'"
+    code = "import foredraft, sys; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy'"
     subprocess.run([sys.executable, "-c", code], check=True)

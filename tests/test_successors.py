@@ -12,16 +12,16 @@ from helpers import alone, clone, generate, padded, repetitive, taught_head, tin
 from safetensors.torch import save_file
 from test_medusa import off_by, on_table, shaken, table_head
 
-from foretoken import ConfigurationError, Speculator, zoo
-from foretoken.drafters import medusa as drafting
-from foretoken.drafters.medusa import Medusa
-from foretoken.heads import checkpoints
-from foretoken.heads import successors as counting
-from foretoken.heads.calibration import WEIGHTS, calibrate, weigh_successors
-from foretoken.heads.medusa import MedusaHead
-from foretoken.heads.successors import Successors
-from foretoken.target import native
-from foretoken.testing import ProbabilityTable, TableTarget
+from foredraft import ConfigurationError, Speculator, zoo
+from foredraft.drafters import medusa as drafting
+from foredraft.drafters.medusa import Medusa
+from foredraft.heads import checkpoints
+from foredraft.heads import successors as counting
+from foredraft.heads.calibration import WEIGHTS, calibrate, weigh_successors
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.successors import Successors
+from foredraft.target import native
+from foredraft.testing import ProbabilityTable, TableTarget
 
 SHAPES = ("chain(4)", "product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=4,total=12)")
 VOCABULARY = 11

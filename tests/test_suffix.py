@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafters import Row, request
 
-from foretoken import ConfigurationError, Speculator, zoo
-from foretoken.bench.prompts import PYTHON
-from foretoken.drafters import suffix_experts as module
-from foretoken.drafters import suffix_files
-from foretoken.drafters.prompt_lookup import PromptLookup
-from foretoken.drafters.suffix import PastTexts, Suffix
-from foretoken.drafters.suffix_automaton import ROOT, SuffixAutomaton
-from foretoken.drafters.suffix_experts import FIRM, LONGEST, SAME, SHORT, Experts, OwnText, SameSource
-from foretoken.drafters.suffix_store import END, SuffixStore
-from foretoken.loading import fingerprint
-from foretoken.shapes import TreeShape
+from foredraft import ConfigurationError, Speculator, zoo
+from foredraft.bench.prompts import PYTHON
+from foredraft.drafters import suffix_experts as module
+from foredraft.drafters import suffix_files
+from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.drafters.suffix import PastTexts, Suffix
+from foredraft.drafters.suffix_automaton import ROOT, SuffixAutomaton
+from foredraft.drafters.suffix_experts import FIRM, LONGEST, SAME, SHORT, Experts, OwnText, SameSource
+from foredraft.drafters.suffix_store import END, SuffixStore
+from foredraft.loading import fingerprint
+from foredraft.shapes import TreeShape
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 STEPS = st.lists(st.integers(1, 7), max_size=8)
@@ -615,7 +615,7 @@ def test_saving_keeps_what_others_saved(tmp_path):
 
 CRASH = """
 import os, sys
-from foretoken.drafters.suffix_store import SuffixStore
+from foredraft.drafters.suffix_store import SuffixStore
 store = SuffixStore()
 store.add([9] * 1000)
 os.replace = lambda *names: os._exit(9)  # killed when all is written but the name
@@ -647,7 +647,7 @@ def test_a_crash_leaves_the_old_file_whole(tmp_path, monkeypatch):
 
 WRITER = """
 import sys
-from foretoken.drafters.suffix_store import SuffixStore
+from foredraft.drafters.suffix_store import SuffixStore
 for turn in range(25):
     store = SuffixStore()
     store.add([int(sys.argv[2]), turn, 5] * 40)
@@ -708,7 +708,7 @@ def tiny_target():
     ("change", "message"),
     [
         (lambda path: path.write_bytes(b"no store"), "not a safetensors file"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"foretoken-suffix-store", b"foretoken-suffix-stove")), "did not save it"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"foredraft-suffix-store", b"foredraft-suffix-stove")), "did not save it"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"')), "format version 9"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "no store"),
         (lambda path: path.unlink(), "no store of past texts at"),

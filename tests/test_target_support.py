@@ -7,9 +7,9 @@ import torch
 from architectures import build
 from helpers import tiny, watched
 
-from foretoken import TokenTree, UnsupportedModelError
-from foretoken.target import Target, execution, masks
-from foretoken.tree import chain_ancestors
+from foredraft import TokenTree, UnsupportedModelError
+from foredraft.target import Target, execution, masks
+from foredraft.tree import chain_ancestors
 
 TREE = TokenTree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]))
 
@@ -41,7 +41,7 @@ def test_the_prefix_is_longer_than_the_window(name, monkeypatch):
     assert max(lengths) > 12 + 4
 
     def everything(**arguments):
-        where = arguments["config"].foretoken_layout
+        where = arguments["config"].foredraft_layout
         return where.visible[:, None]
 
     monkeypatch.setitem(masks.AttentionMaskInterface()._global_mapping, masks.NAME, everything)

@@ -7,8 +7,8 @@ import torch
 from architectures import ARCHITECTURES, build
 from helpers import prompts
 
-from foretoken import TokenTree
-from foretoken.target import Target
+from foredraft import TokenTree
+from foredraft.target import Target
 
 TOLERANCE = 1e-4  # largest difference, relative to the largest logit
 TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "tree" for how in entry.implementations]

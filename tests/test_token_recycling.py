@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import foretoken
-from foretoken import ConfigurationError, RowParameters, Session, Speculator
-from foretoken.drafters import token_recycling
-from foretoken.drafters.base import Drafter, DraftRequest, Feedback
-from foretoken.drafters.token_recycling import TokenRecycling, laid_out, last_of_each, top_k
-from foretoken.planning import FixedPlanner
-from foretoken.sampler import Sampler
-from foretoken.shapes import TreeShape
-from foretoken.target import native
-from foretoken.testing import ProbabilityTable, TableTarget
-from foretoken.tree import TokenTree
-from foretoken.verification.match import Match
+import foredraft
+from foredraft import ConfigurationError, RowParameters, Session, Speculator
+from foredraft.drafters import token_recycling
+from foredraft.drafters.base import Drafter, DraftRequest, Feedback
+from foredraft.drafters.token_recycling import TokenRecycling, laid_out, last_of_each, top_k
+from foredraft.planning import FixedPlanner
+from foredraft.sampler import Sampler
+from foredraft.shapes import TreeShape
+from foredraft.target import native
+from foredraft.testing import ProbabilityTable, TableTarget
+from foredraft.tree import TokenTree
+from foredraft.verification.match import Match
 
 CPU = torch.device("cpu")
 SHAPES = ["chain(4)", "product(3,2,2)", "paths(0,1,2,0.0,1.0,0.0.0)", "opt(total=12,depth=4,k=4)"]
@@ -344,7 +344,7 @@ def test_logits_of_every_node_reach_a_drafter_that_wants_them(family, count, ext
 def test_logits_are_for_those_who_ask():
     drafter = Listening(tiny(), wants=False)
     generate(Speculator(tiny(), drafter=drafter, shape="product(2,2,2)"), prompts((9,)), max_new_tokens=4)
-    assert drafter.heard == 0 and not foretoken.Drafter.wants_logits and Feedback(None, [], None).logits is None
+    assert drafter.heard == 0 and not foredraft.Drafter.wants_logits and Feedback(None, [], None).logits is None
 
 
 def test_the_planner_sees_nodes_that_were_scored_and_hits_among_those_that_were_proposed():

@@ -12,17 +12,17 @@ import torch
 from helpers import clone, perturbed, tiny
 from training_helpers import ScriptedHeld, ToyHead, in_a_process, last_hidden, make_data, options, trainer, was_killed
 
-from foretoken import Speculator
-from foretoken.errors import ConfigurationError
-from foretoken.heads.medusa import MedusaHead
-from foretoken.training import checkpoints
-from foretoken.training.acceptance import Held
-from foretoken.training.batches import Order, Tokens
-from foretoken.training.data import Texts, shard_file
-from foretoken.training.features import Reader
-from foretoken.training.hidden import StoredReader, store
-from foretoken.training.journal import Journal
-from foretoken.training.learner import HEAD, part
+from foredraft import Speculator
+from foredraft.errors import ConfigurationError
+from foredraft.heads.medusa import MedusaHead
+from foredraft.training import checkpoints
+from foredraft.training.acceptance import Held
+from foredraft.training.batches import Order, Tokens
+from foredraft.training.data import Texts, shard_file
+from foredraft.training.features import Reader
+from foredraft.training.hidden import StoredReader, store
+from foredraft.training.journal import Journal
+from foredraft.training.learner import HEAD, part
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from training_helpers import ToyHead, trainer
-from foretoken.training import checkpoints
+from foredraft.training import checkpoints
 data, folder, step, where = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 run = trainer(data, folder, cls=ToyHead)
 
@@ -273,7 +273,7 @@ def test_stored_hidden_states_teach_what_fresh_ones_do(data, tmp_path):
     import shutil
 
     folder = shutil.copytree(data, tmp_path / "texts")
-    with pytest.raises(ConfigurationError, match=r"holds no hidden states; store them with: foretoken data hidden"):
+    with pytest.raises(ConfigurationError, match=r"holds no hidden states; store them with: foredraft data hidden"):
         trainer(folder, tmp_path / "none", stored=True)
     assert store(tiny(), folder, [-1, 1], batch_tokens=100) == 4 and store(tiny(), folder, [-1, 1]) == 0
     fresh, stored = (trainer(folder, tmp_path / str(way), stored=way) for way in (False, True))

@@ -9,10 +9,10 @@ import torch
 from helpers import clone, tiny
 from training_helpers import make_data, options, trainer
 
-from foretoken import Speculator, heads
-from foretoken.heads.base import Batch
-from foretoken.training.data import Texts
-from foretoken.training.learner import language_loss
+from foredraft import Speculator, heads
+from foredraft.heads.base import Batch
+from foredraft.training.data import Texts
+from foredraft.training.learner import language_loss
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_every_kind_of_head_is_trained(data, tmp_path, kind):
     outcome = run.train()
     assert outcome.finished and outcome.state.best_length >= 1
     assert any(not torch.equal(value, before[name]) for name, value in run.weights().items())
-    from foretoken.training.journal import Journal
+    from foredraft.training.journal import Journal
 
     losses = [line["loss"] for line in Journal(tmp_path, step=99).lines() if "loss" in line]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])

@@ -1,4 +1,4 @@
-"""``foretoken train``: a head from a target by name and a folder of texts, and what is refused before anything is read."""
+"""``foredraft train``: a head from a target by name and a folder of texts, and what is refused before anything is read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from helpers import clone, tiny
 from training_helpers import make_data
 from typer.testing import CliRunner
 
-from foretoken import Speculator
-from foretoken.cli import app
-from foretoken.heads import checkpoints
-from foretoken.loading import load_model
-from foretoken.training.data import Texts
+from foredraft import Speculator
+from foredraft.cli import app
+from foredraft.heads import checkpoints
+from foredraft.loading import load_model
+from foredraft.training.data import Texts
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_head_is_trained_stored_with_its_tree_and_drafts(place, tmp_path):
     done = train(place, tmp_path, "--tree-nodes", "4")
     assert done.exit_code == 0, done.output
     assert "held out:" in done.stdout and f"use --drafter medusa:{tmp_path}" in done.stdout
-    config = json.loads((tmp_path / "config.json").read_text())["foretoken"]
+    config = json.loads((tmp_path / "config.json").read_text())["foredraft"]
     assert config["about"]["options"]["steps"] == 20 and config["about"]["steps"] == 20
     model = load_model(str(place / "target"))
     head = checkpoints.load(tmp_path, model)
@@ -107,7 +107,7 @@ def test_texts_of_several_folders_and_without_answers(place, tmp_path):
     make_data(tmp_path / "plain", count=8, model=load_model(str(place / "target")), max_new_tokens=0)
     both = train(place, tmp_path / "both", "--data", plain, "--count-prompts")
     assert both.exit_code == 0, both.output
-    about = json.loads((tmp_path / "both" / "config.json").read_text())["foretoken"]["about"]
+    about = json.loads((tmp_path / "both" / "config.json").read_text())["foredraft"]["about"]
     assert [each["max_new_tokens"] for each in about["data"]] == [16, 0]
     assert "successors are stored with it" in both.stdout
     assert checkpoints.load(tmp_path / "both", load_model(str(place / "target"))).successors is not None

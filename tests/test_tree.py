@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretoken.tree import TokenTree
-from foretoken.verification import Verdict
-from foretoken.verification.match import follow
+from foredraft.tree import TokenTree
+from foredraft.verification import Verdict
+from foredraft.verification.match import follow
 
 VOCAB = 4
 trees_per_property = settings(max_examples=200, deadline=None)

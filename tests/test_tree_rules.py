@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.sampling import Noise, Purpose, row_key
-from foretoken.testing import EnumeratedNoise, Enumeration, Law, World, distance, enumerate_law
-from foretoken.tree import TokenTree, depths_of
-from foretoken.verification import Rule, create, names
-from foretoken.verification import k_seq as k_seq_module
-from foretoken.verification import match as match_module
-from foretoken.verification import traversal as traversal_module
-from foretoken.verification.match import follow, level_by_level
-from foretoken.verification.ratios import at_node
+from foredraft.sampling import Noise, Purpose, row_key
+from foredraft.testing import EnumeratedNoise, Enumeration, Law, World, distance, enumerate_law
+from foredraft.tree import TokenTree, depths_of
+from foredraft.verification import Rule, create, names
+from foredraft.verification import k_seq as k_seq_module
+from foredraft.verification import match as match_module
+from foredraft.verification import traversal as traversal_module
+from foredraft.verification.match import follow, level_by_level
+from foredraft.verification.ratios import at_node
 
 VOCAB = 3
 EXACT = 1e-9

@@ -6,13 +6,13 @@ import pytest
 import torch
 from test_rules_enumerated import PROMPT, P, Q
 
-from foretoken.errors import ConfigurationError
-from foretoken.sampling import Noise
-from foretoken.session import Session
-from foretoken.testing import Enumeration, ScriptedDrafter, TableTarget, World, continuation_law, distance, plain_law
-from foretoken.tree import TokenTree
-from foretoken.verification import create
-from foretoken.verification.typical import Typical
+from foredraft.errors import ConfigurationError
+from foredraft.sampling import Noise
+from foredraft.session import Session
+from foredraft.testing import Enumeration, ScriptedDrafter, TableTarget, World, continuation_law, distance, plain_law
+from foredraft.tree import TokenTree
+from foredraft.verification import create
+from foredraft.verification.typical import Typical
 
 NOISE = Noise(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
 

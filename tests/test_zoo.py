@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from foretoken import zoo
-from foretoken.drafters.ngram_model import NGramModel
-from foretoken.zoo import corpus, evaluation, fit, recipe, tokenization
-from foretoken.zoo.corpus import SourceFile
+from foredraft import zoo
+from foredraft.drafters.ngram_model import NGramModel
+from foredraft.zoo import corpus, evaluation, fit, recipe, tokenization
+from foredraft.zoo.corpus import SourceFile
 
 SOURCE = 'import json\n\n\ndef load(path):\n    with open(path, encoding="utf-8") as file:\n        return json.load('
 MODELS = [zoo.TARGET, zoo.DRAFT]
@@ -36,7 +36,7 @@ def test_names_with_and_without_prefix():
 
 
 def test_importing_the_zoo_imports_neither_torch_nor_transformers():
-    code = "import sys, foretoken.zoo as z; z.describe(); z.path('python-8m'); print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, foredraft.zoo as z; z.describe(); z.path('python-8m'); print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
 
 
@@ -85,7 +85,7 @@ def test_the_target_is_far_below_the_ngram_baseline_and_the_draft_between():
 @pytest.mark.parametrize("name", [*MODELS, zoo.NGRAM])
 def test_model_cards_name_data_split_and_recipe(name):
     card = (zoo.path(name) / "README.md").read_text()
-    for words in ("Held out", "rich", "`asyncio`", "python -m foretoken.zoo.train", "bits per byte"):
+    for words in ("Held out", "rich", "`asyncio`", "python -m foredraft.zoo.train", "bits per byte"):
         assert words in card
 
 
@@ -254,14 +254,14 @@ def test_a_run_learns_stops_and_resumes(tmp_path, monkeypatch):
 
 
 def test_recipe_command_line(tmp_path):
-    from foretoken.zoo.train import app
+    from foredraft.zoo.train import app
 
     listing = CliRunner().invoke(app, ["--help"])
     assert listing.exit_code == 0
     for command in ("corpus", "tokenizer", "target", "draft", "ngram", "evaluate", "package", "all"):
         assert command in listing.output
     refused = CliRunner().invoke(app, ["target", "--out", str(tmp_path)])
-    assert refused.exit_code == 2 and "foretoken.zoo.train tokenizer" in refused.output
+    assert refused.exit_code == 2 and "foredraft.zoo.train tokenizer" in refused.output
 
 
 def test_every_held_out_name_is_a_known_package():

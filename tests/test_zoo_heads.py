@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from foretoken import zoo
-from foretoken.zoo.heads import card, fastest, time_to_quality
+from foredraft import zoo
+from foredraft.zoo.heads import card, fastest, time_to_quality
 
 
 def test_time_to_quality_stands_beside_what_had_been_done():

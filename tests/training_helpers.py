@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from helpers import prompts, tiny
 
-from foretoken import Speculator
-from foretoken.heads.base import LAST, Batch, Head, HeadConfig, Losses, shape_of
-from foretoken.heads.medusa import MedusaHead
-from foretoken.training import generation
-from foretoken.training.acceptance import Held, Measured
-from foretoken.training.data import Manifest, Texts
-from foretoken.training.generation import Answering
-from foretoken.training.options import Options
-from foretoken.training.trainer import Trainer
+from foredraft import Speculator
+from foredraft.heads.base import LAST, Batch, Head, HeadConfig, Losses, shape_of
+from foredraft.heads.medusa import MedusaHead
+from foredraft.training import generation
+from foredraft.training.acceptance import Held, Measured
+from foredraft.training.data import Manifest, Texts
+from foredraft.training.generation import Answering
+from foredraft.training.options import Options
+from foredraft.training.trainer import Trainer
 
 HERE = Path(__file__).parent
 LENGTHS = [5, 9, 7, 12, 6, 8, 11, 10]

@@ -1,0 +1,120 @@
+"""Foredraft: text from an unmodified Hugging Face model, faster, with the same output distribution."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foredraft import drafters, zoo
+    from foredraft import verification as rules
+    from foredraft.auditing import AuditReport, ExactnessError, audit
+    from foredraft.drafters.base import Drafter, DraftRequest
+    from foredraft.errors import (
+        CacheMemoryError,
+        ConfigurationError,
+        DrafterError,
+        ForedraftError,
+        Interrupted,
+        TargetOutputError,
+        UnsupportedModelError,
+    )
+    from foredraft.logprobs import LogProbs
+    from foredraft.rows import Commit, RowParameters
+    from foredraft.session import Session
+    from foredraft.shapes import TreeShape
+    from foredraft.speculator import SpeculativeOutput, Speculator, Tokens, custom_generate
+    from foredraft.stats import RowStats, Stats
+    from foredraft.target import Target, TreeCache
+    from foredraft.testing import ScriptedDrafter, TableTarget
+    from foredraft.tree import TokenTree
+    from foredraft.verification.base import Rule, Verdict
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "audit": "foredraft.auditing:audit",
+    "AuditReport": "foredraft.auditing:AuditReport",
+    "ExactnessError": "foredraft.auditing:ExactnessError",
+    "drafters": "foredraft.drafters:",
+    "rules": "foredraft.verification:",
+    "zoo": "foredraft.zoo:",
+    "Drafter": "foredraft.drafters.base:Drafter",
+    "DraftRequest": "foredraft.drafters.base:DraftRequest",
+    "CacheMemoryError": "foredraft.errors:CacheMemoryError",
+    "ConfigurationError": "foredraft.errors:ConfigurationError",
+    "DrafterError": "foredraft.errors:DrafterError",
+    "ForedraftError": "foredraft.errors:ForedraftError",
+    "Interrupted": "foredraft.errors:Interrupted",
+    "TargetOutputError": "foredraft.errors:TargetOutputError",
+    "UnsupportedModelError": "foredraft.errors:UnsupportedModelError",
+    "LogProbs": "foredraft.logprobs:LogProbs",
+    "Commit": "foredraft.rows:Commit",
+    "RowParameters": "foredraft.rows:RowParameters",
+    "Session": "foredraft.session:Session",
+    "TreeShape": "foredraft.shapes:TreeShape",
+    "SpeculativeOutput": "foredraft.speculator:SpeculativeOutput",
+    "Speculator": "foredraft.speculator:Speculator",
+    "Tokens": "foredraft.speculator:Tokens",
+    "custom_generate": "foredraft.speculator:custom_generate",
+    "RowStats": "foredraft.stats:RowStats",
+    "Stats": "foredraft.stats:Stats",
+    "Target": "foredraft.target:Target",
+    "TreeCache": "foredraft.target:TreeCache",
+    "ScriptedDrafter": "foredraft.testing:ScriptedDrafter",
+    "TableTarget": "foredraft.testing:TableTarget",
+    "TokenTree": "foredraft.tree:TokenTree",
+    "Rule": "foredraft.verification.base:Rule",
+    "Verdict": "foredraft.verification.base:Verdict",
+}
+__all__ = [
+    "AuditReport",
+    "CacheMemoryError",
+    "Commit",
+    "ConfigurationError",
+    "DraftRequest",
+    "Drafter",
+    "DrafterError",
+    "ExactnessError",
+    "ForedraftError",
+    "Interrupted",
+    "LogProbs",
+    "RowParameters",
+    "RowStats",
+    "Rule",
+    "ScriptedDrafter",
+    "Session",
+    "SpeculativeOutput",
+    "Speculator",
+    "Stats",
+    "TableTarget",
+    "Target",
+    "TargetOutputError",
+    "TokenTree",
+    "Tokens",
+    "TreeCache",
+    "TreeShape",
+    "UnsupportedModelError",
+    "Verdict",
+    "__version__",
+    "audit",
+    "custom_generate",
+    "drafters",
+    "rules",
+    "zoo",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that ``import foredraft`` is fast and needs no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    found = import_module(module)
+    value = getattr(found, attribute) if attribute else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

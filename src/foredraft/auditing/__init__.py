@@ -1,0 +1,190 @@
+"""Is a configuration exact? ``foredraft.audit`` asks the real target, drafter and rule.
+
+Three parts. The exact one enumerates the rule on small tables (``exact.py``); the keyed one compares texts token for token
+where they are a function of the seed (``keyed.py``); the statistical one tests sampled tokens against the target's own
+distribution, where a rule draws freshly (``statistical.py``). What plain decoding is, they take from transformers (``reference.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from foredraft.auditing import exact, keyed, statistical
+from foredraft.auditing.prompts import name_of, token_ids
+from foredraft.auditing.reference import Reference
+from foredraft.auditing.report import LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, StatisticalPart
+from foredraft.auditing.tally import Design
+from foredraft.errors import ConfigurationError
+from foredraft.speculator import Speculator
+from foredraft.verification.match import Match
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from foredraft.drafters.base import Drafter
+    from foredraft.shapes import TreeShape
+    from foredraft.verification.base import Rule
+
+__all__ = ["AuditReport", "ExactPart", "ExactnessError", "KeyedPart", "StatisticalPart", "audit"]
+
+PARTS = ("exact", "keyed", "statistical")
+SAMPLERS = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+OWN = {
+    "seed", "inputs", "input_ids", "attention_mask", "max_length", "num_return_sequences",
+    "output_scores", "output_logits", "output_logprobs", "streamer",
+}  # fmt: skip
+MOST_POSITIONS = 24  # of a continuation in the statistical part
+
+
+def audit(
+    target: Speculator | PreTrainedModel | str,
+    drafter: Drafter | str | None = None,
+    *,
+    rule: Rule | str = "auto",
+    shape: TreeShape | str | None = None,
+    drafter_options: dict[str, Any] | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    seed: int = 0,
+    max_new_tokens: int = 48,
+    samples: int | None = None,
+    batch_size: int = 256,
+    significance: float = 1e-3,
+    bias: float = 0.01,
+    parts: Sequence[str] | None = None,
+    **sampling: Any,
+) -> AuditReport:
+    """Check that a configuration's output law is the target's, and say how sure that is.
+
+    Args:
+        target: a :class:`~foredraft.Speculator` as it is in use, or what one is made of: then ``drafter``, ``rule``, ``shape``,
+            ``drafter_options``, ``dtype`` and ``device`` are those of the Speculator. A model by name is loaded in float32 unless told
+            otherwise: in half precision rounding alone moves the law.
+        prompts: texts or lists of token ids; the embedded models have their own.
+        seed: of everything that is drawn.
+        max_new_tokens: tokens per prompt in the keyed part.
+        samples: continuations in the statistical part; None for as many as find a bias of ``bias`` with probability 0.9.
+        batch_size: continuations drawn at once.
+        significance: how often a correct configuration may be accused by the statistical part.
+        bias: total variation per token that the number of samples is made for, and that is planted to show that it is found.
+        parts: of "exact", "keyed" and "statistical"; None for those that matter.
+        sampling: arguments of ``generate``: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ….
+
+    Raises:
+        ConfigurationError: an option that can not work.
+    """
+    check_options(parts, significance, bias, sampling)
+    for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name} must be at least 1, got {value!r}")
+    if isinstance(target, Speculator):
+        if rule != "auto" or any(each is not None for each in (drafter, shape, drafter_options, dtype, device)):
+            raise ConfigurationError("a Speculator has its drafter, rule, shape, dtype and device already; leave them out")
+        speculator = target
+    else:
+        speculator = Speculator(
+            target,
+            "prompt-lookup" if drafter is None else drafter,
+            rule=rule,
+            shape=shape,
+            drafter_options=drafter_options,
+            dtype=(dtype or "float32") if isinstance(target, str) else dtype,
+            device=device,
+            lossless=False,
+        )
+    return run(
+        speculator,
+        token_ids(speculator.model, prompts),
+        seed=seed,
+        count=max_new_tokens,
+        samples=samples,
+        batch_size=batch_size,
+        design=Design(significance, bias),
+        parts=parts,
+        sampling=sampling,
+    )
+
+
+def run(
+    speculator: Speculator,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: int,
+    count: int,
+    samples: int | None,
+    batch_size: int,
+    design: Design,
+    parts: Sequence[str] | None,
+    sampling: dict[str, Any],
+) -> AuditReport:
+    """The parts that matter, or those in ``parts``, and the report."""
+    as_asked = [Reference.of(speculator.model, prompt, sampling) for prompt in prompts]
+    sampled = as_asked[0].sampled
+    skipped = unneeded(speculator.rule, sampled)
+    if parts is not None:  # what is asked for is run, unless there is nothing to run
+        skipped = {part: skipped.get(part, LEFT_OUT) for part in PARTS if part not in parts or (part == "statistical" and not sampled)}
+    return AuditReport(
+        target=name_of(speculator.model) or type(speculator.model).__name__,
+        drafter=speculator.drafter.name,
+        rule=speculator.rule.name,
+        shape=str(speculator.shape),
+        proposal=speculator.proposal,
+        sampling=sampling,
+        lossless=speculator.rule.lossless,
+        seed=seed,
+        exact=None if "exact" in skipped else exact.check(speculator),
+        keyed=[] if "keyed" in skipped else keyed_parts(speculator, as_asked, count=count, seed=seed, sampling=sampling),
+        statistical=None
+        if "statistical" in skipped
+        else statistical.check(
+            speculator,
+            as_asked,
+            length=min(MOST_POSITIONS, max(6, 2 * speculator.shape.depth + 4)),
+            samples=samples,
+            batch_size=batch_size,
+            seed=seed,
+            design=design,
+            arguments=sampling,
+        ),
+        skipped=skipped,
+    )
+
+
+def keyed_parts(
+    speculator: Speculator, as_asked: Sequence[Reference], *, count: int, seed: int, sampling: dict[str, Any]
+) -> list[KeyedPart]:
+    """Greedily in any case; and sampled, where the text is a function of the seed."""
+    greedy = {**{name: value for name, value in sampling.items() if name not in SAMPLERS}, "do_sample": False}
+    runs = [([Reference.of(speculator.model, each.prompt, greedy) for each in as_asked], greedy)]
+    if as_asked[0].sampled and isinstance(speculator.rule, Match):
+        runs.append((list(as_asked), sampling))
+    nodes = speculator.shape.nodes + 1
+    return [keyed.check(speculator, references, count=count, nodes=nodes, seed=seed, arguments=arguments) for references, arguments in runs]
+
+
+def unneeded(rule: Rule, sampled: bool) -> dict[str, str]:
+    """Parts that say nothing about such a configuration, and why."""
+    if not sampled:
+        return {"statistical": "greedy decoding draws nothing"}
+    if isinstance(rule, Match):
+        return {"statistical": "the text is a function of the seed, which the keyed part compares token for token"}
+    return {}
+
+
+def check_options(parts: Sequence[str] | None, significance: float, bias: float, sampling: dict[str, Any]) -> None:
+    """Raises:
+    ConfigurationError: names the option and what it takes.
+    """
+    unknown = [part for part in parts or () if part not in PARTS]
+    if unknown or (parts is not None and (isinstance(parts, str) or not parts)):
+        raise ConfigurationError(f"parts must be a list of {', '.join(PARTS)}, got {parts!r}")
+    for name, value in (("significance", significance), ("bias", bias)):
+        if not 0 < value < 0.5:
+            raise ConfigurationError(f"{name} must lie between 0 and 0.5, got {value!r}")
+    if taken := sorted(OWN & sampling.keys()):
+        raise ConfigurationError(
+            f"{', '.join(taken)} is not taken here: an audit makes its own batches; pass prompts=[...] and max_new_tokens"
+        )

@@ -1,0 +1,288 @@
+"""What an audit found: one dataclass for each part, and the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from foredraft.errors import ForedraftError
+
+Verdict = Literal["exact", "fault", "lossy", "inconclusive"]
+
+
+class ExactnessError(ForedraftError, RuntimeError):
+    """An audit found that a configuration is not exact; ``report`` is what it found."""
+
+    def __init__(self, report: AuditReport):
+        super().__init__(report.summary)
+        self.report = report
+
+
+@dataclass(frozen=True)
+class ExactPart:
+    """The rule and the shape, enumerated on probability tables.
+
+    Attributes:
+        error: largest total variation between the law of whole continuations and the target's, over the tables.
+        bound: what rounding explains.
+        shape: what was enumerated; ``cut`` says that it is smaller than the configuration's own.
+        vocab_size, tokens: of the tables and of the continuations.
+        tables: the error on each.
+        seconds: what it took.
+    """
+
+    error: float
+    bound: float
+    shape: str
+    cut: bool
+    vocab_size: int
+    tokens: int
+    tables: Mapping[str, float]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a speculative text first leaves the plain one.
+
+    Attributes:
+        prompt, position: which text, and which new token of it.
+        plain, speculative: the two tokens; -1 for a text that ended.
+        lead: by how much the plain token wins in plain decoding, in log p + noise (greedy: in score); inf if the processors
+            rule the speculative token out.
+        rounding: largest difference of the logits there between passes over one token and over several, times the allowance.
+        cause: "near tie", "edge of a filter" or "fault".
+    """
+
+    prompt: int
+    position: int
+    plain: int
+    speculative: int
+    lead: float
+    rounding: float
+    cause: Literal["near tie", "edge of a filter", "fault"]
+
+
+@dataclass(frozen=True)
+class KeyedPart:
+    """Speculative texts against plain ones with the same seeds, token for token.
+
+    Attributes:
+        sampled: keyed sampling, or greedy.
+        prompts, tokens: texts, and tokens compared in them.
+        accepted: drafted tokens that were kept; 0 says that speculation was never put to the test.
+        divergences: the first one of each text that has any.
+        logits: largest difference between the logits that speculation used and those of plain passes, up to the first divergence.
+        rounding: largest difference between plain passes over one token and over several.
+        limit: what ``logits`` may reach.
+        seconds: what it took.
+    """
+
+    sampled: bool
+    prompts: int
+    tokens: int
+    accepted: int
+    divergences: Sequence[Divergence]
+    logits: float
+    rounding: float
+    limit: float
+    seconds: float
+
+    @property
+    def faults(self) -> int:
+        return sum(each.cause == "fault" for each in self.divergences)
+
+    @property
+    def passed(self) -> bool:
+        return self.faults == 0 and self.logits <= self.limit
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A test: its deviation ``z`` in standard errors, or the ``chi2`` of several at once, and the ``p_value`` before correction."""
+
+    name: str
+    p_value: float
+    z: float | None = None
+    chi2: float | None = None
+    freedom: int | None = None
+
+
+@dataclass(frozen=True)
+class Power:
+    """How well a bias in one direction would be seen.
+
+    Attributes:
+        direction: what leaks into the output.
+        smallest: total variation per token that is found with probability 0.9 at these samples.
+        planted: total variation of the planted bias, averaged over the tokens.
+        found, trials: how often that was found.
+    """
+
+    direction: str
+    smallest: float
+    planted: float
+    found: int
+    trials: int
+
+
+@dataclass(frozen=True)
+class StatisticalPart:
+    """Sampled tokens against the target's own distribution after the same text.
+
+    Attributes:
+        continuations, tokens: how many were drawn and tested.
+        rounds: that a continuation took on average.
+        acceptance: share of drafted tokens that were kept.
+        looks: how often the samples were looked at; the correction knows.
+        impossible: tokens that the target never emits there.
+        statistics: every test at the last look.
+        p_value: the smallest, corrected for all statistics and looks.
+        significance: below this it is a fault; how often a correct configuration is accused.
+        power: for several directions of bias.
+        seconds: what it took.
+    """
+
+    continuations: int
+    tokens: int
+    rounds: float
+    acceptance: float
+    looks: int
+    impossible: int
+    statistics: Sequence[Statistic]
+    p_value: float
+    significance: float
+    power: Sequence[Power]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.p_value >= self.significance and self.impossible == 0
+
+    @property
+    def worst(self) -> Statistic:
+        return min(self.statistics, key=lambda each: each.p_value)
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """Whether a configuration is exact, and how sure that is.
+
+    Attributes:
+        target, drafter, rule, shape, proposal: the configuration.
+        sampling: the arguments of ``generate``.
+        lossless: what the rule claims.
+        seed: of everything that was drawn.
+        exact, keyed, statistical: the parts; None where one was not run, with the reason in ``skipped``.
+    """
+
+    target: str
+    drafter: str
+    rule: str
+    shape: str
+    proposal: str
+    sampling: Mapping[str, Any]
+    lossless: bool
+    seed: int
+    exact: ExactPart | None
+    keyed: Sequence[KeyedPart]
+    statistical: StatisticalPart | None
+    skipped: Mapping[str, str]
+
+    @property
+    def verdict(self) -> Verdict:
+        """``lossy`` if the rule says so itself, ``fault`` if a part found one, ``inconclusive`` if a part that matters was left out."""
+        if not self.lossless:
+            return "lossy"
+        if any(not part.passed for part in self.parts):
+            return "fault"
+        if any(why == LEFT_OUT for why in self.skipped.values()) or not self.parts:
+            return "inconclusive"
+        return "exact"
+
+    @property
+    def parts(self) -> list[ExactPart | KeyedPart | StatisticalPart]:
+        return [part for part in (self.exact, *self.keyed, self.statistical) if part is not None]
+
+    @property
+    def summary(self) -> str:
+        """One sentence."""
+        name = f"rule {self.rule!r} with drafter {self.drafter!r} and shape {self.shape}"
+        if self.verdict == "lossy":
+            return f"{name} is lossy by design: it changes the output distribution"
+        if self.verdict == "fault":
+            return f"{name} is not exact: {'; '.join(self.reasons)}"
+        if self.verdict == "inconclusive":
+            left_out = ", ".join(part for part, why in self.skipped.items() if why == LEFT_OUT)
+            return f"{name}: no fault found, but the {left_out} part was left out"
+        return f"{name} is exact as far as these checks see{self._certainty}"
+
+    @property
+    def _certainty(self) -> str:
+        """How far that is: the bias that the samples would have shown, or that nothing was ever speculated."""
+        if not any(part.accepted for part in self.keyed) and not (self.statistical and self.statistical.acceptance):
+            return "; but no drafted token was ever kept, so they say nothing about speculation" if self.keyed else ""
+        if self.statistical is None:
+            return "; the text is plain decoding's own, token for token" if self.keyed else ""
+        worst = max(self.statistical.power, key=lambda each: each.smallest)
+        return f"; a total variation of {worst.smallest:.1%} per token, or less, would have been found with probability 0.9"
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is wrong, a phrase per part that found a fault."""
+        found = []
+        if self.exact is not None and not self.exact.passed:
+            found.append(f"enumeration on small tables is off by {self.exact.error:.2g} in total variation")
+        for part in self.keyed:
+            mode = "sampled" if part.sampled else "greedy"
+            if part.faults:
+                found.append(f"{part.faults} of {part.prompts} {mode} texts leave the plain ones where rounding does not explain it")
+            elif not part.passed:
+                found.append(f"{mode} logits are off by {part.logits:.2g} where rounding explains {part.limit:.2g}")
+        if self.statistical is not None and self.statistical.impossible:
+            found.append(f"{self.statistical.impossible} sampled tokens can not follow their text under the target")
+        if self.statistical is not None and self.statistical.p_value < self.statistical.significance:
+            found.append(
+                f"sampled tokens do not follow the target's law (p = {self.statistical.p_value:.1g}: {self.statistical.worst.name})"
+            )
+        return found
+
+    def raise_for_fault(self) -> None:
+        """Raises:
+        ExactnessError: unless the verdict is ``exact``.
+        """
+        if self.verdict != "exact":
+            raise ExactnessError(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain values that JSON can hold."""
+        document = {"verdict": self.verdict, "summary": self.summary, "reasons": self.reasons, **asdict(self)}
+        document["sampling"] = {name: value if _plain(value) else repr(value) for name, value in self.sampling.items()}
+        for name, parts in (("exact", [self.exact]), ("statistical", [self.statistical])):
+            if parts[0] is not None:
+                document[name]["passed"] = parts[0].passed
+        document["keyed"] = [{**asdict(part), "passed": part.passed} for part in self.keyed]
+        cleaned: dict[str, Any] = _finite(document)
+        return cleaned
+
+
+LEFT_OUT = "left out"
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

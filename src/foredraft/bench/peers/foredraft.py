@@ -1,0 +1,134 @@
+"""Foredraft's side: any drafter, shape and rule. Contenders share one target, packed where that was found faster; those whose drafter reads
+its hidden states have one each."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+CURVE_DEPTH = 16  # tokens of the longest chain whose pass is timed
+SECONDS = 2.0  # for timing a cost curve
+READ = ("medusa", "hydra", "rnn", "eagle3")  # drafters that read the target's hidden states
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.speculators: dict[str, Any] = {}
+        self.models: dict[tuple[str, str, str], Any] = {}
+
+    def start(self, threads: int, device: str, folder: str) -> dict[str, Any]:
+        import torch
+        import transformers
+
+        import foredraft
+
+        torch.set_num_threads(threads)
+        transformers.utils.logging.disable_progress_bar()
+        self.torch, self.device = torch, device
+        packages = {"foredraft": foredraft.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+        return {"versions": packages}
+
+    def load(
+        self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """``options``: ``drafter`` ``NAME[:SOURCE][;KEY=VALUE...]`` where the mode is none of plain, draft and lookup, ``shape``,
+        ``rule``, ``execution``."""
+        from foredraft import Speculator
+
+        drafters = {"plain": "none", "draft": f"draft-model:{draft}", "lookup": "prompt-lookup"}
+        drafter, *pairs = (drafters.get(mode) or options["drafter"]).split(";")
+        how: dict[str, Any] = {"rule": options.get("rule", "auto"), "reuse_prefix": False}
+        if mode == "lookup":
+            how["drafter_options"] = {"max_ngram": ngram}
+        if mode != "plain":
+            how["shape"] = options.get("shape") or (f"chain({length})" if length else None)
+        if pairs:
+            how["drafter_options"] = dict(pair.split("=", 1) for pair in pairs)
+        reads = drafter.partition(":")[0] in READ  # passes that hand out hidden states; heads are laid out as their target is
+        key = checkpoint, dtype, drafter if reads else ""
+        if not reads and key in self.models:  # its layers are as they were first laid out
+            speculator = Speculator(self.models[key], drafter, execution="eager", **how)
+        else:
+            speculator = Speculator(checkpoint, drafter, dtype=dtype, device=self.device, execution=options.get("execution", "auto"), **how)
+            self.execution = getattr(speculator.target, "execution", None)
+            speculator.model.generation_config.eos_token_id = None
+            self.models[key] = speculator.model
+        self.speculators[name] = speculator
+        return {"note": f"{self.execution} passes, rule {speculator.rule.name}, shape {speculator.shape}"}
+
+    def forget(self, name: str) -> None:
+        """What texts so far taught its drafter."""
+        self.speculators[name].drafter.forget()
+
+    def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+        torch, speculator = self.torch, self.speculators[name]
+        width = max(map(len, ids))
+        padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=self.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=self.device)
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+        predicted = self._predicted(speculator, ids, tokens) if len(ids) == 1 and not temperature else None
+        begin = time.perf_counter()
+        out = speculator.generate(padded, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, seed=seed, **sampling)
+        end = time.perf_counter()
+        stats = out.stats
+        return {
+            "ids": out.sequences[:, width:].tolist(),
+            "seconds": end - begin,
+            "times": [moment + max(0.0, end - begin - stats.seconds["total"]) for moment in stats.rows[0].token_times],
+            "passes": stats.target_passes,
+            "rounds": stats.row_passes,
+            "kept": stats.kept,
+            "split": {part: stats.seconds[part] for part in ("prefill", "draft", "target", "overhead")},
+            "drafted_by_depth": stats.drafted_by_depth,
+            "accepted_by_depth": stats.accepted_by_depth,
+            "shapes": stats.shapes,
+            "planning": stats.seconds.get("planning", 0.0),
+            "predicted": predicted,
+        }
+
+    @staticmethod
+    def _predicted(speculator: Any, ids: list[list[int]], tokens: int) -> float | None:
+        """Tokens per second that the planner expects of the text to come, where it chooses."""
+        from foredraft.planning import AutomaticPlanner
+        from foredraft.planning.costs import StandIn
+
+        planner = speculator.planner
+        if not isinstance(planner, AutomaticPlanner) or not planner.costs.target.known:
+            return None
+        rows = [StandIn(slot, list(row), len(row) + tokens) for slot, row in enumerate(ids)]
+        return float(planner.forecast(rows, greedy=True).best.rate)
+
+    def costs(self, name: str, rows: int, length: int, context: int) -> dict[str, Any]:
+        """The measured cost curve: ``target`` seconds by nodes per row; ``t1``, ``tn`` of passes over 1 and ``length`` + 1 nodes at
+        ``context`` tokens, ``draft`` of ``length`` tokens; all for ``rows`` rows. What a round takes besides is not in them."""
+
+        speculator = self.speculators[name]
+        exact, curve = (self._curve(speculator, rows, depth, context) for depth in (length, CURVE_DEPTH))
+        t1, tn = exact.target.line(rows, (1, length + 1))
+        return {
+            "t1": t1,
+            "tn": tn,
+            "draft": exact.draft_seconds(rows, (1,) * length),
+            "target": {str(size): seconds for size, seconds in sorted(curve.target.points[rows].items())},
+        }
+
+    def _curve(self, speculator: Any, rows: int, depth: int, context: int) -> Any:
+        """As the planner measures it before its first round, but at ``context`` tokens."""
+        from foredraft.planning.costs import CostModel, Measurement
+        from foredraft.shapes import TreeShape
+
+        target, drafter = speculator.target, speculator.drafter
+        run = Measurement(target, drafter, rows, TreeShape.chain(depth), time.perf_counter)
+        run.prompt = run.longer = context
+        ids = self.torch.randint(0, target.vocab_size, (rows, context), generator=self.torch.Generator().manual_seed(0))
+        run.texts = ids.tolist()
+        try:
+            with self.torch.inference_mode():
+                run.passes(time.perf_counter() + SECONDS)
+                run.drafts(time.perf_counter() + SECONDS / 2)
+        finally:
+            target.reset()
+            drafter.reset()
+        model = CostModel()
+        run.fill(model)
+        return model

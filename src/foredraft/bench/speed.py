@@ -1,0 +1,376 @@
+"""The speed suite: tokens per second of Foredraft and of the peers that a user would pick instead, in one run.
+
+Every contender works in a process of its own environment and continues the same prompts by the same number of tokens, end of text
+ignored. They take turns, call by call, in an order that rotates, after warm-up calls of each; while one computes the others are
+stopped, which is checked. Memory's speed is measured next to the calls that it explains. What fails is a row that says so and has
+no figures.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from foredraft.bench import checkpoints, datasets
+from foredraft.bench.checkpoints import Checkpoint
+from foredraft.bench.datasets import Prompt
+from foredraft.bench.overhead import turned
+from foredraft.bench.peer_process import FOREDRAFT, TRANSFORMERS, Peer, PeerError, PeerProcess, find
+from foredraft.bench.speed_plan import DRAFT, LOOKUP, PLAIN, TEXT, Cell, Contender, Settings, cells, contenders, hopeless
+from foredraft.bench.speed_records import Curve, Failure, Measurement, Read, first_difference
+from foredraft.loading import load_tokenizer
+
+READ = 400 << 20  # bytes of the large read
+READS = 3  # at a time, after one that wakes the threads; their median counts
+REST = 0.03  # seconds between calls, for whatever the last one left to the system
+CURVE_REPEATS = 3
+
+
+Launch = Callable[[Peer, Path], Any]
+
+
+class Run:
+    """One run of the suite; ``advance`` is called after each step of ``steps``.
+
+    Args:
+        settings: what is run.
+        peers: folder of the environments.
+        work: folder for checkpoints and what peers make of them; kept, so that the next run finds them.
+        clock: seconds, for the large read.
+        launch: starts a peer's process; another one than the default only in tests.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        advance: Callable[[], None] = lambda: None,
+        *,
+        peers: Path,
+        work: Path,
+        clock: Callable[[], float] = time.perf_counter,
+        launch: Launch | None = None,
+    ):
+        self.settings, self.advance, self.peers, self.work, self.clock = settings, advance, peers, work, clock
+        self.launch = launch or self._launch
+        self.measurements: list[Measurement] = []
+        self.failures: list[Failure] = []
+        self.reads: list[Read] = []
+        self.curves: list[Curve] = []
+        self.versions: dict[str, dict[str, str]] = {}
+        self.notes: dict[str, str] = {}
+        self.bytes: dict[str, int | None] = {}  # per pass, by target and dtype
+        self.everyone: dict[str, Contender] = {}
+        self.prompts = self.read()
+
+    def read(self) -> list[Prompt]:
+        return [prompt for source in self.settings.prompts for prompt in datasets.read(source, self.settings.limit)]
+
+    def contenders(self) -> list[Contender]:
+        """Everyone who takes part; plain ones first."""
+        return [*contenders(self.settings), *(hopeless(self.settings) if self.settings.worst else [])]
+
+    def cells(self, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Contender], vocabulary: int) -> list[Cell]:
+        """All calls of one repeat; ``texts`` are prompts as (category, ids)."""
+        return cells(self.settings, texts, everyone, vocabulary)
+
+    def options(self, contender: Contender, target: Checkpoint) -> dict[str, Any]:
+        """What its adapter is told besides."""
+        return dict(contender.options)
+
+    @property
+    def steps(self) -> int:
+        """Measured and warm-up calls, if nobody fails; a rough count, for a progress bar."""
+        turns = sum(len(prompt.turns) for prompt in self.prompts)
+        texts = [("", [0, 0])] * turns
+        everyone = self.contenders()
+        calls = sum(len(cell.contenders) for cell in self.cells(texts, everyone, 2)) * self.settings.repeats
+        return (calls + len(everyone)) * len(self.settings.targets) * len(self.settings.dtypes)
+
+    @property
+    def reference(self) -> str:
+        """Whose greedy text the others' are compared with besides their own side's."""
+        done = {each.contender for each in self.measurements}
+        return next((name for name in ("transformers plain", "foredraft plain") if name in done), "")
+
+    def run(self) -> None:
+        """Every target in every dtype, one after the other: all contenders of one are in memory together.
+
+        Raises:
+            ConfigurationError: a target or draft that can not be loaded, or prompts that make no tokens.
+        """
+        torch.set_num_threads(self.settings.threads)
+        draft = checkpoints.written(self.settings.draft, self.work) if DRAFT in self.settings.modes else None
+        for source in self.settings.targets:
+            target = checkpoints.written(source, self.work)
+            gc.collect()
+            for dtype in self.settings.dtypes:
+                self.bytes[f"{source} {dtype}"] = checkpoints.pass_bytes(target.path, dtype)
+                Block(self, target, draft, dtype).run()
+
+    def _launch(self, peer: Peer, log: Path) -> PeerProcess:
+        return PeerProcess(peer, threads=self.settings.threads, log=log)
+
+
+class Block:
+    """One target in one dtype."""
+
+    def __init__(self, run: Run, target: Checkpoint, draft: Checkpoint | None, dtype: str):
+        self.run_, self.settings, self.target, self.draft, self.dtype = run, run.settings, target, draft, dtype
+        self.processes: dict[str, Any] = {}
+        self.at: dict[str, tuple[Contender, str]] = {}  # contenders that are ready, and the process they are in
+        self.done: list[tuple[Cell, Measurement, list[list[int]]]] = []
+        self.buffer: torch.Tensor | None = None
+        self._turns = 0
+
+    def run(self) -> None:
+        settings = self.settings
+        everyone = self.run_.contenders()
+        self.run_.everyone |= {each.name: each for each in everyone}
+        try:
+            for contender in everyone:
+                self._load(contender)
+            tokenizer = load_tokenizer(str(self.target.path))
+            prompts = self._prompts(tokenizer)
+            calls = self.run_.cells(prompts, everyone, len(tokenizer))
+            self._warm_up(calls)
+            for repeat in range(settings.repeats):
+                self._forget(self.at)  # or else it would know the texts of the repeat before
+                for cell in calls:
+                    for name in turned([each for each in cell.contenders if each in self.at], self._turns):
+                        self._measure(name, cell, repeat)
+                        self.run_.advance()
+                    self._turns += 1
+                self._curve(repeat, sum(len(ids) for _, ids in prompts) // len(prompts) + settings.tokens // 2)
+        finally:
+            self.run_.measurements += self._compared()
+            for process in self.processes.values():
+                process.close()
+
+    # -- getting ready --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _attempt(self, contender: str, stage: str) -> Iterator[None]:
+        """What fails in it is a row, and the contender is out: half a contender has no median."""
+        try:
+            yield
+        except PeerError as error:
+            self._failed(contender, stage, error)
+            self.at.pop(contender, None)
+
+    def _failed(self, contender: str, stage: str, error: PeerError) -> None:
+        """A row. It says what happened, and not where on this machine."""
+        message = str(error)
+        for path, name in ((self.run_.work, "WORK"), (self.run_.peers, "PEERS"), (Path.home(), "~")):
+            if len(path.absolute().parts) > 1:
+                message = message.replace(str(path.absolute()), name)
+        self.run_.failures.append(Failure(self.target.source, self.dtype, contender, stage, message))
+
+    def _load(self, contender: Contender) -> None:
+        settings, name = self.settings, contender.name
+        with self._attempt(name, "set-up"):
+            peer = find(contender.side, self.run_.peers)
+            key = contender.side if peer.shared else f"{contender.side} {contender.mode} {contender.setting}"
+            if key not in self.processes:
+                self._start(key, peer)
+            process = self.processes[key]
+            draft = checkpoints.untrained(self.draft, self.run_.work) if contender.hopeless and self.draft else self.draft
+            told = process.ask(
+                "load",
+                limit=settings.patience,
+                name=name,
+                checkpoint=self._converted(process, contender.side, self.target),
+                draft=self._converted(process, contender.side, draft) if draft and contender.mode == DRAFT else None,
+                dtype=self.dtype,
+                mode=contender.mode,
+                length=contender.length,
+                ngram=settings.ngram,
+                options=self.run_.options(contender, self.target),
+            )
+            self.at[name] = contender, key
+            if told.get("note"):
+                self.run_.notes[f"{name}, {self.dtype}"] = told["note"]
+
+    def _start(self, key: str, peer: Peer) -> None:
+        room, need = available_memory(), 1.3 * (self.run_.bytes[f"{self.target.source} {self.dtype}"] or 0)
+        if room is not None and room < need:
+            raise PeerError(f"not enough memory: {room / 1e9:.1f} GB are left, its weights alone take {need / 1.3e9:.1f}")
+        process = self.run_.launch(peer, self.run_.work / "logs" / f"{key.replace(' ', '-').replace('/', '-')}-{self.dtype}.log")
+        try:
+            told = process.ask(
+                "start", limit=self.settings.patience, threads=self.settings.threads, device=self.settings.device, folder=str(peer.folder)
+            )
+        except PeerError:
+            process.close()
+            raise
+        self.processes[key] = process
+        self.run_.versions[peer.name] = told.get("versions", {})
+
+    def _converted(self, process: Any, side: str, checkpoint: Checkpoint) -> str:
+        """The checkpoint in the side's own format."""
+        if side not in ("llamacpp", "openvino"):
+            return str(checkpoint.path)
+        folder = (self.run_.work / checkpoint.slug / side).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(
+            process.ask("prepare", limit=self.settings.patience, checkpoint=str(checkpoint.path), folder=str(folder), dtype=self.dtype)
+        )
+
+    def _prompts(self, tokenizer: Any) -> list[tuple[str, list[int]]]:
+        """Every turn as a prompt of its own: what came before it, answered as the first contender that is ready answers, and itself."""
+        return [
+            (prompt.category, ids)
+            for prompt in self.run_.prompts
+            for ids in datasets.conversation(prompt, tokenizer, self._answer, chat=self.settings.chat)
+        ]
+
+    def _answer(self, ids: list[int]) -> list[int] | None:
+        for name in list(self.at):
+            with self._attempt(name, "first turn"):
+                return list(self._ask(name, [ids], self.settings.tokens, self.settings.temperature)["ids"][0])
+        return None
+
+    def _warm_up(self, calls: Sequence[Cell]) -> None:
+        """So many calls of each contender, on prompts from the first on, and one of each other scenario that it takes part in."""
+        for name in list(self.at):
+            mine = [cell for cell in calls if name in cell.contenders]
+            first = [cell for cell in mine if cell.scenario == TEXT][: self.settings.warmups] or mine[:1]
+            first += first[: self.settings.warmups - len(first)]
+            with self._attempt(name, "warm-up"):
+                for cell in [*first, *(cell for cell in mine if cell.scenario != TEXT)]:
+                    self._ask(name, cell.ids, cell.tokens, cell.temperature)
+                self.run_.advance()
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, name: str, ids: Any, tokens: int, temperature: float, seed: int = 0) -> dict[str, Any]:
+        process = self.processes[self.at[name][1]]
+        rows = [list(row) for row in ids]
+        told = process.ask("generate", limit=self.settings.timeout, name=name, ids=rows, tokens=tokens, temperature=temperature, seed=seed)
+        wrong = [len(row) for row in told["ids"] if len(row) != tokens]
+        if wrong or len(told["ids"]) != len(rows):
+            raise PeerError(f"{len(told['ids'])} rows, {wrong or tokens} tokens came back where {len(rows)} of {tokens} were asked for")
+        return dict(told)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """What earlier texts taught Foredraft's drafters; its peers are set up to keep nothing."""
+        for name in list(names):
+            contender, key = self.at[name]
+            if contender.side == FOREDRAFT and contender.mode not in (PLAIN, DRAFT, LOOKUP):
+                with self._attempt(name, "measurement"):
+                    self.processes[key].ask("forget", limit=self.settings.timeout, name=name)
+
+    def _measure(self, name: str, cell: Cell, repeat: int) -> None:
+        contender, key = self.at[name]
+        if contender.fresh:
+            self._forget([name])
+        time.sleep(REST)
+        before = self._sleepers(key)
+        with self._attempt(name, "measurement"):
+            told = self._ask(name, cell.ids, cell.tokens, cell.temperature, repeat)
+            after = self._sleepers(key)
+            others = None if before is None or after is None else (after - before) / told["seconds"]
+            measured = self._measurement(
+                told,
+                target=self.target.source,
+                dtype=self.dtype,
+                scenario=cell.scenario,
+                batch=cell.batch,
+                index=cell.index,
+                category=cell.category,
+                contender=name,
+                repeat=repeat,
+                others=others,
+            )
+            self.done.append((cell, measured, told["ids"]))
+            if name == "foredraft plain" and cell.scenario == TEXT:
+                self._read(cell.index, repeat)
+
+    @staticmethod
+    def _measurement(told: dict[str, Any], **where: Any) -> Measurement:
+        known = ("ids", "seconds", "times", "rounds", "kept", "passes", "split", "predicted")
+        return Measurement(
+            **where,
+            tokens=sum(map(len, told["ids"])),
+            seconds=told["seconds"],
+            times=tuple(told.get("times") or ()),
+            rounds=told.get("rounds"),
+            kept=told.get("kept"),
+            passes=told.get("passes"),
+            split=told.get("split") or {},
+            predicted=told.get("predicted"),
+            more={name: value for name, value in told.items() if name not in known},
+        )
+
+    def _compared(self) -> list[Measurement]:
+        """All of the block's calls, with what comparing their texts says. Whoever is compared with may have had its turn later."""
+        plain: dict[tuple[str, tuple[str, int, int]], list[list[int]]] = {}
+        for contender in self.run_.everyone.values():  # a side may have several plain ones: the first counts
+            for cell, each, rows in self.done:
+                if contender.mode == PLAIN and each.contender == contender.name and cell.temperature == 0:
+                    plain.setdefault((contender.side, cell.key), rows)
+        found = []
+        for cell, each, rows in self.done:
+            own = plain.get((self.run_.everyone[each.contender].side, cell.key))
+            reference = plain.get((TRANSFORMERS, cell.key), plain.get((FOREDRAFT, cell.key)))
+            if cell.temperature == 0 and own is not None:
+                each = replace(each, same=own == rows, differs=first_difference(own, rows))
+            if cell.temperature == 0 and reference is not None:
+                each = replace(each, same_as_reference=reference == rows, differs_from_reference=first_difference(reference, rows))
+            found.append(each)
+        return found
+
+    def _sleepers(self, awake: str) -> float | None:
+        used = [process.cpu_seconds() for key, process in self.processes.items() if key != awake]
+        return None if None in used else sum(used)
+
+    def _read(self, index: int, repeat: int) -> None:
+        """Large reads by as many threads, right after the plain call that they are compared with: the memory of a machine that others use
+        too is twice as fast in one minute as in another. On a GPU copies, bytes read and written."""
+        clock, seconds = self.run_.clock, []
+        if self.buffer is None:
+            self.buffer = torch.ones(READ // 4, device=self.settings.device)
+        for _ in range(READS + 1):
+            begin = clock()
+            if self.settings.device == "cpu":
+                self.buffer.sum()
+            else:
+                self.buffer.clone()
+                torch.cuda.synchronize()
+            seconds.append(clock() - begin)
+        moved = READ if self.settings.device == "cpu" else 2 * READ
+        self.run_.reads.append(Read(self.target.source, self.dtype, index, repeat, moved / median(seconds[1:])))
+
+    def _curve(self, repeat: int, context: int) -> None:
+        """Cost curves of Foredraft's draft models with chains of a fixed length, at ``context`` tokens."""
+        if repeat >= CURVE_REPEATS:
+            return
+        for name, (contender, key) in list(self.at.items()):
+            if contender.side == FOREDRAFT and contender.mode == DRAFT and contender.length:
+                try:
+                    values = self.processes[key].ask(
+                        "costs", limit=self.settings.timeout, name=name, rows=1, length=contender.length, context=context
+                    )
+                except PeerError as error:  # the calls themselves have been measured
+                    self._failed(f"cost curve of {name}", "measurement", error)
+                    continue
+                curve = Curve(self.target.source, self.dtype, name, contender.length, 1, repeat, values)
+                self.run_.curves.append(curve)
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+    return None

@@ -1,0 +1,223 @@
+"""What the speed suite runs: settings, contenders, and the scenarios that they meet in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foredraft.bench.peer_process import FOREDRAFT, TRANSFORMERS
+from foredraft.errors import ConfigurationError
+
+PLAIN, DRAFT, LOOKUP, COMPILED = "plain", "draft", "lookup", "compiled"
+MODES = (PLAIN, DRAFT, LOOKUP)
+PEERS = (TRANSFORMERS, "vllm", "llamacpp", "openvino")
+ON_CUDA = (TRANSFORMERS,)  # peers that are measured on a GPU
+AUTO = "auto"
+TEXT, BATCH, HOPELESS, RANDOM = "text", "batch", "hopeless draft", "random text"
+WILD = 100.0  # temperature at which every token is as likely as any other
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is run.
+
+    Attributes:
+        targets: checkpoint folders or zoo:NAME; ``draft`` likewise.
+        dtypes, batches, rules, modes: all are combined; rules matter where ``temperature`` is not 0, and then no peer takes part.
+        drafters: further drafters of Foredraft's, as NAME or NAME:SOURCE.
+        peers: who else takes part.
+        lengths: γ, tokens drafted per round by peers; each is a setting of its own.
+        shapes: of Foredraft's drafts; each is a setting of its own.
+        ngram: longest match of prompt lookup, for all who have such an option.
+        prompts: ``embedded`` or files; ``limit`` prompts of each category at most.
+        tokens: new tokens per row; ``repeats`` measured calls after ``warmups`` of each contender.
+        worst: measure text that can not be guessed as well.
+        timeout: seconds after which a call counts as failed; ``patience`` the same for loading and converting.
+    """
+
+    targets: tuple[str, ...] = ("zoo:python-300m",)
+    draft: str = "zoo:python-1m"
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    batches: tuple[int, ...] = (1, 4, 16)
+    rules: tuple[str, ...] = (AUTO,)
+    modes: tuple[str, ...] = MODES
+    drafters: tuple[str, ...] = ()
+    peers: tuple[str, ...] = PEERS
+    lengths: tuple[int, ...] = (5,)
+    shapes: tuple[str, ...] = (AUTO, "chain(5)")
+    ngram: int = 3
+    prompts: tuple[str, ...] = ("embedded",)
+    limit: int | None = None
+    chat: bool = False
+    tokens: int = 64
+    repeats: int = 3
+    warmups: int = 1
+    temperature: float = 0.0
+    worst: bool = True
+    device: str = "cpu"
+    threads: int = 2
+    timeout: float = 120.0
+    patience: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("modes", (*MODES, COMPILED)), ("dtypes", ("bfloat16", "float32", "float16"))):
+            unknown = [each for each in getattr(self, name) if each not in known]
+            if unknown:
+                raise ConfigurationError(f"unknown {name} {', '.join(unknown)}; choose from {', '.join(known)}")
+        if self.tokens < 2:
+            raise ConfigurationError(f"{self.tokens} tokens have no time between them; ask for 2 or more")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to decode, of one ``side``.
+
+    Attributes:
+        setting: what sets it apart from others of its side and mode.
+        length: γ, 0 where the side chooses itself.
+        options: for the adapter.
+        hopeless: it is for text that can not be guessed; if it has a draft model, one that knows nothing.
+        fresh: its drafter forgets before every call what earlier texts taught it; the others' forget between repeats.
+    """
+
+    side: str
+    mode: str
+    setting: str = ""
+    length: int = 0
+    options: tuple[tuple[str, Any], ...] = field(default=())
+    hopeless: bool = False
+    fresh: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.side} {self.mode}" + (f", {self.setting}" if self.setting else "")
+
+    @property
+    def automatic(self) -> bool:
+        return self.setting.startswith(AUTO)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One call that every one of ``contenders``, by name, makes in every repeat: ``ids`` row by row, continued by ``tokens`` each."""
+
+    scenario: str
+    index: int
+    category: str
+    ids: tuple[tuple[int, ...], ...]
+    tokens: int
+    temperature: float
+    contenders: tuple[str, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.ids)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.scenario, self.batch, self.index
+
+
+def contenders(settings: Settings) -> list[Contender]:
+    """Everyone who meets on the prompts; plain ones first, so that texts can be compared with theirs, sides alternating."""
+    found: list[Contender] = []
+    greedy = settings.temperature == 0
+    sides = (FOREDRAFT, *(settings.peers if greedy else ()))
+    for mode in (*settings.modes, *settings.drafters):
+        for side in sides:
+            found += ours(settings, mode) if side == FOREDRAFT else theirs(settings, side, mode)
+    return found
+
+
+def ours(settings: Settings, mode: str) -> list[Contender]:
+    if mode == COMPILED:
+        return []
+    rules = settings.rules if settings.temperature else (AUTO,)
+    if mode == PLAIN:
+        return [Contender(FOREDRAFT, PLAIN)]
+    made = []
+    for rule in rules:
+        for shape in settings.shapes:
+            setting = shape if rule == AUTO else f"{shape}, {rule}"
+            options = {"rule": rule, **({} if shape == AUTO else {"shape": shape}), **({} if mode in MODES else {"drafter": mode})}
+            made.append(Contender(FOREDRAFT, mode, setting, _chain(shape), tuple(options.items())))
+    return made
+
+
+def theirs(settings: Settings, side: str, mode: str) -> list[Contender]:
+    """Settings in which a peer is tried; the best counts."""
+    if mode == PLAIN:
+        backends = ("PA", "SDPA") if side == "openvino" else ()
+        return [Contender(side, PLAIN, backend, 0, (("backend", backend),)) for backend in backends] or [Contender(side, PLAIN)]
+    if mode == COMPILED:
+        return [Contender(side, COMPILED)] if side == TRANSFORMERS else []
+    if mode not in MODES:
+        return []
+    made = []
+    for length in settings.lengths:
+        made.append(Contender(side, mode, f"γ={length}", length))
+        if side == "llamacpp" and mode == LOOKUP:
+            made.append(Contender(side, mode, f"ngram-simple, γ={length}", length, (("kind", "ngram-simple"),)))
+    return made
+
+
+def _chain(shape: str) -> int:
+    """γ of ``chain(γ)``, else 0."""
+    inner = shape.removeprefix("chain(").removesuffix(")")
+    return int(inner) if shape.startswith("chain(") and inner.isdigit() else 0
+
+
+def hopeless(settings: Settings) -> list[Contender]:
+    """Foredraft's contenders for text that can not be guessed: a draft model that knows nothing, on a greedy text, and prompt lookup, on
+    a random one. They are apart from the others, because what a planner learns there it would take along to their next text."""
+    modes = {DRAFT: "auto, untrained", LOOKUP: "auto, random text"}
+    return [
+        Contender(FOREDRAFT, mode, setting, 0, (("rule", AUTO),), hopeless=True)
+        for mode, setting in modes.items()
+        if mode in settings.modes
+    ]
+
+
+def automatic(found: Iterable[Contender]) -> list[Contender]:
+    """Foredraft's plain one, and those whose shapes are chosen as they go, or else the first of each mode: those that batches are
+    measured with."""
+    mine = [each for each in found if each.side == FOREDRAFT and not each.hopeless]
+    chosen = [each for each in mine if each.mode == PLAIN]
+    for mode in dict.fromkeys(each.mode for each in mine if each.mode != PLAIN):
+        alike = [each for each in mine if each.mode == mode]
+        chosen.append(next((each for each in alike if each.automatic), alike[0]))
+    return chosen
+
+
+def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Contender], vocabulary: int) -> list[Cell]:
+    """All calls of one repeat. ``texts`` are prompts as (category, ids); other batches than 1, and hopeless text, are Foredraft's alone.
+
+    Rows of a batch are the prompts, and where there are not enough of them, the same ones cut shorter.
+    """
+    import random
+
+    found = []
+    main = tuple(each.name for each in everyone if not each.hopeless)
+    if 1 in settings.batches:
+        for index, (category, ids) in enumerate(texts):
+            found.append(Cell(TEXT, index, category, (tuple(ids),), settings.tokens, settings.temperature, main))
+    few = automatic(everyone)
+    for batch in settings.batches:
+        if batch > 1:
+            rows = tuple(_cut(texts[row % len(texts)][1], row // len(texts)) for row in range(batch))
+            found.append(Cell(BATCH, 0, BATCH, rows, settings.tokens, settings.temperature, tuple(each.name for each in few)))
+    if settings.worst:
+        plain = [each.name for each in few if each.mode == PLAIN]
+        lost, looking = ([each.name for each in everyone if each.hopeless and each.mode == mode] for mode in (DRAFT, LOOKUP))
+        generator = random.Random(0)
+        for batch in settings.batches:
+            rows = tuple(tuple(generator.randrange(vocabulary) for _ in range(48)) for _ in range(batch))
+            for scenario, who, temperature in ((HOPELESS, lost, 0.0), (RANDOM, looking, WILD)):
+                if plain and who:
+                    found.append(Cell(scenario, 0, scenario, rows, settings.tokens, temperature, (*plain, *who)))
+    return found
+
+
+def _cut(ids: Sequence[int], times: int) -> tuple[int, ...]:
+    return tuple(ids[: max(2, len(ids) - 5 * times)])

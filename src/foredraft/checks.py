@@ -1,0 +1,80 @@
+"""What a session does not take from a drafter or a target: trees that are none, tokens that can not be, scores that say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foredraft.drafters.base import DraftRequest
+from foredraft.errors import DrafterError, TargetOutputError
+from foredraft.judgement import EMPTY, INFINITE, NAN, OVERFLOW, Judgement
+from foredraft.rows import SessionRow
+from foredraft.target import Target
+from foredraft.tree import TokenTree
+from foredraft.verification import Rule
+
+
+def check_tree(tree: TokenTree, request: DraftRequest, name: str, target: Target, rule: Rule) -> None:
+    """What can be said of a tree of drafter ``name`` without reading values; :func:`check_lines` says the rest.
+
+    Raises:
+        DrafterError: it does not answer the ``request``, or the ``rule`` is not exact for it.
+    """
+    rows, drafter, greedy = len(request.rows), f"drafter {name!r}", request.sampler.greedy
+    if not isinstance(tree, TokenTree) or tree.rows != rows:
+        got = f"a tree of {tree.rows} rows" if isinstance(tree, TokenTree) else type(tree).__name__
+        raise DrafterError(f"{drafter} must return a TokenTree of {rows} rows, got {got}")
+    try:
+        tree.check_shapes(target.vocab_size)
+    except ValueError as error:
+        raise DrafterError(f"{drafter} returned a malformed tree: {error}") from None
+    if target.chains_only and not tree.chain:
+        raise DrafterError(f"{drafter} returned a tree, and the target can only verify chains: {target.chains_only}")
+    if greedy or tree.nodes == 1:
+        return
+    refusal = rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
+    if refusal:
+        raise DrafterError(f"{drafter} proposed what the rule can not verify: {refusal}")
+    if request.needs_q and tree.q is None:
+        raise DrafterError(f"{drafter} returned no q, and rule {rule.name!r} compares with the draft's own distribution")
+
+
+def check_lines(rows: Sequence[SessionRow], tree: TokenTree, judgement: Judgement, name: str, vocab_size: int) -> None:
+    """What the verdicts on a tree of drafter ``name`` say of it and of the target's scores, before anything is committed.
+
+    Raises:
+        DrafterError: the tree is none, or holds tokens outside ``vocab_size``, or another root than a row's last token.
+        TargetOutputError: no token can be chosen from the scores on an accepted path.
+    """
+    drafter = f"drafter {name!r}"
+    for row, line in zip(rows, judgement.lines):
+        if line.broken:
+            try:
+                tree.check(vocab_size)
+            except ValueError as error:
+                raise DrafterError(f"{drafter} returned a malformed tree: {error}") from None
+        if line.outside:
+            raise DrafterError(
+                f"{drafter} proposed {line.tokens[1:]} for row {row.slot}, with a token outside the target's vocabulary of {vocab_size}"
+            )
+        if line.tokens[0] != row.ids[-1]:
+            raise DrafterError(
+                f"{drafter} returned a tree for row {row.slot} whose root is {line.tokens[0]}; node 0 must be the last committed token, "
+                f"{row.ids[-1]}"
+            )
+        if any(line.faults[: line.accepted + 1]):
+            check_scores(row, line.faults[: line.accepted + 1])
+
+
+def check_scores(row: SessionRow, faults: Sequence[int]) -> None:
+    """Raise what is wrong with the scores along a path, unless a processor of the row replaces NaN and infinity."""
+    for depth, fault in enumerate(faults):
+        where = f"row {row.slot}, position {len(row.ids) + depth}"
+        if fault & (NAN | INFINITE) and not row.parameters.pipeline.removes_invalid:
+            raise TargetOutputError(
+                f"the target's logits are {'NaN' if fault & NAN else 'infinite'} for {where}; try a wider dtype (float32 or "
+                "bfloat16), or remove_invalid_values=True to accept that they are patched"
+            )
+        if fault & EMPTY:
+            raise TargetOutputError(f"the logits processors leave no token possible for {where}; loosen the constraints")
+        if fault & OVERFLOW:
+            raise TargetOutputError(f"the logits processors made scores infinite or NaN for {where}; is the temperature too small?")

@@ -1,0 +1,217 @@
+"""``foredraft data generate`` and ``info``: texts that a target writes for heads to learn from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.failures import exit_codes, note, quiet
+from foredraft.cli.progress import Progress
+from foredraft.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from foredraft.training.data import Manifest
+    from foredraft.training.generation import Count
+
+app = typer.Typer(help="Texts that a target writes itself, for heads to learn from (foredraft train).", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the shards go.", show_default=False, file_okay=False)]
+
+
+@app.command()
+def generate(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES...",
+            show_default=False,
+            help='Prompts: in a .jsonl file, per line an object with "prompt", "messages" (chat) or "text"; any other file is one text.',
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="The model that answers: a path, a hub id, or zoo:NAME.", show_default=False)],
+    out: Folder,
+    windows: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", show_default=False, help="N prompts cut from random places of the texts, rather than each text's beginning."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="The first so many tokens of each text are its prompt.", show_default="all; 64 with --windows"),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Of an answer, at most; 0 keeps texts as they are.")] = 256,
+    temperature: Annotated[str, typer.Option(help="0 is greedy; several as 0,1: prompts take them in turns.", metavar="T[,T...]")] = "0",
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.", show_default="all")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from so much probability.", show_default="all")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Leave out tokens below this share of the likeliest.", show_default="none")] = None,
+    top_k_probabilities: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Record the K likeliest tokens at every place, with the target's log-probabilities.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of windows and answers.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 64,
+    shard_size: Annotated[int, typer.Option(min=1, help="Prompts per file; a run that is killed loses at most one file's work.")] = 1024,
+    part: Annotated[
+        str, typer.Option(metavar="I/N", help="Make every N-th file only, beginning with the I-th: one of N processes on one folder.")
+    ] = "1/1",
+    dtype: Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….", show_default="cuda if there is one, else cpu")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice")] = None,
+    execution: Annotated[
+        str, typer.Option(help="As of a Speculator; others than eager may pick kernels by timing, so that a restart may round differently.")
+    ] = "eager",
+) -> None:
+    """Let the target answer prompts, and write what it says as token ids.
+
+    The same command goes on where it stopped, however it stopped. Exit codes: 0 done, 1 failed while running, 2 cannot work as asked, 130
+    Ctrl-C.
+    """
+    with exit_codes():
+        note(f"loading {target}")
+        import torch
+
+        from foredraft.cli.generation import pick_device
+        from foredraft.loading import load_model, load_tokenizer
+        from foredraft.speculator import Speculator
+        from foredraft.training import generation, prompts
+
+        quiet()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        answering = generation.Answering(
+            max_new_tokens=max_new_tokens,
+            temperatures=_numbers(temperature),
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            top=top_k_probabilities,
+            seed=seed,
+            batch=batch_size,
+            dtype=dtype,
+            execution=execution,
+        )
+        share = _part(part)
+        entries = list(prompts.read_entries(files))
+        if not entries:
+            raise ConfigurationError("there is no prompt in " + ", ".join(map(repr, map(str, files))))
+        tokenizer = load_tokenizer(target)
+        if windows is not None:
+            ids = prompts.windows(tokenizer, entries, count=windows, tokens=prompt_tokens or 64, seed=seed)
+        else:
+            ids = prompts.encode(tokenizer, entries, longest=prompt_tokens, target=target)
+        model = load_model(target, dtype=dtype, device=pick_device(device, target))
+        source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
+        manifest = generation.plan(model, ids, answering, per_shard=shard_size, source=source)
+        speculator = Speculator(model, "none", execution=execution, reuse_prefix=False)
+        with Bar(manifest, share) as bar:
+            count = generation.generate(speculator, ids, answering, manifest, out, part=share, report=bar.show)
+        typer.echo(f"{out}: {count.shards} shards made, {count.rows:,} texts, {count.tokens:,} tokens, {count.seconds:.0f} s")
+
+
+@app.command()
+def hidden(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Made by foredraft data generate.")],
+    target: Annotated[str, typer.Option(help="The model that wrote the texts.", show_default=False)],
+    features: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Which: 0 the embeddings, i the output of layer i, -1 behind the final norm.")
+    ] = "-1",
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per pass.")] = 8192,
+    dtype: Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….", show_default="cuda if there is one, else cpu")] = None,
+) -> None:
+    """Store the target's hidden states of the texts, for foredraft train --stored-hidden. They take 2 bytes x width x features per token in
+    bfloat16: 1.5 KB for width 256 and three features."""
+    with exit_codes():
+        from foredraft.cli.generation import pick_device
+        from foredraft.loading import load_model
+        from foredraft.training.hidden import store
+
+        quiet()
+        try:
+            wanted = [int(number) for number in features.split(",")]
+        except ValueError:
+            raise ConfigurationError(f"--features takes whole numbers with commas between them, got {features!r}") from None
+        model = load_model(target, dtype=dtype, device=pick_device(device, target))
+        with Progress(f"reading {folder}") as progress:
+            made = store(model, folder, wanted, batch_tokens=batch_tokens, report=lambda done, of: progress.show(f"{done} of {of} shards"))
+        typer.echo(f"{folder}: hidden states {features} of {made} shards stored")
+
+
+@app.command()
+def info(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Made by foredraft data generate.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Say what a folder of texts holds."""
+    with exit_codes():
+        from foredraft.training.data import Texts
+
+        texts = Texts(folder, partial=True)
+        manifest = texts.manifest
+        facts: dict[str, Any] = {
+            "target": manifest.target,
+            "shards": len(texts.shards),
+            "of_shards": manifest.shards,
+            "texts": len(texts),
+            "prompt_tokens": int(texts.prompt_lengths.sum()),
+            "answer_tokens": int((texts.lengths - texts.prompt_lengths).sum()),
+            "settings": dict(manifest.settings),
+        }
+        if as_json:
+            typer.echo(json.dumps(facts, indent=2))
+            return
+        typer.echo(
+            f"{folder}: {facts['texts']:,} texts by {facts['target']}, {facts['shards']} of {facts['of_shards']} shards; "
+            f"{facts['prompt_tokens']:,} tokens of prompts, {facts['answer_tokens']:,} of answers"
+        )
+        typer.echo(", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value not in (None, 0)))
+
+
+class Bar:
+    """How far a run is: a bar on a terminal, otherwise a line per shard, on stderr."""
+
+    def __init__(self, manifest: Manifest, part: tuple[int, int]):
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        mine = [shard for shard in range(manifest.shards) if shard % part[1] == part[0] - 1]
+        self._mine, self._printed, self._live = len(mine), 0, console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), console=console
+        )
+        self._task = self._progress.add_task("answering", total=sum(len(manifest.members(shard)) for shard in mine), speed="")
+
+    def __enter__(self) -> Bar:
+        if self._live:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._progress.stop()
+
+    def show(self, count: Count) -> None:
+        speed = f"{count.tokens / max(count.seconds, 1e-9):,.0f} tokens/s"
+        if self._live:
+            self._progress.update(self._task, completed=count.rows, speed=speed)
+        elif count.shards > self._printed:
+            self._printed = count.shards
+            note(f"{count.shards} shards, {count.tokens:,} tokens, {speed}")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigurationError(f"--temperature takes numbers with commas between them, got {text!r}") from None
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, _, count = text.partition("/")
+    if first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count):
+        return int(first), int(count)
+    raise ConfigurationError(f"--part takes I/N with I from 1 to N, got {text!r}")

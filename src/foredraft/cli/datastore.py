@@ -1,0 +1,153 @@
+"""``foredraft datastore build`` and ``info``: the files that the drafter ``rest`` looks continuations up in."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.failures import exit_codes, quiet
+from foredraft.cli.progress import Progress
+from foredraft.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from foredraft.drafters.datastore import Datastore
+
+AT_ONCE = 64  # documents that are tokenized together
+
+app = typer.Typer(help="Make and look at datastores, which the drafter rest:PATH retrieves continuations from.", no_args_is_help=True)
+
+
+@app.command()
+def build(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILES...",
+            show_default=False,
+            help='Texts, a document each; in a .jsonl file, one JSON object with a "text" per line is a document.',
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target", "--tokenizer", help="The model whose tokenizer makes the ids: a path, a hub id, or zoo:NAME.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="PATH", help="Where to write it; what is there is replaced in one step.", show_default=False)
+    ],
+) -> None:
+    """Make a datastore of texts, for drafting with --drafter rest:PATH.
+
+    Exit codes: 0 done, 2 cannot work as asked. An interrupted run leaves what was at PATH as it was.
+    """
+    with exit_codes():
+        with Progress(f"loading the tokenizer of {target}") as progress:
+            from foredraft.drafters.datastore import Datastore
+            from foredraft.loading import fingerprint, load_tokenizer
+
+            quiet()
+            begin = time.perf_counter()
+            if out.is_dir():
+                raise ConfigurationError(f"{str(out)!r} is a folder; --out names the file to write")
+            tokenizer = load_tokenizer(target)
+            progress.show(f"tokenizing {len(files)} files")
+            encoded = list(_encoded(tokenizer, documents(files)))
+            progress.show("sorting")
+            try:
+                store = Datastore.build(encoded, vocab_size=_ids(tokenizer), fingerprint=fingerprint(tokenizer))
+            except ValueError as error:
+                raise ConfigurationError(f"no datastore can be made of these files: {error}") from None
+            progress.show(f"writing {out}")
+            try:
+                store.save(out)
+            except OSError as error:
+                raise ConfigurationError(f"cannot write {str(out)!r}: {error.strerror or error}") from error
+        typer.echo(f"{_described(out, store)}, made in {time.perf_counter() - begin:.1f} s")
+
+
+@app.command()
+def info(
+    path: Annotated[Path, typer.Argument(metavar="PATH", show_default=False, help="A file made by foredraft datastore build.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Say what a datastore holds."""
+    with exit_codes():
+        from foredraft.drafters.rest import load
+
+        store = load(path)
+        if as_json:
+            typer.echo(json.dumps({"path": str(path), **_facts(path, store)}, indent=2))
+        else:
+            typer.echo(f"{_described(path, store)}\nvocabulary of {store.vocab_size} ids, tokenizer {store.fingerprint or 'unknown'}")
+
+
+def documents(files: list[Path]) -> Iterator[str]:
+    """The texts in ``files``.
+
+    Raises:
+        ConfigurationError: one can not be read, or a line of a .jsonl file holds no text.
+    """
+    for path in files:
+        if path.is_dir():
+            raise ConfigurationError(f"{str(path)!r} is a folder; name the files in it, for instance {str(path / '*.txt')!r}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{str(path)!r} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+        if path.suffix != ".jsonl":
+            yield text
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                yield _text_of(line, f"{path}, line {number}")
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        found: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{where}: this is no JSON: {error.msg}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+        raise ConfigurationError(f'{where}: a line of a .jsonl file must be a JSON object with a "text"')
+    return str(found["text"])
+
+
+def _encoded(tokenizer: Any, texts: Iterator[str]) -> Iterator[list[int]]:
+    """Token ids of each text, without special tokens."""
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == AT_ONCE:
+            yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+            batch = []
+    if batch:
+        yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _ids(tokenizer: Any) -> int:
+    """One more than the largest id, which ``len(tokenizer)`` need not be."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def _facts(path: Path, store: Datastore) -> dict[str, Any]:
+    return {
+        "tokens": len(store.suffixes),
+        "documents": store.documents,
+        "bytes": path.stat().st_size,
+        "vocab_size": store.vocab_size,
+        "tokenizer": store.fingerprint,
+    }
+
+
+def _described(path: Path, store: Datastore) -> str:
+    facts = _facts(path, store)
+    many = "" if facts["documents"] == 1 else "s"
+    return f"{path}: {facts['tokens']:,} tokens of {facts['documents']:,} document{many}, {facts['bytes'] / 1e6:.1f} MB"

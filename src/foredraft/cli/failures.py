@@ -1,0 +1,62 @@
+"""How commands fail: one line on stderr and an exit code; and how libraries are kept from writing between the lines.
+
+Exit codes: 0 done, 1 it failed while running (the target's output, memory), 2 it cannot work as asked, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from foredraft.errors import ConfigurationError, ForedraftError, UnsupportedModelError
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn what a person can act on into a message and an exit code; anything else is a defect and keeps its traceback."""
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses kernels for other machines
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    except (ConfigurationError, UnsupportedModelError) as error:
+        fail(str(error), USAGE)
+    except (ForedraftError, MemoryError) as error:
+        fail(str(error) or "out of memory", FAILED)
+    except KeyboardInterrupt:
+        note("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    except RuntimeError as error:
+        if "out of memory" not in str(error) and "allocate memory" not in str(error):
+            raise
+        fail(f"out of memory: {first_line(error)}", FAILED)
+
+
+def fail(message: str, code: int) -> None:
+    note(f"error: {message}")
+    raise typer.Exit(code)
+
+
+def note(message: str) -> None:
+    """A line on stderr."""
+    sys.stdout.flush()
+    typer.echo(message, err=True)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def quiet() -> None:
+    """Keep notices and progress bars of the libraries out of the output; errors stay."""
+    from transformers.utils import logging as notices
+
+    notices.set_verbosity_error()
+    notices.disable_progress_bar()
+    warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)\b")

@@ -1,0 +1,247 @@
+"""``foredraft generate``: load, then run the prompts batch by batch and hand what is committed to a printer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foredraft import drafters, verification
+from foredraft.cli.detokenizer import Detokenizer
+from foredraft.cli.failures import first_line, quiet
+from foredraft.cli.figures import combine
+from foredraft.cli.progress import Progress
+from foredraft.cli.prompts import encode
+from foredraft.errors import ConfigurationError
+from foredraft.loading import load_tokenizer
+from foredraft.logprobs import LogProbs
+from foredraft.speculator import Speculator
+from foredraft.stats import Stats
+
+if TYPE_CHECKING:
+    from foredraft.cli.printers import Printer
+
+PAIRED = {"zoo:python-300m": "draft-model:zoo:python-1m"}  # targets whose passes are dear enough for this drafter to pay
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is loaded: the options of the same names."""
+
+    target: str
+    drafter: str | None = None
+    drafter_options: Sequence[str] = ()
+    rule: str = "auto"
+    shape: str | None = None
+    draft_length: int | None = None
+    lossless: bool = True
+    dtype: str = "auto"
+    device: str | None = None
+    threads: int | None = None
+    quantization: str | None = None
+
+    @property
+    def drafter_name(self) -> str:
+        return self.drafter or PAIRED.get(self.target, "prompt-lookup")
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How each prompt is continued. Sampling is on when ``temperature`` is above 0."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    batch_size: int = 8
+    chat: bool = False
+    logprobs: int | None = None
+
+    @property
+    def sampled(self) -> bool:
+        return self.temperature > 0
+
+    def sampling(self) -> dict[str, Any]:
+        """How tokens are chosen; what is None stays as the model's generation config has it."""
+        filters = {"top_k": self.top_k, "top_p": self.top_p}
+        given = {"temperature": self.temperature, **{name: value for name, value in filters.items() if value is not None}}
+        return {"do_sample": self.sampled, **(given if self.sampled else {})}
+
+    def arguments(self) -> dict[str, Any]:
+        """For ``Speculator.stream``."""
+        return {"max_new_tokens": self.max_new_tokens, "output_logprobs": self.logprobs, **self.sampling()}
+
+
+@dataclass
+class Result:
+    """One prompt and what it got; ``pieces`` of text, each with whether it was drafted and accepted."""
+
+    index: int
+    prompt: str
+    ids: list[int]
+    detokenizer: Detokenizer
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    finish_reason: str | None = None
+    logprobs: list[LogProbs] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for piece, _ in self.pieces)
+
+    def extend(self, tokens: Sequence[int], accepted: int, finish_reason: str | None) -> list[tuple[str, bool]]:
+        """Add the tokens of a commit, the first ``accepted`` of them drafted; returns the pieces of text they complete."""
+        self.tokens += tokens
+        pieces = [(self.detokenizer.feed([token]), number < accepted) for number, token in enumerate(tokens)]
+        if finish_reason is not None:
+            pieces.append((self.detokenizer.flush(), accepted == len(tokens)))
+            self.finish_reason = finish_reason
+        self.pieces += pieces
+        return pieces
+
+    def interrupt(self) -> list[tuple[str, bool]]:
+        return self.extend([], 0, "interrupted")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All results in the order of the prompts, and the statistics of all batches together, rows in the same order."""
+
+    configuration: Configuration
+    results: Sequence[Result]
+    stats: Stats
+    sampled: bool
+    interrupted: bool
+
+
+def generate(prompts: Sequence[str], configuration: Configuration, decoding: Decoding, printer: Printer, progress: Progress) -> Outcome:
+    """Continue every prompt, at most ``batch_size`` at a time; Ctrl-C ends it with what there is."""
+    quiet()
+    tokenizer = load_tokenizer(configuration.target)
+    rows = encode(tokenizer, list(prompts), chat=decoding.chat, target=configuration.target)
+    results = [Result(index, prompt, ids, Detokenizer(tokenizer, ids)) for index, (prompt, ids) in enumerate(zip(prompts, rows))]
+    speculator = load_speculator(configuration, tokenizer)
+    seed = decoding.seed if decoding.seed is not None else secrets.randbits(32)
+    progress.show("reading the prompt")
+    stats: list[Stats] = []
+    interrupted = False
+    for start in range(0, len(results), decoding.batch_size):
+        batch = results[start : start + decoding.batch_size]
+        stream = speculator.stream(
+            **padded(tokenizer, batch, speculator.target.device), seed=[(seed, result.index) for result in batch], **decoding.arguments()
+        )
+        stats.append(stream.stats)
+        try:
+            for tokens in stream:
+                result = batch[tokens.row]
+                if tokens.logprobs is not None:
+                    result.logprobs.append(tokens.logprobs)
+                printer.committed(result, result.extend(tokens, tokens.accepted, tokens.finish_reason))
+        except KeyboardInterrupt:
+            interrupted = True
+            for result in batch:
+                if result.finish_reason is None:
+                    printer.committed(result, result.interrupt())
+            break
+        finally:
+            stream.close()
+    total = combine(stats, seed=seed if decoding.sampled else None)
+    return Outcome(configuration, results[: len(total.rows)], total, decoding.sampled, interrupted)
+
+
+def load_speculator(configuration: Configuration, tokenizer: Any) -> Speculator:
+    """Unknown names and options are refused before any weights are read."""
+    if configuration.threads is not None:
+        torch.set_num_threads(configuration.threads)
+    if configuration.lossless and configuration.rule in verification.names() and not verification.create(configuration.rule).lossless:
+        raise ConfigurationError(f"rule {configuration.rule!r} is lossy: it changes the distribution of the text; --lossy accepts that")
+    drafter = make_drafter(configuration.drafter_name, parse_options(configuration.drafter_options), tokenizer)
+    return Speculator(
+        configuration.target,
+        drafter,
+        rule=configuration.rule,
+        shape=configuration.shape,
+        draft_length=configuration.draft_length,
+        lossless=configuration.lossless,
+        dtype=configuration.dtype,
+        device=pick_device(configuration.device, configuration.target),
+        quantization=configuration.quantization,
+    )
+
+
+def make_drafter(spec: str, options: dict[str, Any], tokenizer: Any) -> Any:
+    """The drafter by name; one that counts text is given the target's tokenizer.
+
+    Raises:
+        ConfigurationError: an unknown name or option, or a value of the wrong type.
+    """
+    if "tokenizer" in drafters.options(spec.partition(":")[0]):
+        options = {"tokenizer": tokenizer, **options}
+    if isinstance(options.get("device"), str):
+        check_device(options["device"])
+    name, _, source = spec.partition(":")
+    try:
+        if name == "several" and source and not options:
+            return drafters.create(
+                name, {"source": [make_drafter(part.strip(), {}, tokenizer) for part in source.split(",") if part.strip()]}
+            )
+        return drafters.create(spec, options)
+    except TypeError as error:
+        raise ConfigurationError(f"drafter {spec!r} cannot take these options: {error}") from error
+
+
+def parse_options(given: Sequence[str], flag: str = "--drafter-option") -> dict[str, Any]:
+    """``KEY=VALUE`` strings given with ``flag``; a value is read as an int, a float, true, false or none, or else as text."""
+    options: dict[str, Any] = {}
+    for entry in given:
+        key, equals, value = entry.partition("=")
+        if not equals or not key:
+            raise ConfigurationError(f"{flag} takes KEY=VALUE, got {entry!r}")
+        options[key.strip().replace("-", "_")] = parse_value(value.strip())
+    return options
+
+
+def parse_value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    readers: tuple[Callable[[str], Any], ...] = (int, float)
+    for read in readers:
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def pick_device(name: str | None, target: str) -> str:
+    """The named device, or the GPU where there is one; an embedded model is never spread over several."""
+    if name is None or (name == "auto" and target.startswith("zoo:")):
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "auto":
+        check_device(name)
+    return name
+
+
+def check_device(name: str) -> None:
+    """Raises:
+    ConfigurationError: no such device here.
+    """
+    try:
+        torch.empty(1, device=name).fill_(0)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigurationError(f"device {name!r} cannot be used here: {first_line(error)}") from error
+
+
+def padded(tokenizer: Any, batch: Sequence[Result], device: torch.device) -> dict[str, Any]:
+    """Arguments of ``generate``: ``input_ids`` and ``attention_mask`` ``[B, L]``, padded on the left with whatever there is."""
+    pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+    width = max(len(result.ids) for result in batch)
+    gaps = [width - len(result.ids) for result in batch]
+    ids = torch.tensor([[pad] * gap + result.ids for gap, result in zip(gaps, batch)], device=device)
+    mask = torch.tensor([[0] * gap + [1] * (width - gap) for gap in gaps], device=device)
+    return {"inputs": ids, "attention_mask": mask, "pad_token_id": pad}

@@ -1,0 +1,202 @@
+"""What a generation looks like: text as it is committed, results under headers, or one JSON document."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from foredraft import __version__
+from foredraft.cli.failures import note
+from foredraft.cli.figures import figures_line
+from foredraft.cli.progress import Progress
+from foredraft.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from foredraft.cli.generation import Outcome, Result
+
+Pieces = Sequence[tuple[str, bool]]
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+HEADER_WIDTH = 60
+
+
+class Printer:
+    """``committed`` is called with every commit, ``finished`` once."""
+
+    def __init__(self, progress: Progress, *, show: bool = False):
+        self.progress = progress
+        self.mark = Marking(show)
+
+    def committed(self, result: Result, pieces: Pieces) -> None:
+        raise TypeError(f"{type(self).__name__} must define committed(result, pieces)")
+
+    def end_line(self) -> None:
+        """Whatever comes next begins on a line of its own."""
+        self.progress.clear()
+
+    def finished(self, outcome: Outcome) -> None:
+        self.end_line()
+        drafter = outcome.configuration.drafter_name
+        note(figures_line(outcome.stats, drafter=drafter, sampled=outcome.sampled, interrupted=outcome.interrupted))
+        if any(result.finish_reason == "context" for result in outcome.results):
+            note("the model's context is full")
+
+
+class StreamPrinter(Printer):
+    """One prompt: the text appears as it is committed."""
+
+    _begun = False
+    _line_open = False
+
+    def committed(self, result: Result, pieces: Pieces) -> None:
+        if not self._begun:
+            self.progress.clear()
+            self.mark.explain()
+            self._begun = True
+        text = self.mark(pieces)
+        if text:
+            self._line_open = not result.text.endswith("\n")  # before writing: Ctrl-C may come in between
+            write(text)
+
+    def end_line(self) -> None:
+        self.progress.clear()
+        if self._line_open:
+            write("\n")
+            self._line_open = False
+
+
+class BatchPrinter(Printer):
+    """Several prompts: each result in one piece under a header, as soon as it is complete."""
+
+    def __init__(self, progress: Progress, *, count: int, show: bool = False):
+        super().__init__(progress, show=show)
+        self.count, self.done, self.tokens = count, 0, 0
+
+    def committed(self, result: Result, pieces: Pieces) -> None:
+        self.tokens += sum(1 for text, _ in pieces if text)
+        if result.finish_reason is None:
+            self.progress.show(f"{self.done} of {self.count} prompts done")
+            return
+        self.progress.clear()
+        if self.done == 0:
+            self.mark.explain()
+        self.done += 1
+        text = self.mark(result.pieces)
+        write(f"{self._header(result)}\n{text}" + ("" if result.text.endswith("\n") else "\n"))
+
+    def _header(self, result: Result) -> str:
+        first, _, rest = result.prompt.strip().partition("\n")
+        short = first[:HEADER_WIDTH] + ("…" if rest or len(first) > HEADER_WIDTH else "")
+        return f"── {result.index + 1} of {self.count}: {short}"
+
+
+class JsonPrinter(Printer):
+    """Nothing until the end, then one document on stdout."""
+
+    def committed(self, result: Result, pieces: Pieces) -> None:
+        self.progress.show(f"{len(result.tokens)} tokens of prompt {result.index + 1}")
+
+    def finished(self, outcome: Outcome) -> None:
+        self.end_line()
+        write(json.dumps(plain(self._document(outcome)), allow_nan=False) + "\n")
+
+    def _document(self, outcome: Outcome) -> dict[str, Any]:
+        stats = outcome.stats.to_dict()
+        results = [
+            {
+                "prompt": result.prompt,
+                "text": result.text,
+                "tokens": result.tokens,
+                "finish_reason": result.finish_reason,
+                "stats": row,
+                **logprobs_of(result),
+            }
+            for result, row in zip(outcome.results, stats["rows"])
+        ]
+        return {
+            "foredraft": __version__,
+            "target": outcome.configuration.target,
+            "drafter": outcome.configuration.drafter_name,
+            "interrupted": outcome.interrupted,
+            "results": results,
+            "stats": {**stats, "tokens_per_second": outcome.stats.tokens_per_second},
+        }
+
+
+def logprobs_of(result: Result) -> dict[str, Any]:
+    """``chosen`` ``[L]``, ``ids`` and ``values`` ``[L, K]`` as lists, where they were asked for."""
+    if not result.logprobs:
+        return {}
+    joined = type(result.logprobs[0]).joined(result.logprobs)
+    return {"logprobs": {name: tensor.tolist() for name, tensor in vars(joined).items()}}
+
+
+class Marking:
+    """Pieces of text, with those that were drafted and accepted set off: underlined green, or in brackets without colour."""
+
+    def __init__(self, show: bool):
+        self.show = show
+        if coloured():
+            self.open, self.close = "\x1b[4;32m", "\x1b[0m"
+        else:
+            self.open, self.close = ("⟦", "⟧") if encodable("⟦⟧") else ("[", "]")
+
+    def __call__(self, pieces: Pieces) -> str:
+        runs = ((accepted, "".join(text for text, _ in run)) for accepted, run in groupby(pieces, key=lambda piece: piece[1]))
+        return "".join(self._run(safe(text), accepted) for accepted, text in runs if text)
+
+    def explain(self) -> None:
+        if self.show:
+            note(f"{self.open}drafted and accepted{self.close}, the target's own")
+
+    def _run(self, text: str, accepted: bool) -> str:
+        return f"{self.open}{text}{self.close}" if self.show and accepted else text
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def safe(text: str) -> str:
+    """On a terminal, a model's control characters are shown as what they are, not obeyed."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if sys.stdout.isatty() else text
+
+
+def coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def encodable(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: a number that does not exist is null."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool, logprobs: bool = False) -> Printer:
+    """Raises:
+    ConfigurationError: ``show`` and ``as_json`` exclude each other, and ``logprobs`` needs ``as_json``.
+    """
+    if logprobs and not as_json:
+        raise ConfigurationError("--logprobs is for machines; it goes with --json")
+    if as_json and show:
+        raise ConfigurationError("--show is for reading; with --json, stats hold what was drafted and accepted")
+    if as_json:
+        return JsonPrinter(progress)
+    return StreamPrinter(progress, show=show) if count == 1 else BatchPrinter(progress, count=count, show=show)

@@ -1,0 +1,98 @@
+"""Where prompts come from, and how they become token ids."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from foredraft.errors import ConfigurationError
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """From the argument, from a file, or from stdin (no argument, or ``-``).
+
+    Raises:
+        ConfigurationError: none given, two sources given, an empty one, or one that is not UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise ConfigurationError("give a PROMPT or --prompts FILE, not both")
+    if file is not None:
+        prompts = _from_file(file)
+    elif prompt is None or prompt == "-":
+        prompts = [_from_stdin(asked=prompt == "-")]
+    else:
+        prompts = [prompt]
+    for number, text in enumerate(prompts, 1):
+        which = f"prompt {number}" if len(prompts) > 1 else "the prompt"
+        if not text:
+            raise ConfigurationError(f"{which} is empty")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ConfigurationError(f"{which} is not UTF-8")
+    return prompts
+
+
+def _from_stdin(*, asked: bool) -> str:
+    if sys.stdin.isatty() and not asked:
+        raise ConfigurationError('no prompt; give one: foredraft generate "PROMPT", pipe a text in, or use --prompts FILE')
+    return _decoded(sys.stdin.buffer.read(), "stdin")
+
+
+def _from_file(path: Path) -> list[str]:
+    try:
+        lines = _decoded(path.read_bytes(), str(path)).split("\n")
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    parse = _from_json if path.suffix == ".jsonl" else _as_it_is
+    prompts = [parse(line.rstrip("\r"), f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigurationError(f"{str(path)!r} holds no prompt")
+    return prompts
+
+
+def _as_it_is(line: str, where: str) -> str:
+    return line
+
+
+def _from_json(line: str, where: str) -> str:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{where}: no JSON: {error.msg}") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+        raise ConfigurationError(f'{where}: expected an object with a text "prompt"')
+    return str(entry["prompt"])
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{where} is not UTF-8 (byte {error.start})") from error
+
+
+def encode(tokenizer: Any, prompts: list[str], *, chat: bool, target: str) -> list[list[int]]:
+    """Token ids of each prompt, as one user's message of the tokenizer's chat template if ``chat``.
+
+    Raises:
+        ConfigurationError: the tokenizer has no chat template, or one that refuses the message; or no token is left.
+    """
+    if chat:
+        texts = [_templated(tokenizer, prompt, target) for prompt in prompts]
+        rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    else:
+        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    for prompt, row in zip(prompts, rows):
+        if not row:
+            raise ConfigurationError(f"the tokenizer of {target!r} makes no token of the prompt {prompt!r}")
+    return rows
+
+
+def _templated(tokenizer: Any, prompt: str, target: str) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigurationError(f"the tokenizer of {target!r} has no chat template; leave --chat out")
+    try:
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program of the model's author
+        raise ConfigurationError(f"the chat template of {target!r} refused the prompt: {error}") from error

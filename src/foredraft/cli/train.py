@@ -1,0 +1,169 @@
+"""``foredraft train``: a head for a target, from texts that the target wrote."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foredraft.cli.failures import INTERRUPTED, exit_codes, note, quiet
+
+DATA, LENGTH, OPTIMISER, MEASURE, BACKBONE, MACHINE = "Data", "Length", "Optimiser", "Held-out acceptance", "Backbone", "Machine"
+
+
+def train(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle3 or rnn.", show_default=False)],
+    target: Annotated[str, typer.Option(help="The model that drafts are for: a path, a hub id, or zoo:NAME.", show_default=False)],
+    data: Annotated[
+        list[Path],
+        typer.Option(metavar="FOLDER", help="Made by foredraft data generate; may be repeated.", show_default=False, rich_help_panel=DATA),
+    ],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the head, checkpoints, log and curves go.", show_default=False)],
+    head_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", show_default=False, help="An option of the head, such as heads=4; may be repeated."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in FOLDER, exactly.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Take the shards that are there.", rich_help_panel=DATA)] = False,
+    other_target: Annotated[
+        bool, typer.Option("--other-target", help="Accept texts that another model wrote.", rich_help_panel=DATA)
+    ] = False,
+    stored_hidden: Annotated[
+        bool, typer.Option("--stored-hidden", help="Read hidden states that foredraft data hidden stored.", rich_help_panel=DATA)
+    ] = False,
+    count_prompts: Annotated[
+        bool, typer.Option("--count-prompts", help="Learn to predict prompts too, not only answers.", rich_help_panel=DATA)
+    ] = False,
+    successors: Annotated[
+        bool,
+        typer.Option(
+            "--successors/--no-successors",
+            help="Count what follows what in the texts, and store it beside a Medusa head: its drafts become better.",
+            rich_help_panel=DATA,
+        ),
+    ] = True,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Cut texts off behind so many tokens.", show_default="whole texts", rich_help_panel=DATA)
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, show_default="as --epochs says", rich_help_panel=LENGTH)] = None,
+    epochs: Annotated[float, typer.Option(help="Times that every text is read.", rich_help_panel=LENGTH)] = 1.0,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, per process.", rich_help_panel=LENGTH)] = 4096,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step, per process.", rich_help_panel=LENGTH)] = 1,
+    learning_rate: Annotated[float, typer.Option(help="Peak, of AdamW.", rich_help_panel=OPTIMISER)] = 1e-3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps until then; afterwards it falls as a cosine.", rich_help_panel=OPTIMISER)] = 100,
+    weight_decay: Annotated[float, typer.Option(min=0.0, rich_help_panel=OPTIMISER)] = 0.0,
+    clip: Annotated[float, typer.Option(help="Largest norm of a gradient.", rich_help_panel=OPTIMISER)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the order of the texts.", rich_help_panel=OPTIMISER)] = 0,
+    evaluate_every: Annotated[
+        int, typer.Option(min=1, help="Steps between measurements; the head with the longest is kept.", rich_help_panel=MEASURE)
+    ] = 500,
+    patience: Annotated[
+        int, typer.Option(min=0, help="Stop after so many measurements without a longer one; 0 is never.", rich_help_panel=MEASURE)
+    ] = 0,
+    held_out: Annotated[
+        int,
+        typer.Option(min=1, help="Prompts to measure on: the last ones of the data, which are not trained on.", rich_help_panel=MEASURE),
+    ] = 32,
+    held_out_data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Take the first of these prompts instead.", show_default=False, rich_help_panel=MEASURE),
+    ] = None,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=MEASURE)] = 64,
+    tree_nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Nodes of the tree that is stored with the head.",
+            show_default="as many as pay on this machine",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
+    backbone: Annotated[
+        str,
+        typer.Option(
+            help="frozen; lora or full train the target too, by adapters or as a whole: drafts are then for that changed target.",
+            rich_help_panel=BACKBONE,
+        ),
+    ] = "frozen",
+    backbone_rate: Annotated[
+        float | None, typer.Option(help="Its learning rate.", show_default="a quarter of the heads'", rich_help_panel=BACKBONE)
+    ] = None,
+    head_weight: Annotated[
+        float, typer.Option(help="What the heads' loss counts beside the target's own, once warm.", rich_help_panel=BACKBONE)
+    ] = 0.2,
+    head_warmup: Annotated[float, typer.Option(help="Share of the steps until then.", rich_help_panel=BACKBONE)] = 0.2,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Of the adapters.", rich_help_panel=BACKBONE)] = 16,
+    precision: Annotated[
+        str, typer.Option(help="bf16: products in bfloat16 over float32 weights; or float32.", rich_help_panel=MACHINE)
+    ] = "bf16",
+    dtype: Annotated[str, typer.Option(help="The target's: auto, float32, bfloat16 or float16.", rich_help_panel=MACHINE)] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, ….", show_default="the process's GPU if there is one", rich_help_panel=MACHINE)
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice", rich_help_panel=MACHINE)] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.", rich_help_panel=MACHINE)] = 200,
+    report_every: Annotated[int, typer.Option(min=1, help="Steps between lines of the log.", rich_help_panel=MACHINE)] = 20,
+) -> None:
+    """Train a head that drafts for a target, on texts that the target wrote; use it as --drafter KIND:FOLDER.
+
+    On several devices: torchrun --nproc-per-node N -m foredraft train …. Ctrl-C or SIGTERM saves; the same command with --resume goes on
+    exactly. Exit codes: 0 done, 1 failed while running, 2 cannot work as asked, 130 stopped and saved.
+    """
+    from foredraft.training.options import Options
+
+    given = dict(locals())
+    given.pop("Options")
+    with exit_codes():
+        from foredraft.training.runs import run
+
+        quiet()
+        logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of tied weights in every checkpoint
+        named = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
+        options = Options(**named, head=head_options(head_option or ()))
+        finished = run(
+            target,
+            data,
+            out,
+            options,
+            resume=resume,
+            partial=partial,
+            other_target=other_target,
+            held_out_data=held_out_data,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            tree_nodes=tree_nodes,
+            successors=successors,
+            stored_hidden=stored_hidden,
+            report=show,
+        )
+        if finished is None:
+            note(f"stopped and saved; the same command with --resume goes on from there: {out}")
+            raise typer.Exit(INTERRUPTED)
+        for line in finished:
+            typer.echo(line)
+
+
+def head_options(given: Sequence[str]) -> dict[str, Any]:
+    """``KEY=VALUE`` strings; whole numbers with commas between them are several, as in ``aux_layers=1,4,6``."""
+    from foredraft.cli.generation import parse_options
+
+    found = parse_options(given, "--head-option")
+    for name, value in found.items():
+        parts = value.split(",") if isinstance(value, str) else []
+        if len(parts) > 1 and all(part.strip().isdecimal() for part in parts):
+            found[name] = [int(part) for part in parts]
+    return found
+
+
+def show(line: Mapping[str, Any]) -> None:
+    """A line of the log, for people."""
+    if "acceptance_length" in line:
+        depths = " ".join(f"{share:.0%}" for share in line["accepted_by_depth"])
+        typer.echo(f"{line['step']:>7}  held out: {line['acceptance_length']:.3f} tokens per pass (accepted by depth {depths})")
+        return
+    speed = f"  {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
+    typer.echo(f"{line['step']:>7}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  norm {line['gradient_norm']:.2f}{speed}")

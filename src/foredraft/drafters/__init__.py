@@ -1,0 +1,74 @@
+"""Drafters, by name. Adding one takes a file here and a line in the registry below."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from foredraft.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from foredraft.drafters.base import Drafter
+
+REGISTRY = {
+    "none": "foredraft.drafters.none:NoDrafter",
+    "prompt-lookup": "foredraft.drafters.prompt_lookup:PromptLookup",
+    "suffix": "foredraft.drafters.suffix:Suffix",
+    "ngram": "foredraft.drafters.ngram:NGram",
+    "rest": "foredraft.drafters.rest:Rest",
+    "token-recycling": "foredraft.drafters.token_recycling:TokenRecycling",
+    "lookahead": "foredraft.drafters.lookahead:Lookahead",
+    "draft-model": "foredraft.drafters.draft_model:DraftModel",
+    "medusa": "foredraft.drafters.medusa:Medusa",
+    "hydra": "foredraft.drafters.hydra:Hydra",
+    "rnn": "foredraft.drafters.rnn:Rnn",
+    "eagle3": "foredraft.drafters.eagle3:Eagle3",
+    "several": "foredraft.drafters.several:Several",
+}
+
+
+def names() -> list[str]:
+    """The names of all drafters."""
+    return list(REGISTRY)
+
+
+def find(name: str) -> type[Drafter]:
+    """The class of the drafter called ``name``.
+
+    Raises:
+        ConfigurationError: no such drafter; the message lists those there are.
+    """
+    if name not in REGISTRY:
+        raise ConfigurationError(f"unknown drafter {name!r}; choose {', '.join(REGISTRY)}")
+    module, _, attribute = REGISTRY[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def options(name: str) -> dict[str, inspect.Parameter]:
+    """The options of the drafter called ``name``, with their defaults; ``source`` is what follows the colon in ``NAME:SOURCE``."""
+    return dict(inspect.signature(find(name)).parameters)
+
+
+def create(spec: str, given: dict[str, Any] | None = None) -> Any:
+    """The drafter described by ``"NAME"`` or ``"NAME:SOURCE"`` with ``given`` options.
+
+    Raises:
+        ConfigurationError: unknown name or option, a source that is missing or not taken.
+    """
+    name, colon, source = spec.partition(":")
+    parameters = options(name)
+    given = dict(given or {})
+    if colon:
+        if "source" not in parameters:
+            raise ConfigurationError(f"drafter {name!r} takes no source; write {name!r} without {':' + source!r}")
+        given["source"] = source
+    unknown = sorted(given.keys() - parameters.keys())
+    if unknown:
+        listed = ", ".join(parameters) or "none"
+        raise ConfigurationError(f"drafter {name!r} has no option {', '.join(map(repr, unknown))}; its options: {listed}")
+    required = [key for key, value in parameters.items() if value.default is inspect.Parameter.empty and key not in given]
+    if required:
+        hint = f"write {name + ':SOURCE'!r}" if required == ["source"] else f"pass drafter_options={{{required[0]!r}: ...}}"
+        raise ConfigurationError(f"drafter {name!r} needs {', '.join(required)}; {hint}")
+    return find(name)(**given)

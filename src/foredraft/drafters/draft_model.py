@@ -1,0 +1,245 @@
+"""A smaller causal language model as the drafter (Leviathan et al. 2023; Chen et al. 2023).
+
+It has a cache of its own, one physical row per live row in the same order, and runs batched. A chain is decoded token by token;
+a tree is scored level by level, one pass each. After a round it keeps what was accepted of what it has seen; the next draft feeds
+it the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.growth import Expand, Growth, grow
+from foredraft.drafters.kernel_growth import greedy, grow_by
+from foredraft.drafters.looped import Loops
+from foredraft.drafters.siblings import DRAWN, offered
+from foredraft.errors import ConfigurationError
+from foredraft.loading import load_model, vocabulary_difference
+from foredraft.quantization import check_quantization
+from foredraft.sampler import fit_vocabulary
+from foredraft.shapes import DynamicShape, TreeShape
+from foredraft.target import Target, unwrap
+from foredraft.target.native_growth import NativeGrowth
+from foredraft.tree import Proposal, TokenTree, depths_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from foredraft.target.kernel_pass import Direct
+
+
+class DraftModel(Drafter):
+    """Options:
+
+    source: a causal language model with the target's tokenizer: a ``PreTrainedModel``, a path, a hub id or ``zoo:NAME``.
+    siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
+        different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
+        use accepts best in the shape in use.
+    execution: how its passes are made, as in :class:`~foredraft.Speculator`.
+    dtype, device: where to load it, the target's by default; a model that is given is used as it is.
+    quantization: ``int8`` loads it with weights of eight bits (torchao); the text keeps the target's law with any draft.
+    """
+
+    name = "draft-model"
+    summary = "a smaller causal language model with the same tokenizer, KV-cached and batched; chains and trees"
+    branches = grows = True
+
+    def __init__(
+        self,
+        source: str | PreTrainedModel,
+        *,
+        siblings: str = "auto",
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        execution: str = "auto",
+        quantization: str | None = None,
+    ):
+        check_quantization(quantization, source)
+        self.offer = offered(siblings, DRAWN)
+        self.proposals = self.offer.chains
+        self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
+        self.quantization = quantization
+        self._target: Target | None = None
+        self._loops: Loops | None = None  # drafts that are replayed whole
+        self._slots: list[int] = []
+        self._smaller = False
+        self._grown: Growth | None = None  # the tree of the round under way
+        self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
+        self._direct: Direct | None = None
+        self._kernel: NativeGrowth | None = None  # for that
+
+    @property
+    def model(self) -> Target:
+        """The draft model behind its own cache; bound when a Speculator is built."""
+        if self._target is None:
+            raise ConfigurationError("this draft model belongs to no Speculator yet; pass it as Speculator(..., drafter=...)")
+        return self._target
+
+    def bind(self, target: Target) -> None:
+        draft = self.source
+        if isinstance(draft, str):
+            dtype, device = self.dtype or target.model.dtype, self.device or target.device
+            draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization)
+        difference = vocabulary_difference(target.model, unwrap(draft))
+        if difference:
+            raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
+        self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=isinstance(self.source, str))
+        self._loops = None if self._target.graphs is None else Loops(self._target)
+        self._smaller = self._target.vocab_size < target.vocab_size
+
+    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
+        return self.offer.of(shape)
+
+    def refusal(self, shape: TreeShape) -> str | None:
+        if shape.is_chain:
+            return None
+        if self.model.chains_only:
+            return f"the draft model can only draft chains: {self.model.chains_only}; use shape='chain({shape.depth})'"
+        grown = max(shape.nodes, shape.k * (shape.levels - 1)) if isinstance(shape, DynamicShape) else shape.nodes
+        if self.model.context is not None and grown >= self.model.context:
+            return f"shape {shape} grows {grown} nodes and the draft model's context holds {self.model.context}; draft fewer"
+        return None
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        self.model.open([row.ids for row in rows], reserve=[row.capacity for row in rows])
+        self._slots += [row.slot for row in rows]
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        limits = [min(limit, self._room(row)) for row, limit in zip(request.rows, request.limits)]
+        depth = max(limits)
+        if depth < 1:
+            return TokenTree.root(request.roots())
+        self.expected, chain = None, request.shape.is_chain
+        request = replace(request, shape=request.shape.within(depth), depth=depth, limits=limits)
+        self._grown = self._by_kernel(request)
+        if self._grown is not None:
+            self.expected = self._grown.expected
+            return self._grown.tree
+        grown = None if self._loops is None else self._loops.draft(request, chain=chain)
+        if chain:
+            return self._chain(request) if grown is None else self._replayed(request, grown.tree)
+        self._grown = grow(request, self._expand(request.rows)) if grown is None else grown
+        self.expected = self._grown.expected
+        return self._grown.tree.within(limits) if grown is None else grown.tree
+
+    def _replayed(self, request: DraftRequest, chain: TokenTree) -> TokenTree:
+        """The state and the tree that :meth:`_chain` leaves behind."""
+        self._begun = [len(row.ids) - 1 for row in request.rows]
+        self.model.rewind([begun + request.depth for begun in self._begun])
+        return chain
+
+    def _by_kernel(self, request: DraftRequest) -> Growth | None:
+        """The draft of a single greedy row in one call of a kernel, where this model has one."""
+        direct = self.model.direct
+        if direct is None or not greedy(request) or self.model.device != request.device:
+            return None
+        if direct is not self._direct:
+            self._direct, self._kernel = direct, NativeGrowth.of(self.model)
+        if self._kernel is None or (self._smaller and max(request.rows[0].ids[self.model.lengths[0] :]) >= self.model.vocab_size):
+            return None
+        return grow_by(self._kernel, request)
+
+    def _chain(self, request: DraftRequest) -> TokenTree:
+        drafted: list[Tensor] = []
+        qs: list[Tensor] = []
+        roots = request.roots()
+        self._begun = [len(row.ids) - 1 for row in request.rows]
+        logits = self._after(request.rows, roots)
+        while True:
+            token, q = request.choose(fit_vocabulary(logits.to(request.device), request.vocab_size), drafted)
+            drafted.append(token)
+            if q is not None:
+                qs.append(q)
+            if len(drafted) == request.depth:
+                break
+            logits = self._feed(token)
+        tokens, valid = torch.stack([roots, *drafted], 1), request.within(request.limits, request.depth)
+        return TokenTree.from_chain(tokens, valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
+
+    def _expand(self, rows: Sequence[Row]) -> Expand:
+        """What this model says after the nodes of a tree. The root comes first, with whatever else its cache lacks; it is then taken
+        for uncommitted, so that the levels below it are later nodes of one tree."""
+
+        def expand(tree: TokenTree, first: int) -> Tensor:
+            if first == 0:
+                logits = self._after(rows, tree.tokens[:, 0])[:, None]
+                self.model.rewind([len(row.ids) - 1 for row in rows])
+                return logits
+            if self._smaller:
+                tree = replace(tree, tokens=tree.tokens.clamp(max=self.model.vocab_size - 1))
+            return self.model.score(_moved(tree, self.model.device), first=first)
+
+        return expand
+
+    def _after(self, rows: Sequence[Row], roots: Tensor) -> Tensor:
+        """``[R, V]`` logits after each row's text, whatever this cache lacks of it: mostly the root alone."""
+        if all(len(row.ids) == length + 1 for row, length in zip(rows, self.model.lengths)):
+            return self._feed(roots)
+        return self.model.prefill([row.ids for row in rows], first=0)
+
+    def _feed(self, tokens: Tensor) -> Tensor:
+        """``[R, V]`` logits after one more token ``[R]`` per row; one that only the target's padding knows is fed as another."""
+        if self._smaller:
+            tokens = tokens.clamp(max=self.model.vocab_size - 1)
+        return self.model.advance(tokens.to(self.model.device))
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        """Keep what was accepted of what was seen; the text but for its last token is the longest beginning that counts."""
+        if self._grown is not None:
+            self._keep(self._grown, feedback)
+            self._grown = None
+        lengths = [min(length, len(row.ids) - 1) for length, row in zip(self.model.lengths, rows)]
+        if self._begun:  # where other drafters take part, what was accepted need not be what this one drafted
+            kept = [begun + 1 + count for begun, count in zip(self._begun, feedback.accepted)]
+            lengths, self._begun = [min(pair) for pair in zip(lengths, kept)], []
+        self.model.rewind(lengths)
+
+    def _keep(self, grown: Growth, feedback: Feedback) -> None:
+        """Commit the accepted path to this cache, as far as its nodes were fed: all but its last one at most."""
+        if grown.seen == 1 or (feedback.path is None and not grown.tree.chain):
+            self.model.rewind([length + 1 for length in self.model.lengths])
+            return
+        if feedback.path is None:
+            self.model.commit(None, [min(count + 1, grown.seen) for count in feedback.accepted])
+            return
+        if grown.own is None:
+            path, deepest = feedback.path.clamp(max=grown.seen - 1), max(depths_of((grown.tree.layout or ())[: grown.seen]))
+            kept = [min(count, deepest) + 1 for count in feedback.accepted]
+        else:
+            own, last = grown.own.tolist(), grown.seen - 1
+            numbered = [[mine[node] for node in nodes] for mine, nodes in zip(own, feedback.path.tolist())]
+            kept = [sum(number <= last for number in row[: count + 1]) for row, count in zip(numbered, feedback.accepted)]
+            path = torch.tensor([[min(number, last) for number in row] for row in numbered])
+        self.model.commit(path.to(self.model.device), kept)
+
+    def end(self, rows: Sequence[Row]) -> None:
+        gone = {row.slot for row in rows}
+        keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
+        self.model.compact(keep)
+        self._slots = [self._slots[index] for index in keep]
+
+    def reset(self) -> None:
+        if self._target is not None and (self._slots or self._target.lengths):
+            self._target.release()  # an interrupted round leaves drafted tokens behind
+        self._slots, self._grown, self._begun = [], None, []
+
+    def close(self) -> None:
+        self.model.close()
+
+    def _room(self, row: Row) -> int:
+        """How many tokens this model can still draft for ``row`` inside its own context."""
+        return row.capacity if self.model.context is None else max(0, self.model.context - len(row.ids))
+
+
+def _moved(tree: TokenTree, device: torch.device) -> TokenTree:
+    if tree.tokens.device == device:
+        return tree
+    return replace(
+        tree, tokens=tree.tokens.to(device), parents=tree.parents.to(device), valid=None if tree.valid is None else tree.valid.to(device)
+    )

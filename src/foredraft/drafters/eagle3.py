@@ -1,0 +1,227 @@
+"""EAGLE-3 as the drafter (Li et al. 2025): one layer that reads hidden states of the target and feeds on its own from there.
+
+Of every committed token its layer keeps keys and values, made from the target's features, never from its own guesses: after a round they
+are made from the hidden states that verification came by anyway, when the next draft begins. A draft is written behind them, level by
+level in one pass each, and forgotten. The step that stands at position t reads the features at t and the token at t + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import DraftRequest, Feedback, Row
+from foredraft.drafters.eagle3_cache import LayerCache, root_mask, tree_mask
+from foredraft.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
+from foredraft.drafters.growth import Expand, Growth
+from foredraft.drafters.heads import HeadDrafter
+from foredraft.drafters.kernel_growth import greedy, grow_by
+from foredraft.drafters.siblings import DRAWN, offered
+from foredraft.errors import ConfigurationError
+from foredraft.heads.base import Head, refuse_another_target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.eagle3_layer import Layer
+from foredraft.transfers import to_device
+from foredraft.tree import TokenTree
+
+if TYPE_CHECKING:
+    from foredraft.target import Target
+
+AT_ONCE = 2048  # tokens of a prompt that are read together
+
+
+@dataclass
+class Unread:
+    """Of a row, the target's features ``[n, F * d]`` of the last n positions of its text that have some and are not in the cache yet."""
+
+    slot: int
+    features: list[Tensor] = field(default_factory=list)
+    count: int = 0
+    last: Tensor | None = None  # [1, F * d] what was taken last
+
+    def add(self, features: Tensor) -> None:
+        self.features.append(features)
+        self.count += len(features)
+
+    def taken(self) -> Tensor:
+        taken = self.features[0] if len(self.features) == 1 else torch.cat(self.features)
+        self.features, self.count, self.last = [], 0, taken[-1:]
+        return taken
+
+
+class Eagle3(HeadDrafter):
+    """Options:
+
+    source: a trained head: a folder, a hub id, ``zoo:NAME`` or a head itself; unless given, the one that is embedded for the target.
+    siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
+        different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
+        use accepts best in the shape in use.
+    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the text keeps the target's law.
+    """
+
+    name = kind = "eagle3"
+    summary = "one decoder layer that reads hidden states of the target and feeds on its own; chains and trees"
+    whole_text = True
+
+    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
+        super().__init__(source, siblings=siblings, quantization=quantization)
+        self.offer = offered(siblings, DRAWN)
+        self.proposals = self.offer.chains
+        self._layer: Layer | None = None
+        self._cache = LayerCache()
+        self._rows: list[Unread] = []  # in the order of the cache
+        self._prompts: dict[int, Tensor] = {}  # features of prompts whose rows are about to begin
+        self._states = torch.empty(0)  # [R, N, d] what the steps of the draft under way hand on
+        self._begins: list[int] = []  # slots of its roots
+        self._kernel: Eagle3Growth | None = None  # for whole drafts of greedy rows
+        self._step: Eagle3Step | None = None
+
+    @property
+    def layer(self) -> Layer:
+        """The head's weights as they were when it was bound, in the target's dtype and on its device."""
+        if self._layer is None:
+            raise ConfigurationError("this eagle3 head belongs to no Speculator yet; pass it as Speculator(..., drafter=...)")
+        return self._layer
+
+    def bind(self, target: Target) -> None:
+        head = self.source if isinstance(self.source, Head) else self._load(self.source, target)
+        if not isinstance(head, Eagle3Head):
+            raise ConfigurationError(f"{self.source!r} holds a head of kind {head.kind}; use drafter '{head.kind}:{self.source}'")
+        refuse_another_target(head.config, target.model)
+        head.attach(target.model)
+        with torch.inference_mode():
+            layer = head.layer().to(target.device, target.model.dtype)
+            if self.quantization is not None:
+                layer = layer.quantized()
+            self._layer = layer if target.kernels is None else layer.packed()
+        self._kernel, self._step = Eagle3Growth.of(self._layer), Eagle3Step.of(self._layer)
+        self._head, self.features = head, head.features
+        target.read(self.features, whole=True)
+
+    # -- rows -----------------------------------------------------------------------------------------------------------------
+
+    def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
+        self._prompts = {row.slot: each for row, each in zip(rows, hidden)}
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Reads the prompts, but for the last position: that is where the first draft begins."""
+        first = len(self._rows)
+        self._cache.open(len(rows))
+        for index, row in enumerate(rows, first):
+            features, unread = self._prompts.pop(row.slot)[: len(row.ids) - 1], Unread(row.slot)
+            last = len(features) - 1
+            self.layer.rotary.reserve(len(row.ids))
+            for begin in range(0, last, AT_ONCE):
+                end = min(begin + AT_ONCE, last)
+                tokens = to_device([row.ids[begin + 1 : end + 1]], features.device)
+                states = self.layer.fused(features[None, begin:end])
+                self._cache.write(*self.layer.keys_values(tokens, states, slice(begin, end)), [begin], row=index)
+            self._cache.lengths[index] = last
+            unread.add(features[last:].clone())  # not a view that keeps the whole prompt's
+            self._rows.append(unread)
+
+    def end(self, rows: Sequence[Row]) -> None:
+        gone = {row.slot for row in rows}
+        keep = [index for index, row in enumerate(self._rows) if row.slot not in gone]
+        self._cache.keep(keep)
+        self._rows = [self._rows[index] for index in keep]
+
+    def reset(self) -> None:
+        self._cache, self._rows, self._prompts = LayerCache(), [], {}
+
+    # -- a round --------------------------------------------------------------------------------------------------------------
+
+    def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
+        for index, row in enumerate(self._rows):
+            if not row.count:  # a text that was drafted for already
+                assert row.last is not None
+                row.add(row.last)
+                self._cache.lengths[index] -= 1
+        return self._by_kernel(request) or super()._grow(request, chain=chain)
+
+    def _by_kernel(self, request: DraftRequest) -> Growth | None:
+        kernel, features = self._kernel, self._rows[0].features
+        if kernel is None or not greedy(request):
+            return None
+        kernel.cache, kernel.features = self._cache, features[0] if len(features) == 1 else torch.cat(features)
+        grown = grow_by(kernel, request)
+        if grown is not None:
+            self._rows[0].taken()
+        return grown
+
+    def _expand(self, request: DraftRequest) -> Expand:
+        def expand(tree: TokenTree, first: int) -> Tensor:
+            states, normed = self.layer.read(self._root(request.rows) if first == 0 else self._level(tree, first))
+            self._states = states if first == 0 else torch.cat([self._states, states], 1)
+            return self.layer.full_logits(normed)
+
+        return expand
+
+    def _root(self, rows: Sequence[Row]) -> Tensor:
+        """``[R, 1, d]`` after the last step of each row's text; first, keys and values of what was committed since the last draft."""
+        counts = [row.count for row in self._rows]
+        most, lengths = max(counts), self._cache.lengths
+        features = [row.taken() for row in self._rows]
+        tokens = [row.ids[length + 1 : length + 1 + count] for row, length, count in zip(rows, lengths, counts)]
+        even = min(counts) == most
+        together = torch.stack(features) if even else torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
+        padded = to_device([line + [0] * (most - len(line)) for line in tokens], together.device)
+        self.layer.rotary.reserve(max(lengths) + most)
+        if even and self._step is not None:
+            positions = self._positions(lengths, most, together.device)
+            states = self._step(padded, self.layer.fused(together), positions, lengths, self._cache, None)[:, -1:]
+            self._cache.lengths = [length + most for length in lengths]
+            self._begins = [length - 1 for length in self._cache.lengths]
+            return states
+        entered = self.layer.enter(padded, self.layer.fused(together), self._positions(lengths, most, together.device))
+        self._cache.add_text(entered, counts)
+        self._begins = [length - 1 for length in self._cache.lengths]
+        residual, queries = entered.residual[:, -1:], entered.queries[:, -1:]
+        if not even:
+            last = to_device(counts, together.device) - 1
+            every = torch.arange(len(counts), device=together.device)
+            residual, queries = entered.residual[every, last][:, None], entered.queries[every, last][:, None]
+        mask = root_mask(self._cache.lengths, queries.device)
+        return self.layer.leave(residual, self._cache.attend(queries, max(self._cache.lengths), mask))
+
+    @staticmethod
+    def _positions(begins: Sequence[int], count: int, device: torch.device) -> Tensor | slice:
+        if min(begins) == max(begins):
+            return slice(begins[0], begins[0] + count)
+        return to_device(list(begins), device)[:, None] + torch.arange(count, device=device)
+
+    def _level(self, tree: TokenTree, first: int) -> Tensor:
+        """``[R, n, d]`` after the nodes ``first``.. of a draft, each fed the state that the step of its parent left."""
+        begins, count = self._begins, tree.nodes - first
+        self.layer.rotary.reserve(max(begins) + tree.nodes)
+        if tree.chain:
+            states, positions = self._states[:, -count:], self._positions([begin + first for begin in begins], count, tree.tokens.device)
+        else:
+            parents = tree.parents[:, first:, None].expand(tree.rows, count, self._states.shape[-1])
+            states = self._states.gather(1, parents)
+            positions = tree.depths[:, first:] + to_device(begins, tree.tokens.device)[:, None]
+        if self._step is not None:
+            mask = None if tree.chain else tree_mask(tree, first, begins)
+            return self._step(tree.tokens[:, first:], states, positions, [begin + first for begin in begins], self._cache, mask)
+        entered = self.layer.enter(tree.tokens[:, first:], states, positions)
+        self._cache.write(entered.keys, entered.values, [begin + first for begin in begins])
+        return self.layer.leave(
+            entered.residual, self._cache.attend(entered.queries, max(begins) + tree.nodes, tree_mask(tree, first, begins))
+        )
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        """Takes the target's features along what was kept; they are read when a draft needs them."""
+        hidden, path, most = feedback.hidden, feedback.path, max(feedback.accepted) + 1
+        assert hidden is not None
+        if path is None:
+            kept = hidden[:, :most].clone()
+        else:
+            kept = hidden.gather(1, path[:, :most, None].clamp(min=0).expand(-1, -1, hidden.shape[-1]))
+        for index, row in enumerate(rows):
+            count = len(row.ids) - 1 - self._cache.lengths[index] - self._rows[index].count  # a stop may cut what was accepted
+            if count > 0:
+                self._rows[index].add(kept[index, :count])

@@ -1,0 +1,348 @@
+"""Growing a draft tree level by level, for any drafter that can say what it would do next after every node of a level.
+
+A static shape is filled in: each node's children are the most likely tokens, i.i.d. draws, draws without replacement, or those
+that lead the target's own race (``keyed``). A dynamic shape is grown: the best k nodes of a level, by the product of q along the
+path, are expanded to k children each, and the best ``total`` of all nodes are proposed (EAGLE-2; OPT-Tree). One call of the
+drafter's model per level, for all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import DraftRequest
+from foredraft.sampler import fit_vocabulary
+from foredraft.sampling import Purpose, argmax
+from foredraft.shapes import DynamicShape, Level, StaticShape
+from foredraft.transfers import to_device
+from foredraft.tree import TokenTree, layout_parents
+
+Expand = Callable[[TokenTree, int], Tensor]
+"""``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
+asked about the nodes before ``first`` already, in trees with the same beginning."""
+Offer = Callable[[TokenTree, int, Tensor, int], tuple[Tensor, Tensor]]
+"""``offer(tree, first, above, depth)`` gives k children of each node from ``first`` on, at ``depth``, whose paths have log-probability
+``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability of their paths likewise, -inf for those that can not be."""
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """A proposal, and what the drafter's model saw while it grew.
+
+    Attributes:
+        tree: to be verified.
+        seen: how many nodes, the root included, the model was fed; they come first in the drafter's own numbering.
+        own: ``[R, N]`` the number of each node of ``tree`` in the drafter's own numbering, ``seen`` or more where the model was not
+            fed; None where ``tree`` is numbered alike.
+        expected: accepted tokens per row if the draft's probabilities hold, where they chose the nodes on the host.
+    """
+
+    tree: TokenTree
+    seen: int
+    own: Tensor | None = None
+    expected: float | None = None
+
+
+def grow(request: DraftRequest, expand: Expand) -> Growth:
+    """Grow ``request.shape`` for all rows; ``expand`` is asked at most once per level."""
+    if isinstance(request.shape, DynamicShape):
+        return grow_dynamic(request, request.shape, expand)
+    assert isinstance(request.shape, StaticShape)
+    return grow_static(request, request.shape, expand)
+
+
+def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Growth:
+    look = request.device.type == "cpu"  # where that waits for no device
+    return Growth(grow_from(TokenTree.root(request.roots()), request, shape, expand, look=look), shape.levels[-1].first)
+
+
+def grow_from(tree: TokenTree, request: DraftRequest, shape: StaticShape, expand: Expand, *, look: bool = False) -> TokenTree:
+    """Fill ``shape`` below the roots ``tree``; no value is read by the host unless it may ``look``."""
+    qs: list[Tensor] = []
+    for depth, level in enumerate(shape.levels):
+        scores = scored(request, expand, tree, level.above)
+        tokens, possible, q = children(request, scores, level, depth)
+        if request.needs_q:
+            assert q is not None
+            qs.append(q)
+        if min(request.limits) <= depth:  # by its depth alone, so that every rule stays exact
+            room = to_device(request.limits, tokens.device)[:, None] > depth
+            possible = room.expand(tokens.shape) if possible is None else possible & room
+        if look and possible is not None and bool(possible.all()):
+            possible = None  # looking costs less than a mask that hides nothing
+        tree = extended(tree, shape.parents[: level.last], tokens, possible)
+    return replace(tree, proposal=request.proposal, q=torch.cat(qs, 1) if qs else None)
+
+
+def scored(request: DraftRequest, expand: Expand, tree: TokenTree, first: int) -> Tensor:
+    """``[R, N - first, V]`` processed scores after the newest nodes of ``tree``."""
+    logits = fit_vocabulary(expand(tree, first).to(request.device), request.vocab_size)
+    return request.sampler.scores(logits, tree, first)
+
+
+def children(request: DraftRequest, scores: Tensor, level: Level, depth: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """For the nodes of ``level``, below those at ``depth``: tokens ``[R, c]``; which of them the draft holds possible, ``[R, c]`` or
+    None for all; and the q ``[R, n, V]`` they were drawn from, None where they are simply the most likely."""
+    where = places(level, scores.device)
+    if request.proposal == "iid":
+        drawn_from = request.sampler.distribution(scores)
+        assert request.sampler.noise is not None
+        nodes = torch.arange(level.first, level.last, device=scores.device)
+        return request.sampler.noise.rank(drawn_from[:, where[0]], 1, Purpose.DRAFT, nodes)[..., 0], None, drawn_from
+    ranked, possible, q = siblings(request, scores, 1 + max(level.ranks), first=level.above, depth=depth)
+    if ranked.shape[1] * ranked.shape[2] == len(level.parents):  # all of them, in order
+        return ranked.flatten(1), None if possible is None else possible.flatten(1), q
+    above, rank = where
+    return ranked[:, above, rank], None if possible is None else possible[:, above, rank], q
+
+
+def siblings(request: DraftRequest, scores: Tensor, count: int, *, first: int, depth: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``[R, n, count]`` different children of each of the nodes ``first``.. at ``depth``, best or drawn first; which are possible at all
+    (None: all); and q."""
+    if request.proposal == "deterministic":
+        if count == 1:
+            return argmax(scores)[..., None], None, None
+        best = scores.topk(count, -1)
+        return best.indices, best.values > float("-inf"), None
+    q = request.sampler.distribution(scores)
+    noise = request.sampler.noise
+    assert noise is not None
+    if request.proposal == "keyed":  # the target will race with the same noise: what leads here is what it may well choose
+        ranked = noise.race_order(q, torch.full((1, 1), depth, device=q.device), count)
+    else:
+        ranked = noise.rank(q, count, Purpose.DRAFT, torch.arange(first, first + q.shape[1], device=q.device))
+    return ranked, None if count == 1 else q.gather(2, ranked) > 0, q
+
+
+def extended(tree: TokenTree, layout: tuple[int, ...], tokens: Tensor, possible: Tensor | None) -> TokenTree:
+    """``tree`` with another level of ``tokens`` ``[R, c]`` below it; what hangs below filler is filler."""
+    valid = tree.valid
+    if valid is not None or possible is not None:
+        parents = layout_parents(layout, tokens.device)[0, tree.nodes :]
+        known = torch.ones_like(tree.tokens, dtype=torch.bool) if valid is None else valid
+        below = known[:, parents]
+        valid = torch.cat([known, below if possible is None else below & possible], 1)
+    return TokenTree.from_layout(torch.cat([tree.tokens, tokens], 1), layout, valid=valid)
+
+
+@lru_cache(maxsize=256)
+def places(level: Level, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``[c]`` each: where a node's parent stands in the level above, and its rank among its siblings."""
+    with torch.inference_mode(False):
+        return torch.tensor([parent - level.above for parent in level.parents], device=device), torch.tensor(level.ranks, device=device)
+
+
+# -- grown by probability -------------------------------------------------------------------------------------------------
+
+SMALL = 1024  # candidates in a level of all rows, up to which they are told apart on the host where that waits for no device
+UNSEEN = 1 << 30
+IMPOSSIBLE = float("-inf")
+
+
+def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
+    return grow_offered(request, shape, offered(request, min(shape.k, request.vocab_size), expand))
+
+
+def grow_offered(request: DraftRequest, shape: DynamicShape, offer: Offer) -> Growth:
+    """:func:`grow_dynamic` of children that are offered otherwise; ``offer`` is asked at most once per level."""
+    k = min(shape.k, request.vocab_size)
+    on_host = request.device.type == "cpu" and len(request.rows) * k * k <= SMALL
+    return (grow_on_host if on_host else grow_on_device)(request, shape, k, offer)
+
+
+def offered(request: DraftRequest, k: int, expand: Expand) -> Offer:
+    """The children that ``expand`` gives."""
+
+    def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return below(request, scored(request, expand, tree, first), above, k, first=first, depth=depth)
+
+    return offer
+
+
+def below(request: DraftRequest, scores: Tensor, above: Tensor, k: int, *, first: int, depth: int) -> tuple[Tensor, Tensor]:
+    """k children of each of n nodes, whose paths have log-probability ``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability
+    of their paths likewise, -inf for those that can not be."""
+    possible: Tensor | None = None
+    if request.proposal == "iid":
+        q = request.sampler.distribution(scores)
+        assert request.sampler.noise is not None
+        spread = torch.arange(q.shape[1], device=q.device).repeat_interleave(k)
+        nodes = first * k + 1 + torch.arange(len(spread), device=q.device)
+        tokens = request.sampler.noise.rank(q[:, spread], 1, Purpose.DRAFT, nodes).view(*q.shape[:2], k)
+    else:
+        tokens, possible, _ = siblings(request, scores, k, first=first, depth=depth)
+    reached = above[..., None] + torch.log_softmax(scores, -1).gather(2, tokens)
+    reached = reached.nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)  # where the processors leave nothing
+    if possible is not None and request.proposal != "deterministic":  # of the likeliest log q says the same
+        reached = reached.masked_fill(~possible, IMPOSSIBLE)
+    return tokens, reached
+
+
+class Found:
+    """What one row may propose, candidate by candidate in the order in which they were found, as :class:`Candidates` has it; and the
+    drafter's own tree."""
+
+    def __init__(self, root: int):
+        self.tokens: list[int] = []
+        self.scores: list[float] = []
+        self.parents: list[int] = []
+        self.own: list[int] = []
+        self.fed_tokens, self.fed_parents, self.fed_valid = [root], [-1], [True]
+        self.newest = [-1]  # the candidates that were fed last
+
+    def add(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """A level: as many children of each of the newest nodes, one node after the other."""
+        self.tokens += tokens
+        self.scores += scores
+        self.parents += [number for number in self.newest for _ in range(len(tokens) // len(self.newest))]
+        self.own += [UNSEEN] * len(tokens)
+
+    def best(self, first: int, count: int) -> list[int]:
+        """The ``count`` best candidates from ``first`` on, best first; equals go to the earlier."""
+        return sorted(range(first, len(self.scores)), key=self.scores.__getitem__, reverse=True)[:count]
+
+    def feed(self, numbers: list[int]) -> list[float]:
+        """Hang these candidates into the own tree, impossible ones as filler; returns their scores."""
+        for number in numbers:
+            above = self.parents[number]
+            self.own[number] = len(self.fed_tokens)
+            self.fed_tokens.append(self.tokens[number])
+            self.fed_parents.append(0 if above < 0 else self.own[above])
+            self.fed_valid.append(self.scores[number] > IMPOSSIBLE)
+        self.newest = numbers
+        return [self.scores[number] for number in numbers]
+
+
+def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
+    """As :func:`grow_on_device`, with Python in place of some thirty tensor calls per level, of which each costs more than its work."""
+    found = [Found(row.ids[-1]) for row in request.rows]
+    tree = TokenTree.root(request.roots())
+    above, expected, first = torch.zeros(tree.rows, 1), torch.zeros(tree.rows), 0
+    for depth in range(shape.depth):
+        tokens, reached = offer(tree, first, above, depth)
+        begin, level = len(found[0].scores), reached[0].numel()
+        for each, limit, drawn, scores in zip(found, request.limits, tokens.flatten(1).tolist(), reached.flatten(1).tolist()):
+            each.add(drawn, scores if depth < limit else [IMPOSSIBLE] * level)
+        if depth + 1 == shape.depth:
+            break
+        if shape.delta is not None:
+            so_far = torch.tensor([each.scores for each in found], dtype=reached.dtype)
+            before, expected = expected, summed(so_far, shape.total)
+            if not bool((expected - before > shape.delta).any()):
+                break
+        first = tree.nodes
+        above = torch.tensor([each.feed(each.best(begin, k)) for each in found], dtype=reached.dtype)
+        tree = TokenTree.from_lists(
+            [list(each.fed_tokens) for each in found], [list(each.fed_parents) for each in found], [list(each.fed_valid) for each in found]
+        )
+    least = lowest(shape)
+    total = max(shape.worthwhile(sorted((score for score in each.scores if score >= least), reverse=True)) for each in found)
+    kept = [sorted(each.best(0, total)) for each in found]
+    numbered = [{-1: 0, **{number: node for node, number in enumerate(numbers, 1)}} for numbers in kept]
+    proposed = TokenTree.from_lists(
+        [[each.fed_tokens[0], *(each.tokens[number] for number in numbers)] for each, numbers in zip(found, kept)],
+        [[-1, *(nodes[each.parents[number]] for number in numbers)] for each, numbers, nodes in zip(found, kept, numbered)],
+        [[True, *(each.scores[number] >= least for number in numbers)] for each, numbers in zip(found, kept)],
+        proposal=request.proposal,
+        pruned=True,
+    )
+    own = torch.tensor([[0, *(each.own[number] for number in numbers)] for each, numbers in zip(found, kept)])
+    likely = [math.exp(each.scores[number]) for each, numbers in zip(found, kept) for number in numbers if each.scores[number] >= least]
+    return Growth(proposed, tree.nodes, own, sum(likely) / len(found))
+
+
+def lowest(shape: DynamicShape) -> float:
+    """Log-probability that a path must have to be proposed: none that is impossible, and none below the shape's floor."""
+    return math.log(shape.floor) if shape.floor > 0 else torch.finfo(torch.float32).min  # a lower one would round to what is impossible
+
+
+def summed(scores: Tensor, total: int) -> Tensor:
+    """``[R]`` the probability of the ``total`` best paths, summed: how many drafted tokens are expected to be accepted."""
+    return scores.topk(min(total, scores.shape[1]), -1).values.exp().sum(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Nodes that may be proposed, level by level, ``[R, C]`` each: ``tokens``, log-probability ``scores`` of their paths (-inf for none
+    at all), the candidate number of their ``parents`` (-1 for the root), and ``own``, the number under which the drafter's model saw
+    them (``UNSEEN`` if it did not)."""
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    own: Tensor
+
+    def joined(self, others: Candidates) -> Candidates:
+        return Candidates(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(others).values())))
+
+
+def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
+    """Waits for the device only where ``delta`` asks what was found."""
+    tree = TokenTree.root(request.roots())
+    device = tree.tokens.device
+    limits = to_device(request.limits, device)[:, None]
+    found: Candidates | None = None
+    expected = torch.zeros(tree.rows, device=device)
+    score, numbers, first = (
+        torch.zeros(tree.rows, 1, device=device),
+        torch.full((tree.rows, 1), -1, device=device),
+        0,
+    )  # of the newest nodes
+    for depth in range(shape.depth):
+        tokens, reached = offer(tree, first, score, depth)
+        flat, scores = tokens.flatten(1), reached.flatten(1).masked_fill(limits <= depth, IMPOSSIBLE)
+        level = Candidates(flat, scores, numbers[..., None].expand_as(tokens).flatten(1), torch.full_like(flat, UNSEEN))
+        begin = 0 if found is None else found.tokens.shape[1]
+        found = level if found is None else found.joined(level)
+        if depth + 1 == shape.depth:
+            break
+        if shape.delta is not None:
+            before, expected = expected, summed(found.scores, shape.total)
+            if not bool((expected - before > shape.delta).any()):
+                break
+        best = scores.sort(dim=-1, descending=True, stable=True)  # equals go to the earlier
+        score, numbers, first = best.values[:, :k], begin + best.indices[:, :k], tree.nodes
+        tree = beneath(tree, found, numbers, score)
+        found.own.scatter_(1, numbers, torch.arange(first, tree.nodes, device=device).expand_as(numbers))
+    assert found is not None
+    chosen, own = keep_best(found, shape.total)
+    roots = TokenTree.root(tree.tokens[:, 0])
+    proposed = TokenTree(
+        torch.cat([roots.tokens, chosen.tokens], 1),
+        torch.cat([roots.parents.expand(tree.rows, 1), chosen.parents], 1),
+        torch.cat([torch.ones_like(roots.tokens, dtype=torch.bool), chosen.scores >= lowest(shape)], 1),
+        request.proposal,
+        pruned=True,
+    )
+    return Growth(proposed, tree.nodes, torch.cat([torch.zeros_like(roots.tokens), own], 1))
+
+
+def beneath(tree: TokenTree, found: Candidates, numbers: Tensor, score: Tensor) -> TokenTree:
+    """The drafter's own ``tree`` with the candidates ``numbers`` ``[R, m]`` as its next level; impossible ones are filler."""
+    above = found.parents.gather(1, numbers)
+    parents = torch.where(above < 0, 0, found.own.gather(1, above.clamp(min=0)))
+    known = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
+    return TokenTree(
+        torch.cat([tree.tokens, found.tokens.gather(1, numbers)], 1),
+        torch.cat([tree.parents.expand(tree.rows, tree.nodes), parents], 1),
+        torch.cat([known, score > IMPOSSIBLE], 1),
+    )
+
+
+def keep_best(found: Candidates, total: int) -> tuple[Candidates, Tensor]:
+    """The ``total`` best candidates in order, with parents numbered in the tree they make, and their ``own`` numbers.
+
+    No path is likelier than its beginning, and equals go to the earlier, so whatever is kept has its ancestors kept.
+    """
+    order = found.scores.sort(dim=-1, descending=True, stable=True).indices[:, :total]
+    kept = order.sort(-1).values
+    parents = found.parents.gather(1, kept)
+    numbered = torch.where(parents < 0, 0, 1 + torch.searchsorted(kept, parents.contiguous()))
+    own = found.own.gather(1, kept)
+    return Candidates(found.tokens.gather(1, kept), found.scores.gather(1, kept), numbered, own), own

@@ -1,0 +1,193 @@
+"""What drafters have in common whose drafts come from heads on the target's last hidden state: Medusa, Hydra, the recurrent one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.growth import Expand, Growth, grow
+from foredraft.drafters.siblings import SHARED, offered
+from foredraft.errors import ConfigurationError
+from foredraft.heads import find
+from foredraft.heads.base import Head, refuse_another_target
+from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.quantization import check_quantization, quantize_linear_layers
+from foredraft.sampler import fit_vocabulary
+from foredraft.shapes import StaticShape, TreeShape
+from foredraft.transfers import to_device
+from foredraft.tree import Proposal, TokenTree
+
+if TYPE_CHECKING:
+    from foredraft.target import Target
+
+
+class HeadDrafter(Drafter):
+    """Base of drafters with a head: loads it, keeps the last hidden state of every row, and drafts by :meth:`_expand`.
+
+    Options:
+
+    source: a trained head: a folder, a hub id, ``zoo:NAME`` or a head itself; unless given, the one that is embedded for the target.
+    siblings: how tokens are chosen when sampling: ``keyed`` (with the target's noise, for match), ``iid`` (from the head's q, for the p/q
+        rules), ``without-replacement`` (likewise, all different), ``top-k`` (the most likely), or ``auto``: keyed where the rule is match.
+    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the text keeps the target's law.
+    """
+
+    kind: ClassVar[str]  # of its head
+    branches = grows = True
+
+    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
+        if not isinstance(source, (str, find(self.kind), type(None))):
+            raise ConfigurationError(
+                f"drafter {self.name!r} takes a {self.kind} head or where one is stored, not a {type(source).__name__}"
+            )
+        check_quantization(quantization, source or "")
+        self.source, self.quantization = source, quantization
+        self.offer = offered(siblings, SHARED)
+        self.proposals = self.offer.chains
+        self._head: Head | None = None
+        self._slots: list[int] = []
+        self._hidden: Tensor | None = None  # [R, d] that each row's root was chosen from
+        self._read: Tensor | None = None  # the same of rows about to begin
+
+    @property
+    def head(self) -> Any:
+        """The head, as it drafts; bound when a Speculator is built."""
+        if self._head is None:
+            raise ConfigurationError(f"this {self.kind} head belongs to no Speculator yet; pass it as Speculator(..., drafter=...)")
+        return self._head
+
+    def bind(self, target: Target) -> None:
+        head = self.source if isinstance(self.source, Head) else self._load(self.source, target)
+        if not isinstance(head, find(self.kind)):
+            raise ConfigurationError(f"{self.source!r} holds a head of kind {head.kind}; use drafter '{head.kind}:{self.source}'")
+        refuse_another_target(head.config, target.model)
+        assert isinstance(head, VocabularyHead)
+        self._head = fitted(head, target)
+        if self.quantization is not None:
+            quantize_linear_layers(self._head)
+        self.features = self._head.features
+        self.keeps_up = bool(self.features)
+        self.rates = head.config.accuracies
+        tree = TreeShape.parse(head.config.tree) if head.config.tree else None
+        self.calibrated = tree if isinstance(tree, StaticShape) else None
+        target.read(self.features)
+
+    def _load(self, source: str | None, target: Target) -> Head:
+        """The head at ``source``, or the one that is embedded for the target."""
+        from foredraft import zoo
+        from foredraft.heads import checkpoints
+
+        embedded = zoo.head_for(target.model, self.kind) if source is None else source
+        if embedded is None:
+            raise ConfigurationError(
+                f"no {self.kind} head is embedded for {target.model.name_or_path or 'this target'}; write '{self.name}:SOURCE' with the "
+                f"folder or hub id of one that was trained for it (foredraft train {self.kind})"
+            )
+        return checkpoints.load(embedded, target.model)
+
+    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
+        return self.offer.of(shape)
+
+    def refusal(self, shape: TreeShape) -> str | None:
+        if self.deepest is None or shape.depth <= self.deepest:
+            return None
+        what = f"its head drafts {self.deepest} token{'s' if self.deepest > 1 else ''} in a row and shape {shape} is {shape.depth} deep"
+        return f"drafter {self.name!r}: {what}; use shape='chain({self.deepest})', or a tree of {self.deepest} levels at most"
+
+    # -- rows -----------------------------------------------------------------------------------------------------------------
+
+    def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
+        self._read = torch.stack([each[-1] for each in hidden])
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        self._slots += [row.slot for row in rows]
+        if self.features:
+            assert self._read is not None and len(self._read) == len(rows), "hidden states come before the rows they are of"
+            self._hidden = self._read if self._hidden is None else torch.cat([self._hidden, self._read])
+            self._read = None
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        if not self.features:
+            return
+        assert feedback.hidden is not None
+        nodes = to_device(list(feedback.accepted), feedback.hidden.device)
+        if feedback.path is not None:
+            nodes = feedback.path.to(nodes.device).gather(1, nodes[:, None])[:, 0]
+        self._hidden = feedback.hidden[torch.arange(len(nodes), device=nodes.device), nodes]
+
+    def end(self, rows: Sequence[Row]) -> None:
+        gone = {row.slot for row in rows}
+        keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
+        self._keep(keep)
+        self._slots = [self._slots[index] for index in keep]
+
+    def _keep(self, rows: list[int]) -> None:
+        """Of all rows only these are left."""
+        if self._hidden is not None:
+            self._hidden = self._hidden[to_device(rows, self._hidden.device)] if rows else None
+
+    def reset(self) -> None:
+        self._slots, self._hidden, self._read = [], None, None
+
+    # -- drafting ---------------------------------------------------------------------------------------------------------------
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        depth = max(request.limits) if self.deepest is None else min(max(request.limits), self.deepest)
+        if depth < 1:
+            return TokenTree.root(request.roots())
+        asked = replace(request, shape=request.shape.within(depth), depth=depth)
+        grown = self._grow(asked, chain=request.shape.is_chain)
+        self.expected = grown.expected
+        return grown.tree.within(request.limits)
+
+    def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
+        """``chain`` says that the shape was asked for as a chain: a tree that was cut to one is drawn as a tree is."""
+        expand = self._expand(request)
+        return Growth(one_by_one(request, expand), 0) if chain else grow(request, expand)
+
+    def _expand(self, request: DraftRequest) -> Expand:
+        """What the head says after the nodes of a tree; asked once per level."""
+        raise TypeError(f"{type(self).__name__} must define _expand(request)")
+
+
+def one_by_one(request: DraftRequest, expand: Expand) -> TokenTree:
+    """A chain drafted token by token."""
+    roots = request.roots()
+    path, qs = [roots], []
+    for depth in range(request.depth):
+        logits = expand(TokenTree.from_chain(torch.stack(path, 1)), depth)[:, 0]
+        token, q = request.choose(fit_vocabulary(logits.to(request.device), request.vocab_size), path[1:])
+        path.append(token)
+        qs += [] if q is None else [q]
+    valid = request.within(request.limits, request.depth)
+    return TokenTree.from_chain(torch.stack(path, 1), valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
+
+
+def fitted(head: VocabularyHead, target: Target) -> VocabularyHead:
+    """``head`` in the target's dtype and on its device, with what it shares with it: itself if it is so already, or else a copy."""
+    device, dtype = target.model.get_input_embeddings().weight.device, target.model.dtype
+    if any(parameter.device != device or parameter.dtype != dtype for parameter in head.parameters()):
+        state = {name: value.detach().to(device=device, dtype=dtype, copy=True) for name, value in head.state_dict().items()}
+        successors, head = head.successors, type(head)(head.config)
+        head.load_state_dict(state, assign=True)
+        head.successors = successors
+    head.attach(target.model)
+    return head
+
+
+class Levels:
+    """The newest level of a tree that grows: which of the nodes of the level before its nodes hang below."""
+
+    def __init__(self) -> None:
+        self.first = 0
+
+    def above(self, tree: TokenTree, first: int) -> Tensor:
+        """``[R, n]`` where in the level before the parents of the nodes ``first``.. stand."""
+        found = tree.parents[:, first:] - self.first
+        self.first = first
+        return found

@@ -1,0 +1,237 @@
+"""The whole draft of a draft model as one recording: every level's pass, and the choice of its tokens.
+
+A loop is recorded for a number of rows, a static shape, a span of the cache and a way to choose: the same code that drafts level by level
+(:meth:`DraftRequest.choose`, :func:`grow_static`) runs over static inputs. Its first pass reads the last two tokens of every row, the
+root and the one before: a draft model whose proposals were all accepted lacks two, any other the root alone, and reading one token twice
+costs nothing next to a pass of its own.
+
+Processors that look at histories are run by the host, rows with processors of their own would need indices from it: they, a dynamic
+shape, and rows of which the cache lacks more, are drafted level by level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import DraftRequest
+from foredraft.drafters.growth import Growth, grow_from
+from foredraft.sampler import Sampler, fit_vocabulary
+from foredraft.sampling import Noise
+from foredraft.shapes import StaticShape
+from foredraft.target import Target, Window
+from foredraft.target.graphs import TRIALS, Graphs, Recording
+from foredraft.target.static_pass import upload
+from foredraft.transfers import to_device
+from foredraft.tree import TokenTree, chain_ancestors, chain_depths
+
+AGREE = 0.9  # of the tokens in a trial; nearly tied scores may be rounded to another order where rows were padded
+
+
+class LoopFrame:
+    """Static inputs of one loop: of each row the last two tokens, the root's slot and the key of its noise."""
+
+    def __init__(self, target: Target, graphs: Graphs, request: DraftRequest, chain: bool, rows: int, span: int):
+        device = request.device
+        self.graphs, self.chain, self.rows, self.span = graphs, chain, rows, span
+        self.vocab_size, self.own_vocabulary = request.vocab_size, target.vocab_size
+        self.inputs = torch.zeros(3, rows, dtype=torch.long, device=device)  # the token before the root, the root, its slot
+        self.noise = torch.zeros(2, rows, dtype=torch.long, device=device)  # keys and positions
+        sampler = request.sampler
+        static = Sampler(
+            pipelines=[sampler.pipelines[0]] * rows,
+            sampled=[sampler.sampled[0]] * rows,
+            lengths=[1] * rows,
+            noise=None if sampler.noise is None else Noise(self.noise[0], self.noise[1]),
+            committed=_no_history,
+        )
+        self.request = replace(request, rows=(), limits=[request.depth] * rows, sampler=static)
+
+    def load(self, request: DraftRequest) -> None:
+        filler = self.rows - len(request.rows)
+        lines = [[row.ids[-2], row.ids[-1], len(row.ids) - 1] for row in request.rows]
+        lines += [[0, 0, self.span - request.shape.nodes - 1]] * filler
+        upload(self.inputs, [list(column) for column in zip(*lines)])
+        if isinstance(noise := request.sampler.noise, Noise):
+            self.noise[0, : len(request.rows)].copy_(noise.keys)
+            self.noise[1, : len(request.rows)].copy_(noise.positions)
+
+    def run(self) -> tuple[Tensor, ...]:
+        """The tokens ``[R, N]``, root included, of what :func:`drafted` gives; whether they are possible and their q where it gives
+        these; and the draft model's logits ``[R, n, V]`` after every node that it was fed."""
+        logits: list[Tensor] = []
+
+        def expand(tree: TokenTree, first: int) -> Tensor:
+            logits.append(self._begin() if first == 0 else self._pass(tree, first))
+            return logits[-1]
+
+        tree = drafted(self.request, self.chain, self.inputs[1], expand)
+        return (tree.tokens, *(each for each in (tree.valid, tree.q) if each is not None), torch.cat(logits, 1))
+
+    def tree(self, outputs: tuple[Tensor, ...], rows: int) -> TokenTree:
+        """A tree of the caller's own out of what :meth:`run` left behind."""
+        tokens, *rest = (each[:rows].clone() for each in outputs[:-1])
+        valid = rest.pop(0) if rest and rest[0].dtype == torch.bool else None
+        q = rest.pop(0) if rest else None
+        shape, proposal = self.request.shape, self.request.proposal
+        assert isinstance(shape, StaticShape)
+        if self.chain:
+            return TokenTree.from_chain(tokens, valid=valid, proposal=proposal, q=q)
+        return TokenTree.from_layout(tokens, shape.parents, valid=valid, proposal=proposal, q=q)
+
+    def _begin(self) -> Tensor:
+        device = self.inputs.device
+        tokens = self._known(self.inputs[:2].t())
+        before = self.inputs[2] - 1
+        logits = self.graphs.passes(
+            tokens, before, torch.zeros_like(before), chain_depths(2, device), chain_ancestors(2, device), self.span
+        )
+        return logits[:, 1:]
+
+    def _pass(self, tree: TokenTree, first: int) -> Tensor:
+        tokens, slots = self._known(tree.tokens[:, first:]), self.inputs[2]
+        return self.graphs.passes(tokens, slots, torch.full_like(slots, first), tree.depths, tree.ancestors[:, first:], self.span)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """A token that only the target's padding knows is fed as another."""
+        return tokens.clamp(max=self.own_vocabulary - 1) if self.own_vocabulary < self.vocab_size else tokens
+
+
+def drafted(request: DraftRequest, chain: bool, roots: Tensor, expand: Callable[[TokenTree, int], Tensor]) -> TokenTree:
+    """What is drafted below ``roots`` ``[R]``, whatever the rows' limits, as level by level; nothing here looks at a value.
+
+    ``chain`` says that the shape was asked for as a chain: a tree that was cut to one is drawn as a tree is."""
+    shape = request.shape
+    assert isinstance(shape, StaticShape)
+    if not chain:
+        return grow_from(TokenTree.root(roots), request, shape, expand)
+    path, qs = [roots], []
+    for depth in range(request.depth):
+        tree = TokenTree.from_chain(torch.stack(path, 1))
+        logits = fit_vocabulary(expand(tree, depth)[:, -1], request.vocab_size)
+        token, q = request.choose(logits, path[1:])
+        path.append(token)
+        qs += [] if q is None else [q]
+    return TokenTree.from_chain(torch.stack(path, 1), proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
+
+
+class Loops:
+    """The recorded loops of one draft model.
+
+    Attributes:
+        refused: why drafts are made level by level; None if that is not for good.
+        drafts: how many were replayed, trials left out.
+    """
+
+    def __init__(self, target: Target):
+        self.target = target
+        self.refused: str | None = None
+        self.drafts = 0
+
+    def draft(self, request: DraftRequest, *, chain: bool) -> Growth | None:
+        """What :func:`drafted` makes of ``request``, whose ``depth`` is that of its shape; None where it has to be made level by level.
+        Afterwards the draft model's cache holds every node that was fed behind the root, uncommitted."""
+        graphs = self.target.graphs
+        if graphs is None or not self._fits(request):
+            return None
+        self._catch_up(request)
+        starts = tuple(len(row.ids) - 1 for row in request.rows)
+        window = Window(0, len(starts), starts, request.shape.nodes + 1)
+        graphs.cache.enter(window)
+        rows = graphs.rows(len(starts))
+        span = graphs.span(max(starts) + 1 + request.shape.nodes) if graphs.ready else None
+        if span is None:
+            return None
+        found = graphs.recorded(
+            ("loop", chain, rows, span, *self._way(request)),
+            lambda: LoopFrame(self.target, graphs, request, chain, rows, span),
+            lambda frame: frame.load(request),
+            rows,
+            span - request.shape.nodes - 2,
+        )
+        if found is None:
+            return None
+        found.replay()
+        self.target.rewind(starts)
+        tree = found.frame.tree(found.outputs, len(starts))
+        if found.trials < TRIALS:
+            found.trials += 1
+            if (why := self._differs(request, graphs, found, tree)) is not None:
+                graphs.fail(why)
+                self.target.rewind([0] * len(starts))  # it may have written anywhere
+                return None
+        else:
+            self.drafts += 1
+            graphs.replays += 1
+        graphs.cache.enter(window)
+        return Growth(replace(tree, valid=within(tree, request)), self._fed(request))
+
+    def _fits(self, request: DraftRequest) -> bool:
+        """Nothing that has to be known is known to the host alone."""
+        sampler, shape = request.sampler, request.shape
+        pipeline = sampler.pipelines[0]
+        return (
+            isinstance(shape, StaticShape)
+            and shape.depth == request.depth
+            and self.target.device == request.device
+            and (sampler.noise is None or type(sampler.noise) is Noise)
+            and not any(stage.foreign or stage.kind.reads != "nothing" or stage.kind.strict for stage in pipeline.stages)
+            and all(each == pipeline for each in sampler.pipelines)
+            and len(set(sampler.sampled)) == 1
+            and all(len(row.ids) > 1 for row in request.rows)
+        )
+
+    def _catch_up(self, request: DraftRequest) -> None:
+        """Have the cache lack the last two tokens of each row at most."""
+        texts, lengths = [row.ids for row in request.rows], self.target.lengths
+        if any(len(text) - length > 2 for text, length in zip(texts, lengths)):
+            self.target.rewind([min(length, len(text) - 2) for text, length in zip(texts, lengths)])
+            self.target.prefill([text[:-1] for text in texts], first=0)
+
+    @staticmethod
+    def _way(request: DraftRequest) -> tuple[object, ...]:
+        """What a recording depends on besides sizes."""
+        sampler, shape = request.sampler, request.shape
+        assert isinstance(shape, StaticShape)
+        return shape.parents, request.proposal, request.needs_q, request.vocab_size, sampler.sampled[0], sampler.pipelines[0]
+
+    @staticmethod
+    def _fed(request: DraftRequest) -> int:
+        assert isinstance(request.shape, StaticShape)
+        return request.shape.levels[-1].first
+
+    def _differs(self, request: DraftRequest, graphs: Graphs, found: Recording, tree: TokenTree) -> str | None:
+        """Compare the choices with those made of the same logits now, and the logits with those of an eager pass over the tree; that
+        pass leaves the cache as it should be."""
+        count, fed = len(request.rows), self._fed(request)
+        logits = found.outputs[-1][:count].clone()
+        eager = replace(request, limits=[request.depth] * count)
+        chosen = drafted(eager, tree.chain, tree.tokens[:, 0], lambda grown, first: logits[:, first : grown.nodes])
+        agreed = float((chosen.tokens == tree.tokens).float().mean())
+        if agreed < AGREE:
+            return f"only {agreed:.0%} of the tokens in a recorded draft are those that its scores say"
+        if tree.tokens[:, 0].tolist() != [row.ids[-1] for row in request.rows]:
+            return "a recorded draft began at other roots"
+        known = tree.tokens[:, :fed].clamp(max=self.target.vocab_size - 1)
+        if tree.chain:
+            seen = TokenTree.from_chain(known)
+        else:
+            assert isinstance(request.shape, StaticShape)
+            seen = TokenTree.from_layout(known, request.shape.parents[:fed])
+        with graphs.paused():
+            return graphs.differs(logits, self.target.score(seen))
+
+
+def within(tree: TokenTree, request: DraftRequest) -> Tensor | None:
+    """``tree.valid`` with nodes beyond a row's limit as filler, without waiting for the device as :meth:`TokenTree.within` does."""
+    if min(request.limits) >= request.depth:
+        return tree.valid
+    allowed = tree.depths <= to_device(request.limits, tree.tokens.device)[:, None]
+    return allowed if tree.valid is None else tree.valid & allowed
+
+
+def _no_history() -> Tensor:
+    raise RuntimeError("a recorded draft has no histories")

@@ -1,0 +1,269 @@
+"""A back-off n-gram model as the drafter, counted from a text, from a file, or from the target's own outputs while they are generated.
+
+Deterministic drafts follow the most frequent successor of the longest context seen, again and again, or branch by probability. Where
+rows sample, tokens can be drawn from the model's own distribution q instead (Witten and Bell's back-off), so that rules that compare
+with q accept them more often. A bigram model is order 2.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.growth import grow
+from foredraft.drafters.ngram_model import NGramModel
+from foredraft.drafters.siblings import SHARED, offered
+from foredraft.drafters.stores import refuse_another_tokenizer
+from foredraft.drafters.tries import Trie, tree_of
+from foredraft.errors import ConfigurationError
+from foredraft.loading import fingerprint, fingerprint_of
+from foredraft.shapes import TreeShape
+from foredraft.tree import Proposal, TokenTree
+
+if TYPE_CHECKING:
+    from foredraft.target import Target
+
+DENSE = 1 << 15  # tokens of a vocabulary up to which "auto" makes distributions over all of it; above, they cost more than they gain
+BRANCHES = 4  # successors that a node of a deterministic tree may have
+REMEMBERED = 1 << 14  # contexts of a model that does not change whose successors are kept
+LEAST = 0.01  # probability of a path that is worth a node of it
+
+
+class NGram(Drafter):
+    """Options:
+
+    source: a file written by ``save``, a text file to count (with ``tokenizer``), ``zoo:NAME``, or an ``NGramModel``.
+    order: longest n-gram counted, context and successor together; 2 is the bigram model. Fixed by a loaded file.
+    learn: also count the text of every row, prompt included: what is new of it with every draft, and the rest when the row ends.
+    min_context: draft only while at least so many of the last tokens were seen in a row; more is safer and shorter.
+    tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers.
+    siblings: how tokens are chosen when sampling: ``iid`` (from the model's q, for the p/q rules), ``without-replacement`` (likewise,
+        all different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: keyed where the rule is
+        match, but the most likely where the vocabulary is large.
+    most: n-grams that learning may add up to; beyond it the rarest half is forgotten.
+    """
+
+    name = "ngram"
+    summary = "a back-off n-gram model counted from a text, a file or the target's own outputs; chains and trees"
+    branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
+    hears = False
+
+    def __init__(
+        self,
+        *,
+        source: str | Path | NGramModel | None = None,
+        order: int | None = None,
+        learn: bool | None = None,
+        min_context: int = 1,
+        tokenizer: Callable[[str], Sequence[int]] | None = None,
+        siblings: str = "auto",
+        most: int = 1_000_000,
+    ):
+        if min_context < 0:
+            raise ConfigurationError(f"min_context must not be negative, got {min_context}")
+        if most < 1:
+            raise ConfigurationError(f"most must be at least 1, got {most}")
+        self.model = self._load(source, order, tokenizer)
+        self._made_from = source, order, tokenizer
+        self.learn = source is None if learn is None else learn
+        self.min_context, self.siblings, self.most = min_context, siblings, most
+        self.offer = offered(siblings, SHARED)
+        self.proposals = self.offer.chains
+        self._counted: dict[int, int] = {}
+        self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
+        self._target: Target | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Write the counts, those learned online included; ``source=path`` loads them again."""
+        if not self.model.fingerprint and self._target is not None:
+            self.model.fingerprint = fingerprint_of(self._target.model) or ""
+        self.model.save(path)
+
+    def bind(self, target: Target) -> None:
+        refuse_another_tokenizer("the n-gram model", self.model.vocab_size, self.model.fingerprint, target)
+        self._target = target
+
+    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
+        return self.offer.of(shape)
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        self._count(request.rows)
+        large = self.siblings == "auto" and request.vocab_size > DENSE and not request.needs_q
+        if request.proposal != "deterministic" and not large:
+            return self._chain(request) if request.shape.is_chain else grow(request, self._expand(request)).tree.within(request.limits)
+        if request.shape.is_chain:
+            return request.chains([self._continue(row.ids, limit, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
+        nodes = request.shape.nodes
+        return tree_of(request, [self._trie(row.ids, limit, nodes, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
+
+    def matched(self, rows: Sequence[Row]) -> list[int]:
+        """How many of each row's last tokens were seen in a row."""
+        return [self.model.matched(row.ids[1 - self.model.order :]) for row in rows]
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        """Nothing: what was committed is counted when it is drafted for, or when its row ends."""
+
+    def end(self, rows: Sequence[Row]) -> None:
+        self._count(rows)
+        for row in rows:
+            self._counted.pop(row.slot, None)
+
+    def reset(self) -> None:
+        self._counted.clear()
+
+    def forget(self) -> None:
+        """What was learned; rows that live are counted anew.
+
+        Raises:
+            ConfigurationError: it was given an ``NGramModel`` to teach, of which there is no other copy.
+        """
+        if not self.learn:
+            return
+        if isinstance(self._made_from[0], NGramModel):
+            raise ConfigurationError(
+                "ngram was given a model to teach, and can not tell what it taught; save the model first, and give the file"
+            )
+        self.model = self._load(*self._made_from)
+        self._counted.clear()
+
+    def _count(self, rows: Sequence[Row]) -> None:
+        if not self.learn:
+            return
+        for row in rows:
+            self.model.update(row.ids, self._counted.get(row.slot, 0))
+            self._counted[row.slot] = len(row.ids)
+        if self.model.size > self.most:
+            self.model.shrink(self.most)
+
+    # -- the most likely tokens -------------------------------------------------------------------------------------------
+
+    def _continue(self, ids: Sequence[int], count: int, vocab_size: int) -> list[int]:
+        reach = self.model.order - 1
+        context = list(ids[-reach:])
+        draft: list[int] = []
+        while len(draft) < count and self.model.matched(context[-reach:]) >= self.min_context:
+            token = self.model.predict(context[-reach:])
+            if token is None or token >= vocab_size:
+                break
+            draft.append(token)
+            context.append(token)
+        return draft
+
+    def _trie(self, ids: Sequence[int], depth: int, budget: int, vocab_size: int) -> Trie:
+        """The likeliest ``budget`` continuations, best first."""
+        reach, trie = self.model.order - 1, Trie()
+        queue: list[tuple[float, int, int, int, list[int]]] = []  # -probability, order found, parent, token, context below
+        found = 0
+
+        def expand(node: int, context: list[int], probability: float) -> None:
+            nonlocal found
+            if trie.depths[node] >= depth:
+                return
+            for token, share in self._likeliest(context):
+                if token < vocab_size and probability * share >= LEAST:
+                    heapq.heappush(queue, (-probability * share, found, node, token, [*context, token][-reach:]))
+                    found += 1
+
+        expand(0, list(ids[-reach:]), 1.0)
+        while queue and len(trie.tokens) < budget:
+            probability, _, parent, token, context = heapq.heappop(queue)
+            node = trie.add(parent, token)
+            if len(trie.tokens) < budget:
+                expand(node, context, -probability)
+        return trie
+
+    def _likeliest(self, context: list[int]) -> list[tuple[int, float]]:
+        """Successors and their probabilities; none where too little of the context was seen. A model that does not change is asked once."""
+        if self.learn:
+            return self.model.likeliest(context, BRANCHES, seen=self.min_context)
+        key = tuple(context)
+        if key not in self._known:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            self._known[key] = self.model.likeliest(context, BRANCHES, seen=self.min_context)
+        return self._known[key]
+
+    # -- tokens drawn from q ----------------------------------------------------------------------------------------------
+
+    def _chain(self, request: DraftRequest) -> TokenTree:
+        """A row's chain ends where its context was not seen: before a token is drawn there, so that whatever is drawn stays."""
+        reach, going = self.model.order - 1, list(request.limits)
+        contexts = [list(row.ids[-reach:]) for row in request.rows]
+        drafted: list[Tensor] = []
+        qs: list[Tensor] = []
+        while True:
+            depth = len(drafted)
+            for row, context in enumerate(contexts):
+                if going[row] > depth and self.model.matched(context) < self.min_context:
+                    going[row] = depth
+            if max(going) <= depth:
+                break
+            laws = [context if going[row] > depth else None for row, context in enumerate(contexts)]
+            token, q = request.choose(self._logits([laws], request)[0], drafted)
+            drafted.append(token)
+            if q is not None:
+                qs.append(q)
+            contexts = [[*context, new][-reach:] for context, new in zip(contexts, token.tolist())]
+        if not drafted:
+            return TokenTree.root(request.roots())
+        tokens, valid = torch.stack([request.roots(), *drafted], 1), request.within(going, len(drafted))
+        return TokenTree.from_chain(tokens, valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
+
+    def _expand(self, request: DraftRequest) -> Callable[[TokenTree, int], Tensor]:
+        """The model's log-probabilities after the nodes of a tree; filler gets none of its own."""
+        reach = self.model.order - 1
+
+        def expand(tree: TokenTree, first: int) -> Tensor:
+            parents = tree.parent_lists or tree.parents.tolist()
+            valid = [[True] * tree.nodes] * tree.rows if tree.valid is None else tree.valid.tolist()
+            lines: list[list[list[int] | None]] = []
+            for row, tokens, above, real in zip(request.rows, tree.tokens.tolist(), parents, valid):
+                contexts = [list(row.ids[-reach:])]
+                for node in range(1, tree.nodes):
+                    contexts.append([*contexts[above[node]], tokens[node]][-reach:])
+                lines.append([context if real[node] else None for node, context in enumerate(contexts)][first:])
+            return self._logits(lines, request)
+
+        return expand
+
+    def _logits(self, lines: Sequence[Sequence[list[int] | None]], request: DraftRequest) -> Tensor:
+        """``[R, n, V]`` log-probabilities after each context of each line; zeros where there is none."""
+        size = request.vocab_size
+        laws = np.zeros((len(lines), len(lines[0]), size), np.float32)
+        for law, line in zip(laws, lines):
+            for place, context in enumerate(line):
+                if context is not None:
+                    np.log(self.model.distribution(context, size), out=law[place])
+        return torch.from_numpy(laws).to(request.device)
+
+    @staticmethod
+    def _load(source: str | Path | NGramModel | None, order: int | None, tokenizer: Callable[[str], Sequence[int]] | None) -> NGramModel:
+        if source is None:
+            return NGramModel(4 if order is None else order)
+        if isinstance(source, NGramModel):
+            return source
+        if str(source).startswith("zoo:"):
+            from foredraft import zoo
+
+            source = Path(zoo.path(str(source))) / "ngram.safetensors"
+        path = Path(source)
+        if not path.is_file():
+            raise ConfigurationError(f"there is no file {str(path)!r} to load or count an n-gram model from")
+        if path.suffix == ".safetensors":
+            model = NGramModel.load(path)
+            if order is not None and order != model.order:
+                raise ConfigurationError(f"{str(path)!r} holds an n-gram model of order {model.order}, not {order}; leave order out")
+            return model
+        if tokenizer is None:
+            raise ConfigurationError(f"counting the text {str(path)!r} takes drafter_options={{'tokenizer': ...}}")
+        encode = getattr(tokenizer, "encode", tokenizer)
+        counted = NGramModel.from_tokens([encode(path.read_text(encoding="utf-8"))], 4 if order is None else order)
+        counted.fingerprint = fingerprint(tokenizer) if hasattr(tokenizer, "get_vocab") else ""
+        return counted

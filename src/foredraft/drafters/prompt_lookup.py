@@ -1,0 +1,161 @@
+"""Prompt lookup: find the last n tokens earlier in the text and propose what followed (Saxena 2023).
+
+The longest match wins, n from ``max_ngram`` down to ``min_ngram``, and among equally long ones the most recent. A copy may
+run into itself, so that a text in a loop is proposed to go round again. Good where the output repeats the input:
+summaries, edits, code. Costs no model.
+
+Where a tree is wanted, what followed other occurrences branches off that first chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foredraft.drafters.base import Drafter, DraftRequest, Row
+from foredraft.drafters.tries import Trie, tree_of
+from foredraft.errors import ConfigurationError
+from foredraft.tree import TokenTree
+
+FAR = 32  # tokens that a match is followed back at most, to tell how long it is
+
+
+class PromptLookup(Drafter):
+    """Options:
+
+    max_ngram, min_ngram: the longest and shortest match that is tried.
+    occurrences: of a match, so many are looked at where a tree is wanted, the most recent ones.
+    """
+
+    name = "prompt-lookup"
+    summary = "copies what followed the last few tokens earlier in the text; chains and trees"
+    branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
+    hears = False
+
+    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1, occurrences: int = 4):
+        if not 1 <= min_ngram <= max_ngram:
+            raise ConfigurationError(f"prompt-lookup needs 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
+        if occurrences < 1:
+            raise ConfigurationError(f"prompt-lookup needs occurrences of at least 1, got {occurrences}")
+        self.sizes, self.occurrences = range(max_ngram, min_ngram - 1, -1), occurrences
+        self._indices: dict[int, SuffixIndex] = {}
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._indices[row.slot] = SuffixIndex(self.sizes)
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        if request.shape.is_chain:
+            return request.chains([self._indices[row.slot].lookup(row.ids, limit) for row, limit in zip(request.rows, request.limits)])
+        budget = request.shape.nodes
+        return tree_of(request, [self._trie(row, limit, budget) for row, limit in zip(request.rows, request.limits)])
+
+    def matched(self, rows: Sequence[Row]) -> list[int]:
+        """How long the match is that each row's draft copies from; 0 without one."""
+        return [self._indices[row.slot].matched(row.ids) for row in rows]
+
+    def end(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._indices.pop(row.slot, None)
+
+    def reset(self) -> None:
+        self._indices.clear()
+
+    def _trie(self, row: Row, depth: int, budget: int) -> Trie:
+        trie = Trie()
+        if depth < 1:
+            return trie
+        found = self._indices[row.slot].occurrences(row.ids, self.occurrences)
+        merge_copies(trie, [_copy(row.ids, end, depth) for end in found], budget)
+        return trie
+
+
+def merge_copies(trie: Trie, copies: Sequence[Sequence[int]], budget: int) -> None:
+    """Hang ``copies`` below the root, the first one whole and, as long as there is room, the others one token deeper by turns."""
+    children: dict[tuple[int, int], int] = {}
+    heads = [0] * len(copies)  # the node that each copy has come to
+
+    def follow(index: int, token: int) -> None:
+        key = heads[index], token
+        if key not in children:
+            children[key] = trie.add(*key)
+        heads[index] = children[key]
+
+    for token in copies[0][:budget] if copies else ():
+        follow(0, token)
+    for depth in range(max(map(len, copies), default=0)):
+        for index in range(1, len(copies)):
+            if depth < len(copies[index]):
+                if len(trie.tokens) >= budget and (heads[index], copies[index][depth]) not in children:
+                    return
+                follow(index, copies[index][depth])
+
+
+class SuffixIndex:
+    """Where the n-grams of a growing text ended, so that a lookup costs a few dictionary reads at any length.
+
+    Per size the last end of each n-gram, and per position the one before it.
+    """
+
+    def __init__(self, sizes: range):
+        self.sizes = sizes
+        self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in sizes]
+        self._before: list[list[int]] = [[] for _ in sizes]  # of the n-gram that ends at size + index: its end before, 0 for none
+        self._indexed = 0  # n-grams that end before this position are in
+
+    def lookup(self, ids: Sequence[int], count: int) -> Sequence[int]:
+        """Up to ``count`` tokens that followed the most recent earlier occurrence of the longest matching suffix of ``ids``."""
+        end = self._last(ids) if count > 0 else None
+        return () if end is None else _copy(ids, end, count)
+
+    def occurrences(self, ids: Sequence[int], most: int) -> list[int]:
+        """Where earlier occurrences of suffixes of ``ids`` ended: of the longest that has any, the most recent first, then of shorter
+        ones; ``most`` of each size at most, none twice."""
+        self._extend(ids)
+        found: dict[int, None] = {}
+        for size, ends, before in zip(self.sizes, self._ends, self._before):
+            if len(ids) <= size:
+                continue
+            end = ends.get(tuple(ids[-size:]), 0)
+            for _ in range(most):
+                if not end:
+                    break
+                found[end] = None
+                end = before[end - size]
+        return list(found)
+
+    def matched(self, ids: Sequence[int]) -> int:
+        """How many of the last tokens of ``ids`` are those in front of what :meth:`lookup` copies, ``FAR`` at most."""
+        end = self._last(ids)
+        if end is None:
+            return 0
+        length = 0
+        while length < min(end, FAR) and ids[end - 1 - length] == ids[-1 - length]:
+            length += 1
+        return length
+
+    def _last(self, ids: Sequence[int]) -> int | None:
+        """Where the most recent earlier occurrence of the longest matching suffix ended."""
+        self._extend(ids)
+        for size, ends in zip(self.sizes, self._ends):
+            if len(ids) > size:
+                end = ends.get(tuple(ids[-size:]))
+                if end is not None:
+                    return end
+        return None
+
+    def _extend(self, ids: Sequence[int]) -> None:
+        """Index the n-grams that end before the last token; the suffix itself is no earlier occurrence."""
+        for size, ends, before in zip(self.sizes, self._ends, self._before):
+            for end in range(max(self._indexed, size), len(ids)):
+                key = tuple(ids[end - size : end])
+                before.append(ends.get(key, 0))
+                ends[key] = end
+        self._indexed = max(self._indexed, len(ids))
+
+
+def _copy(ids: Sequence[int], start: int, count: int) -> list[int]:
+    """``count`` tokens from ``start`` on; behind the end of the text the copy goes on with what it has copied itself."""
+    copied = list(ids[start : start + count])
+    for source in range(len(copied) + start - len(ids), count - (len(ids) - start)):
+        copied.append(copied[source])
+    return copied

@@ -1,0 +1,156 @@
+"""Files of token sequences that survive a crash and several processes.
+
+A file is replaced as a whole: written beside the old one, made to reach the disk, and then given its name. Who writes holds a lock
+(``PATH.lock``, which stays) and takes over what the file holds, so that nothing that another process saved is lost.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foredraft.errors import ConfigurationError
+from foredraft.files import current_name
+
+FORMAT, VERSION = "foredraft-suffix-store", "1"
+
+Tokens = NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a file holds: sequences, the oldest first, and what they are made of as far as that is known."""
+
+    sequences: list[Tokens]
+    vocab_size: int | None
+    tokenizer: str | None
+
+
+def read(path: str | Path) -> Held:
+    """The sequences of a file.
+
+    Raises:
+        ConfigurationError: there is no such file, it is of another kind or version, or it is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise ConfigurationError(f"there is no store of past texts at {str(path)!r}; drafter.save(path) makes one")
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ConfigurationError(f"{str(path)!r} is no store of past texts: not a safetensors file ({error})") from None
+    if current_name(metadata.get("format")) != FORMAT:
+        raise ConfigurationError(f"{str(path)!r} is no store of past texts: the suffix drafter did not save it")
+    if metadata.get("version") != VERSION:
+        raise ConfigurationError(f"{str(path)!r} has format version {metadata.get('version')}; this Foredraft reads version {VERSION}")
+    tokens, lengths = arrays["tokens"].astype(np.uint32, copy=False), arrays["lengths"].astype(np.int64)
+    if lengths.sum() != len(tokens) or lengths.min(initial=0) < 0:
+        raise ConfigurationError(f"{str(path)!r} is damaged: its lengths do not add up; save it anew")
+    vocab_size = int(metadata["vocab_size"]) if metadata.get("vocab_size") else None
+    sequences = np.split(tokens, lengths.cumsum()[:-1]) if len(lengths) else []
+    return Held(sequences, vocab_size, metadata.get("tokenizer") or None)
+
+
+def write(path: str | Path, sequences: Sequence[Tokens], vocab_size: int | None, tokenizer: str | None, capacity: int) -> None:
+    """Write ``sequences``, and before them those that the file holds and that are not among them; the latest ``capacity`` tokens in all.
+
+    Raises:
+        ConfigurationError: the file there is no store, or one for another vocabulary or tokenizer.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        wanted = {digest(each): each for each in sequences}
+        if path.exists():
+            held = read(path)
+            differs = refusal(held, vocab_size, tokenizer)
+            if differs:
+                raise ConfigurationError(f"{str(path)!r} {differs}; save to another file")
+            older = {digest(each): each for each in held.sequences}
+            wanted = {**{name: each for name, each in older.items() if name not in wanted}, **wanted}
+            vocab_size, tokenizer = vocab_size or held.vocab_size, tokenizer or held.tokenizer
+        _replace(path, _packed(latest(list(wanted.values()), capacity), vocab_size, tokenizer))
+
+
+def refusal(held: Held, vocab_size: int | None, tokenizer: str | None) -> str | None:
+    """Why what is ``held`` is not for this vocabulary and tokenizer, as far as they are known; None if it may be."""
+    if held.tokenizer and tokenizer:
+        return None if held.tokenizer == tokenizer else "was made with another tokenizer"
+    if held.vocab_size and vocab_size and held.vocab_size != vocab_size:
+        return f"was made for a vocabulary of {held.vocab_size} tokens, not {vocab_size}"
+    return None
+
+
+def digest(tokens: Tokens) -> bytes:
+    """What a sequence is recognised by."""
+    return hashlib.blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path`` against other processes; waits for it."""
+    with open(path.with_name(path.name + ".lock"), "a+b") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, by a crash too
+        yield
+
+
+def _packed(sequences: Sequence[Tokens], vocab_size: int | None, tokenizer: str | None) -> bytes:
+    from safetensors.numpy import save
+
+    tokens = np.concatenate([np.empty(0, np.uint32), *sequences])
+    lengths = np.array([len(each) for each in sequences], np.int64)
+    metadata = {"format": FORMAT, "version": VERSION, "vocab_size": str(vocab_size or ""), "tokenizer": tokenizer or ""}
+    return save({"tokens": tokens, "lengths": lengths}, metadata)
+
+
+def latest(sequences: Sequence[Tokens], capacity: int) -> list[Tokens]:
+    """The last sequences that ``capacity`` has room for, an end each included."""
+    first = len(sequences)
+    while first and len(sequences[first - 1]) + 1 <= capacity:
+        first -= 1
+        capacity -= len(sequences[first]) + 1
+    return list(sequences[first:])
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """``content`` under the name ``path``, or else the file that was there; the lock is held."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):  # by a process that was killed
+        left.unlink()
+    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            os.chmod(part, path.stat().st_mode & 0o777)  # a new file is for its owner alone: it holds what was generated
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+    if sys.platform != "win32":
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name too
+        finally:
+            os.close(folder)

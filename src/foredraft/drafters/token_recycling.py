@@ -1,0 +1,257 @@
+"""Token Recycling: what the target said after each token the last time becomes the next tree (Luo et al. 2024).
+
+A matrix holds for every token of the vocabulary its k likeliest successors, as the target's logits had them where the token was last
+scored. Every node of a tree that was verified refreshes a line of it, the rejected ones too: what the target computed there is used
+after all. A tree is filled from it without a model: the child of rank b says what stands b-th in the line of its parent's token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.errors import ConfigurationError
+from foredraft.files import current_name
+from foredraft.shapes import DynamicShape, StaticShape, TreeShape
+from foredraft.target import native
+from foredraft.tree import TokenTree
+
+if TYPE_CHECKING:
+    from foredraft.target import Target
+
+K = 8  # successors of a token that are remembered
+FORMAT, VERSION = "foredraft token-recycling", "1"
+RATES = (0.45, 0.15, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)  # of siblings, for trees that no shape lays out
+BLOCKS, SMALL = 32, 2**16  # see `top_k`: tokens of a column, and logits that are not worth the trouble
+
+
+class TokenRecycling(Drafter):
+    """Options:
+
+    source: a file written by ``save``; the matrix is empty at first without one. It goes on learning either way.
+    k: how many successors of a token are remembered, 8 by default; siblings of a later rank are never drafted. Fixed by a loaded file.
+
+    The matrix is shared by all rows and kept from request to request: 4.8 MB for 150,000 tokens. A prompt teaches it nothing, of which
+    only the last token's logits are computed.
+
+    Attributes:
+        matrix: ``[V + 1, k]`` int32 on the target's device, -1 where nothing is known; the last line takes what nobody reads. None
+            until the drafter is bound.
+    """
+
+    name = "token-recycling"
+    summary = "the target's likeliest successors of each token, as they were the last time, as a tree"
+    branches = True
+    wants_logits = True
+
+    def __init__(self, *, source: str | Path | None = None, k: int | None = None):
+        if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+            raise ConfigurationError(f"token-recycling remembers k >= 1 successors of a token, got k={k!r}")
+        self.source = source
+        self.k = K if k is None else k
+        self.matrix: Tensor | None = None
+        self._loaded: Tensor | None = None
+        if source is not None:
+            self._loaded = load(source)
+            if k is not None and k != self._loaded.shape[1]:
+                raise ConfigurationError(f"{str(source)!r} holds {self._loaded.shape[1]} successors of a token, not {k}; leave k out")
+            self.k = self._loaded.shape[1]
+
+    def bind(self, target: Target) -> None:
+        known = self._loaded if self.matrix is None else self.matrix[:-1]
+        if known is not None and len(known) != target.vocab_size:
+            where = "this drafter has learned" if self.source is None else f"{str(self.source)!r} holds"
+            raise ConfigurationError(
+                f"{where} successors of {len(known)} tokens and the target has {target.vocab_size}; make one for this target"
+            )
+        self.matrix = torch.full((target.vocab_size + 1, self.k), -1, dtype=torch.int32, device=target.device)
+        if known is not None:
+            self.matrix[:-1] = known.to(target.device)
+        self._loaded = None
+        dtype = getattr(getattr(target, "model", None), "dtype", None)
+        if dtype is not None and target.device.type == "cpu":
+            native.refusal(dtype)  # if its kernels have to be compiled, then now and not in the first round
+
+    def forget(self) -> None:
+        if self.matrix is not None:
+            self.matrix.fill_(-1)
+            if self.source is not None:
+                self.matrix[:-1] = load(self.source).to(self.matrix.device)
+
+    def save(self, path: str | Path) -> None:
+        """Write the matrix as one safetensors file, which is there whole or not at all; ``source=path`` loads it again."""
+        from safetensors.torch import save_file
+
+        known = self._loaded if self.matrix is None else self.matrix[:-1]
+        if known is None:
+            raise ConfigurationError("there is nothing to save: this token-recycling drafter belongs to no Speculator yet")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = {"format": FORMAT, "version": VERSION, "vocab_size": str(len(known)), "k": str(self.k)}
+        handle, made = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        os.close(handle)
+        try:
+            save_file({"successors": known.cpu().contiguous()}, made, about)
+            os.replace(made, path)
+        finally:
+            Path(made).unlink(missing_ok=True)
+
+    # -- a round --------------------------------------------------------------------------------------------------------
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        shape = laid_out(request.shape)
+        return self._on_host(request, shape) if request.device.type == "cpu" else self._on_device(request, shape)
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        tree, logits = feedback.tree, feedback.logits
+        if logits is None:
+            return
+        assert self.matrix is not None
+        device = self.matrix.device
+        best = top_k(logits.reshape(-1, logits.shape[-1]), self.k).to(device, torch.int32)  # [R * N, k]
+        tokens = tree.tokens.flatten().to(device)
+        real = None if tree.valid is None else tree.valid.flatten().to(device)
+        if device.type == "cpu":  # of equal indices NumPy lets the last one win
+            kept = slice(None) if real is None else real.numpy()
+            self.matrix.numpy()[tokens.numpy()[kept]] = best.numpy()[kept]
+            return
+        self.matrix[last_of_each(tokens, real, len(self.matrix) - 1)] = best
+
+    def _on_host(self, request: DraftRequest, shape: StaticShape) -> TokenTree:
+        """Nodes that no row has an entry for are left out of the tree."""
+        rows = [self._filled(row.ids[-1], shape, limit) for row, limit in zip(request.rows, request.limits)]
+        if shape.is_chain:
+            return request.chains([line[1 : line.index(-1) if -1 in line else None] for line in rows])
+        kept = [node for node in range(shape.nodes + 1) if any(line[node] >= 0 for line in rows)]
+        if len(kept) <= 1:
+            return request.chains([[] for _ in rows])
+        number = {node: index for index, node in enumerate(kept)}
+        layout = (-1, *(number[shape.parents[node]] for node in kept[1:]))
+        found = torch.tensor(rows) if len(kept) == shape.nodes + 1 else torch.tensor([[line[node] for node in kept] for line in rows])
+        whole = not any(line[node] < 0 for line in rows for node in kept)
+        return TokenTree.from_layout(found.clamp(min=0), layout, valid=None if whole else found >= 0)
+
+    def _filled(self, root: int, shape: StaticShape, limit: int) -> list[int]:
+        """The token of every node of ``shape`` below ``root``, -1 where there is none or the node is deeper than ``limit``."""
+        assert self.matrix is not None
+        matrix, tokens = self.matrix.numpy(), [root]
+        for depth, level in enumerate(shape.levels, 1):
+            line: list[int] = []
+            above = -1
+            for parent, rank in zip(level.parents, level.ranks):
+                if parent != above:
+                    above, token = parent, tokens[parent]
+                    line = matrix[token].tolist() if token >= 0 and depth <= limit else []
+                tokens.append(line[rank] if rank < len(line) else -1)
+        return tokens
+
+    def _on_device(self, request: DraftRequest, shape: StaticShape) -> TokenTree:
+        """The same without looking at what is found, so that nobody waits for the device: missing nodes are filler."""
+        assert self.matrix is not None
+        roots = request.roots()[:, None]
+        tokens, real = [roots], [torch.ones_like(roots, dtype=torch.bool)]
+        for above, ranks, known in lookups(shape, self.k, request.device):
+            found = self.matrix[tokens[-1][:, above], ranks].long()  # [R, nodes of the level]
+            real.append(real[-1][:, above] & (found >= 0) & known)
+            tokens.append(found.clamp(min=0))
+        drafted, valid = torch.cat(tokens, 1), torch.cat(real, 1)
+        if shape.is_chain:
+            return TokenTree.from_chain(drafted, valid=valid)
+        return TokenTree.from_layout(drafted, shape.parents, valid=valid)
+
+
+@lru_cache(maxsize=64)
+def lookups(shape: StaticShape, k: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For each level of ``shape``, of every node: its parent among those of the level above, its rank, and whether that is below k."""
+    made = []
+    for level in shape.levels:
+        ranks = torch.tensor(level.ranks, device=device)
+        made.append((torch.tensor(level.parents, device=device) - level.above, ranks.clamp(max=k - 1), ranks < k))
+    return made
+
+
+@lru_cache(maxsize=256)
+def laid_out(shape: TreeShape) -> StaticShape:
+    """``shape``, or for one that is to be grown by probabilities, which there are none of here, the tree of its size that is best where
+    siblings are accepted as often as ``RATES`` says."""
+    if isinstance(shape, StaticShape):
+        return shape
+    siblings = min(shape.k, len(RATES)) if isinstance(shape, DynamicShape) else len(RATES)
+    paths: list[tuple[int, ...]] = []
+    heap: list[tuple[float, tuple[int, ...]]] = [(-RATES[0], (0,))]
+    while heap and len(paths) < shape.nodes:
+        chance, path = heapq.heappop(heap)
+        paths.append(path)
+        if path[-1] + 1 < siblings:
+            heapq.heappush(heap, (chance / RATES[path[-1]] * RATES[path[-1] + 1], (*path[:-1], path[-1] + 1)))
+        if len(path) < shape.depth:
+            heapq.heappush(heap, (chance * RATES[0], (*path, 0)))
+    return TreeShape.paths(paths)
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """``[N, k]`` int64 the tokens of the k largest of ``logits`` ``[N, V]``, largest first; -1 where V is smaller than k.
+
+    On a CPU ``topk`` takes many times as long as reading does. A kernel reads each line once and sorts what is larger than the k-th so
+    far; without one, tokens are dealt out to columns, and only the k columns with the largest maxima are sorted, which hold them all.
+    """
+    nodes, vocab_size = logits.shape
+    if k > vocab_size:
+        return torch.nn.functional.pad(logits.topk(vocab_size, -1).indices, (0, k - vocab_size), value=-1)
+    columns = vocab_size // BLOCKS
+    if logits.device.type != "cpu" or logits.numel() < SMALL or columns < k:
+        return logits.topk(k, -1).indices
+    found = native.largest(logits, k)
+    if found is not None:
+        return found
+    dealt = logits[:, : columns * BLOCKS].reshape(nodes, BLOCKS, columns)  # tokens c, c + columns, c + 2 columns, … in column c
+    chosen = dealt.amax(1).topk(k, -1).indices
+    tokens = (chosen[:, None] + torch.arange(0, columns * BLOCKS, columns)[:, None]).flatten(1)
+    rest = torch.arange(columns * BLOCKS, vocab_size).expand(nodes, -1)
+    tokens = torch.cat([tokens, rest], 1)
+    return tokens.gather(1, logits.gather(1, tokens).topk(k, -1).indices)
+
+
+def last_of_each(tokens: Tensor, real: Tensor | None, nowhere: int) -> Tensor:
+    """``tokens`` ``[N]`` where no later one is the same, and ``nowhere`` for the others and for those that are not ``real``."""
+    again = tokens[:, None] == tokens
+    if real is not None:
+        again = again & real
+    gone = again.triu(1).any(1)
+    return tokens.masked_fill(gone if real is None else gone | ~real, nowhere)
+
+
+def load(path: str | Path) -> Tensor:
+    """``[V, k]`` int32, as ``save`` wrote it.
+
+    Raises:
+        ConfigurationError: there is no such file, or it is none of these.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not Path(path).is_file():
+        raise ConfigurationError(f"there is no file {str(path)!r} to load token-recycling's matrix from")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            about = file.metadata() or {}
+            if current_name(about.get("format")) != FORMAT or about.get("version") != VERSION:
+                raise ConfigurationError(f"{str(path)!r} was not written by TokenRecycling.save of this version of Foredraft")
+            matrix: Tensor = file.get_tensor("successors")
+    except SafetensorError as error:
+        raise ConfigurationError(f"{str(path)!r} is no safetensors file ({error}); token-recycling loads what it saved") from error
+    said = about.get("vocab_size"), about.get("k")
+    if matrix.ndim != 2 or matrix.dtype != torch.int32 or tuple(map(str, matrix.shape)) != said:
+        raise ConfigurationError(f"{str(path)!r} is damaged: its matrix is {list(matrix.shape)} {matrix.dtype}, it says {said}")
+    twice = (matrix[:, :, None] == matrix[:, None]).triu(1) & (matrix >= 0)[:, :, None]
+    if bool((matrix < -1).any() | (matrix >= len(matrix)).any() | twice.any()):
+        raise ConfigurationError(f"{str(path)!r} is damaged: a line names no tokens of the vocabulary, or one of them twice")
+    return matrix

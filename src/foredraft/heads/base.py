@@ -1,0 +1,153 @@
+"""What a head is: a small module that reads what the target computes anyway and proposes the tokens that follow.
+
+A head is trained by :mod:`foredraft.training`, stored and read by :mod:`foredraft.heads.checkpoints`, and drafts through the drafter of
+its kind. It never holds the target: embeddings and LM head that it shares with the target are handed to it.
+
+Hidden states are named as ``transformers`` numbers them in ``output_hidden_states``: 0 are the embeddings, i the output of decoder
+layer i (the input of layer i + 1). :data:`~foredraft.target.features.LAST` is what the LM head reads, behind the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from foredraft.errors import ConfigurationError
+from foredraft.loading import fingerprint_of
+from foredraft.target.features import LAST
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """What must agree between a head and its target, and is stored with the head.
+
+    Attributes:
+        hidden_size, vocab_size, layers: of the target; ``vocab_size`` counts the rows of its LM head.
+        name: where it came from, for messages and for the engine that loads an export; not compared.
+        vocabulary: a hash of its tokenizer's vocabulary, "" where none was found; compared where both are known.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    name: str = ""
+    vocabulary: str = ""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """Base of the configurations of heads: plain numbers and strings, stored as JSON beside the weights.
+
+    ``tree`` is the calibrated tree in the notation of :mod:`foredraft.shapes`, "" if there is none.
+    """
+
+    target: TargetShape
+    tree: str = field(default="", kw_only=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HeadConfig:
+        """Raises ConfigurationError for an unknown or a missing field, by name."""
+        known = {each.name for each in fields(cls)}
+        if unknown := sorted(values.keys() - known):
+            raise ConfigurationError(
+                f"a head's configuration has unknown fields {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"
+            )
+        try:
+            return cls(**{**values, "target": TargetShape(**values["target"])})
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(f"a head's configuration lacks a field: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a training step sees of B texts of S tokens, all on one device.
+
+    Attributes:
+        ids: ``[B, S]``.
+        valid: ``[B, S]`` bool, tokens that are no padding; padding is behind the text.
+        counted: ``[B, S]`` bool, tokens that a loss may predict: the answers, not the prompts.
+        hidden: ``[B, S, F, d]`` the target's hidden states at every token, for the head's ``features`` in their order; no gradient, unless
+            the backbone is trained as well.
+        logits: ``[B, S, V]`` the target's logits after every token, in its dtype; no gradient.
+    """
+
+    ids: Tensor
+    valid: Tensor
+    counted: Tensor
+    hidden: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """``total`` is a scalar with a gradient; ``parts`` are detached scalars for the log, ``weight`` the tokens that were counted."""
+
+    total: Tensor
+    parts: Mapping[str, Tensor]
+    weight: Tensor
+
+
+class Head(nn.Module):
+    """Base of heads. A subclass sets ``kind``, ``config`` and the class of that, and writes :meth:`loss`.
+
+    ``features`` are the hidden states it reads of the target. ``whole_text`` says that it needs them at every token of a text
+    (EAGLE), not only at the last one (Medusa).
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type[HeadConfig]]
+    config: HeadConfig
+    whole_text: ClassVar[bool] = False
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return (LAST,)
+
+    @classmethod
+    def for_target(cls, model: PreTrainedModel, **options: Any) -> Head:
+        """A fresh head for ``model``, in its dtype and on its device, as training begins with it."""
+        raise TypeError(f"{cls.__name__} must define for_target(model, **options)")
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Take what is shared with the target (embeddings, LM head), without copying, registering or storing it."""
+
+    def loss(self, batch: Batch) -> Losses:
+        """The training loss of one batch."""
+        raise TypeError(f"{type(self).__name__} must define loss(batch)")
+
+
+def shape_of(model: PreTrainedModel) -> TargetShape:
+    """Of a target, as a head remembers it."""
+    config = model.config.get_text_config()
+    return TargetShape(
+        hidden_size=config.hidden_size,
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        layers=config.num_hidden_layers,
+        name=str(model.name_or_path or ""),
+        vocabulary=fingerprint_of(model) or "",
+    )
+
+
+def refuse_another_target(config: HeadConfig, model: PreTrainedModel) -> None:
+    """Raises ConfigurationError if the head was made for a target of another shape, or of another vocabulary as far as both are known."""
+    theirs, ours = config.target, shape_of(model)
+    for what in ("hidden_size", "vocab_size", "layers"):
+        if getattr(theirs, what) != getattr(ours, what):
+            raise ConfigurationError(
+                f"the head was trained for {theirs.name or 'a target'} with {what} {getattr(theirs, what)}; "
+                f"{ours.name or 'this target'} has {getattr(ours, what)}: use that target, or train a head for this one (foredraft train)"
+            )
+    if theirs.vocabulary and ours.vocabulary and theirs.vocabulary != ours.vocabulary:
+        raise ConfigurationError(
+            f"the head was trained for {theirs.name or 'a target'} with another tokenizer than that of {ours.name}: the same ids stand for "
+            "other text; train a head for this target (foredraft train)"
+        )

@@ -1,0 +1,192 @@
+"""The sparse tree of a head (Cai et al. 2024): how often its guesses are right, and the tree that makes most of that at a measured cost.
+
+With a_k^(i) the share of tokens that the i-th guess of head k gets right, a node whose path has ranks i_1, …, i_d is accepted with
+probability Π a_k^(i_k), taking heads for independent, and the acceptance length to be expected is 1 + Σ over nodes of that. A node is
+never likelier than its parent or the sibling before it, so that adding the likeliest node again and again gives the best tree of every
+size. How many nodes are worth verifying is told by what they cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foredraft import shapes
+from foredraft.errors import ConfigurationError
+from foredraft.heads.base import Batch, refuse_another_target
+from foredraft.heads.losses import AT_ONCE
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.successors import Successors
+from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.shapes import Path, StaticShape, TreeShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RANKS = 10  # guesses of a head that are looked at
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What :func:`calibrate` found.
+
+    Attributes:
+        accuracies: ``accuracies[k][i]`` says how often the i-th guess of head k was right.
+        tree: the tree with the most expected tokens per cost, of at least one node.
+        expected: the acceptance length that it promises.
+        gain: its expected tokens per cost, in those of no draft at all: at most 1 where drafting does not pay.
+        tokens: how many tokens the first head was asked for.
+    """
+
+    accuracies: tuple[tuple[float, ...], ...]
+    tree: StaticShape
+    expected: float
+    gain: float
+    tokens: int
+
+    def store(self, head: VocabularyHead) -> None:
+        """Put tree and accuracies into the head's configuration, from where its drafter takes them."""
+        head.config = replace(head.config, tree=str(self.tree), accuracies=self.accuracies)
+
+
+def calibrate(
+    head: VocabularyHead,
+    target: PreTrainedModel,
+    texts: Sequence[Sequence[int]],
+    *,
+    cost: Callable[[int], float],
+    most_nodes: int = 64,
+    answers: Sequence[int] | None = None,
+    new_tokens: int = 0,
+    ranks: int = RANKS,
+    depth: int | None = None,
+) -> Calibration:
+    """Measure a head on texts of the kind that it is to draft for, and choose its tree.
+
+    Args:
+        head, target: fitting each other.
+        texts: token ids; or prompts, with ``new_tokens``.
+        cost: of a round that verifies so many drafted nodes, the root not counted, the draft included; 0 is a round without a draft. In any
+            unit, such as the seconds of :func:`foredraft.planning.tree_costs.tree_costs`.
+        most_nodes: of the tree.
+        answers: per text, the number of its first token that counts; all but the first count unless given.
+        new_tokens: the target continues each text greedily by so many tokens, and those alone count.
+        ranks: guesses per head that are looked at, and children of a node at most.
+        depth: levels of the tree at most. Beyond what a head learned to predict (a recurrent one goes on), the last accuracies are
+            taken to hold.
+
+    Raises:
+        ConfigurationError: a head for another target, or texts that leave nothing to predict.
+    """
+    refuse_another_target(head.config, target)
+    measured, tokens = measure_accuracies(head, target, _batches(head, target, texts, answers, new_tokens), ranks)
+    if not tokens:
+        raise ConfigurationError("the texts hold no token that the head could predict; give longer ones, or new_tokens")
+    levels = measured[:depth] + [measured[-1]] * (0 if depth is None else max(0, depth - len(measured)))
+    accuracies = tuple(tuple(round(rate, 5) for rate in line) for line in levels)
+    tree, expected, gain = best_tree(accuracies, cost, most_nodes)
+    return Calibration(accuracies, tree, expected, gain, tokens)
+
+
+@torch.inference_mode()
+def measure_accuracies(
+    head: VocabularyHead, target: PreTrainedModel, batches: Iterator[Batch], ranks: int
+) -> tuple[list[list[float]], int]:
+    """``[k][i]`` how often the i-th guess of head k is right, and how many tokens the first head was asked for."""
+    ranks = min(ranks, head.config.target.vocab_size)
+    hits: list[Tensor] = []
+    asked: list[int] = []
+    for batch in batches:
+        ids = batch.ids.flatten()
+        for k, guess in enumerate(head.guesses(batch)):
+            if k == len(hits):
+                hits, asked = [*hits, torch.zeros(ranks, dtype=torch.long)], [*asked, 0]
+            size = max(1, AT_ONCE // head.config.target.vocab_size)
+            for states, places in zip(torch.split(guess.states, size), torch.split(guess.places, size)):
+                right = head.guessed(states, k, before(batch, places)).topk(ranks, -1).indices == ids[places][:, None]
+                hits[k] += right.sum(0).cpu()
+                asked[k] += len(places)
+    return [(each.double() / max(count, 1)).tolist() for each, count in zip(hits, asked)], asked[0] if asked else 0
+
+
+def before(batch: Batch, places: Tensor) -> Tensor:
+    """``[M, 2]`` the two tokens before each of ``places``, numbers in the flattened batch; -1 where a text begins."""
+    ids, column = batch.ids.flatten(), places % batch.ids.shape[1]
+    return torch.stack([torch.where(column >= back, ids[(places - back).clamp(min=0)], -1) for back in (2, 1)], -1)
+
+
+def _batches(
+    head: VocabularyHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], answers: Sequence[int] | None, new_tokens: int
+) -> Iterator[Batch]:
+    """One text each, with its hidden states."""
+    for index, text in enumerate(texts):
+        ids, first = torch.tensor([list(text)], device=target.device), 1 if answers is None else answers[index]
+        with torch.inference_mode():
+            if new_tokens:
+                first = ids.shape[1]
+                mask = torch.ones_like(ids)
+                ids = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens)  # type: ignore[operator]
+            output = target(input_ids=ids, output_hidden_states=True)
+        states = [output.hidden_states[feature] for feature in head.features]
+        hidden = torch.stack(states, 2) if states else output.hidden_states[-1][:, :, None, :0]
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        counted = torch.arange(ids.shape[1], device=ids.device)[None] >= first
+        yield Batch(ids, valid, counted, hidden, output.logits)
+
+
+# -- trees --------------------------------------------------------------------------------------------------------------------
+
+
+def best_tree(accuracies: Sequence[Sequence[float]], cost: Callable[[int], float], most_nodes: int) -> tuple[StaticShape, float, float]:
+    """The tree with the most expected tokens per cost, its expected acceptance length, and its tokens per cost over those of no draft."""
+    paths, expected = [], [1.0]
+    for path, probability in likeliest_nodes(accuracies, most_nodes):
+        paths.append(path)
+        expected.append(expected[-1] + probability)
+    if not paths:
+        raise ConfigurationError("no guess of the head was right, so that no tree can help; train it on such texts")
+    nodes = max(range(1, len(expected)), key=lambda count: expected[count] / cost(count))
+    gain = expected[nodes] / cost(nodes) * cost(0)
+    chain = all(rank == 0 for path in paths[:nodes] for rank in path)
+    return TreeShape.chain(nodes) if chain else TreeShape.paths(paths[:nodes]), expected[nodes], gain
+
+
+def likeliest_nodes(accuracies: Sequence[Sequence[float]], most: int) -> Iterator[tuple[Path, float]]:
+    """At most ``most`` nodes, as paths of ranks, and how likely each is to be accepted, likeliest first; none that never is.
+
+    A guess that was right more often than the one before it, which can only be luck, counts for as much as that one.
+    """
+    return shapes.likeliest_nodes([[min(line[: rank + 1]) for rank in range(len(line))] for line in accuracies], most)
+
+
+# -- successors ---------------------------------------------------------------------------------------------------------------
+
+WEIGHTS = tuple(step / 10 for step in range(16))  # that are tried
+
+
+@torch.inference_mode()
+def weigh_successors(
+    head: MedusaHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], *, answers: Sequence[int] | None = None
+) -> Successors:
+    """The successors of ``head`` with the weight for each of its heads under which ``texts`` are likeliest; arguments as of
+    :func:`calibrate`."""
+    counted = head.successors
+    assert counted is not None
+    spent = torch.zeros(head.config.heads, len(WEIGHTS), dtype=torch.float64)
+    whole = counted.weighed([1.0] * head.config.heads)
+    rows = max(1, (AT_ONCE >> 2) // head.config.target.vocab_size)
+    for batch in _batches(head, target, texts, answers, 0):
+        ids = batch.ids.flatten()
+        for k, guess in enumerate(head.guesses(batch)):
+            for states, places in zip(torch.split(guess.states, rows), torch.split(guess.places, rows)):
+                logits = head.logits(states, k).float()
+                odds = whole.added(torch.zeros_like(logits), before(batch, places), k)
+                for index, weight in enumerate(WEIGHTS):
+                    spent[k, index] += (
+                        torch.nn.functional.cross_entropy(logits + weight * odds, ids[places], reduction="sum").double().cpu()
+                    )
+    return counted.weighed([WEIGHTS[int(line.argmin())] for line in spent])

@@ -1,0 +1,101 @@
+"""Hydra: Medusa's heads, each of which also sees the tokens that were drafted before its own (Ankner et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foredraft.heads.base import Batch
+from foredraft.heads.losses import pairs
+from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyConfig, VocabularyHead, configured, whole, yes_or_no
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class HydraConfig(VocabularyConfig):
+    """Attributes, besides those of :class:`~foredraft.heads.vocabulary.VocabularyConfig`:
+
+    heads: tokens that can be drafted in a row.
+    layers: of each head's MLP; the first reads the hidden state and the embeddings.
+    bias: those layers have biases.
+    embedding_size: of the target's embeddings; found, not chosen.
+    """
+
+    heads: int = field(default=4, kw_only=True)
+    layers: int = field(default=1, kw_only=True)
+    bias: bool = field(default=False, kw_only=True)
+    embedding_size: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("heads", self.heads)
+        whole("layers", self.layers)
+        yes_or_no("bias", self.bias)
+        whole("embedding_size", self.embedding_size)
+
+    @property
+    def predictions(self) -> int:
+        return self.heads
+
+
+class HydraBlock(nn.Module):
+    """x = h + SiLU(W [h; e_1; …; e_n]), and x <- x + SiLU(W x) for every further layer."""
+
+    def __init__(self, size: int, read: int, layers: int, *, bias: bool):
+        super().__init__()
+        with torch.device("meta"):
+            self.first = nn.Linear(size + read, size, bias=bias)
+        self.rest = ResidualLayers(size, layers - 1, bias=bias)
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """``[..., d]`` from ``hidden`` ``[..., d]`` and the embeddings of n tokens, ``[..., n * e]``."""
+        further: Tensor = self.rest(hidden + functional.silu(self.first(torch.cat([hidden, embedded], -1))))
+        return further
+
+
+class HydraHead(VocabularyHead):
+    """Head k = 0, 1, … predicts token t + 2 + k from the hidden state at position t and the embeddings of tokens t + 1 to t + 1 + k:
+    the root, and what was drafted below it. The embeddings are the target's, attached and not stored. First layers begin as zero and
+    LM heads as the target's, so that all heads begin as its LM head.
+    """
+
+    kind = "hydra"
+    config: HydraConfig
+    config_class = HydraConfig
+
+    def __init__(self, config: HydraConfig):
+        super().__init__(config)
+        size, read = config.target.hidden_size, config.embedding_size
+        self.blocks = nn.ModuleList(HydraBlock(size, (k + 1) * read, config.layers, bias=config.bias) for k in range(config.heads))
+
+    @classmethod
+    def for_target(cls, model: PreTrainedModel, **options: Any) -> HydraHead:
+        """Options are the fields of :class:`HydraConfig` but for ``embedding_size``.
+
+        Raises:
+            ConfigurationError: an unknown option, a value that is none, or a target that does not fit.
+        """
+        width = int(model.get_input_embeddings().weight.shape[1])
+        head = cls(configured(HydraConfig, cls.kind, model, options, embedding_size=width))
+        head.begin_as(model)
+        head.attach(model)
+        return head
+
+    def forward(self, hidden: Tensor, path: Tensor) -> Tensor:
+        """``[..., V]`` logits after ``path`` ``[..., k + 1]``, the root and the k tokens drafted below it; ``hidden`` is ``[..., d]``."""
+        k = path.shape[-1] - 1
+        return self.logits(self.blocks[k](hidden.to(self.dtype), self.embed(path).flatten(-2)), k)
+
+    def guesses(self, batch: Batch) -> Iterator[Guess]:
+        hidden, ids = batch.hidden[:, :, 0].flatten(0, 1).to(self.dtype), batch.ids.flatten()
+        for k, block in enumerate(self.blocks):
+            sources, places = pairs(batch, k + 2)
+            path = ids[sources[:, None] + torch.arange(1, k + 2, device=ids.device)]
+            yield Guess(block(hidden[sources], self.embed(path).flatten(-2)), places)

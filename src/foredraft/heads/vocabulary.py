@@ -1,0 +1,257 @@
+"""What heads have in common that predict one token ahead each and end in an LM head: Medusa's, Hydra's, the recurrent one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foredraft.errors import ConfigurationError
+from foredraft.heads.base import Batch, Head, HeadConfig, Losses, shape_of
+from foredraft.heads.losses import cross_entropy
+from foredraft.heads.successors import Successors
+from foredraft.shapes import TreeShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LM_HEADS = ("own", "target", "low-rank")
+LABELS = ("text", "target")
+FOUND = ("target", "lm_head_bias", "embedding_size", "accuracies")  # what is no option but seen, or measured later
+
+Config = TypeVar("Config", bound="VocabularyConfig")
+
+
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """What one head predicts from: ``states`` ``[M, d]`` that its LM head reads, and ``places`` ``[M]`` of the tokens to be predicted, as
+    numbers in the flattened batch."""
+
+    states: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class VocabularyConfig(HeadConfig):
+    """Attributes:
+
+    lm_head: ``own``, a copy of the target's for every head; ``target``, the target's itself, frozen and not stored; ``low-rank``, one
+        product of two matrices for all heads.
+    rank: numbers between the two matrices; 0 unless ``low-rank``.
+    lm_head_bias: the target's LM head has a bias, so that its copies have one too.
+    decay: λ_k = decay^(k+1) weighs the loss of head k = 0, 1, ….
+    labels: what is to be predicted: ``text``, the text's own token; ``target``, the target's distribution at that place.
+    accuracies: ``accuracies[k][i]`` says how often the i-th guess of head k is right, as far as it was measured; see
+        :mod:`foredraft.drafters.calibration`.
+    """
+
+    lm_head: str = field(default="own", kw_only=True)
+    rank: int = field(default=0, kw_only=True)
+    lm_head_bias: bool = field(default=False, kw_only=True)
+    decay: float = field(default=0.8, kw_only=True)
+    labels: str = field(default="text", kw_only=True)
+    accuracies: tuple[tuple[float, ...], ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accuracies", tuple(tuple(map(float, line)) for line in self.accuracies))  # JSON has lists
+        one_of("lm_head", self.lm_head, LM_HEADS)
+        one_of("labels", self.labels, LABELS)
+        if self.lm_head == "low-rank":
+            whole("rank", self.rank)
+        elif self.rank != 0:
+            raise ConfigurationError(f"rank={self.rank!r} goes with lm_head='low-rank', not with lm_head={self.lm_head!r}; leave rank out")
+        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
+            raise ConfigurationError(f"decay must be a number above 0 and at most 1, got {self.decay!r}")
+        if self.tree:
+            TreeShape.parse(self.tree)
+
+    @property
+    def predictions(self) -> int:
+        """How many tokens ahead it learns to predict."""
+        raise TypeError(f"{type(self).__name__} must define predictions")
+
+
+def one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def whole(name: str, value: object, *, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} must be a whole number from {least} on, got {value!r}")
+
+
+def yes_or_no(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False, got {value!r}")
+
+
+def configured(made: type[Config], kind: str, model: PreTrainedModel, options: Mapping[str, Any], **found: Any) -> Config:
+    """A configuration for ``model``: ``options`` as given, ``found`` as seen in the model.
+
+    Raises:
+        ConfigurationError: an unknown option, or a target whose LM head such a head can not stand in for.
+    """
+    known = [each.name for each in fields(made) if each.name not in FOUND]
+    if unknown := sorted(options.keys() - set(known)):
+        raise ConfigurationError(f"a {kind} head has no option {', '.join(map(repr, unknown))}; its options: {', '.join(known)}")
+    shape, lm_head = shape_of(model), model.get_output_embeddings()
+    if lm_head.weight.is_meta:
+        raise ConfigurationError(
+            "the target's weights were packed away for its passes; make a head before the Speculator, or of a model loaded for it"
+        )
+    if lm_head.weight.shape[1] != shape.hidden_size:
+        raise ConfigurationError(
+            f"the LM head of {shape.name or 'this target'} reads {lm_head.weight.shape[1]} numbers where its layers have "
+            f"{shape.hidden_size}; a {kind} head needs a target without a projection between them"
+        )
+    return made(shape, lm_head_bias=getattr(lm_head, "bias", None) is not None, **found, **options)
+
+
+class VocabularyHead(Head):
+    """Base of heads that predict k = 0, 1, … tokens beyond the root, each through an LM head.
+
+    A head made of its configuration alone has no weights yet (they are on the meta device): they come from :meth:`for_target` or from a
+    checkpoint, by ``load_state_dict(..., assign=True)``. What it shares with the target comes by :meth:`attach`.
+
+    ``successors``, where they were counted (Medusa's heads), are what its drafter adds to the logits. They are no part of the network.
+    """
+
+    successors: Successors | None = None
+
+    config: VocabularyConfig
+    config_class: ClassVar[type[VocabularyConfig]]
+
+    def __init__(self, config: VocabularyConfig):
+        super().__init__()
+        self.config = config
+        self._lm_head: tuple[nn.Module, ...] = ()  # a tuple, so that neither is registered and stored
+        self._embeddings: tuple[nn.Module, ...] = ()
+        size, vocabulary, bias = config.target.hidden_size, config.target.vocab_size, config.lm_head_bias
+        with torch.device("meta"):
+            if config.lm_head == "own":
+                self.lm_heads = nn.ModuleList(nn.Linear(size, vocabulary, bias=bias) for _ in range(self.lm_head_count))
+            elif config.lm_head == "low-rank":
+                self.down = nn.Linear(size, config.rank, bias=False)
+                self.up = nn.Linear(config.rank, vocabulary, bias=bias)
+
+    @property
+    def lm_head_count(self) -> int:
+        """How many LM heads it has where they are its own."""
+        return self.config.predictions
+
+    def attach(self, model: PreTrainedModel) -> None:
+        self._lm_head = (model.get_output_embeddings(),)
+        self._embeddings = (model.get_input_embeddings(),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The target's embeddings of ``ids``, frozen."""
+        with torch.no_grad():
+            embedded: Tensor = self._shared(self._embeddings, "embeddings")(ids)
+        return embedded.to(self.dtype)
+
+    def logits(self, states: Tensor, k: int) -> Tensor:
+        """``[..., V]`` of head ``k`` from what comes out of its own layers, ``[..., d]``."""
+        if self.config.lm_head == "own":
+            lm_head: Tensor = self.lm_heads[min(k, len(self.lm_heads) - 1)](states)
+            return lm_head
+        return self._together(states)
+
+    def guessed(self, states: Tensor, k: int, before: Tensor) -> Tensor:
+        """The logits ``[M, V]`` that a draft of head ``k`` follows, successors and all, with the tokens ``before`` ``[M, 2]`` it, the last
+        one last, drafted or not; -1 where there was none."""
+        logits = self.logits(states, k)
+        return logits if self.successors is None else self.successors.added(logits, before, k)
+
+    def all_logits(self, states: Sequence[Tensor]) -> Tensor:
+        """``[..., K, V]`` of heads 0 to K - 1 from ``states`` ``[..., d]`` of each; one product where they share an LM head."""
+        if self.config.lm_head == "own":
+            return torch.stack([self.logits(each, k) for k, each in enumerate(states)], -2)
+        return self._together(torch.stack(list(states), -2))
+
+    def _together(self, states: Tensor) -> Tensor:
+        if self.config.lm_head == "low-rank":
+            low: Tensor = self.up(self.down(states))
+            return low
+        lm_head = self._shared(self._lm_head, "LM head")
+        weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+        if torch.is_grad_enabled():  # its weights stay as they are, whatever else of the target is trained
+            return functional.linear(states, weight.detach(), None if bias is None else bias.detach())  # type: ignore[operator, arg-type]
+        logits: Tensor = lm_head(states)  # its forward may be that of packed weights
+        return logits
+
+    def _shared(self, held: tuple[nn.Module, ...], what: str) -> nn.Module:
+        if not held:
+            raise ConfigurationError(f"this {self.kind} head shares the target's {what}: call head.attach(model) first")
+        return held[0]
+
+    # -- as training begins -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_as(self, model: PreTrainedModel) -> None:
+        """Fill every parameter: LM heads are the target's, or the product of ``rank`` that is nearest to it; linear layers are zero."""
+        lm_head = model.get_output_embeddings()
+        weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+        self.to_empty(device=weight.device)
+        self.to(model.dtype)
+        for parameter in self.parameters():
+            parameter.zero_()
+        if self.config.lm_head == "own":
+            for each in self.lm_heads:
+                _fill(each, weight, bias)  # type: ignore[arg-type]
+        elif self.config.lm_head == "low-rank":
+            wide = weight.float()  # the largest directions of W are those of W'W, a matrix of d x d
+            directions = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -self.config.rank :]
+            self.down.weight.copy_(directions.T)
+            _fill(self.up, wide @ directions, bias)
+
+    def guesses(self, batch: Batch) -> Iterator[Guess]:
+        """What head k = 0, 1, … says of every token of ``batch`` that is counted and that it has to predict, given the text before it."""
+        raise TypeError(f"{type(self).__name__} must define guesses(batch)")
+
+    def loss(self, batch: Batch) -> Losses:
+        """Σ λ_k CE_k over k = 0, 1, …, each CE_k the mean over the tokens that head k has to predict; parts are ``loss_k`` and
+        ``accuracy_k``, how often the likeliest token is right."""
+        total = torch.zeros((), device=batch.ids.device)
+        parts: dict[str, Tensor] = {}
+        weight = torch.zeros((), device=batch.ids.device)
+        ids, logits = batch.ids.flatten(), batch.logits.flatten(0, 1) if self.config.labels == "target" else None
+        for k, guess in enumerate(self.guesses(batch)):
+            places, before = guess.places, guess.places - 1  # the target's distribution at a place is what it says after the token before
+            loss, right = cross_entropy(partial(self.logits, k=k), guess.states, ids[places], target=logits, places=before)
+            count = max(len(places), 1)
+            total = total + self.config.decay ** (k + 1) * loss / count
+            parts[f"loss_{k}"], parts[f"accuracy_{k}"] = loss.detach() / count, right / count
+            weight = weight if k else weight + len(places)
+        if not total.requires_grad and torch.is_grad_enabled():  # nothing is counted: the gradient is zero, and there is one
+            total = total + 0 * sum(parameter.sum() for parameter in self.parameters() if parameter.requires_grad)
+        return Losses(total, parts, weight)
+
+
+def _fill(layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    layer.weight.copy_(weight)
+    if bias is not None:
+        layer.bias.copy_(bias)
+
+
+class ResidualLayers(nn.Module):
+    """x <- x + SiLU(W x), layer by layer, each with weights of its own."""
+
+    def __init__(self, size: int, layers: int, *, bias: bool):
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = nn.ModuleList(nn.Linear(size, size, bias=bias) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + functional.silu(layer(x))
+        return x

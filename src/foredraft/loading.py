@@ -1,0 +1,148 @@
+"""Models and tokenizers by name: a path, a hub id, or ``zoo:NAME``; and whether two models speak the same vocabulary."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foredraft.errors import ConfigurationError
+from foredraft.quantization import check_quantization, check_quantized, config_for_loading, quantize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PADDING = 1024  # vocabularies that differ by less are taken for one vocabulary padded differently
+
+
+def load_model(
+    source: str,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    quantization: str | None = None,
+) -> PreTrainedModel:
+    """The causal language model at ``source``, in evaluation mode.
+
+    Args:
+        source: a path, a hub id or ``zoo:NAME``.
+        dtype: a torch dtype, its name, or None for the checkpoint's own.
+        device: where to put it; ``"auto"`` spreads it over what there is (accelerate), None means the CPU.
+        quantization: ``"int8"`` makes the weights of linear layers eight bits wide (torchao); see :mod:`foredraft.quantization`.
+
+    Raises:
+        ConfigurationError: ``source`` is no model; the message says what was tried.
+    """
+    check_quantization(quantization, source)
+    if source.startswith("zoo:"):
+        from foredraft import zoo
+
+        if source == zoo.PREFIX + zoo.NGRAM:
+            raise ConfigurationError(f"{source} is an n-gram table, not a model; use it as drafter 'ngram:{source}'")
+        if quantization is None:
+            return zoo.load(source, dtype=parse_dtype(dtype), device=device)
+        embedded: PreTrainedModel = zoo.load(source, dtype=parse_dtype(dtype))
+        quantize(embedded)
+        return embedded.to(device)
+    _check_path(source)
+    from transformers import AutoModelForCausalLM
+
+    how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    if quantization is not None:
+        how["quantization_config"] = config_for_loading(quantization)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{source!r} is no causal language model that can be loaded: {_first_line(error)}") from error
+    if quantization is not None:
+        check_quantized(model, source)
+    return model.eval() if device in (None, "auto") else model.to(device).eval()
+
+
+def load_tokenizer(source: str, *, local: bool = False) -> Any:
+    """The tokenizer at ``source``: a path, a hub id or ``zoo:NAME``; ``local`` asks no network.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if source.startswith("zoo:"):
+        from foredraft import zoo
+
+        return zoo.load_tokenizer(source)
+    _check_path(source)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=local)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{source!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A torch dtype from itself, from its name, or None from None or ``"auto"``."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return None
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ConfigurationError(f"unknown dtype {dtype!r}; choose auto, float32, bfloat16 or float16")
+    return named
+
+
+def vocabulary_difference(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    """What differs between two models' vocabularies, or None if a token id means the same to both.
+
+    The tokenizers are compared where both can be found on this machine; otherwise only the sizes, which may differ by padding.
+    """
+    ours, theirs = _vocabulary(target), _vocabulary(draft)
+    if ours is not None and theirs is not None:
+        differing = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=str)
+        if not differing:
+            return None
+        shown = ", ".join(f"{token!r} is {ours.get(token, 'missing')} and {theirs.get(token, 'missing')}" for token in differing[:3])
+        return f"{len(differing)} tokens differ between the tokenizers (target and draft: {shown})"
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (target, draft)]
+    if abs(sizes[0] - sizes[1]) > PADDING:
+        return f"the target has {sizes[0]} tokens, the draft {sizes[1]}"
+    return None
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A word for what the ids of ``tokenizer`` mean: a hash of its vocabulary."""
+    digest = hashlib.sha256()
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        digest.update(f"{number}\t{token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()[:32]
+
+
+def fingerprint_of(model: PreTrainedModel) -> str | None:
+    """That of the model's tokenizer, None where no tokenizer is found on this machine under the model's name."""
+    if not model.name_or_path:
+        return None
+    try:
+        return fingerprint(load_tokenizer(model.name_or_path, local=True))
+    except (ConfigurationError, ImportError):
+        return None
+
+
+def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
+    source = model.name_or_path
+    if not source:
+        return None
+    try:
+        return dict(load_tokenizer(source, local=True).get_vocab())
+    except (ConfigurationError, ImportError):
+        return None
+
+
+def _check_path(source: str) -> None:
+    """Say so plainly, where transformers would take a path that does not exist for a malformed hub id."""
+    if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
+        raise ConfigurationError(f"there is no model at {source!r}: no such path")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

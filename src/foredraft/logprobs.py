@@ -1,0 +1,68 @@
+"""The target's own log-probabilities of the tokens that were committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import ConfigurationError
+from foredraft.tree import TokenTree
+from foredraft.verification.base import Verdict
+
+
+@dataclass(frozen=True, eq=False)
+class LogProbs:
+    """The target's own log-probabilities of L tokens that were committed in a row: the log-softmax of its raw logits in float32,
+    before temperature, top-k, top-p and every other processor.
+
+    Attributes:
+        chosen: ``[L]`` float32, of the tokens themselves.
+        ids: ``[L, k]`` int64 the k most likely tokens at each place, best first.
+        values: ``[L, k]`` float32 their log-probabilities.
+    """
+
+    chosen: Tensor
+    ids: Tensor
+    values: Tensor
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def cut(self, length: int, k: int) -> LogProbs:
+        """The first ``length`` places, and the ``k`` best of each."""
+        return LogProbs(self.chosen[:length], self.ids[:length, :k], self.values[:length, :k])
+
+    @staticmethod
+    def joined(parts: Sequence[LogProbs]) -> LogProbs:
+        """``parts``, at least one, one after the other."""
+        return LogProbs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("chosen", "ids", "values")))
+
+
+def check_logprobs(top: Any, vocab_size: int) -> None:
+    """Raise ConfigurationError unless ``top`` is None or a number of tokens out of ``vocab_size``."""
+    if top is None or (isinstance(top, int) and not isinstance(top, bool) and 0 <= top <= vocab_size):
+        return
+    raise ConfigurationError(
+        f"output_logprobs must be a whole number from 0 (only the tokens' own) to the vocabulary's {vocab_size}, got {top!r}; "
+        "leave it out for none"
+    )
+
+
+def log_probabilities(tree: TokenTree, verdict: Verdict, logits: Tensor, top: int) -> list[LogProbs]:
+    """Of what ``verdict`` keeps: at depth d of a path the token of depth d + 1, and the bonus token at the last node kept.
+
+    Everything stays on the device; places beyond the bonus token hold whatever was drafted there.
+    """
+    along, tokens = logits, tree.tokens
+    if not tree.chain:
+        along, tokens = logits.gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])), tokens.gather(1, verdict.path)
+    along = along.float()  # [R, D, V]
+    following = tokens.roll(-1, 1).scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])  # [R, D]
+    total = along.logsumexp(-1, keepdim=True)
+    chosen = (along.gather(-1, following[..., None]) - total).squeeze(-1)
+    values, ids = along.topk(top, -1)
+    return [LogProbs(*row) for row in zip(chosen, ids, values - total)]

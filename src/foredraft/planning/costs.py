@@ -1,0 +1,372 @@
+"""What a round takes: the target's pass, the draft, and the rest, from measured points and from every round since."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foredraft.drafters.base import Drafter, DraftRequest, Feedback
+from foredraft.planning.curves import Curve
+from foredraft.processors import Pipeline
+from foredraft.sampler import Sampler
+from foredraft.shapes import DynamicShape, StaticShape, TreeShape
+from foredraft.target import Target
+from foredraft.target.graphs import PATIENCE, TRIALS
+from foredraft.tree import TokenTree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BUDGET = 2.0  # seconds that a first measurement may take
+PROMPT = 16  # tokens in the cache while it is made; too few to be found again as the beginning of another text
+LONGER = 8  # times as many, to see what a longer context costs
+REPEATS = 7
+SIZES = (1, 5, 12, 2, 13, 8, 3, 16, 24, 25, 32, 64)  # nodes per row, the root included, most important first; kernels take 12 together
+WIDTHS = (4, 12)  # nodes of a level of a draft, besides 1
+MISSED = 4  # tokens per row that a draft reads besides without much notice
+TOGETHER = 10  # tokens that are read together in the time of one level, until it was seen
+LEVEL, LOOK_UP = 2e-3, 2e-5  # seconds of a draft's level where a target's pass takes 10 ms: of a model, and of a mere look-up
+
+
+class CostModel:
+    """Seconds of target passes, drafts and the rest of a round.
+
+    A draft of levels below w0 = 1, w1, w2, … nodes takes ``fixed + sum level(w)``, and ``catch_up`` for every token that the drafter
+    has not seen yet, which are those of the rounds that it sat out.
+
+    Attributes:
+        target: of a pass over so many nodes per row, the root included.
+        level: of one level of the draft, by the nodes it is drafted below.
+        rest: of a round outside both: choosing tokens, the verdict, bookkeeping; by nodes.
+        context: more per row and token of context beyond ``PROMPT``, in the target's pass.
+        fixed, catch_up: per number of rows.
+        spent: seconds that measuring took so far.
+    """
+
+    def __init__(self, *, level: float = LEVEL) -> None:
+        """``level`` is what a level of the draft is taken to cost until one was seen, where a target's pass takes 10 ms."""
+        self.target = Curve(lambda tokens: 1e-2 * (1 + 0.15 * (tokens - 1)))
+        self.level = Curve(lambda tokens: level * (1 + 0.05 * (tokens - 1)))
+        self.rest = Curve(lambda tokens: 1e-4)
+        self._pace = 0.0  # the target's scale when a draft was last timed
+        self.context = 0.0
+        self.fixed: dict[int, float] = {}
+        self.catch_up: dict[int, float] = {}
+        self.spent = 0.0
+
+    def verify(self, rows: int, sizes: Sequence[float], context: int) -> list[float]:
+        """Seconds of a pass over each of ``sizes`` nodes per row, ascending, the longest row having ``context`` tokens, and of the rest
+        of its round."""
+        more = self.context * rows * max(0, context - PROMPT)
+        return [pass_ + rest + more for pass_, rest in zip(self.target.line(rows, sizes), self.rest.line(rows, sizes))]
+
+    def draft_seconds(self, rows: int, widths: Sequence[int], behind: int = 0) -> float:
+        """Of levels below ``widths`` nodes, by a drafter that is ``behind`` by so many tokens, summed over rows."""
+        if not widths:
+            return 0.0
+        level = dict(zip(sorted(set(widths)), self.level.line(rows, sorted(set(widths)))))
+        return self._factor * (self._nearest(self.fixed, rows) + sum(level[width] for width in widths)) + self.catching_up(rows, behind)
+
+    def catching_up(self, rows: int, behind: int) -> float:
+        """Seconds to read ``behind`` tokens, all rows together."""
+        if behind <= 0:
+            return 0.0
+        price = self._nearest(self.catch_up, rows) if self.catch_up else self.level.at(rows, 1) / (rows * TOGETHER)
+        return self._factor * price * behind
+
+    @property
+    def _factor(self) -> float:
+        """A machine that has become slower since drafts were last timed makes them slower too."""
+        return math.exp(self.target.scale - self._pace)
+
+    def observe(
+        self, rows: int, nodes: float, context: int, target: float, rest: float, draft: float | None, widths: Sequence[int], behind: int
+    ) -> None:
+        """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart."""
+        more = self.context * rows * max(0, context - PROMPT)
+        self.target.observe(rows, nodes, max(target - more, 0.1 * target))
+        self.rest.observe(rows, nodes, rest)
+        if draft is not None and widths:
+            self._observe_draft(rows, draft, widths, behind)
+
+    def _observe_draft(self, rows: int, draft: float, widths: Sequence[int], behind: int) -> None:
+        """Where much was missed, what is left of the seconds after the levels is the price of that."""
+        if behind > MISSED * rows and self.level.known:
+            price = max(0.0, draft - self.draft_seconds(rows, widths)) / behind / self._factor
+            before = self.catch_up.get(rows)
+            self.catch_up[rows] = price if before is None else before + 0.3 * (min(price, 3 * before + 1e-9) - before)
+            return
+        if behind > MISSED * rows:
+            draft *= len(widths) / (len(widths) + behind / rows / TOGETHER)
+        expected, steady = self.level.at(rows, 1) * self._factor, self.draft_seconds(rows, widths)
+        if self.level.known:
+            self.level.scale += self.target.scale - self._pace
+        self._pace = self.target.scale
+        draft = max(draft - self.catching_up(rows, behind), 0.1 * draft)
+        self.level.observe(rows, 1, expected * draft / steady)
+
+    @staticmethod
+    def _nearest(values: dict[int, float], rows: int) -> float:
+        return values[min(values, key=lambda each: abs(each - rows))] if values else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was measured, for a profile; corrections are of the day."""
+        return {
+            "target": _written(self.target),
+            "level": _written(self.level),
+            "context": self.context,
+            "fixed": {str(rows): seconds for rows, seconds in self.fixed.items()},
+            "catch_up": {str(rows): seconds for rows, seconds in self.catch_up.items()},
+            "spent": self.spent,
+        }
+
+    def load(self, plain: dict[str, Any]) -> None:
+        """Take over what :meth:`to_dict` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: that is not it.
+        """
+        target, level = _read(plain["target"]), _read(plain["level"])
+        context, spent = _positive(plain["context"]), _positive(plain["spent"])
+        fixed, catch_up = ({int(rows): _positive(each) for rows, each in plain[name].items()} for name in ("fixed", "catch_up"))
+        for curve, points in ((self.target, target), (self.level, level)):
+            for rows, size, seconds in points:
+                curve.measured(rows, size, seconds)
+        self.context, self.spent, self.fixed, self.catch_up = context, spent, fixed, catch_up
+
+
+def _written(curve: Curve) -> dict[str, dict[str, float]]:
+    return {str(rows): {str(size): each for size, each in points.items()} for rows, points in curve.points.items()}
+
+
+def _read(plain: dict[str, dict[str, float]]) -> list[tuple[int, int, float]]:
+    points = [(int(rows), int(size), _positive(each)) for rows, sizes in plain.items() for size, each in sizes.items()]
+    if any(rows < 1 or size < 1 or seconds <= 0 for rows, size, seconds in points):
+        raise ValueError("a measured point is not positive")
+    return points
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < 1e6:
+        raise ValueError(f"{value!r} is no number of seconds")
+    return number
+
+
+@lru_cache(maxsize=1024)
+def widths(shape: TreeShape) -> tuple[int, ...]:
+    """How many nodes each level of a draft of ``shape`` is drafted below."""
+    if isinstance(shape, StaticShape):
+        return (1, *(level.last - level.first for level in shape.levels[:-1])) if shape.depth else ()
+    width = shape.k if isinstance(shape, DynamicShape) else shape.nodes
+    return (1, *(min(width, 8) for _ in range(shape.depth - 1)))
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StandIn:
+    """A row that only a measurement sees."""
+
+    slot: int
+    ids: list[int]
+    capacity: int
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.ids)
+
+
+def runs_a_model(drafter: Drafter) -> bool:
+    """Whether drafting takes forward passes, of a model or of a head. Only such drafters are timed beforehand: others may learn from
+    what they are shown, and their rounds tell soon enough what they cost."""
+    return isinstance(getattr(drafter, "model", None), Target) or isinstance(getattr(drafter, "head", None), torch.nn.Module)
+
+
+def measure(
+    costs: CostModel,
+    target: Target,
+    drafter: Drafter,
+    *,
+    rows: int = 1,
+    largest: StaticShape,
+    seconds: float = BUDGET,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Time passes of ``rows`` rows over up to as many nodes as ``largest`` has, and drafts: after a warm-up of each, in turns, medians.
+
+    Takes ``seconds`` at most, but for the pass under way: fewer sizes and repeats of slow models. No row may be live; target and
+    drafter are left without any.
+    """
+    run = Measurement(target, drafter, rows, largest, clock)
+    begin = clock()
+    try:
+        run.passes(begin + (0.6 if runs_a_model(drafter) else 0.9) * seconds)
+        if runs_a_model(drafter):
+            run.drafts(begin + 0.9 * seconds)
+    finally:
+        target.reset()
+        drafter.reset()
+    run.fill(costs)
+    costs.spent += clock() - begin
+
+
+class Measurement:
+    """One measurement: the ``times`` of everything that was timed, by name."""
+
+    def __init__(self, target: Target, drafter: Drafter, rows: int, largest: StaticShape, clock: Callable[[], float]):
+        self.target, self.drafter, self.rows, self.largest, self.clock = target, drafter, rows, largest, clock
+        self.times: dict[Any, list[float]] = {}
+        room = 10**9 if target.context is None else target.context - largest.nodes - 1
+        self.prompt = max(1, min(PROMPT, room))
+        self.longer = min(PROMPT * LONGER, room)
+        passing = [target, getattr(drafter, "model", None)]
+        replayed = any(getattr(each, "graphs", None) is not None for each in passing)
+        self.warm_ups = 1 + PATIENCE + TRIALS if replayed else 1  # calls until a pass is replayed, unwatched
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, target.vocab_size, (rows, max(self.prompt, self.longer)), generator=generator).tolist()
+        self.texts = [line[: self.prompt] for line in ids]
+        self.prompt_hidden: list[Tensor] | None = None
+        self.long_texts = ids
+
+    def timed(self, name: Any, call: Callable[[], object]) -> float:
+        _wait(self.target.device)
+        begin = self.clock()
+        call()
+        _wait(self.target.device)
+        spent = self.clock() - begin
+        self.times.setdefault(name, []).append(spent)
+        return spent
+
+    def in_turns(self, calls: dict[Any, Callable[[], object]], deadline: float) -> None:
+        """Each to warm up, as far as time allows, then those again and again."""
+        begun: list[Any] = []
+        start = self.clock()
+        for name, call in calls.items():
+            if begun and self.clock() - start > 0.4 * (deadline - start):
+                break
+            for _ in range(self.warm_ups):
+                self.timed(name, call)
+            begun.append(name)
+        for repeat in range(REPEATS):
+            for name in begun:
+                if self.clock() > deadline:
+                    return
+                self.timed(name, calls[name])
+                if repeat == 0:
+                    del self.times[name][: self.warm_ups]
+
+    def passes(self, deadline: float) -> None:
+        self._open(self.texts)
+        self.prompt_hidden = self.target.prompt_hidden if self.drafter.features else None
+        most = self.largest.nodes + 1 + self.drafter.filler
+        if self.target.context is not None:
+            most = min(most, self.target.context - self.prompt)
+        sizes = [size for size in dict.fromkeys((*SIZES, most)) if size <= most]
+        trees = {size: self._chain(size) for size in sizes}
+        self.in_turns({("target", size): self._scoring(trees[size]) for size in sizes}, deadline)
+        self.target.reset()
+        prefill, pass_ = self.times["prefill", self.prompt][0], median(self.times["target", 1])
+        if self.longer > self.prompt and self.clock() + prefill * self.longer / self.prompt + 4 * pass_ < deadline:
+            self._open(self.long_texts)
+            self.in_turns({("longer", 1): self._scoring(trees[1])}, self.clock() + 4 * pass_)
+            self.target.reset()
+
+    def drafts(self, deadline: float) -> None:
+        rows = [StandIn(slot, list(text), self.prompt + self.largest.nodes + 1) for slot, text in enumerate(self.texts)]
+        self._begin(rows)
+        deep = min(4, self.largest.depth)
+        shapes: dict[str, TreeShape] = {"one": TreeShape.chain(1), "deep": TreeShape.chain(deep)}
+        for width in WIDTHS:
+            shape = TreeShape.product(width, 1)
+            if (
+                not self.largest.is_chain
+                and width <= min(self.target.vocab_size, self.largest.nodes)
+                and self.drafter.refusal(shape) is None
+            ):
+                shapes[f"wide {width}"] = shape
+        self.in_turns({(name, shape.depth): self._drafting(rows, shape) for name, shape in shapes.items()}, deadline)
+        self.drafter.end(rows)
+        self._begin(rows)
+        self.timed("unread", self._drafting(rows, shapes["one"]))
+        self.drafter.end(rows)
+
+    def fill(self, costs: CostModel) -> None:
+        """Put the medians into ``costs``."""
+        medians = {name: median(times) for name, times in self.times.items()}
+        for name, seconds in medians.items():
+            if name[0] == "target":
+                costs.target.measured(self.rows, name[1], seconds)
+        if ("longer", 1) in medians:
+            more = (medians["longer", 1] - medians["target", 1]) / (self.rows * (self.longer - self.prompt))
+            costs.context = max(costs.context, more, 0.0)
+        one = medians.get(("one", 1))
+        if one is None:
+            return
+        deep = next(((name[1], seconds) for name, seconds in medians.items() if name[0] == "deep"), None)
+        level = one if deep is None or deep[0] == 1 else min(one, max((deep[1] - one) / (deep[0] - 1), 0.05 * one))
+        costs.fixed[self.rows] = one - level
+        costs.level.measured(self.rows, 1, level)
+        for width in WIDTHS:
+            if (f"wide {width}", 2) in medians:
+                costs.level.measured(self.rows, width, max(medians[f"wide {width}", 2] - one, level))
+        costs.catch_up[self.rows] = max(0.0, medians["unread"] - one) / (self.rows * max(1, self.prompt - 1))
+
+    def _open(self, texts: list[list[int]]) -> None:
+        length = len(texts[0])
+        self.target.open(texts, reserve=[length + self.largest.nodes + 1] * self.rows)
+        self.timed(("prefill", length), lambda: self.target.prefill(texts, first=0))
+
+    def _chain(self, size: int) -> TokenTree:
+        line = torch.arange(size, device=self.target.device) % self.target.vocab_size
+        return TokenTree.from_chain(line.expand(self.rows, size).contiguous())
+
+    def _scoring(self, tree: TokenTree) -> Callable[[], object]:
+        return lambda: self.target.score(tree)
+
+    def _drafting(self, rows: Sequence[StandIn], shape: TreeShape) -> Callable[[], object]:
+        sampler = Sampler(
+            pipelines=[Pipeline()] * self.rows,
+            sampled=[False] * self.rows,
+            lengths=[len(row.ids) for row in rows],
+            noise=None,
+            committed=self._no_history,
+        )
+        request = DraftRequest(
+            rows, shape, shape.depth, [shape.depth] * self.rows, "deterministic", False, self.target.vocab_size, self.target.device, sampler
+        )
+
+        def draft() -> None:
+            tree = self.drafter.draft(request)
+            path = None if tree.chain else torch.zeros(self.rows, shape.depth + 1, dtype=torch.long, device=tree.tokens.device)
+            self.drafter.observe(rows, Feedback(tree, [0] * self.rows, path, hidden=self._hidden(tree.nodes)))
+
+        return draft
+
+    def _begin(self, rows: Sequence[StandIn]) -> None:
+        if self.prompt_hidden is not None:
+            self.drafter.read(rows, self.prompt_hidden)
+        self.drafter.begin(rows)
+
+    def _hidden(self, nodes: int) -> Tensor | None:
+        """Hidden states at every node, for a drafter that reads some: those of the prompts again."""
+        if self.prompt_hidden is None:
+            return None
+        return torch.stack([states[-1:] for states in self.prompt_hidden]).expand(-1, nodes, -1)
+
+    @staticmethod
+    def _no_history() -> Tensor:
+        raise AssertionError("no processor reads a history here")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,315 @@
+"""What the next round promises with each shape: the search between measured costs and tracked acceptance, from what rounds have said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from foredraft.drafters.base import Row
+from foredraft.planning import batches, search
+from foredraft.planning.acceptance import HASTE, MEMORY, Acceptance, expected
+from foredraft.planning.costs import CostModel, widths
+from foredraft.planning.rounds import Round
+from foredraft.shapes import DynamicShape, StaticShape, TreeShape
+
+GAIN = 1.01  # drafting has to be better than none by so much
+SWITCH = 1.02  # another shape has to be better than the one in use by so much
+HOPE, TRY = 0.7, 4  # acceptance that a try is made for, and its length at most
+HORIZON = 32  # rounds that what the drafter missed is spread over
+GROWN_K, GROWN_DEPTH = 4, 8  # nodes of a level that are expanded in a grown tree, and levels at most, unless told otherwise
+GROWN_TRIES = 12  # rounds that a first opinion of grown trees takes
+GROWN_MEMORY = 0.96  # of what was known of grown trees that a round leaves
+SURER, SURE_OF_IT = 1.5, 8.0  # times as many tokens of a greedy draft are accepted as its probabilities say, and tokens that stand for it
+CALIBRATION_MEMORY = 0.98  # of how far they do that a round leaves
+DOUBT = 4.0  # accepted tokens that were promised and kept before anything was seen
+FINEST = 0.25  # nodes per row that costs are told apart by, where rows have different numbers of them
+
+
+@dataclass
+class Forecast:
+    """One decision: the best plan, and zero drafting; ``limits`` by slot, where rows are drafted for differently; ``other`` is worth a
+    look now and then."""
+
+    best: search.Plan
+    plain: search.Plan
+    limits: dict[int, int] | None = None
+    other: search.Plan | None = None
+
+    @property
+    def lasts(self) -> bool:
+        """It is not made for what is left of a batch, or for the rate of the moment."""
+        return self.limits is None and isinstance(self.best.shape, StaticShape)
+
+
+class Grown:
+    """How grown trees have done: ``tokens`` kept per round, in ``seconds`` of which one is a plain round's."""
+
+    def __init__(self) -> None:
+        self.tokens = self.seconds = 1.0
+        self.rounds = 0
+        self._accepted, self._expected = SURER * SURE_OF_IT, SURE_OF_IT
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def surer(self) -> float:
+        """Times as many tokens are accepted as the draft's probabilities say: where the target does not draw but takes its likeliest token,
+        they say too little."""
+        return self._accepted / self._expected
+
+    def observe(self, tokens: float, seconds: float, expected: float | None = None) -> None:
+        """A round that kept so many tokens in so many plain rounds; the draft ``expected`` so many to be accepted."""
+        self.rounds += 1
+        if expected is not None:
+            self._accepted = CALIBRATION_MEMORY * self._accepted + tokens - 1
+            self._expected = CALIBRATION_MEMORY * self._expected + expected
+        share = max(1 - GROWN_MEMORY, 1 / self.rounds)
+        self.tokens += share * (tokens - self.tokens)
+        self.seconds += share * (min(seconds, 3 * self.seconds + 3) - self.seconds)
+
+
+class Candour:
+    """What became of promises: of the shapes that seem best some only seem so, because what is known of them is luck."""
+
+    def __init__(self) -> None:
+        self.kept = self.promised = DOUBT
+
+    def observe(self, kept: float, promised: float) -> None:
+        self.kept = GROWN_MEMORY * self.kept + kept
+        self.promised = GROWN_MEMORY * self.promised + promised
+
+    def of(self, plan: search.Plan) -> search.Plan:
+        """``plan`` with as many accepted tokens as such promises have brought."""
+        share = min(self.kept / max(self.promised, 1e-9), 1.0)
+        return replace(plan, tokens=1 + (plan.tokens - 1) * share)
+
+
+class Forecaster:
+    """Promises, and the memory behind them.
+
+    Args:
+        largest: how deep, how wide and how large a tree may be, and whether it may branch.
+        costs: what is known of the machine.
+        grows, levels: trees may be grown by the draft's probabilities, where no row samples, and so many levels deep.
+        catches_up: the drafter has to read what it missed in rounds without a draft.
+        rates: how often the drafter's guesses are right, as far as that is known beforehand; see :class:`Acceptance`.
+
+    Attributes:
+        own: rows of a batch pay for their own nodes.
+        acceptance: of greedy rounds, and of others: drafts are made differently.
+    """
+
+    def __init__(
+        self,
+        largest: StaticShape,
+        costs: CostModel,
+        *,
+        grows: bool = False,
+        levels: int = GROWN_DEPTH,
+        catches_up: bool = True,
+        rates: Sequence[Sequence[float]] = (),
+    ):
+        self.largest, self.costs, self.catches_up, self.rates = largest, costs, catches_up, rates
+        self.siblings = 1 if largest.is_chain else largest.siblings
+        self.acceptance: dict[bool, Acceptance] = {}
+        self.grown, self.levels = Grown() if grows else None, levels
+        self.candour = Candour()
+        self.own = False
+        self._filler = 0
+        self._seen: dict[int, int] = {}  # slot: tokens that the drafter has read
+        self._records: dict[int, batches.RowRecord] = {}  # by slot
+
+    def begin(self, *, own: bool, catches_up: bool, filler: int = 0) -> None:
+        """Other rows than before. ``filler`` nodes are scored besides those that a draft proposes; rows can not pay for their own then,
+        as they do in chains alone."""
+        self.own, self.catches_up, self._filler = own and not filler, catches_up, filler
+        self._seen.clear()
+        self._records.clear()
+
+    def forecast(self, rows: Sequence[Row], *, greedy: bool, together: bool, growing: bool = False) -> Forecast:
+        """The best plan for rows of which no others join them, if they are ``together``; ``growing`` says that a grown tree is in use."""
+        acceptance = self.of(greedy)
+        costs = self._lasting(rows, acceptance)
+        if together and max(len(rows), len(self._records)) > 1:
+            return self._search_batch(rows, acceptance, costs)
+        chains = search.chains(acceptance.by_depth(self.largest.depth), costs)
+        best = max(chains, key=lambda plan: plan.rate)
+        if self.siblings > 1:
+            tree = search.best_tree(acceptance.by_rank(self.largest.depth, self.siblings), costs)
+            best = max(best, tree, key=lambda plan: plan.rate)
+        best = self.candour.of(best)
+        if best.rate < GAIN * chains[0].rate:
+            best = chains[0]
+        other = None
+        if self.grown is not None and greedy and len(rows) == 1:
+            best, other = self._with_grown(self.grown, best, chains[0], costs, growing)
+        return Forecast(best, chains[0], other=other)
+
+    def of(self, greedy: bool) -> Acceptance:
+        """Acceptance of such rounds."""
+        if greedy not in self.acceptance:
+            self.acceptance[greedy] = Acceptance(self.largest.depth, self.siblings, self.rates)
+        return self.acceptance[greedy]
+
+    def rounds(self, greedy: bool) -> int:
+        """With a draft so far, of such rows."""
+        return self.of(greedy).rounds + (0 if self.grown is None else self.grown.rounds)
+
+    def attempt(self, rows: Sequence[Row], *, greedy: bool) -> search.Plan:
+        """The chain that promises most tokens for the seconds it costs more than a plain round, if drafting did work."""
+        depth = min(TRY, self.largest.depth)
+        plans = search.chains([HOPE] * depth, self._costs(rows, self.of(greedy), horizon=1))
+        return max(plans[1:], key=lambda plan: (plan.tokens - 1) / max(plan.seconds - plans[0].seconds, 1e-12))
+
+    def catch_up(self, rows: Sequence[Row], done: Round) -> int:
+        """Tokens that the drafter had to read before the round that is over; now it has."""
+        if not self.catches_up:
+            return 0
+        behind = max(0, self._behind(rows) - sum(done.accepted) - len(done.asked))
+        self._seen = {row.slot: len(row.ids) for row in rows}
+        return behind
+
+    def learn(self, rows: Sequence[Row], done: Round, cost: float, *, trying: bool, promised: float | None = None) -> None:
+        """A round that drafted is over; it took ``cost`` plain rounds. ``trying`` where drafts are only made now and then; ``promised`` the
+        tokens that its shape was chosen for."""
+        acceptance = self.of(done.greedy)
+        if promised is not None and promised > 1 and len(rows) == 1 and isinstance(done.shape, StaticShape):
+            self.candour.observe(done.accepted[0], promised - 1)
+        if isinstance(done.shape, DynamicShape) and self.grown is not None:  # of ranks and depths it says nothing
+            self.grown.observe(1 + sum(done.accepted) / len(rows), cost, done.expected)
+            return
+        alone = len(rows) == 1 and not self._records  # then it is the average
+        usual = [] if alone else _summed(acceptance.by_depth(self.largest.depth))
+        for row, asked, drafted, kept in zip(rows, done.asked, done.drafted, done.accepted):
+            if asked > 0 and usual:
+                self._record(row).observe(given=any(drafted), accepted=kept, expected=usual[min(asked, len(usual)) - 1])
+        memory = HASTE if trying else MEMORY
+        acceptance.observe(done.asked, done.drafted, done.accepted, layout=done.layout, paths=done.paths, memory=memory)
+
+    def worth(self, rows: Sequence[Row], done: Round, plain: float, *, together: bool) -> float:
+        """Seconds of plain decoding that a round's tokens save: of rows that end together, those until the last one is done."""
+        count = len(rows)
+        if count == 1 or not together:
+            return (1 + sum(done.accepted) / count) * plain
+        alone = self.costs.verify(1, (1,), done.context)[0]
+        each = (max(0.0, plain - alone)) / (count - 1)
+        after = [max(0, row.capacity - len(row.ids)) for row in rows]
+        before = [left + 1 + kept for left, kept in zip(after, done.accepted)]
+        seconds = [batches.worth(left, lambda live: plain - (count - live) * each) for left in (before, after)]
+        return seconds[0] - seconds[1]
+
+    def price(self, shape: TreeShape, rows: Sequence[Row], *, greedy: bool) -> search.Plan:
+        """What ``shape`` promises."""
+        acceptance = self.of(greedy)
+        costs = self._lasting(rows, acceptance)
+        if not isinstance(shape, StaticShape):
+            assert self.grown is not None
+            return search.Plan(shape, self.grown.tokens, self.grown.seconds * costs.verify[0])
+        if not shape.nodes:
+            return search.plain(costs)
+        accepted = expected(shape.parents, acceptance.by_rank(self.largest.depth, self.siblings))
+        return self.candour.of(search.priced(shape, accepted, widths(shape), costs))
+
+    def compare(self, rows: int, *, context: int, greedy: bool = True) -> list[search.Plan]:
+        """What is to be expected of zero drafting, of every chain, and of the best tree where it is better, in a batch of so many rows;
+        nobody being behind."""
+        acceptance = self.of(greedy)
+        costs = self._priced(rows, acceptance, context, once=0.0)
+        plans = search.chains(acceptance.by_depth(self.largest.depth), costs)
+        if self.siblings > 1:
+            tree = search.best_tree(acceptance.by_rank(self.largest.depth, self.siblings), costs)
+            plans += [tree] if all(tree.shape != plan.shape for plan in plans) else []
+        return plans
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _with_grown(
+        self, grown: Grown, best: search.Plan, plain: search.Plan, costs: search.Costs, growing: bool
+    ) -> tuple[search.Plan, search.Plan | None]:
+        """The better of ``best`` and a tree that is grown by the draft's probabilities, as far as a node and a level are worth what they
+        cost at the best rate so far; and the other one. Grown trees are known by what they have kept, so they are tried first."""
+        rate = max(best.rate, grown.rate / plain.seconds)
+        level = costs.draft((1, GROWN_K, GROWN_K)) - costs.draft((1, GROWN_K))
+        depth = min(self.levels, self.largest.depth)
+        shape = TreeShape.opt(self.largest.nodes, depth, delta=_coarse(level * rate / grown.surer), k=GROWN_K)
+        prices = tuple(rate / grown.surer * (seconds - costs.verify[0]) for seconds in costs.verify[: shape.total + 1])
+        shape = replace(shape, prices=prices)
+        plan = search.Plan(shape, grown.tokens, grown.seconds * plain.seconds)
+        if grown.rounds < GROWN_TRIES:
+            return (search.Plan(shape, best.tokens, best.seconds), None) if best.shape.nodes else (best, None)
+        if plan.rate > max(best.rate * (1 if growing else SWITCH), GAIN * plain.rate):
+            return plan, best if best.shape.nodes else None
+        return best, plan
+
+    def _search_batch(self, rows: Sequence[Row], acceptance: Acceptance, costs: search.Costs) -> Forecast:
+        """Rows that end together: a depth for each of them, or one tree for all."""
+        count, context, deepest = len(rows), max(len(row.ids) for row in rows), self.largest.depth
+        accepted = _summed(acceptance.by_depth(deepest))
+        sizes = np.arange(1, deepest + 1 + FINEST, FINEST if self.own else 1.0)
+        seconds = self.costs.verify(count, self._scored(sizes.tolist()), context)
+
+        def verify(nodes: np.ndarray) -> np.ndarray:
+            return np.interp(nodes, sizes, seconds)
+
+        outlooks = [
+            self._record(row).outlook(max(1, row.capacity - len(row.ids)), costs.available, accepted[-1] if accepted else 0.0)
+            for row in rows
+        ]
+        plain = batches.plain_plan(outlooks, verify)
+        best = batches.best_plan(outlooks, accepted, verify, lambda depth: costs.draft((1,) * depth), once=costs.once, own=self.own)
+        zero = search.Plan(search.chain(0), plain.tokens, plain.seconds)
+        total = plain.total / GAIN
+        found, limits = zero, None
+        if any(best.limits) and best.total < total:
+            total, found = best.total, search.Plan(search.chain(max(best.limits)), best.tokens, best.seconds)
+            limits = {row.slot: limit for row, limit in zip(rows, best.limits)}
+        if self.siblings > 1:
+            tree = search.best_tree(acceptance.by_rank(deepest, self.siblings), costs)
+            if not tree.shape.is_chain and plain.rounds / tree.tokens * tree.seconds < total:
+                found, limits = tree, None
+        return Forecast(found, zero, limits)
+
+    def _record(self, row: Row) -> batches.RowRecord:
+        return self._records.setdefault(row.slot, batches.RowRecord())
+
+    def _lasting(self, rows: Sequence[Row], acceptance: Acceptance) -> search.Costs:
+        """Costs with what the drafter missed spread over the rounds to come."""
+        return self._costs(rows, acceptance, horizon=max(1, min(HORIZON, min(row.capacity - len(row.ids) for row in rows))))
+
+    def _costs(self, rows: Sequence[Row], acceptance: Acceptance, *, horizon: int) -> search.Costs:
+        once = self.costs.catching_up(len(rows), self._behind(rows)) / horizon
+        return self._priced(len(rows), acceptance, max(len(row.ids) for row in rows), once=once)
+
+    def _priced(self, rows: int, acceptance: Acceptance, context: int, *, once: float) -> search.Costs:
+        available = acceptance.availability
+        return search.Costs(
+            verify=self.costs.verify(rows, self._scored(range(1, self.largest.nodes + 2)), context),
+            draft=lambda levels: self.costs.draft_seconds(rows, levels),
+            once=once,
+            available=available,
+            any_row=1.0 if self._filler else 1 - (1 - available) ** rows,
+            own=self.own and rows > 1,
+        )
+
+    def _scored(self, sizes: Sequence[float]) -> list[float]:
+        """Nodes that a pass has where trees of ``sizes`` nodes are proposed, their roots included."""
+        return [size + self._filler if size > 1 else size for size in sizes]
+
+    def _behind(self, rows: Sequence[Row]) -> int:
+        """Tokens that the drafter has not read, the roots left out, over all rows."""
+        return sum(max(0, len(row.ids) - 1 - self._seen.get(row.slot, 0)) for row in rows) if self.catches_up else 0
+
+
+def _coarse(share: float) -> float:
+    """A probability as a power of the square root of two, so that few different shapes come about."""
+    return round(2 ** (round(2 * math.log2(min(max(share, 1 / 256), 0.5))) / 2), 4)
+
+
+def _summed(rates: Sequence[float]) -> list[float]:
+    """Accepted tokens to expect of a chain of each length."""
+    return np.cumsum(np.cumprod(rates)).tolist() if rates else []

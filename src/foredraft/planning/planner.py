@@ -1,0 +1,268 @@
+"""Which shape to draft this round.
+
+A shape may depend on everything that is past, on clocks too, and never on what is drawn in the round itself; then whatever rule is
+exact for each of the shapes stays exact (the shape is a constant given the text so far).
+
+The automatic planner never bets more than it can lose. It keeps an account in seconds: a round that drafts is credited with what its
+tokens would have taken plainly, and debited with what it takes; a plain round earns ``SHARE`` of its seconds. Where drafting is not
+expected to pay, it is tried again only when the account covers a try, less and less often. Where it is expected to pay and does not,
+the account runs into its limit and ends it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from foredraft.drafters.base import Drafter, Row
+from foredraft.planning import search
+from foredraft.planning.costs import BUDGET, CostModel, measure, runs_a_model, widths
+from foredraft.planning.forecasts import FINEST, GAIN, GROWN_DEPTH, SWITCH, Forecast, Forecaster
+from foredraft.planning.profiles import Profile
+from foredraft.planning.rounds import Round
+from foredraft.shapes import DynamicShape, StaticShape, TreeShape
+
+if TYPE_CHECKING:
+    from foredraft.target import Target
+
+SHARE = 0.01  # of the time of plain rounds may go into tries
+STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, at least and at most holds
+FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between tries
+LOOK = 12  # rounds after which a chain is drafted one longer than is best
+DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
+HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
+SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
+GROWN_AGAIN, GROWN_LOOKS = 48, 2  # rounds until the first look at the kind of tree that is not in use, and rounds that one takes
+GROWN_SELDOM = 768  # rounds between two looks at most: every look that changes nothing doubles them
+LAZY = 400  # between two plans lies so many times what a plan takes
+PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
+
+
+class AutomaticPlanner:
+    """Picks shapes by measured cost and tracked acceptance.
+
+    Args:
+        largest: from :func:`largest_shape`; says how deep, how wide and how large a tree may be, and whether it may branch.
+        grows: trees may be grown by the draft's probabilities, where no row samples.
+        levels: of a grown tree at most; where a level is a pass of a model, fewer are worth it.
+        costs: what is known of the machine; filled by :meth:`prepare` where it is not.
+        profile: where measured costs are kept between runs, None for nowhere.
+        budget: seconds that measuring may take, 0 to learn from rounds alone.
+        catches_up: the drafter has to read what it missed in rounds without a draft.
+        rates: how often the drafter's guesses are right at each depth and rank, as far as that is known beforehand.
+        clock: seconds, for the time that planning itself takes.
+    """
+
+    learns = True
+
+    def __init__(
+        self,
+        largest: StaticShape,
+        *,
+        grows: bool = False,
+        levels: int = GROWN_DEPTH,
+        costs: CostModel | None = None,
+        profile: Profile | None = None,
+        budget: float = BUDGET,
+        catches_up: bool = True,
+        rates: Sequence[Sequence[float]] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.largest = largest
+        self.costs = costs or CostModel()
+        self.forecaster = Forecaster(largest, self.costs, grows=grows, levels=levels, catches_up=catches_up, rates=rates)
+        self.acceptance, self.compare = self.forecaster.acceptance, self.forecaster.compare
+        self.profile, self.budget, self.clock = profile, budget, clock
+        self.account: float | None = None  # seconds
+        self._checks, self._since_check = 0, 0
+        self._pause, self._since_try, self._trying = FIRST_PAUSE, 0, False
+        self._together = True
+        self._limits: dict[int, int] | None = None
+        self._forecast: Forecast | None = None
+        self._forecast_for: tuple[int, bool] | None = None
+        self._rounds, self._next, self._drafting = 0, 0, 0
+        self._growing, self._look_after, self._next_look = False, GROWN_AGAIN, GROWN_AGAIN
+        self._earliest = 0.0
+        self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
+        self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
+        self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
+
+    @property
+    def shape(self) -> StaticShape:
+        return self.largest
+
+    # -- before the first round -----------------------------------------------------------------------------------------
+
+    def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
+        """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows."""
+        begin = self.clock()
+        behind = runs_a_model(drafter) and not drafter.keeps_up
+        self.forecaster.begin(own=target.ragged, catches_up=behind, filler=drafter.filler)
+        if self._forecast is not None and self._forecast.limits is not None:
+            self._forecast = None  # it was made for other rows
+        if self.profile is not None and not self.costs.target.points:
+            self.profile.read(self.costs)
+        left = self.budget / (1 + len(self.costs.target.points))
+        if rows in self.costs.target.points or left <= 0:
+            return 0.0
+        measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)
+        self._forecast = None
+        if self.profile is not None:
+            self.profile.write(self.costs)
+        return self.clock() - begin
+
+    # -- each round -----------------------------------------------------------------------------------------------------
+
+    def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
+        self._rounds += 1
+        zero = search.chain(0)
+        self._trying, self._together, self._limits = False, together, None
+        if self._checks > 0:
+            self._checks -= 1
+            return zero
+        forecast = self.forecast(rows, greedy=greedy)
+        plain = forecast.plain.seconds
+        if self.account is None:
+            self.account = STAKE * plain
+        if forecast.best.shape.nodes:
+            if self.account <= LIMIT * plain:
+                return zero
+            self._limits = forecast.limits
+            return self._deeper(forecast) if forecast.limits is None else forecast.best.shape
+        self._since_try += 1
+        if self._since_try < self._pause or self.account <= 0:
+            return zero
+        attempt = self.forecaster.attempt(rows, greedy=greedy)
+        missing = attempt.seconds - plain - self.account
+        if missing > 0:  # ask again when it has been earned
+            self._since_try = min(self._since_try, self._pause) - math.ceil(missing / (SHARE * plain))
+            return zero
+        self._trying = True
+        return attempt.shape
+
+    def limits(self, rows: Sequence[Row]) -> list[int] | None:
+        limits = self._limits
+        return None if limits is None else [limits.get(row.slot, self.largest.depth) for row in rows]
+
+    def _deeper(self, forecast: Forecast) -> TreeShape:
+        """Now and then a chain is drafted one longer, or what the next depth would bring would never be known; and likewise the other
+        kind of tree."""
+        shape = forecast.best.shape
+        self._drafting += 1
+        if forecast.other is not None and self._looks(isinstance(shape, DynamicShape)):
+            return forecast.other.shape
+        look = self._drafting % LOOK == 0 and shape.is_chain and shape.depth < self.largest.depth
+        return search.chain(shape.depth + 1) if look and self.account is not None and self.account > 0 else shape
+
+    def _looks(self, growing: bool) -> bool:
+        """Whether it is time to look at the kind of tree that is not in use, with ``growing`` for that which is."""
+        if growing != self._growing:
+            self._growing, self._look_after, self._next_look = growing, GROWN_AGAIN, self._drafting + GROWN_AGAIN
+        if self._drafting >= self._next_look + GROWN_LOOKS:
+            self._look_after = min(2 * self._look_after, GROWN_SELDOM)
+            self._next_look = self._drafting + self._look_after
+        return self._drafting >= self._next_look
+
+    def forecast(self, rows: Sequence[Row], *, greedy: bool) -> Forecast:
+        """The best plan as things stand; searched for anew only every few rounds, and never so often that it would show."""
+        key = len(rows), greedy
+        if self._forecast is not None and key == self._forecast_for and (self._rounds < self._next or self.clock() < self._earliest):
+            return self._forecast
+        begin = self.clock()
+        before = self._forecast
+        growing = before is not None and isinstance(before.best.shape, DynamicShape)
+        forecast = self.forecaster.forecast(rows, greedy=greedy, together=self._together, growing=growing)
+        if (
+            before is not None
+            and before.lasts
+            and forecast.lasts
+            and key == self._forecast_for
+            and before.best.shape != forecast.best.shape
+        ):
+            same = self.forecaster.price(before.best.shape, rows, greedy=greedy)
+            if forecast.best.rate < SWITCH * same.rate and (same.shape.nodes == 0 or same.rate > GAIN * forecast.plain.rate):
+                forecast.best = same
+        self._forecast, self._forecast_for = forecast, key
+        self._used = self._kept = 0
+        self._next = self._rounds + 4
+        end = self.clock()
+        self._earliest = end + LAZY * (end - begin)
+        return forecast
+
+    def passes_over(self, rows: int) -> bool:
+        count, seconds = self._plain
+        if rows != count or self._since_check <= CHECKS or self._rounds % SELDOM == 0:
+            return False
+        self._since_check += 1
+        self.account = min((self.account or 0.0) + SHARE * seconds, SAVINGS * seconds)
+        return True
+
+    def observe(self, rows: Sequence[Row], done: Round) -> None:
+        count, drafting = len(done.asked), done.shape.nodes > 0
+        if drafting and count == 1 and self._as_before(rows, done):
+            return
+        grown = isinstance(done.shape, DynamicShape)
+        levels = widths(done.shape.within(max(done.asked))) if drafting else ()
+        behind = self.forecaster.catch_up(rows, done) if drafting else 0
+        draft, target, nodes = done.draft, done.target, max(1.0, round(done.nodes / FINEST) * FINEST)
+        if not done.split:  # the target's part is what is left of the sum
+            draft = min(self.costs.draft_seconds(count, levels, behind), 0.9 * (draft + target))
+            target = done.draft + done.target - draft
+        known = drafting and done.split and not grown  # how many levels were grown is not
+        self.costs.observe(count, nodes, done.context, target, done.rest, draft if known else None, levels, behind)
+        self._check()
+        plain, verify = self.costs.verify(count, (1, nodes), done.context)
+        if self.account is None:
+            self.account = STAKE * plain
+        if not drafting:
+            self._plain = count, plain
+            self.account = min(self.account + SHARE * plain, SAVINGS * plain)
+            return
+        cost = verify + (draft if grown else self.costs.draft_seconds(count, levels, behind))
+        gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
+        self.account = min(self.account + gain, SAVINGS * plain)
+        self._alike = (done.shape, plain, cost, 0) if any(done.drafted) and not self._trying else (None, 0.0, 0.0, 0)
+        self.forecaster.learn(rows, done, cost / plain, trying=self._trying, promised=self._promised(done))
+        if self.forecaster.rounds(done.greedy) <= HASTY:
+            self._next, self._earliest = 0, 0.0
+        if self._trying and any(done.drafted):  # a try without a draft cost nothing and says nothing
+            self._since_try = 0
+            self._pause = 1 if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
+            self._next = 0
+
+    # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _as_before(self, rows: Sequence[Row], done: Round) -> bool:
+        """A round of one row like the one before, of which only acceptance is noted; False for a round that is to be looked at."""
+        shape, plain, cost, often = self._alike
+        steady = shape == done.shape and isinstance(shape, StaticShape) and any(done.drafted) and done.asked[0] >= shape.depth
+        if not steady or often + 1 >= SELDOM or self.forecaster.rounds(done.greedy) <= HASTY:
+            return False
+        self._alike = shape, plain, cost, often + 1
+        self._since_check += 1
+        self.account = min((self.account or 0.0) + (1 + done.accepted[0]) * plain - cost, SAVINGS * plain)
+        self.forecaster.catch_up(rows, done)
+        self.forecaster.learn(rows, done, cost / plain, trying=False, promised=self._promised(done))
+        return True
+
+    def _promised(self, done: Round) -> float | None:
+        """Tokens that the round was to keep, if it was of the plan in use; a plan that does not keep its promise is made anew."""
+        if self._forecast is None or self._trying or self._forecast.best.shape != done.shape or len(done.accepted) != 1:
+            return None
+        promised = self._forecast.best.tokens
+        self._used, self._kept = self._used + 1, self._kept + 1 + done.accepted[0]
+        if self._used >= PROVEN and self._kept < BROKEN * promised * self._used:
+            self._next, self._earliest = 0, 0.0
+        return promised
+
+    def _check(self) -> None:
+        """Where passes have become much slower or quicker, a few plain rounds show whether all of them have: while a shape is in use,
+        its seconds alone say nothing of what zero drafting would take. So does one every now and then."""
+        self._since_check += 1
+        if self.costs.target.drift > DRIFT and self._since_check >= BETWEEN_CHECKS:
+            self.costs.target.recheck()
+            self._checks, self._since_check, self._next = CHECKS, 0, 0
+        elif self._since_check >= EVERY:
+            self._checks, self._since_check = 1, 0

@@ -1,0 +1,125 @@
+"""Measured costs, kept between runs: one JSON file for each model, drafter, machine, dtype, device, threads and version of torch.
+
+They lie in ``$FOREDRAFT_CACHE``, or else in ``foredraft`` under ``$XDG_CACHE_HOME`` or ``~/.cache``; ``FOREDRAFT_CACHE=off`` keeps
+none. A file that can not be used is measured anew, with a note in the log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foredraft.caching import cache_folder
+from foredraft.planning.costs import CostModel, runs_a_model
+from foredraft.target import native
+
+if TYPE_CHECKING:
+    from foredraft.drafters.base import Drafter
+    from foredraft.target import Target
+
+SCHEMA = 2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One file, and the ``key`` that it must name to count."""
+
+    path: Path
+    key: dict[str, Any]
+
+    def read(self, costs: CostModel) -> bool:
+        """Fill ``costs`` from the file; whether there was one that fits."""
+        try:
+            plain = json.loads(self.path.read_text(encoding="utf-8"))
+            if plain["schema"] != SCHEMA or plain["key"] != self.key:
+                raise ValueError("it was written by another version, or for another key")
+            costs.load(plain["costs"])
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("the cost profile %s can not be used, costs are measured anew: %s", self.path, error)
+            return False
+        return True
+
+    def write(self, costs: CostModel) -> bool:
+        """Replace the file in one step; where that is not possible, say so in the log and go on."""
+        text = json.dumps({"schema": SCHEMA, "key": self.key, "costs": costs.to_dict()}, indent=1)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text + "\n")
+                os.replace(name, self.path)
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            log.warning("the cost profile %s can not be written: %s", self.path, error)
+            return False
+        return True
+
+
+def profile(target: Target, drafter: Drafter) -> Profile | None:
+    """That of this configuration on this machine; None where none are kept."""
+    where = cache_folder()
+    if where is None:
+        return None
+    key = describe(target, drafter)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return Profile(where / "profiles" / f"{digest}.json", key)
+
+
+def describe(target: Target, drafter: Drafter) -> dict[str, Any]:
+    """What costs depend on, as plain values."""
+    device = target.device
+    return {
+        "target": model_of(target),
+        "drafter": {"name": drafter.name, "model": network_of(drafter)},
+        "machine": {
+            "host": platform.node(),
+            "processor": f"{platform.machine()} {os.cpu_count()}",
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        },
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "kernels": native.revision(),
+    }
+
+
+def network_of(drafter: Drafter) -> dict[str, Any] | None:
+    """What a draft runs, as far as its speed goes; None for a mere look-up."""
+    if not runs_a_model(drafter):
+        return None
+    head = getattr(drafter, "head", None)
+    if head is None:
+        return model_of(drafter.model)  # type: ignore[attr-defined]
+    about = {name: value for name, value in head.config.to_dict().items() if name not in ("target", "tree", "accuracies")}
+    weights = {f"{parameter.dtype} {list(parameter.shape)}" for parameter in head.parameters()}
+    return {"kind": head.kind, "config": about, "weights": sorted(weights)}
+
+
+def model_of(target: Target) -> dict[str, Any]:
+    """A model as far as its speed goes: what it is made of, not what it knows."""
+    model = target.model
+    config = model.config.get_text_config()
+    sizes = {
+        name: getattr(config, name, None)
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    }
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    kinds = sorted({type(parameter).__name__ for parameter in model.parameters()})  # quantised ones have classes of their own
+    execution = str(getattr(target, "execution", "") or "")
+    about = {"class": type(model).__name__, "weights": weights, "kinds": kinds, "dtype": str(model.dtype), "execution": execution}
+    return {**about, **sizes}

@@ -1,0 +1,241 @@
+"""What transformers prepared, unpadded: prompts, per-row parameters, and refusal by name of what can not be honoured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.configuration_utils import GenerationMode
+
+from foredraft.errors import ConfigurationError
+from foredraft.processors import row_pipelines
+from foredraft.rows import RowParameters
+from foredraft.sampling import Seed, row_seeds
+
+# Arguments of generate that name another way to decode, or something this loop does not produce.
+REFUSED_ARGUMENTS = {
+    "assistant_model": "the drafter is given to the Speculator: drafter='draft-model:...'",
+    "assistant_tokenizer": "drafters with another tokenizer are not supported",
+    "custom_generate": "a Speculator is its own decoding method",
+    "inputs_embeds": "prompts must be token ids",
+    "negative_prompt_ids": "classifier-free guidance is not supported",
+    "negative_prompt_attention_mask": "classifier-free guidance is not supported",
+    "past_key_values": "Foredraft keeps its own cache, and reuses it for prompts that begin alike",
+    "position_ids": "positions are those of the unpadded text",
+    "synced_gpus": "sharded data-parallel generation is not supported",
+    "token_type_ids": "drop it from the inputs (return_token_type_ids=False)",
+    "trust_remote_code": "it belongs to custom_generate",
+}
+# Fields of the generation config likewise; a default value means that it was not asked for.
+REFUSED_CONFIG = {
+    "cache_implementation": "Foredraft keeps its own cache",
+    "cache_config": "Foredraft keeps its own cache",
+    "compile_config": "the loop is not compiled",
+    "output_attentions": "a draft tree's attentions are not those of plain decoding",
+    "output_hidden_states": "not recorded; use output_scores or output_logits",
+    "prompt_lookup_num_tokens": "use drafter='prompt-lookup'",
+    "assistant_early_exit": "use a drafter of Foredraft",
+    "token_healing": "not supported",
+    "guidance_scale": "classifier-free guidance is not supported",
+    "watermarking_config": "a watermark keys on its own call order",
+}
+# What transformers itself puts into the model's arguments, and this loop replaces.
+EXPECTED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "cache_params"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One call: ``input_ids`` ``[B, L]`` as given, ``prompts`` unpadded, ``parameters`` per row."""
+
+    input_ids: Tensor
+    prompts: list[list[int]]
+    parameters: list[RowParameters]
+    pad_token_id: int
+    record: frozenset[str]
+    seed: Any
+    streamer: Any = None
+
+    @staticmethod
+    def of(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        *,
+        seed: Seed | Sequence[Seed] | None,
+        streamer: Any = None,
+        output_logprobs: int | None = None,
+    ) -> Prepared:
+        """From what transformers hands to a custom decoding function."""
+        mask = model_kwargs.get("attention_mask")
+        prompts = unpad(input_ids, mask)
+        check_positions(model_kwargs.get("position_ids"), mask)
+        if streamer is not None and len(prompts) > 1:
+            raise ConfigurationError("a streamer takes one row; use Speculator.stream for a batch")
+        width, lengths = input_ids.shape[1], [len(prompt) for prompt in prompts]
+        pipelines = row_pipelines(
+            logits_processor,
+            prompt_lengths=lengths,
+            padded_length=width,
+            min_new_tokens=config.min_new_tokens,
+            prompts=[torch.tensor(prompt) for prompt in prompts],
+            device=input_ids.device if model.device.type == "meta" else model.device,
+        )
+        eos, criteria = split_criteria(stopping_criteria)
+        seeds, reported = row_seeds(seed, len(prompts))
+        parameters = [
+            RowParameters(
+                max_new_tokens=config.max_length - width,
+                do_sample=bool(config.do_sample),
+                pipeline=pipeline,
+                seed=pair,
+                eos=eos,
+                criteria=criteria,
+                logprobs=output_logprobs,
+            )
+            for pipeline, pair in zip(pipelines, seeds)
+        ]
+        pad = getattr(config, "_pad_token_tensor", None)
+        asked = {"scores": config.output_scores, "logits": config.output_logits}
+        record = frozenset(name for name, wanted in asked.items() if wanted)
+        return Prepared(input_ids, prompts, parameters, 0 if pad is None else int(pad), record, reported, streamer)
+
+
+def prepare(
+    model: Any,
+    inputs: Tensor | None,
+    *,
+    seed: Seed | Sequence[Seed] | None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    output_logprobs: int | None = None,
+    **arguments: Any,
+) -> Prepared:
+    """Let transformers prepare a call of ``model.generate`` and stop it before the first pass."""
+    for name, why in REFUSED_ARGUMENTS.items():
+        if arguments.get(name) is not None and arguments[name] is not False:
+            raise ConfigurationError(f"{name} is not taken here: {why}")
+    check_shape(arguments.get("input_ids") if inputs is None else inputs)
+    arguments = with_stop_strings(model, arguments, tokenizer)
+
+    def stop(
+        model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
+    ) -> Prepared:
+        refuse_arguments(model, generation_config, kwargs)
+        given = (model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
+        return Prepared.of(*given, seed=seed, streamer=streamer, output_logprobs=output_logprobs)
+
+    return model.generate(inputs, custom_generate=stop, **arguments)
+
+
+def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Refuse by name whatever was asked for and is not honoured; what only the model's own defaults say about caches and
+    compilation changes no text and is not asked for.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    defaults = GenerationConfig()
+    defaults.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
+    if (config.num_beams or 1) > 1:
+        raise ConfigurationError(f"num_beams={config.num_beams}: beam search is not speculative decoding; use model.generate")
+    for name, why in REFUSED_CONFIG.items():
+        value = getattr(config, name, None)
+        if name.startswith(("cache_", "compile_")) and value == getattr(model.generation_config, name, None):
+            continue
+        if value not in (None, False, getattr(defaults, name, None)) and not (name == "guidance_scale" and value == 1):
+            raise ConfigurationError(f"{name}={value!r} is not supported: {why}")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ConfigurationError(f"generation mode {mode.value!r} is not supported; use greedy decoding or sampling")
+    if config.use_cache is False and model.generation_config.use_cache is not False:  # as a model's own default it was not asked for
+        raise ConfigurationError("use_cache=False is not supported: Foredraft verifies drafts against its cache")
+    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+        raise ConfigurationError(f"past_key_values is not taken here: {REFUSED_ARGUMENTS['past_key_values']}")
+    odd = sorted(name for name, value in model_kwargs.items() if name not in EXPECTED_KWARGS and value is not None and value is not False)
+    if odd:
+        why = REFUSED_ARGUMENTS.get(odd[0], "it would have to reach every pass of the model")
+        raise ConfigurationError(f"{', '.join(odd)} is not taken here: {why}")
+
+
+def check_shape(input_ids: Any) -> None:
+    if input_ids is not None and (not isinstance(input_ids, Tensor) or input_ids.ndim != 2):
+        shape = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ConfigurationError(f"input_ids must be a tensor [B, L] of token ids, got {shape}; tokenize with return_tensors='pt'")
+    if input_ids is not None and 0 in input_ids.shape:
+        raise ConfigurationError("the prompt is empty; give at least one token, for instance the BOS token")
+
+
+def with_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """``arguments`` with stop strings turned into a criterion: transformers does not hand a tokenizer to custom decoding."""
+    given = arguments.get("generation_config")
+    sources = (arguments, vars(given) if given is not None else {}, vars(model.generation_config))
+    stop_strings = next((each["stop_strings"] for each in sources if each.get("stop_strings") is not None), None)
+    if stop_strings is None:
+        return arguments
+    if tokenizer is None:
+        raise ConfigurationError("stop_strings need the tokenizer: pass tokenizer=...")
+    if model.generation_config.stop_strings is not None:
+        raise ConfigurationError(
+            "the model's generation_config names stop_strings, which transformers can not hand to custom decoding; set "
+            "model.generation_config.stop_strings = None and pass stop_strings=..."
+        )
+    arguments = {name: value for name, value in arguments.items() if name != "stop_strings"}
+    if given is not None:
+        arguments["generation_config"] = copy.deepcopy(given)
+        arguments["generation_config"].stop_strings = None
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
+    arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), criterion])
+    return arguments
+
+
+def unpad(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Each row's ids without its padding, left or right.
+
+    Raises:
+        ConfigurationError: a row that is empty, or masked in its middle.
+    """
+    rows = input_ids.tolist()
+    if mask is None:
+        return rows
+    prompts = []
+    for index, (row, keep) in enumerate(zip(rows, mask.bool().tolist())):
+        if True not in keep:
+            raise ConfigurationError(f"row {index}: the prompt is empty; give at least one token, for instance the BOS token")
+        first, last = keep.index(True), len(keep) - keep[::-1].index(True)
+        if False in keep[first:last]:
+            raise ConfigurationError(
+                f"row {index}: attention_mask leaves a hole inside the prompt; only padding at either end is supported"
+            )
+        prompts.append(row[first:last])
+    return prompts
+
+
+def check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
+    """transformers always makes position ids; others than its own were asked for by the user."""
+    if position_ids is None:
+        return
+    usual = torch.arange(position_ids.shape[-1], device=position_ids.device)[None] if mask is None else (mask.long().cumsum(-1) - 1)
+    real = torch.ones_like(usual, dtype=torch.bool) if mask is None else mask.bool()
+    if not bool(((position_ids == usual) | ~real).all()):
+        raise ConfigurationError(f"position_ids is not taken here: {REFUSED_ARGUMENTS['position_ids']}")
+
+
+def split_criteria(criteria: StoppingCriteriaList) -> tuple[frozenset[int], list[Any]]:
+    """The ids that end a row, and the criteria that must be judged; lengths are counted by the session."""
+    eos: set[int] = set()
+    rest = []
+    for criterion in criteria:
+        name = type(criterion).__name__
+        if name == "EosTokenCriteria":
+            eos.update(criterion.eos_token_id.flatten().tolist())
+        elif name != "MaxLengthCriteria":
+            rest.append(criterion)
+    return frozenset(eos), rest

@@ -1,0 +1,71 @@
+"""What a session knows of one row: how it is to be continued, its state, and what a step added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from foredraft.logprobs import LogProbs
+from foredraft.processors import Pipeline
+from foredraft.stats import RowStats
+
+if TYPE_CHECKING:
+    from transformers import StoppingCriteria
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """How one row is to be continued.
+
+    Attributes:
+        max_new_tokens: stop after so many.
+        do_sample: sample, or take the most likely token.
+        pipeline: logits processors, rebased to this row.
+        seed: the pair that keys all of the row's randomness.
+        eos: token ids that end the row; the one met is kept.
+        criteria: further stopping criteria, judged after every committed token on ``[1, L]`` unpadded ids.
+        logprobs: record the log-probabilities of the row's tokens, and of so many of the likeliest at each place; None for none.
+    """
+
+    max_new_tokens: int
+    do_sample: bool = False
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    seed: tuple[int, int] = (0, 0)
+    eos: frozenset[int] = frozenset()
+    criteria: Sequence[StoppingCriteria] = ()
+    logprobs: int | None = None
+
+
+@dataclass(eq=False)
+class SessionRow:
+    """A row's state; drafters read it as :class:`foredraft.drafters.base.Row`."""
+
+    slot: int
+    ids: list[int]
+    prompt_length: int
+    parameters: RowParameters
+    capacity: int
+    stats: RowStats
+    key: int
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[LogProbs] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        return self.capacity - len(self.ids)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a step added to one row: ``tokens``, the first ``accepted`` of them drafted; ``finish_reason`` once it is over;
+    ``logprobs`` of the tokens where the row's parameters ask for them."""
+
+    slot: int
+    tokens: list[int]
+    accepted: int
+    finish_reason: str | None
+    logprobs: LogProbs | None = None

@@ -1,0 +1,108 @@
+"""From logits to distributions and choices, for the rows of one round.
+
+The target and a sampled draft go through the same code: ``p`` and ``q`` are both what is left *after* temperature, top-k,
+top-p and every other processor, each node with its own history. A greedy row's distribution is one-hot, so that one
+batch can hold greedy and sampled rows under any rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foredraft.histories import NodeHistories
+from foredraft.processors import Pipeline, Stopwatch, process
+from foredraft.sampling import Randomness
+from foredraft.transfers import to_device
+from foredraft.tree import TokenTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, eq=False)
+class Sampler:
+    """How R rows turn logits into distributions in one round.
+
+    Attributes:
+        pipelines: one per row.
+        sampled: per row, whether it samples; a row that does not takes the argmax.
+        lengths: committed tokens per row, the root included.
+        noise: the round's randomness; None if no row samples.
+        committed: gives ``[R, capacity]`` committed ids with room for drafts behind; called only if a pipeline reads them.
+        ends: per row the tokens that end it; empty for none. A processor of the user's own is not asked what follows them.
+        watch: adds up the seconds that the user's own processors take, for the draft as for the target.
+    """
+
+    pipelines: Sequence[Pipeline]
+    sampled: Sequence[bool]
+    lengths: Sequence[int]
+    noise: Randomness | None
+    committed: Callable[[], Tensor]
+    ends: Sequence[frozenset[int]] = ()
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """No row samples."""
+        return not any(self.sampled)
+
+    @cached_property
+    def plain(self) -> bool:
+        """No row has a processor."""
+        return all(pipeline.empty for pipeline in self.pipelines)
+
+    @cached_property
+    def needs_history(self) -> bool:
+        return any(pipeline.needs_history for pipeline in self.pipelines)
+
+    def scores(self, logits: Tensor, tree: TokenTree, first: int = 0) -> Tensor:
+        """``[R, N - first, V]`` float32 processed ``logits`` of that shape, at the nodes ``first``.. of ``tree``.
+
+        A drafter grows its tree level by level: the nodes before ``first`` are there as the history of the new ones. A processor
+        of the user's own is asked about every new node that is ``valid``, so a token that the processed distribution above it
+        rules out has to be filler.
+        """
+        if self.plain:
+            return widened(logits)
+        histories = NodeHistories(self.committed(), self.lengths, tree, first, self.ends) if self.needs_history else None
+        return process(self.pipelines, logits, histories, watch=self.watch)
+
+    def scores_below(self, logits: Tensor, tokens: Sequence[Tensor], limits: Sequence[int]) -> Tensor:
+        """``[R, V]`` float32 processed ``logits`` ``[R, V]`` after the root and the drafted ``tokens``, each ``[R]``.
+
+        A row whose chain is at most ``limits[r]`` long is over before some of them; a processor of the user's own is not asked there.
+        """
+        if not self.needs_history:
+            return widened(logits) if self.plain else process(self.pipelines, logits[:, None])[:, 0]
+        committed = self.committed()
+        root = committed.gather(1, to_device(self.lengths, committed.device)[:, None] - 1)[:, 0]
+        tree = TokenTree.from_chain(torch.stack([root, *tokens], 1)).within(limits)
+        return self.scores(logits[:, None], tree, len(tokens))[:, 0]
+
+    def distribution(self, scores: Tensor) -> Tensor:
+        """``scores`` ``[R, V]`` or ``[R, n, V]`` as probabilities; one-hot where the row is greedy."""
+        p = torch.softmax(scores, -1)
+        for row, sampled in enumerate(self.sampled):
+            if not sampled:
+                p[row] = torch.zeros_like(p[row]).scatter_(-1, scores[row].argmax(-1, keepdim=True), 1.0)
+        return p
+
+
+def widened(logits: Tensor) -> Tensor:
+    """As transformers, processors see float32; float64 stays, so that laws can be computed exactly."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
+    """``logits`` ``[..., V']`` cut or padded with -inf to ``vocab_size``: models of one family pad their vocabularies differently."""
+    if logits.shape[-1] == vocab_size:
+        return logits
+    if logits.shape[-1] > vocab_size:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))

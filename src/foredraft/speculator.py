@@ -1,0 +1,406 @@
+"""Speculator: a target, a drafter and a rule behind transformers' own ``generate`` interface.
+
+Both entry points, :meth:`Speculator.generate` and ``model.generate(custom_generate=foredraft.custom_generate(...))``, let
+transformers prepare the call: GenerationConfig and its defaults, logits processors, stopping criteria, padding. What
+arrives here is prepared alike; this module unpads it, row by row, and drives a :class:`~foredraft.session.Session`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from foredraft import drafters, verification
+from foredraft.drafters.base import Drafter
+from foredraft.drafters.none import NoDrafter
+from foredraft.errors import ConfigurationError, Interrupted
+from foredraft.loading import load_model
+from foredraft.logprobs import LogProbs
+from foredraft.planning import AUTO, FixedPlanner, Planner
+from foredraft.planning.largest import largest_shape
+from foredraft.preparation import Prepared, prepare, refuse_arguments
+from foredraft.quantization import check_quantization
+from foredraft.rows import Commit
+from foredraft.sampling import Seed
+from foredraft.session import Session
+from foredraft.shapes import StaticShape, TreeShape
+from foredraft.stats import Stats
+from foredraft.target import Target
+from foredraft.tree import Proposal
+from foredraft.verification import Rule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_SHAPE = AUTO
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What transformers returns for a decoder-only model, ``stats`` (:class:`foredraft.Stats`), and ``logprobs`` per row
+    (:class:`foredraft.LogProbs`) where asked for."""
+
+    stats: Stats | None = None
+    logprobs: tuple[LogProbs, ...] | None = None
+
+
+class Tokens(list[int]):
+    """Tokens that one row gained in one step, as :meth:`Speculator.stream` yields them.
+
+    Attributes:
+        row: index in the batch.
+        accepted: how many of them, from the first, were drafted and accepted.
+        finish_reason: eos, stop, length or context once the row is over, else None.
+        logprobs: their log-probabilities (:class:`foredraft.LogProbs`) if asked for, else None.
+    """
+
+    def __init__(self, commit: Commit):
+        super().__init__(commit.tokens)
+        self.row, self.accepted, self.finish_reason = commit.slot, commit.accepted, commit.finish_reason
+        self.logprobs = commit.logprobs
+
+
+class Speculator:
+    """Generates from an unmodified model in fewer passes, with the same output law.
+
+    Args:
+        model: a causal ``PreTrainedModel``, a path, a hub id, or ``"zoo:NAME"``.
+        drafter: a :class:`~foredraft.drafters.base.Drafter`, a registered name, or ``"NAME:SOURCE"``.
+        drafter_options: keyword arguments of the drafter, when it is given by name.
+        rule: ``"auto"``, a registered name, or a :class:`~foredraft.verification.Rule`.
+        shape: the largest tree drafted per round, a :class:`~foredraft.shapes.TreeShape` or a string such as ``"chain(5)"``,
+            ``"product(4,2,1)"`` or ``"dynamic(depth=5,k=4,total=16)"``. Unless given, ``"auto"``: chosen in every round by measured
+            costs and by what was accepted so far, nothing at all where drafting does not pay. The first call then measures the
+            machine, for two seconds at most, and keeps the result (see docs/planner.md). The text's law is the same; with another
+            rule than match, the same seed repeats the same text only with a given shape.
+        draft_length: γ, short for ``shape="chain(γ)"``.
+        lossless: False consents to a rule that changes the output law, such as ``typical``.
+        dtype, device: where and how to load a model that is given by name.
+        self_test: check at load that the model can roll back (a few passes over a handful of tokens).
+        reuse_prefix: keep the cache between calls for prompts that begin alike; costs the memory of the cache.
+        prefill_chunk: most prompt tokens of a row per pass.
+        execution: how forward passes are made on a CPU: ``eager``, as the model makes them; ``packed``, with weights laid out for
+            oneDNN; ``native``, by kernels compiled on this machine; or ``auto``: the fastest of them where the Speculator loaded
+            the model itself, so that the weights are held once, and else ``eager``. ``compiled``, on any device, compiles decoder
+            layers with torch.compile when the Speculator is built, which takes the better part of a minute. On a CUDA device
+            ``graphs`` replays passes from CUDA graphs, and ``auto`` does where a test at load allows it.
+        attention: how passes over drafts attend: ``"model"``, as the model was loaded; ``"flex"``, through FlexAttention, with a mask made
+            of ancestor bits and without repeated keys of grouped heads; or ``"auto"``: FlexAttention on CUDA, for shapes that it is
+            measured to be faster for behind a long context, and else as the model was loaded.
+        quantization: ``"int8"`` loads a model that is given by name with linear layers of eight bits per weight (torchao; see
+            docs/quantization.md). That model is then the target: the text has its law, not that of the checkpoint as it is.
+
+    Raises:
+        ConfigurationError: an unknown name or option, a path that is no model, a rule that is not exact for the drafter.
+        UnsupportedModelError: the model can not roll back; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        drafter: Drafter | str = "prompt-lookup",
+        *,
+        drafter_options: dict[str, Any] | None = None,
+        rule: Rule | str = "auto",
+        shape: TreeShape | str | None = None,
+        draft_length: int | None = None,
+        lossless: bool = True,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        self_test: bool = True,
+        reuse_prefix: bool = True,
+        prefill_chunk: int = 1024,
+        execution: str = "auto",
+        attention: str = "auto",
+        quantization: str | None = None,
+    ):
+        wanted = choose_shape(shape, draft_length)
+        if not isinstance(model, str) and (dtype is not None or device is not None):
+            raise ConfigurationError("dtype and device say how to load a model by name; a model that is given is used as it is")
+        check_quantization(quantization, model)
+        self.drafter = _drafter(drafter, drafter_options)
+        if wanted is None and self.drafter.name == NoDrafter.name:
+            wanted = TreeShape.chain(0)
+        self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)
+        self.model = load_model(model, dtype=dtype, device=device, quantization=quantization) if isinstance(model, str) else model
+        self.target = Target(
+            self.model,
+            test=self_test,
+            prefill_chunk=prefill_chunk,
+            reuse_prefix=reuse_prefix,
+            execution=execution,
+            owned=isinstance(model, str),
+            attention=attention,
+        )
+        self.drafter.bind(self.target)
+        self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
+        self.planner = self._plan(wanted, rule, lossless)
+        check_shape(self.shape, self.target, self.drafter)
+
+    @property
+    def shape(self) -> TreeShape:
+        """The largest tree that may be drafted in a round; it prints as "auto" where it is chosen anew in each."""
+        return self.planner.shape
+
+    def _plan(self, shape: TreeShape | None, rule: Rule | str, lossless: bool) -> Planner:
+        """Who chooses the shapes. Where all of them have to be chains, the rule is the one for chains."""
+        if shape is not None:
+            return FixedPlanner(shape)
+        session = Session(self.target, self.drafter, self.rule, proposal=self.proposal, shape=AUTO)
+        if session.shape.is_chain:
+            self.rule, self.proposal = choose_rule(rule, self.drafter, session.shape, lossless=lossless)
+        return session.planner
+
+    def generate(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> SpeculativeOutput:
+        """As ``model.generate``: the same arguments, the same defaults, the same padding of ``sequences``.
+
+        Args:
+            inputs: ``[B, L]`` prompt ids, or ``input_ids=`` with ``attention_mask=``, padded on either side.
+            seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator.
+            arguments: whatever ``model.generate`` takes; what Foredraft can not honour is refused by name. Besides,
+                ``output_logprobs=k`` records the log-probability of every new token and of the k likeliest at its place (k = 0:
+                its own alone), from the target's raw logits, before temperature and every other processor.
+
+        Returns:
+            ``sequences`` ``[B, L + new]``, ``stats``, and ``scores``, ``logits`` and ``logprobs`` where asked for. In scores
+            and logits, rows that are over hold 0 for the padding token and -inf elsewhere; logprobs are as long as each row.
+
+        Raises:
+            ConfigurationError: an argument that can not be honoured.
+            TargetOutputError: NaN or infinite logits, or no token left by the processors.
+            Interrupted: Ctrl-C; ``.output`` holds what was generated.
+        """
+        run = Run(self, prepare(self.target.model, inputs, seed=seed, **arguments))
+        return run.finish()
+
+    def stream(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> Stream:
+        """As :meth:`generate`, yielding the tokens of each row as they are committed.
+
+        The iterator can be abandoned at any point. Its ``stats`` attribute holds the statistics so far.
+        """
+        return Stream(Run(self, prepare(self.target.model, inputs, seed=seed, **arguments)))
+
+    def session(self, **options: Any) -> Session:
+        """A :class:`~foredraft.session.Session` of this configuration, for a server that adds and removes rows itself."""
+        return Session(self.target, self.drafter, self.rule, proposal=self.proposal, planner=self.planner, **options)
+
+    def release(self) -> None:
+        """Give the memory of the cache back; the next call allocates again."""
+        self.target.release()
+        self.target.owner = None
+        self.drafter.reset()
+
+    def close(self) -> None:
+        """Give all memory back and leave a model that was handed in as it was; the Speculator can not be used any more."""
+        self.release()
+        self.target.close()
+        self.drafter.close()
+
+
+class Run:
+    """One call: a session, its rows, and how they become an output."""
+
+    def __init__(self, speculator: Speculator, prepared: Prepared):
+        self.prepared = prepared
+        stats = Stats(
+            seed=prepared.seed,
+            drafter=speculator.drafter.name,
+            shape=str(speculator.shape),
+            rule=speculator.rule.name,
+            lossless=speculator.rule.lossless,
+        )
+        if not any(row.do_sample for row in prepared.parameters):
+            stats.rule, stats.lossless = "match", True
+        self.stats = stats
+        self.session = speculator.session(stats=stats, record=prepared.record)
+        for prompt, parameters in zip(prepared.prompts, prepared.parameters):
+            self.session.add(prompt, parameters)
+        self.rows = list(self.session.waiting)
+
+    def steps(self) -> Iterator[list[Commit]]:
+        """Step until every row is over; leaves target and drafter usable however it ends."""
+        streamer = self.prepared.streamer
+        try:
+            if streamer is not None:
+                streamer.put(self.prepared.input_ids.cpu())
+            while self.session.live:
+                commits = self.session.step()
+                if streamer is not None:
+                    for token in commits[0].tokens:
+                        streamer.put(torch.tensor([token]))
+                yield commits
+            if streamer is not None:
+                streamer.end()
+        finally:
+            if self.session.live:
+                self.session.close()
+            self.stats.clock()
+
+    def finish(self) -> SpeculativeOutput:
+        try:
+            with torch.inference_mode():
+                for _ in self.steps():
+                    pass
+        except KeyboardInterrupt:
+            raise Interrupted(self.output()) from None
+        return self.output()
+
+    def output(self) -> SpeculativeOutput:
+        """Prompts as given, padding included, and what every row has, padded to the longest."""
+        prompts, pad = self.prepared.input_ids, self.prepared.pad_token_id
+        new = [row.ids[row.prompt_length :] for row in self.rows]
+        width = max(map(len, new))
+        tail = [tokens + [pad] * (width - len(tokens)) for tokens in new]
+        sequences = torch.cat([prompts, torch.tensor(tail, dtype=torch.long, device=prompts.device).reshape(len(new), width)], 1)
+        vectors = {name: self._stacked(name, width) for name in self.prepared.record}
+        logprobs = tuple(LogProbs.joined(row.logprobs) for row in self.rows) if all(row.logprobs for row in self.rows) else None
+        return SpeculativeOutput(sequences=sequences, stats=self.stats, logprobs=logprobs, **vectors)
+
+    def _stacked(self, name: str, width: int) -> tuple[Tensor, ...]:
+        """Per step ``[B, V]``, as transformers has them."""
+        if width == 0:
+            return ()
+        vectors = [getattr(row, name) for row in self.rows]
+        like = next(each[0] for each in vectors if each)
+        over = torch.full_like(like, float("-inf"))
+        over[self.prepared.pad_token_id] = 0.0
+        return tuple(torch.stack([each[step] if step < len(each) else over for each in vectors]) for step in range(width))
+
+
+class Stream(Iterator[Tokens]):
+    """Iterator over :class:`Tokens`; ``stats`` holds what happened so far, ``close`` ends it early."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._tokens = (Tokens(commit) for commits in run.steps() for commit in commits)
+
+    @property
+    def stats(self) -> Stats:
+        return self._run.stats
+
+    def __next__(self) -> Tokens:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """End the generation; the Speculator is ready for the next call."""
+        self._tokens.close()
+        self._run.session.close()
+
+
+def custom_generate(
+    drafter: Drafter | str = "prompt-lookup", *, seed: Seed | Sequence[Seed] | None = None, streamer: Any = None, **options: Any
+) -> Callable[..., Any]:
+    """A function for ``model.generate(..., custom_generate=...)``: the same loop through transformers' own entry point.
+
+    ``streamer`` is bound here, because transformers does not pass it on to such a function; ``seed`` is bound here or given per
+    call, ``model.generate(..., seed=7)``; ``output_logprobs`` is given per call; ``options`` are those of :class:`Speculator`.
+    The Speculator is built at the first call and kept, with its model, in the function. Stop strings need a tokenizer, which
+    transformers does not pass on either: give a ``StopStringCriteria`` as ``stopping_criteria``.
+    """
+    speculator: Speculator | None = None
+
+    def decode(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        seed: Seed | Sequence[Seed] | None = seed,
+        output_logprobs: int | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        nonlocal speculator
+        refuse_arguments(model, generation_config, model_kwargs)
+        if output_logprobs is not None and not generation_config.return_dict_in_generate:
+            raise ConfigurationError("output_logprobs come with return_dict_in_generate=True; without it only the ids are returned")
+        if speculator is None or speculator.model is not model:
+            speculator = Speculator(model, drafter, **options)
+        given = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        prepared = Prepared.of(*given, seed=seed, streamer=streamer, output_logprobs=output_logprobs)
+        output = Run(speculator, prepared).finish()
+        return output if generation_config.return_dict_in_generate else output.sequences
+
+    return decode
+
+
+def choose_shape(shape: TreeShape | str | None, draft_length: int | None) -> TreeShape | None:
+    """The shape asked for, by ``shape`` or as a chain of ``draft_length`` tokens; None for one that is chosen in every round."""
+    if draft_length is None:
+        shape = DEFAULT_SHAPE if shape is None else shape
+        return None if shape == AUTO else TreeShape.parse(shape)
+    if shape is not None:
+        raise ConfigurationError(f"draft_length={draft_length!r} means shape='chain({draft_length})'; give one of draft_length and shape")
+    if isinstance(draft_length, bool) or not isinstance(draft_length, int) or draft_length < 0:
+        raise ConfigurationError(f"draft_length must be a whole number from 0 on, got {draft_length!r}")
+    return TreeShape.chain(draft_length)
+
+
+def choose_rule(rule: Rule | str, drafter: Drafter, shape: TreeShape | None, *, lossless: bool = True) -> tuple[Rule, Proposal]:
+    """The rule, and how the drafter is to choose its tokens so that the rule is exact; for any shape if None: for trees, if the drafter
+    makes any and the rule takes them, or else for chains.
+
+    Raises:
+        ConfigurationError: no way of proposing that the drafter has in this shape is exact under the rule, or the rule is lossy and
+            ``lossless`` was not given as False.
+    """
+    if shape is None and drafter.branches:
+        try:
+            return choose_rule(rule, drafter, largest_shape(branches=True), lossless=lossless)
+        except ConfigurationError:  # not for trees; what is wrong for chains too is said below
+            pass
+    shape = largest_shape(branches=False) if shape is None else shape
+    offered, chain = drafter.proposals_for(shape), drafter.makes_chains(shape)
+    pruned = not shape.static
+    if rule == "auto":
+        automatic = verification.automatic(offered[0], chain=chain)
+        if automatic.refusal(offered[0], chain=chain, pruned=pruned) is None:
+            return automatic, offered[0]
+        return verification.create("match"), offered[0]
+    chosen = verification.create(rule) if isinstance(rule, str) else rule
+    if not isinstance(chosen, Rule):
+        raise ConfigurationError(f"rule must be 'auto', one of {', '.join(verification.names())}, or a Rule; got {rule!r}")
+    if lossless and not chosen.lossless:
+        raise ConfigurationError(
+            f"rule {chosen.name!r} is lossy: it changes the distribution of the text; pass lossless=False to accept that"
+        )
+    for proposal in chosen.proposals:
+        if proposal in offered and chosen.refusal(proposal, chain=chain, pruned=pruned) is None:
+            return chosen, proposal
+    fitting = next((proposal for proposal in chosen.proposals if proposal in offered), offered[0])
+    raise ConfigurationError(
+        f"{chosen.refusal(fitting, chain=chain, pruned=pruned)}; drafter {drafter.name!r} makes {', '.join(offered)} "
+        f"proposals in shape {shape}. Use rule='auto'"
+    )
+
+
+def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
+    """Refuse a shape that the target or the drafter can not do.
+
+    Raises:
+        ConfigurationError: says which, why, and what would do.
+    """
+    refusal = drafter.refusal(shape)
+    if refusal:
+        raise ConfigurationError(refusal)
+    if target.chains_only and not drafter.makes_chains(shape):
+        raise ConfigurationError(f"the target can only verify chains: {target.chains_only}; use shape='chain({shape.depth})'")
+    if target.context is not None and shape.nodes >= target.context:
+        raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes and the model's context holds {target.context}; draft fewer")
+    siblings = 1 + max((max(level.ranks) for level in shape.levels), default=0) if isinstance(shape, StaticShape) else 1
+    if siblings > target.vocab_size:
+        raise ConfigurationError(f"shape {shape} wants {siblings} different siblings and the vocabulary holds {target.vocab_size} tokens")
+
+
+def _drafter(drafter: Drafter | str, options: dict[str, Any] | None) -> Drafter:
+    if isinstance(drafter, str):
+        return drafters.create(drafter, options)
+    if not isinstance(drafter, Drafter):
+        raise ConfigurationError(f"drafter must be a Drafter, a name or 'NAME:SOURCE', got {type(drafter).__name__}")
+    if options:
+        raise ConfigurationError("drafter_options go with a drafter given by name; set them on the instance instead")
+    return drafter

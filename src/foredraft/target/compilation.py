@@ -1,0 +1,220 @@
+"""Decoder layers compiled by torch, one graph for all of them and for every step.
+
+What changes from step to step, the length of the context, the number of nodes and of rows and which layer it is, must not be part of a
+graph, or each step would wait for a compiler. So it is layers that are compiled, not the model: a graph takes the layer's weights,
+its buffers of the cache, a mask and where to write as inputs, with dynamic sizes. A size of one is a size of its own to torch; single
+tokens and several, one row and several therefore have graphs of their own, all of them made when the target is built. Freezing,
+which makes weights constants of a graph, would take one graph per layer.
+
+``forward`` is overridden on single layers, and :meth:`Compilation.undo` takes that back. Layers of one kind differ in their
+``layer_idx`` only, a number that torch compiles in where it is used; inside a graph the cache does not look at it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from foredraft.target.cache import TreeCache, Window
+from foredraft.target.kernels import difference
+from foredraft.target.temperature import tuned_layers
+
+NODES = 64  # tokens per row of a compiled pass at most; beyond, arithmetic takes the time, and the model's own layers are as fast
+
+Passes = Callable[[], list[Tensor]]
+
+
+class Compilation:
+    """The compiled layers of one model.
+
+    Args:
+        model: :func:`refusal` has nothing against it.
+        passes: runs every kind of pass that is to be compiled through a :class:`TreeCache`, and returns the logits of each.
+
+    Attributes:
+        refused: why the model was left as it was; None if it was not.
+        graphs: how many kinds of passes were compiled so far.
+    """
+
+    def __init__(self, model: nn.Module, passes: Passes):
+        self.refused: str | None = None
+        expected = passes()
+        self._runs: dict[object, Callable[..., Any]] = {}
+        self.shared = Shared(masks=model.config._attn_implementation == "sdpa")  # type: ignore[union-attr]
+        self._layers = layers_of(model)
+        for layer in self._layers:
+            vars(layer)["forward"] = CompiledLayer(layer, self)
+        try:
+            found = passes()
+        except Exception as error:  # whatever torch's compiler and the compiler behind it raise: the message is handed on
+            self.refused = f"torch.compile failed: {first_line(error)}"
+        else:
+            worst = max((apart for pair in zip(found, expected) if (apart := difference(*pair)) is not None), default=None)
+            if worst is not None:
+                self.refused = f"compiled layers gave logits that differ by {worst:.1e} of their scale"
+            elif not self._runs:
+                self.refused = "its layers do not take the cache in a way that can be compiled"
+        if self.refused is not None:
+            self.undo()
+
+    @property
+    def graphs(self) -> int:
+        return len(self._runs)
+
+    def run(self, kind: object) -> Callable[..., Any]:
+        """The compiled function for passes of one kind. Each has code of its own: torch counts graphs per code object."""
+        if kind not in self._runs:
+            code = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__)
+            self._runs[kind] = torch.compile(code, dynamic=True, fullgraph=True)
+        return self._runs[kind]
+
+    def undo(self) -> None:
+        """Give every layer the ``forward`` of its class back."""
+        for layer in self._layers:
+            del layer.forward
+        self._layers, self._runs = [], {}
+
+
+class Shared:
+    """What all layers of a pass need alike, prepared by the first of them in a form that does not change from pass to pass.
+
+    Args:
+        masks: whether a mask of bools may stand in where the model gives none because a node sees everything.
+    """
+
+    def __init__(self, masks: bool):
+        self.masks = masks
+        self._slots: tuple[object, Tensor] = (None, torch.empty(0))
+        self._mask: tuple[object, Tensor] = (None, torch.empty(0))
+        self._positions: tuple[object, Tensor] = (None, torch.empty(0))
+
+    def slots(self, window: Window, device: torch.device) -> Tensor:
+        """``[R, N]``: where the keys of each node go."""
+        if window is not self._slots[0] or self._slots[1].device != device:
+            starts = torch.tensor(window.starts, device=device)
+            self._slots = window, starts[:, None] + torch.arange(window.nodes, device=device)
+        return self._slots[1]
+
+    def mask(self, given: Tensor | None, window: Window, device: torch.device) -> Tensor:
+        """``given`` ``[R or 1, 1, N, L]`` for all rows, in memory of one layout; None is a mask that hides nothing."""
+        key = window if given is None else given
+        if key is not self._mask[0] or self._mask[1].device != device:
+            if given is None:
+                made = torch.ones(window.rows, 1, window.nodes, window.width, dtype=torch.bool, device=device)
+            else:
+                made = given.expand(window.rows, -1, -1, -1).contiguous()
+            self._mask = key, made
+        return self._mask[1]
+
+    def positions(self, given: Tensor) -> Tensor:
+        """A copy: the original may be a part of a table that is made anew now and then, in another mode of torch."""
+        if given is not self._positions[0]:
+            self._positions = given, given.clone(memory_format=torch.contiguous_format)
+        return self._positions[1]
+
+
+class CompiledLayer:
+    """``forward`` of one decoder layer."""
+
+    def __init__(self, layer: nn.Module, owner: Compilation):
+        self.layer, self.owner = layer, owner
+        self.names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        self.index = next(index for each in layer.modules() if isinstance(index := vars(each).get("layer_idx"), int))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self.names, args)), **kwargs}
+        name = next((name for name, value in given.items() if isinstance(value, TreeCache)), None)
+        ready = None if name is None or torch.is_grad_enabled() else self._ready(given[name])
+        x, mask, shared = given.get(self.names[0]), given.get("attention_mask"), self.owner.shared
+        if ready is None or not isinstance(x, Tensor) or not compilable(x, mask, shared.masks):
+            return type(self.layer).forward(self.layer, *args, **kwargs)
+        window, keys, values = ready
+        rest = {key: value for key, value in given.items() if key not in (name, "attention_mask")}
+        if isinstance(rest.get("position_ids"), Tensor):
+            rest["position_ids"] = shared.positions(rest["position_ids"])
+        run = self.owner.run((window.rows == 1, window.nodes == 1))
+        return run(self.layer, name, rest, keys, values, shared.slots(window, x.device), shared.mask(mask, window, x.device))
+
+    def _ready(self, cache: TreeCache) -> tuple[Window, Tensor, Tensor] | None:
+        """This layer's keys and values ``[R, heads, capacity, size]`` for the rows of the pass; None where they have to be allocated
+        or enlarged first, which a pass of the model's own does."""
+        window = cache.window
+        if window is None or self.index >= len(cache.layers):
+            return None
+        keys, values = cache.layers[self.index].keys, cache.layers[self.index].values
+        if keys.shape[0] < cache.row_capacity or keys.shape[2] < cache.capacity:
+            return None
+        return window, keys[window.first : window.last], values[window.first : window.last]
+
+
+class Buffers:
+    """The cache inside a graph: one layer's buffers."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, width: int):
+        self.keys, self.values, self.slots, self.width = keys, values, slots, width
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As :meth:`TreeCache.update`."""
+        rows = torch.arange(self.slots.shape[0], device=self.slots.device)[:, None]
+        self.keys[rows, :, self.slots] = keys.transpose(1, 2)
+        self.values[rows, :, self.slots] = values.transpose(1, 2)
+        return self.keys[:, :, : self.width], self.values[:, :, : self.width]
+
+
+def step(layer: nn.Module, cache: str, rest: dict[str, Any], keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor) -> Any:
+    """One layer over ``rest``, the arguments other than the cache and the mask. This is what is compiled."""
+    held = Buffers(keys, values, slots, mask.shape[-1])
+    return type(layer).forward(layer, **rest, **{cache: held, "attention_mask": mask})
+
+
+def compilable(x: Tensor, mask: Any, masks: bool) -> bool:
+    """Whether a pass over ``x`` ``[R, N, H]`` is one of those that are compiled; ``masks``: a missing one can be made up."""
+    if x.ndim != 3 or x.shape[1] > NODES:
+        return False
+    if mask is None:
+        return masks and x.shape[1] == 1
+    return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """What transformers calls decoder layers: those that gradient checkpointing knows, and that attend."""
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in found if any(isinstance(vars(each).get("layer_idx"), int) for each in layer.modules())]
+
+
+def refusal(model: nn.Module, chains_only: str | None) -> str | None:
+    """Why the layers of ``model`` can not be compiled, or None."""
+    if chains_only is not None:
+        return f"it keeps a cache of its own ({chains_only})"
+    if tuned_layers(model):  # type: ignore[arg-type]
+        return "its attention temperature is set anew in every pass"
+    layers = layers_of(model)
+    if not layers:
+        return f"{type(model).__name__} has no decoder layers that are known as such"
+    if any("forward" in vars(module) for layer in layers for module in layer.modules()):
+        return "its layers have overrides of their own already (a device map, or another Speculator)"
+    device = next(model.parameters()).device.type
+    if device == "cpu":
+        return _no_compiler()
+    return None
+
+
+def _no_compiler() -> str | None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError) as error:
+        return f"torch.compile needs a C++ compiler, and {first_line(error)}"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,238 @@
+"""Hidden states of the target, caught while it runs, for drafters that read them.
+
+They are numbered as ``transformers`` numbers them in ``output_hidden_states``: 0 are the embeddings, i what comes out of decoder layer i,
+and :data:`LAST` is what the LM head reads, behind the final norm (the number of the last layer says the same, as it does there).
+
+Where in a model a hidden state comes by is found once, by a pass over a few tokens: a module whose output, or whose input, is the very
+tensor that transformers returns under that number. From then on a hook on that module keeps it, for the length of a pass and no longer.
+Models that are one call of a kernel (``kernel_pass.py``) write them out themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.errors import ConfigurationError, UnsupportedModelError
+from foredraft.target.support import describe
+from foredraft.transfers import to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LAST = -1
+INSTALLED = "_output_capturing_hooks_installed"  # transformers' mark on models whose layers it watches
+CAPTURING = "transformers.utils.output_capturing"  # where its hooks come from
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where a hidden state comes by: what ``module`` returns (``after``) or is called with, in its call number ``call`` of a pass."""
+
+    module: nn.Module
+    after: bool
+    call: int
+    width: int
+
+
+class Features:
+    """The hidden states that passes hand out.
+
+    Args:
+        numbers: which, in the order in which they are concatenated.
+        whole: at every token of a prompt, not at its last one only.
+        taps: where they come by.
+        device, dtype: of what is handed out.
+    """
+
+    def __init__(self, numbers: Sequence[int], *, whole: bool, taps: Sequence[Tap], device: torch.device, dtype: torch.dtype):
+        self.numbers, self.whole, self.taps = tuple(numbers), whole, tuple(taps)
+        self.device, self.dtype = device, dtype
+        self.width = sum(tap.width for tap in taps)
+
+    @contextmanager
+    def catching(self) -> Iterator[Caught]:
+        """Inside, one pass of the model leaves its hidden states in what this gives."""
+        caught = Caught(self)
+        handles = [
+            tap.module.register_forward_hook(caught.keep_output)
+            if tap.after
+            else tap.module.register_forward_pre_hook(caught.keep_input, with_kwargs=True)
+            for tap in {(tap.module, tap.after): tap for tap in self.taps}.values()
+        ]
+        try:
+            yield caught
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class Caught:
+    """The hidden states of one pass, as the hooks saw them."""
+
+    def __init__(self, features: Features):
+        self.features = features
+        self._seen: dict[tuple[nn.Module, bool], list[Tensor]] = {}
+
+    def keep_output(self, module: nn.Module, given: Any, output: Any) -> None:
+        self._seen.setdefault((module, True), []).append(first_tensor(output))
+
+    def keep_input(self, module: nn.Module, given: Any, named: Any) -> None:
+        self._seen.setdefault((module, False), []).append(first_tensor(given, named))
+
+    def hidden(self, keep: Sequence[int] | None = None) -> Tensor:
+        """``[R, N, F * d]``; of node ``keep[r]`` of each row alone, ``[R, 1, F * d]``."""
+        features = self.features
+        states = [self._seen[tap.module, tap.after][tap.call] for tap in features.taps]
+        if keep is not None:
+            states = [picked(state, keep) for state in states]
+        states = [state.to(device=features.device, dtype=features.dtype) for state in states]
+        return torch.cat(states, -1) if len(states) > 1 else states[0]
+
+
+class PromptStates:
+    """The hidden states of prompts that are read in chunks."""
+
+    def __init__(self, rows: int, *, whole: bool):
+        self.whole = whole
+        self._chunks: list[list[Tensor]] = [[] for _ in range(rows)]
+
+    def add(self, hidden: Tensor, counts: Sequence[int]) -> None:
+        """Of one chunk: ``hidden`` ``[R, N, F * d]`` the first ``counts[r]`` of them real, or ``[R, 1, F * d]`` at the last one."""
+        for chunks, line, count in zip(self._chunks, hidden, counts):
+            if not self.whole:
+                chunks.clear()
+            chunks.append(line[:count])
+
+    def rows(self) -> list[Tensor]:
+        """Per row ``[L, F * d]``, or ``[1, F * d]``."""
+        return [chunks[0] if len(chunks) == 1 else torch.cat(chunks) for chunks in self._chunks]
+
+
+def picked(states: Tensor, keep: Sequence[int]) -> Tensor:
+    """``[R, 1, d]`` of ``states`` ``[R, N, d]`` at node ``keep[r]``."""
+    if all(node == keep[0] for node in keep):
+        return states[:, keep[0] : keep[0] + 1]
+    rows = torch.arange(len(keep), device=states.device)
+    return states[rows, to_device(list(keep), states.device)][:, None]
+
+
+def first_tensor(given: Any, named: Any = None) -> Any:
+    """What a module was called with, or returned, first: decoder layers and decoders put the hidden states there."""
+    if isinstance(given, Tensor):
+        return given
+    if named and not given:
+        return named.get("hidden_states")
+    try:
+        return given[0]
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+# -- where they are found ---------------------------------------------------------------------------------------------------
+
+
+def features_of(
+    model: PreTrainedModel, numbers: Sequence[int], taps: Sequence[Tap | None], *, whole: bool, device: torch.device
+) -> Features:
+    """The hidden states ``numbers``, by what :func:`taps_of` found.
+
+    Raises:
+        ConfigurationError: a number that the model has no hidden state for.
+        UnsupportedModelError: a hidden state that can not be caught, or is no vector of the model's hidden size per token.
+    """
+    last = len(taps) - 1
+    if wrong := [number for number in numbers if not LAST <= number <= last]:
+        raise ConfigurationError(
+            f"{describe(model)} has hidden states 0 to {last}, and {LAST} for the last one; {wrong[0]} is none of them"
+        )
+    plain = [LAST if number == last else number for number in numbers]
+    size, found = model.config.get_text_config().hidden_size, []
+    for number in plain:
+        tap = taps[number]
+        if tap is None or tap.width != size:
+            what = "does not come by any module of it" if tap is None else f"has {tap.width} numbers per token, not {size}"
+            raise UnsupportedModelError(
+                f"hidden state {number} of {describe(model)} can not be handed to a drafter: it {what}; use a drafter that reads none"
+            )
+        found.append(tap)
+    return Features(plain, whole=whole, taps=found, device=device, dtype=model.dtype)
+
+
+@torch.inference_mode()
+def taps_of(model: PreTrainedModel, ids: Tensor) -> list[Tap | None]:
+    """Where each hidden state of ``model`` comes by in a pass over ``ids`` ``[1, n]``; None for one that does so nowhere.
+
+    Raises:
+        UnsupportedModelError: the model returns no hidden states.
+    """
+    names = {module: name for name, module in model.named_modules() if name}
+    seen: list[tuple[Tensor, nn.Module, bool, int]] = []
+    calls: Counter[tuple[nn.Module, bool]] = Counter()
+
+    def note(tensor: Any, module: nn.Module, after: bool) -> None:
+        if isinstance(tensor, Tensor) and tensor.shape[:2] == ids.shape and tensor.ndim == 3:
+            seen.append((tensor, module, after, calls[module, after]))
+        calls[module, after] += 1
+
+    handles = []
+    for module in names:
+        handles.append(module.register_forward_hook(lambda module, given, output: note(first_tensor(output), module, True)))
+        handles.append(
+            module.register_forward_pre_hook(lambda module, given, named: note(first_tensor(given, named), module, False), with_kwargs=True)
+        )
+    try:
+        with unwatched(model):
+            output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, output_hidden_states=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    states = getattr(output, "hidden_states", None)
+    if not states:
+        raise UnsupportedModelError(f"{describe(model)} returns no hidden states, which the drafter reads; use a drafter that reads none")
+
+    last = [tensor for tensor, module, after, _ in seen if module is model.base_model and after]
+    if states[-1].ndim != 3 and last:  # streams of a model that joins them behind its last layer
+        states = (*states[:-1], last[-1])
+
+    def outermost(state: Tensor) -> Tap | None:
+        """Inner modules may not be called where a layer is one of a kernel's, or compiled."""
+        found = [(names[module].count("."), not after, module, call) for tensor, module, after, call in seen if tensor is state]
+        if not found:
+            return None
+        _, before, module, call = min(found, key=lambda each: each[:2])
+        return Tap(module, not before, call, state.shape[-1])
+
+    return [outermost(state) for state in states]
+
+
+def stop_watching(model: PreTrainedModel) -> None:
+    """Remove the hooks that transformers left on the layers of ``model`` when it was asked for hidden states: they stay for good, do
+    nothing by themselves, and would keep passes off the kernels and recordings, which call no hooks. It hooks the layers again when it
+    is asked again."""
+    if not any(INSTALLED in vars(each) for each in (model, model.base_model)):
+        return
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if getattr(hook, "__module__", None) == CAPTURING]:
+            del module._forward_hooks[key]
+        vars(module).pop(INSTALLED, None)
+
+
+@contextmanager
+def unwatched(model: nn.Module) -> Iterator[None]:
+    """transformers hooks the layers of a model that is asked for hidden states, for good; afterwards these hooks are gone again."""
+    before = {module: (set(module._forward_hooks), INSTALLED in vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, (hooks, marked) in before.items():
+            for key in set(module._forward_hooks) - hooks:
+                del module._forward_hooks[key]
+            if not marked:
+                vars(module).pop(INSTALLED, None)

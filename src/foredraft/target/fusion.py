@@ -1,0 +1,199 @@
+"""Decoder layers of the llama family in a third of the calls.
+
+A layer of such a model is some sixty small operations around four large products. Right after a product of a few megabytes the
+processor's caches hold nothing of ours, so that each small one costs microseconds, whatever it computes; over all layers they
+take as long as a third of the products. Here a layer is the four products and some twenty operations in between, in the same
+order of rounding as the class has them; and where all of them are in the layout of the kernels in ``native``, one call.
+
+``forward`` is overridden on single layers, and :meth:`Fusion.undo` takes that back. Layers stay modules that are called with
+what the model gives them, so masks, caches and hooks work as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
+
+from foredraft.target.cache import TreeCache
+from foredraft.target.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, NativePass, fits
+from foredraft.target.packing import PLAIN, Packing, Product
+
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+
+
+class Fusion:
+    """The fused layers of a model whose products are packed.
+
+    Args:
+        model: layers of other families, and those whose products are not all packed, stay as they are.
+
+    Attributes:
+        layers: those that are fused; ``native`` of them are one call of a kernel.
+        unfused: why not every decoder layer is one call of a kernel; None if all are.
+    """
+
+    def __init__(self, model: nn.Module, packing: Packing):
+        shared = Shared()
+        self.layers: list[nn.Module] = []
+        self.native = 0
+        self._whole: list[nn.Module] = []
+        attention = model.config._attn_implementation  # type: ignore[union-attr]
+        self.unfused: str | None = f"its attention is {attention!r}, and fused layers attend as 'sdpa' does"
+        if attention != "sdpa":
+            return
+        known = [layer for layer in model.modules() if is_known(layer)]
+        for layer in known:
+            fused = FusedLayer.of(layer, packing, shared)
+            if fused is not None:
+                vars(layer)["forward"] = fused
+                self.layers.append(layer)
+                self.native += fused.kernel is not None
+        self.unfused = None
+        if not known:
+            self.unfused = f"its decoder layers are none of {', '.join(LAYERS)}"
+        elif len(self.layers) < len(known):
+            self.unfused = f"not all products are packed in {len(known) - len(self.layers)} of its {len(known)} decoder layers"
+        elif self.native < len(known):
+            self.unfused = (
+                f"{len(known) - self.native} of its {len(known)} decoder layers have sizes or layouts that the kernel does not take"
+            )
+        for base in model.modules():
+            whole = NativeModel.of(base)
+            if whole is not None:
+                vars(base)["forward"] = whole
+                self._whole.append(base)
+
+    def undo(self) -> None:
+        """Give every layer the ``forward`` of its class back."""
+        for module in (*self.layers, *self._whole):
+            del module.forward
+        self.layers, self._whole, self.native = [], [], 0
+
+
+class Shared:
+    """What all layers of a pass need alike, prepared by the first of them that asks."""
+
+    def __init__(self) -> None:
+        self._rotation: tuple[object, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
+        self._masks: list[tuple[object, Tensor]] = []
+        self.native = NativePass()
+
+    def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[B, N, 1, D]``, the first half of sin negated, so that :func:`rotated` need not negate."""
+        if given is not self._rotation[0]:
+            cos, sin = given
+            first, second = sin.chunk(2, -1)
+            self._rotation = given, cos.unsqueeze(2), torch.cat((-first, second), -1).unsqueeze(2)
+        return self._rotation[1:]
+
+    def mask(self, given: Tensor, group: int) -> Tensor:
+        """``[B, 1, group * N, L]``: the rows of ``given`` ``[B, 1, N, L]`` for each query head of a group. A model has few masks."""
+        for known, repeated in self._masks:
+            if known is given:
+                return repeated
+        rows, one, nodes, width = given.shape
+        repeated = given[:, :, None].expand(rows, one, group, nodes, width).reshape(rows, one, group * nodes, width)
+        self._masks = [(given, repeated), *self._masks[:1]]
+        return repeated
+
+
+class FusedLayer:
+    """``forward`` of one decoder layer."""
+
+    def __init__(self, layer: Any, products: tuple[Product, Product, Product, Product], shared: Shared):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer, self.shared = layer, shared
+        self.qkv, self.output, self.gate_up, self.down = products
+        self.index, self.size, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
+        self.queries, self.pairs = (sum(self.qkv.sizes[:count]) // self.size for count in (1, 2))  # heads of q, of q and k
+        self.group = self.queries // (self.pairs - self.queries)
+        self.activation = nn.functional.silu if type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") else mlp.act_fn
+        self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.kernel = NativeLayer.of(self)
+
+    @staticmethod
+    def of(layer: Any, packing: Packing, shared: Shared) -> FusedLayer | None:
+        """The fused form of ``layer``, one of :data:`LAYERS`, or None if it has none."""
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = packing.product(attention.q_proj, attention.k_proj, attention.v_proj)
+        output = packing.product(attention.o_proj) or alone(attention.o_proj)
+        gate_up = packing.product(mlp.gate_proj, mlp.up_proj)
+        down = packing.product(mlp.down_proj) or alone(mlp.down_proj)
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        return FusedLayer(layer, (qkv, output, gate_up, down), shared)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        if position_embeddings is None or not others.keys() <= PLAIN_ARGUMENTS or torch.is_grad_enabled():
+            whole = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_embeddings": position_embeddings}
+            original: Tensor = type(self.layer).forward(self.layer, hidden_states, **whole, **others)
+            return original
+        if self.kernel is not None and isinstance(past_key_values, TreeCache) and fits(attention_mask):
+            return self.kernel(hidden_states, attention_mask, past_key_values, position_embeddings)
+        x, size, queries = hidden_states, self.size, self.queries
+        rows, nodes, _ = x.shape
+        cos, sin = self.shared.rotation(position_embeddings)
+        heads = self.qkv(normed(self.before, x)).view(rows, nodes, -1, size)  # of q, k and v
+        both = heads[:, :, : self.pairs]
+        if self.q_norm is not None:
+            both = torch.cat((normed(self.q_norm, both[:, :, :queries]), normed(self.k_norm, both[:, :, queries:])), 2)
+        both = rotated(both, cos, sin)
+        key, value = both[:, :, queries:].transpose(1, 2), heads[:, :, self.pairs :].transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.index)
+        x = x + self.output(self._attended(both[:, :, :queries], key, value, attention_mask))
+        gate, up = torch.split(self.gate_up(normed(self.after, x)), self.gate_up.sizes, -1)
+        return x + self.down(self.activation(gate) * up)
+
+    def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """``[B, N, heads * D]`` for ``query`` ``[B, N, heads, D]``.
+
+        torch's kernel takes queries of one head together, and is slow for a single one in bfloat16. Query heads that read the same
+        keys are therefore laid side by side as if they were more queries, and a lone one is asked twice.
+        """
+        rows, nodes, heads, size = query.shape
+        group, attend = self.group, scaled_dot_product_attention
+        if mask is None and nodes > 1:
+            attended = attend(query.transpose(1, 2), key, value, is_causal=True, scale=self.scaling, enable_gqa=group > 1)
+        elif group > 1 and (mask is None or mask.shape[1] == 1):
+            wide = query.view(rows, nodes, -1, group, size).permute(0, 2, 3, 1, 4).reshape(rows, -1, group * nodes, size)
+            wide_mask = None if mask is None else self.shared.mask(mask, group)
+            attended = attend(wide, key, value, attn_mask=wide_mask, scale=self.scaling)
+            return attended.view(rows, -1, group, nodes, size).permute(0, 3, 1, 2, 4).reshape(rows, nodes, heads * size)
+        elif nodes == 1 and query.dtype == torch.bfloat16:
+            twice = query.expand(rows, 2, heads, size).transpose(1, 2)
+            attended = attend(twice, key, value, attn_mask=mask, scale=self.scaling, enable_gqa=group > 1)[:, :, :1]
+        else:
+            attended = attend(query.transpose(1, 2), key, value, attn_mask=mask, scale=self.scaling, enable_gqa=group > 1)
+        return attended.transpose(1, 2).reshape(rows, nodes, heads * size)
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether ``layer`` is one of :data:`LAYERS` as transformers has them."""
+    return type(layer).__name__ in LAYERS and type(layer).__module__.startswith("transformers.models.")
+
+
+def alone(layer: Any) -> Product | None:
+    """A linear layer that was not worth packing, as a product of its own weight."""
+    return Product([layer], PLAIN) if type(layer) is nn.Linear and not layer.weight.is_meta else None
+
+
+def normed(norm: Any, x: Tensor) -> Tensor:
+    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x`` ``[B, N, heads, D]`` turned by its position."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((second, first), -1) * sin

@@ -1,0 +1,356 @@
+"""Passes by the kernels in ``native``: single decoder layers, whole decoders, and whole language models.
+
+A pass is a list of tokens, row after row; rows may have different numbers of them, so that nothing is computed for filler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from foredraft.target import native
+from foredraft.target.cache import TreeCache, Window
+from foredraft.target.packing import NATIVE
+
+if TYPE_CHECKING:
+    from foredraft.target.features import Features
+    from foredraft.target.fusion import FusedLayer
+
+MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+HEADS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+BY_POSITION = ("default", "linear", "llama3", "yarn")
+COUNTED = 32768  # slots that are not counted anew
+PLAIN_ARGUMENTS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
+
+
+class Places:
+    """Where the tokens of a pass belong, row after row: ``begins`` ``[rows + 1]`` the first one of each row, ``rows`` and ``slots``
+    ``[tokens]`` the row of each and where its keys go, all int32; ``nodes`` of a row at most."""
+
+    def __init__(self, window: Window, *, ragged: bool):
+        counts = list(window.counts) if ragged and window.counts is not None else [window.nodes] * window.rows
+        self.nodes, self.count = max(counts), sum(counts)
+        if window.rows == 1 and window.width <= COUNTED:  # the common case, without a tensor that is made anew
+            self.begins, self.rows = alone(self.count)
+            self.positions, self.slots = (each.narrow(0, window.starts[0], self.count) for each in counting())
+            return
+        each = torch.tensor(counts)
+        begins = torch.zeros(len(counts) + 1, dtype=torch.long)
+        torch.cumsum(each, 0, out=begins[1:])
+        rows = torch.repeat_interleave(torch.arange(len(counts)), each)
+        slots = torch.arange(self.count) + (torch.tensor(window.starts) - begins[:-1])[rows]
+        self.positions = slots  # of a chain
+        self.begins, self.rows, self.slots = begins.int(), rows.int(), slots.int()
+
+
+@lru_cache(maxsize=256)
+def alone(count: int) -> tuple[Tensor, Tensor]:
+    """``begins`` and ``rows`` of a single row of so many tokens."""
+    with torch.inference_mode(False):
+        return torch.tensor([0, count], dtype=torch.int32), torch.zeros(count, dtype=torch.int32)
+
+
+@lru_cache(maxsize=1)
+def counting() -> tuple[Tensor, Tensor]:
+    """The slots from 0 on, int64 and int32."""
+    with torch.inference_mode(False):
+        return torch.arange(COUNTED), torch.arange(COUNTED, dtype=torch.int32)
+
+
+class NativePass:
+    """What the kernels need to know about a pass, filled in by its first layer."""
+
+    def __init__(self) -> None:
+        self.about = native.Pass()
+        self._given: tuple[object, object] = (None, None)
+        self._held: list[Tensor] = []  # what the pointers point to
+        self._scratch: dict[tuple[int, int], list[Tensor]] = {}
+
+    def of(self, layer: NativeLayer, x: Tensor, window: Window, angles: tuple[Tensor, Tensor], places: Places | None = None) -> native.Pass:
+        """For ``x`` ``[rows, nodes, hidden]`` with ``angles`` ``[rows or 1, nodes, D]``, or ``[1, tokens, hidden]`` and
+        ``[1, tokens, D]`` in ``places``."""
+        about = self.about
+        if angles is self._given[0] and window is self._given[1]:
+            return about
+        own = places is not None or angles[0].shape[0] > 1
+        places = places or Places(window, ragged=False)
+        cos, sin = (each.contiguous() for each in angles)
+        about.threads, about.rows, about.width = torch.get_num_threads(), window.rows, window.width
+        about.tokens, about.nodes, about.own_angles = places.count, places.nodes, int(own)
+        scratch = self.room(layer.about, x, places.count, int(about.threads))
+        held = [cos, sin, places.begins, places.rows, places.slots, *scratch]
+        for name, tensor in zip(native.POINTERS, held, strict=True):
+            setattr(about, name, tensor.data_ptr())
+        self._held, self._given = held, (angles, window)
+        return about
+
+    def room(self, about: native.Layer, x: Tensor, tokens: int, threads: int) -> list[Tensor]:
+        """Scratch for so many tokens, kept for the next pass of that size."""
+        key = tokens, threads
+        if key not in self._scratch:
+            if len(self._scratch) >= 16:
+                self._scratch.clear()
+            sizes = (about.hidden, (about.heads + 2 * about.key_heads) * about.size, about.heads * about.size, 2 * about.inner, about.inner)
+            made = [x.new_empty(tokens, size) for size in sizes]
+            self._scratch[key] = [*made, torch.empty(threads * native.scratch(int(about.size)))]
+        return self._scratch[key]
+
+
+class NativeLayer:
+    """A decoder layer in one call of a kernel."""
+
+    def __init__(self, layer: FusedLayer):
+        self.shared, self.index, self.library = layer.shared, layer.index, native.library(layer.qkv.dtype, layer.qkv.int8)
+        products = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
+        norms = {"before": layer.before, "after": layer.after, "query_norm": layer.q_norm, "key_norm": layer.k_norm}
+        self._held = [layer, *products.values()]  # the pointers below point into them
+        self.about = native.Layer(
+            hidden=layer.qkv.inputs,
+            inner=layer.down.inputs,
+            heads=layer.queries,
+            key_heads=layer.pairs - layer.queries,
+            size=layer.size,
+            eps=layer.before.variance_epsilon,
+            head_eps=0.0 if layer.q_norm is None else layer.q_norm.variance_epsilon,
+            scaling=layer.scaling,
+            **{name: product.matrix for name, product in products.items()},
+            **{name: None if norm is None else norm.weight.data_ptr() for name, norm in norms.items()},
+        )
+
+    @staticmethod
+    def of(layer: FusedLayer) -> NativeLayer | None:
+        """The kernel for ``layer``, or None if its sizes or layouts are not those that the kernel is made for."""
+        products = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        whole = [layer.qkv.outputs, layer.output.outputs, layer.gate_up.outputs, layer.down.outputs]
+        if any(product.hint != NATIVE for product in products) or any(size % 64 for size in whole) or layer.down.inputs % 32:
+            return None
+        if len({(product.dtype, product.int8) for product in products}) > 1:
+            return None
+        norms = [each for each in (layer.before, layer.after, layer.q_norm, layer.k_norm) if each is not None]
+        if layer.size % 32 or layer.activation is not nn.functional.silu or any(each.weight.dtype != layer.qkv.dtype for each in norms):
+            return None
+        return NativeLayer(layer)
+
+    def __call__(self, x: Tensor, mask: Tensor | None, cache: TreeCache, angles: tuple[Tensor, Tensor]) -> Tensor:
+        keys, values = cache.buffers(self.index, x, int(self.about.key_heads), int(self.about.size))
+        assert cache.window is not None
+        about = self.shared.native.of(self, x, cache.window, angles)
+        about.row_stride, about.head_stride = keys.stride(0), keys.stride(1)
+        if mask is not None:
+            about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
+        out = x.clone(memory_format=torch.contiguous_format)
+        self.library.layer(self.about, about, None if mask is None else mask.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
+        return out
+
+
+class NativeModel:
+    """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them."""
+
+    def __init__(self, base: Any, kernels: list[NativeLayer]):
+        self.base, self.kernels, self.shared = base, kernels, kernels[0].shared
+        self.run = kernels[0].library.model
+        self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
+        self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
+        self._buffers: tuple[object, Any, Any] = (None, None, None)
+
+    @staticmethod
+    def of(base: Any) -> NativeModel | None:
+        """The kernel for ``base``, or None if it is no such model."""
+        if type(base).__name__ not in MODELS or not type(base).__module__.startswith("transformers.models."):
+            return None
+        config = base.config
+        layers = list(base.layers)[: config.num_hidden_layers]
+        found = [getattr(vars(layer).get("forward"), "kernel", None) for layer in layers]
+        kernels = [kernel for kernel in found if kernel is not None]
+        windows = set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"} or (
+            getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
+        )
+        if windows or not layers or len(kernels) < len(layers) or len({id(kernel.library) for kernel in kernels}) > 1:
+            return None
+        if type(base.embed_tokens) is not nn.Embedding or base.norm.weight.dtype != base.embed_tokens.weight.dtype:
+            return None
+        return NativeModel(base, kernels)
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> Any:
+        if not self._serves(input_ids, attention_mask, position_ids, past_key_values, others):
+            given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
+            return type(self.base).forward(self.base, input_ids, **given, **others)
+        assert input_ids is not None and position_ids is not None
+        x = self.base.embed_tokens(input_ids)
+        if self.base.embed_tokens._forward_hooks:  # they may keep what is overwritten here
+            x = x.clone()
+        out = self.run_over(x, position_ids, attention_mask, past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values)
+
+    def run_over(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: TreeCache,
+        places: Places | None = None,
+        states: native.States | None = None,
+    ) -> Tensor:
+        """The last hidden states for embeddings ``x``, which are overwritten; shapes as :meth:`NativePass.of` has them. ``states`` says
+        what else to write where."""
+        window, norm = cache.window, self.base.norm
+        assert window is not None
+        keys, values, row_stride, head_stride = self.held(cache, x)
+        about = self.shared.native.of(self.kernels[0], x, window, self._angles(x, positions, window.width), places)
+        about.row_stride, about.head_stride = row_stride, head_stride
+        if mask is not None:
+            about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
+        out, offset = torch.empty_like(x), window.first * row_stride
+        where = norm.weight.data_ptr(), norm.variance_epsilon, out.data_ptr()
+        seen = None if mask is None else mask.data_ptr()
+        self.run(self.abouts, len(self.kernels), about, seen, x.data_ptr(), keys, values, offset, *where, states)
+        return out
+
+    @property
+    def watched(self) -> bool:
+        """Somebody wants to see what happens between the layers."""
+        config = self.base.config
+        return bool(config.output_attentions or config.output_hidden_states) or any(
+            layer._forward_hooks or layer._forward_pre_hooks for layer in self.base.layers
+        )
+
+    def _serves(self, ids: Tensor | None, mask: Any, positions: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
+        return (
+            ids is not None
+            and positions is not None
+            and isinstance(cache, TreeCache)
+            and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4 and fits(mask)))
+            and others.keys() <= PLAIN_ARGUMENTS | {"inputs_embeds"}
+            and not any(others.get(name) for name in ("output_attentions", "output_hidden_states"))
+            and others.get("inputs_embeds") is None
+            and not (self.watched or torch.is_grad_enabled())
+        )
+
+    def held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any, int, int]:
+        """Pointers to every layer's keys and values, and the strides of all of them."""
+        about = self.kernels[0].about
+        stale = len(cache.layers) < len(self.kernels) or cache.layers[0].keys.shape[0] < cache.row_capacity
+        if stale or cache.layers[0].keys.shape[2] < cache.capacity or self._buffers[0] != (id(cache), cache.allocations):
+            for kernel in self.kernels:
+                cache.buffers(kernel.index, x, int(about.key_heads), int(about.size))
+            held = [cache.layers[kernel.index] for kernel in self.kernels]
+            where = [pointers([getattr(layer, name).data_ptr() for layer in held]) for name in ("keys", "values")]
+            self._buffers = (id(cache), cache.allocations), *where
+        keys = cache.layers[0].keys
+        return self._buffers[1], self._buffers[2], keys.stride(0), keys.stride(1)
+
+    def _angles(self, x: Tensor, positions: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""
+        tables = self.angles_by_position(x, needed)
+        if tables is None:
+            angles: tuple[Tensor, Tensor] = self.base.rotary_emb(x, position_ids=positions)
+            return angles
+        return tables[0][positions], tables[1][positions]
+
+    def angles_by_position(self, x: Tensor, needed: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin ``[needed or more, D]`` in the dtype of ``x``; None where they do not depend on the position alone."""
+        rotary = self.base.rotary_emb
+        if getattr(rotary, "rope_type", None) not in BY_POSITION:
+            return None
+        if self._tables is None or self._tables[0].shape[0] < needed:
+            cos, sin = rotary(x, position_ids=torch.arange(max(1024, 2 * needed))[None])
+            self._tables = cos[0].contiguous(), sin[0].contiguous()
+        return self._tables
+
+
+class Direct:
+    """Logits of a language model whose decoder is one call, without what its classes do around that.
+
+    Rows pay for their own tokens alone: where a window says how many nodes of each row count, the others are left out, and their
+    logits are zero.
+    """
+
+    def __init__(self, model: Any, decoder: NativeModel):
+        self.model, self.decoder = model, decoder
+
+    @staticmethod
+    def of(model: Any) -> Direct | None:
+        """Of ``model``, or None if it is no such model."""
+        if type(model).__name__ not in HEADS or not type(model).__module__.startswith("transformers.models."):
+            return None
+        decoder = vars(model.model).get("forward")
+        return Direct(model, decoder) if isinstance(decoder, NativeModel) else None
+
+    @property
+    def ready(self) -> bool:
+        """Nothing has been put around the model that would have to be called."""
+        model, base = self.model, self.model.model
+        hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (model, base, base.embed_tokens))
+        return not (hooks or "forward" in vars(model) or self.decoder.watched or torch.is_grad_enabled())
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        window: Window,
+        cache: TreeCache,
+        context: int | None,
+        tree: tuple[Tensor, Tensor] | None,
+        keep: Sequence[int] | None,
+        features: Features | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[R, nodes, V]`` logits after ``tokens`` ``[R, nodes]``, or those of node ``keep[r]`` of each row alone, ``[R, 1, V]``; and the
+        hidden states ``features`` ``[R, nodes, F * d]``, those of ``keep`` alone unless they are wanted for the whole text.
+
+        Args:
+            context: positions that the model knows.
+            tree: positions ``[R or 1, nodes]`` of the nodes and their mask ``[R or 1, 1, nodes, width]``; None for chains.
+        """
+        places = Places(window, ragged=tree is None)
+        whole = places.count == tokens.numel()
+        ids = tokens.reshape(-1)
+        if not whole:
+            index = places.rows.long() * window.nodes + torch.arange(places.count) - places.begins[places.rows.long()]
+            ids = ids[index]
+        x = nn.functional.embedding(ids[None], self.model.model.embed_tokens.weight)
+        if tree is None:
+            mask, positions = None, places.positions
+            if context is not None and window.width > context:
+                positions = positions.clamp(max=context - 1)
+        else:
+            positions, mask = tree[0].expand(window.rows, -1).reshape(-1), tree[1]
+        states, read = None, None
+        if features is not None:
+            states = x.new_empty(places.count, features.width)
+            numbers = (ctypes.c_int64 * len(features.numbers))(*features.numbers)
+            read = native.States(len(features.numbers), ctypes.addressof(numbers), states.data_ptr())
+        hidden = self.decoder.run_over(x, positions[None], mask, cache, places, read)[0]
+        last = None if keep is None else [begin + node for begin, node in zip(places.begins.tolist(), keep)]
+        logits: Tensor = self.model.lm_head(hidden[None] if last is None else hidden[None, last])[0]
+
+        def spread(found: Tensor) -> Tensor:
+            if whole:
+                return found.view(window.rows, window.nodes, -1)
+            spread = found.new_zeros(tokens.numel(), found.shape[-1])
+            spread[index] = found
+            return spread.view(window.rows, window.nodes, -1)
+
+        if states is not None and features is not None:
+            states = spread(states) if last is None or features.whole else states[last].view(window.rows, 1, -1)
+        return logits.view(window.rows, 1, -1) if last is not None else spread(logits), states
+
+
+def pointers(addresses: list[int]) -> Any:
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def fits(mask: Tensor | None) -> bool:
+    """Whether the kernels can read ``mask``: one byte per node and slot, the same for every head."""
+    return mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1 and mask.stride(3) == 1)

@@ -1,0 +1,280 @@
+"""Kernels of our own for CPUs with AVX-512, compiled on the machine that runs them.
+
+``layer.c`` is compiled once per dtype with the C compiler at hand, in about a second, and kept in the cache folder. Where there is
+no compiler, no AVX-512 or another OpenMP than the one that torch brings, :func:`library` says so and other layouts are used.
+The kernels run on torch's own threads: they are linked against the OpenMP library in torch's folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("layer.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-std=c11", "-w")
+LIMIT = 120  # seconds for the compiler
+KEYS, QUERIES = 64, 24  # of ``layer.c``
+LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # of Linux on x86-64
+POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
+
+
+class Unavailable(Exception):
+    """There are no kernels for this machine; the message says why."""
+
+
+class Matrix(ctypes.Structure):
+    """``Matrix`` of ``layer.c``."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scale", "bias")]
+
+
+class Layer(ctypes.Structure):
+    """``Layer`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")]
+        + [(name, ctypes.c_double) for name in ("eps", "head_eps", "scaling")]
+        + [(name, Matrix) for name in ("qkv", "output", "gate_up", "down")]
+        + [(name, ctypes.c_void_p) for name in ("before", "after", "query_norm", "key_norm")]
+    )
+
+
+class Pass(ctypes.Structure):
+    """``Pass`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("threads", "rows", "tokens", "nodes", "width", "row_stride", "head_stride", "own_angles")]
+        + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
+        + [(name, ctypes.c_void_p) for name in POINTERS]
+    )
+
+
+class States(ctypes.Structure):
+    """``States`` of ``layer.c``."""
+
+    _fields_ = [(name, kind) for name, kind in (("count", ctypes.c_int64), ("numbers", ctypes.c_void_p), ("out", ctypes.c_void_p))]
+
+
+class Growth(ctypes.Structure):
+    """``Growth`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("layers", "embeddings", "norm", "cos", "sin", "head", "keys", "values")]
+        + [(name, ctypes.c_int64) for name in ("count", "vocab", "columns", "offset", "start", "missed", "most", "depth", "k", "total")]
+        + [(name, ctypes.c_double) for name in ("eps", "delta", "least")]
+        + [(name, ctypes.c_void_p) for name in ("prices", "x", "out", "logits", "angles", "mask")]
+        + [("stride", ctypes.c_int64)]
+        + [(name, ctypes.c_void_p) for name in ("slots", "begins", "candidates", "scores", "order", "eagle", "medusa")]
+    )
+
+
+class Eagle(ctypes.Structure):
+    """``Eagle`` of ``layer.c``."""
+
+    _fields_ = (
+        [("fuse", Matrix)]
+        + [(name, ctypes.c_void_p) for name in ("of_embedding", "of_state", "features", "ids", "inputs", "states")]
+        + [(name, ctypes.c_int64) for name in ("width", "residual_normed", "output_normed")]
+    )
+
+
+class Lists(ctypes.Structure):
+    """``Lists`` of ``layer.c``."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("contexts", "first", "tokens", "odds")] + [("count", ctypes.c_int64)]
+
+
+class Medusa(ctypes.Structure):
+    """``Medusa`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("state", "layers", "lm_heads")]
+        + [(name, ctypes.c_int64) for name in ("hidden", "count", "vocabulary")]
+        + [(name, ctypes.c_void_p) for name in ("lists", "weights")]
+        + [("reach", ctypes.c_int64), ("text", ctypes.c_void_p)]
+        + [(name, ctypes.c_int64) for name in ("length", "heed")]
+        + [(name, ctypes.c_void_p) for name in ("shares", "x", "y", "own", "read", "above")]
+        + [("level", ctypes.c_int64)]
+    )
+
+
+@lru_cache(maxsize=4)
+def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
+    """The kernels for ``dtype``, with weights of eight bits or of that dtype: the functions of ``layer.c``.
+
+    Raises:
+        Unavailable: they can not be had here.
+    """
+    _check_machine(dtype)
+    compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
+    if compiler is None:
+        raise Unavailable("there is no C compiler (gcc, cc or clang)")
+    openmp = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
+    if openmp is None:
+        raise Unavailable("this build of torch brings no libgomp")
+    flags = [*FLAGS, *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
+    path = _folder() / f"layer-{_key(compiler, flags, openmp)}.so"
+    if not path.exists():
+        _compile(compiler, flags, openmp, path)
+    try:
+        kernels = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"the compiled kernels do not load: {error}") from error
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number]
+    kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer]
+    kernels.layer_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer, pointer]
+    several, size = ctypes.POINTER(pointer), ctypes.c_int64
+    kernels.model.argtypes = [
+        several,
+        number,
+        ctypes.POINTER(Pass),
+        pointer,
+        pointer,
+        several,
+        several,
+        size,
+        pointer,
+        ctypes.c_double,
+        pointer,
+        ctypes.POINTER(States),
+    ]
+    kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
+    kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer]
+    kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
+    kernels.grow.restype = kernels.fill.restype = number
+    kernels.linear.restype = kernels.layer.restype = kernels.layer_over.restype = kernels.model.restype = kernels.largest.restype = None
+    return kernels
+
+
+@lru_cache(maxsize=1)
+def revision() -> str:
+    """Changes with the source of the kernels, and so may what they take."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+
+
+def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for weights, not filled: in large pages where the system hands them out, because reading hundreds of megabytes through
+    small ones keeps the processor looking addresses up."""
+    bytes_ = math.prod(shape) * dtype.itemsize
+    if bytes_ < LARGE_PAGE:
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.empty(bytes_ + LARGE_PAGE, dtype=torch.uint8)  # what is never touched takes no memory
+    begin = -raw.data_ptr() % LARGE_PAGE
+    _advise()(raw.data_ptr() + begin, bytes_ // LARGE_PAGE * LARGE_PAGE, MADV_HUGEPAGE)  # may fail: small pages then
+    return raw[begin : begin + bytes_].view(dtype).view(shape)
+
+
+@lru_cache(maxsize=1)
+def _advise() -> Callable[[int, int, int], int]:
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes, advise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return cast("Callable[[int, int, int], int]", advise)
+
+
+MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
+
+
+def largest(values: Tensor, k: int) -> Tensor | None:
+    """``[N, k]`` int64 the places of the k largest of each line of ``values`` ``[N, V]``, V >= k, on the CPU, largest first, the earlier of
+    equals first; None where there is no kernel for that."""
+    if not 1 <= k <= MOST_OF_LARGEST or values.stride(1) != 1 or refusal(values.dtype) is not None:
+        return None
+    out = torch.empty(len(values), k, dtype=torch.int64)
+    lines, width = values.shape
+    threads = min(torch.get_num_threads(), lines)
+    library(values.dtype).largest(values.data_ptr(), lines, width, values.stride(0), k, out.data_ptr(), threads)
+    return out
+
+
+def scratch(size: int) -> int:
+    """Numbers in float32 that attention over heads of ``size`` needs per thread, as ``layer.c`` divides them up."""
+    return QUERIES * KEYS + (KEYS + 2 * QUERIES) * size
+
+
+def refusal(dtype: torch.dtype) -> str | None:
+    """Why there are no kernels for ``dtype`` here, or None."""
+    try:
+        library(dtype)
+    except Unavailable as error:
+        return str(error)
+    return None
+
+
+def _check_machine(dtype: torch.dtype) -> None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise Unavailable(f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
+    needed = {torch.float32: torch.cpu._is_avx512_supported, torch.bfloat16: torch.cpu._is_avx512_bf16_supported}.get(dtype)
+    if needed is None:
+        raise Unavailable(f"they are for float32 and bfloat16, not {dtype}")
+    if not needed():
+        raise Unavailable(f"this CPU has no AVX-512{' for bfloat16' if dtype == torch.bfloat16 else ''}")
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept: the cache folder, or one that lasts as long as the process."""
+    from foredraft.caching import cache_folder
+
+    kept = cache_folder()
+    if kept is not None:
+        try:
+            (kept / "kernels").mkdir(parents=True, exist_ok=True, mode=0o700)
+            return kept / "kernels"
+        except OSError:
+            pass  # a home that can not be written to: compile anew each time
+    return Path(_temporary().name)
+
+
+@lru_cache(maxsize=1)
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="foredraft-kernels-")
+
+
+def _key(compiler: str, flags: list[str], openmp: Path) -> str:
+    """Changes with whatever the compiled code depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=LIMIT).stdout
+    about = Path("/proc/cpuinfo")
+    cpu = next((line for line in about.read_text().splitlines() if line.startswith("flags")), "") if about.exists() else ""
+    parts = [SOURCE.read_text(encoding="utf-8"), version, " ".join(flags), str(openmp), cpu]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+def _compile(compiler: str, flags: list[str], openmp: Path, path: Path) -> None:
+    """Compile into a file of its own first, so that no other process loads half a library."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made, whole = Path(folder, "layer.o"), Path(folder, "layer.so")
+        for command in (
+            [compiler, *flags, "-c", str(SOURCE), "-o", str(made)],
+            [
+                compiler,
+                "-shared",
+                str(made),
+                "-lm",
+                f"-L{openmp.parent}",
+                f"-Wl,-rpath,{openmp.parent}",
+                f"-l:{openmp.name}",
+                "-o",
+                str(whole),
+            ],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise Unavailable(f"{compiler} could not be run: {error}") from error
+            if done.returncode:
+                raise Unavailable(f"{compiler} could not compile them: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+        os.replace(whole, path)

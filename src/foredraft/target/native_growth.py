@@ -1,0 +1,233 @@
+"""A draft tree for one row in one call of a kernel: greedy, by a model whose decoder is one.
+
+Level by level from Python, most of a small model's draft is spent between its passes, which the target's pass before has made slow:
+it filled the caches with weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foredraft.shapes import DynamicShape, StaticShape
+from foredraft.target import native
+from foredraft.target.cache import TreeCache, Window
+from foredraft.target.kernel_pass import Direct, NativePass
+from foredraft.target.packing import NATIVE, Product
+
+if TYPE_CHECKING:
+    from foredraft.target.target import Target
+
+MISSED = 8  # tokens that are read in front of the first level, at most; more are for a prefill
+WIDEST = 16  # nodes of a level
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What was grown below the root of one row.
+
+    Attributes:
+        tokens: of the proposed nodes, parents first.
+        parents: of the same nodes; 0 is the root, i the node of ``tokens[i - 1]``.
+        own: where each was read behind the root, which is 0; -1 for one that was not.
+        fed: how many nodes were read, the root included.
+        expected: of the tokens, how many are accepted if the draft's probabilities hold; None if that was not asked.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    own: list[int]
+    fed: int
+    expected: float | None = None
+
+
+class Grower:
+    """Grows trees below the text of a single row, in one call of a kernel.
+
+    Args:
+        library: the kernels.
+        layer: the first one of the decoder, which says how large it is.
+        head: the output layer.
+        like: in the decoder's dtype.
+        about: what the kernels need to know besides.
+    """
+
+    def __init__(self, library: Any, layer: native.Layer, head: Product, like: Tensor, about: native.Growth):
+        self.head = head
+        self._library, self._layer, self._like, self._about = library, layer, like, about
+        about.head, about.columns = ctypes.addressof(head.matrix), head.packed_outputs
+        self._pass = native.Pass()
+        self._scratch = NativePass()
+        self._sizes = (0, 0, 0, 0)
+        self._candidates: tuple[Tensor, ...] = (torch.empty(0),) * 3
+        self._held: list[Tensor] = []
+
+    def grow(self, ids: Sequence[int], shape: DynamicShape, *, depth: int, vocab_size: int) -> Grown | None:
+        """The tree below the last of ``ids``, as :func:`~foredraft.drafters.growth.grow_on_host` grows it, at most ``depth`` levels deep.
+        None where this text can not be continued here.
+
+        The cache then holds the text, its last token aside, and behind it the nodes that were read, not committed.
+        """
+        k = min(shape.k, vocab_size)
+        text = self._begin(ids, k, k * (depth - 1), vocab_size) if k <= WIDEST else None
+        if text is None:
+            return None
+        about, prices = self._about, shape.prices
+        candidates = k + k * k * (depth - 1)
+        about.depth, about.k, about.total = depth, k, min(shape.total, candidates)
+        about.delta = -1.0 if shape.delta is None else shape.delta
+        about.least = math.log(shape.floor) if shape.floor > 0 else torch.finfo(torch.float32).min
+        charged = (ctypes.c_double * len(prices))(*prices) if prices else None
+        about.prices = None if charged is None else ctypes.addressof(charged)
+        if self._candidates[1].numel() < candidates:
+            self._candidates = tuple(torch.empty(each * candidates, dtype=torch.int32) for each in (4, 1, 1))
+            about.candidates, about.scores, about.order = (each.data_ptr() for each in self._candidates)
+        tokens, parents, own = ((ctypes.c_int64 * about.total)() for _ in range(3))
+        fed, expected = ctypes.c_int64(), ctypes.c_double()
+        count = self._library.grow(about, self._pass, text, tokens, parents, own, ctypes.byref(fed), ctypes.byref(expected))
+        self._end(ids, fed.value)
+        return Grown(tokens[:count], parents[:count], own[:count], fed.value, expected.value)
+
+    def fill(self, ids: Sequence[int], shape: StaticShape, *, vocab_size: int) -> Grown | None:
+        """The likeliest tokens below the last of ``ids`` in every place of ``shape``; otherwise as :meth:`grow`."""
+        layout = laid_out(shape)
+        if layout is None or layout.siblings > vocab_size:
+            return None
+        text = self._begin(ids, layout.widest, layout.read, vocab_size)
+        if text is None:
+            return None
+        tokens = (ctypes.c_int64 * shape.nodes)()
+        fed = self._library.fill(self._about, self._pass, text, layout.parents, layout.ranks, shape.nodes, tokens)
+        self._end(ids, fed)
+        own = [node if node < fed else -1 for node in range(1, shape.nodes + 1)]
+        return Grown(tokens[:], list(shape.parents[1:]), own, fed)
+
+    def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
+        """The tokens ``int64[missed]`` that are read first, with room for so many nodes behind them, ``widest`` of them in a level; None
+        where there is none or too much was missed. Fills in ``start``, ``missed``, ``most`` and ``vocab``, and where everything lies."""
+        raise TypeError(f"{type(self).__name__} must define _begin(ids, widest, nodes, vocab_size)")
+
+    def _end(self, ids: Sequence[int], fed: int) -> None:
+        """So many nodes were read, the root included."""
+
+    def _make_room(self, tokens: int, nodes: int, capacity: int) -> bool:
+        """Scratch for passes over so many tokens and trees of so many nodes that are read, in a cache of such a capacity; whether
+        it was made anew."""
+        wanted = (tokens, nodes, capacity, torch.get_num_threads())
+        if all(have >= want for have, want in zip(self._sizes[:2], wanted[:2])) and self._sizes[2:] == wanted[2:]:
+            return False
+        tokens, nodes = (max(pair) for pair in zip(wanted[:2], self._sizes[:2]))
+        self._sizes = tokens, nodes, capacity, wanted[3]
+        hidden, size, new = int(self._layer.hidden), int(self._layer.size), self._like.new_empty
+        about = {
+            "x": new(tokens, hidden),
+            "out": new(tokens, hidden),
+            "logits": new(tokens, self.head.packed_outputs),
+            "angles": new(2, tokens, size),
+            "mask": torch.empty(nodes, capacity, dtype=torch.uint8),
+            "slots": torch.empty(tokens, dtype=torch.int32),
+            "begins": torch.empty(2, dtype=torch.int32),
+        }
+        for name, tensor in about.items():
+            setattr(self._about, name, tensor.data_ptr())
+        self._about.stride, self._pass.threads = capacity, wanted[3]
+        scratch = self._scratch.room(self._layer, self._like, tokens, wanted[3])
+        rows = torch.zeros(tokens, dtype=torch.int32)
+        for name, tensor in zip(("row_of", "states", "projected", "attended", "wide", "thin", "scratch"), (rows, *scratch), strict=True):
+            setattr(self._pass, name, tensor.data_ptr())
+        self._held = [*about.values(), rows, *scratch]
+        return True
+
+
+class NativeGrowth(Grower):
+    """Grows trees below the text of the only row of a target.
+
+    Args:
+        target: whose ``direct`` call is in use.
+        direct: that call.
+        head: its output layer.
+    """
+
+    def __init__(self, target: Target, direct: Direct, head: Product):
+        self.target, self.direct = target, direct
+        base, first = direct.decoder.base, direct.decoder.kernels[0]
+        about = native.Growth(
+            layers=ctypes.addressof(direct.decoder.abouts),
+            count=len(direct.decoder.kernels),
+            norm=base.norm.weight.data_ptr(),
+            eps=base.norm.variance_epsilon,
+        )
+        super().__init__(first.library, first.about, head, base.embed_tokens.weight.new_empty(0), about)
+
+    @staticmethod
+    def of(target: Target) -> NativeGrowth | None:
+        """For ``target``, or None if it has no such kernel or somebody watches its passes."""
+        direct = target.direct
+        if direct is None or direct.model.lm_head._forward_hooks or direct.model.lm_head._forward_pre_hooks:
+            return None
+        head = vars(direct.model.lm_head).get("forward")
+        layer = direct.decoder.kernels[0]
+        if not isinstance(head, Product) or head.hint != NATIVE or head.inputs != layer.about.hidden:
+            return None
+        if native.library(head.dtype, head.int8) is not layer.library:
+            return None
+        return NativeGrowth(target, direct, head)
+
+    def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
+        """What the cache lacks of ``ids``."""
+        cache = self.target.cache
+        assert isinstance(cache, TreeCache)
+        start = cache.lengths[0]
+        missed, most = len(ids) - start, len(ids) + nodes
+        if not 1 <= missed <= MISSED or (self.target.context is not None and most > self.target.context):
+            return None
+        decoder, about = self.direct.decoder, self._about
+        angles = decoder.angles_by_position(self._like, most)
+        if angles is None:
+            return None
+        cache.enter(Window(0, 1, (start,), most - start))
+        keys, values, self._pass.row_stride, self._pass.head_stride = decoder.held(cache, self._like)
+        self._make_room(max(MISSED, widest), 1 + nodes, cache.capacity)
+        about.embeddings = decoder.base.embed_tokens.weight.data_ptr()
+        about.cos, about.sin = angles[0].data_ptr(), angles[1].data_ptr()
+        about.keys, about.values = ctypes.addressof(keys), ctypes.addressof(values)
+        about.vocab = min(vocab_size, self.head.outputs, decoder.base.embed_tokens.num_embeddings)
+        about.start, about.missed, about.most = start, missed, most
+        return (ctypes.c_int64 * missed)(*ids[start:])
+
+    def _end(self, ids: Sequence[int], fed: int) -> None:
+        cache = self.target.cache
+        assert isinstance(cache, TreeCache)
+        cache.rewind([len(ids) - 1])
+        cache.enter(Window(0, 1, (len(ids) - 1,), fed))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A static shape as the kernel takes it: ``parents`` and ``ranks`` of all nodes but the root; ``read`` of them are asked about, in
+    levels of at most ``widest``; ``siblings`` at most."""
+
+    parents: Any
+    ranks: Any
+    read: int
+    widest: int
+    siblings: int
+
+
+@lru_cache(maxsize=256)
+def laid_out(shape: StaticShape) -> Layout | None:
+    """For ``shape``, or None if its levels are too wide or not in order."""
+    parents = [parent for level in shape.levels for parent in level.parents]
+    ranks = [rank for level in shape.levels for rank in level.ranks]
+    widest = max((level.last - level.first for level in shape.levels[:-1]), default=1)
+    if parents != sorted(parents) or tuple(parents) != shape.parents[1:] or widest > WIDEST:
+        return None
+    number = ctypes.c_int32 * len(parents)
+    return Layout(number(*parents), number(*ranks), shape.levels[-1].first - 1, widest, 1 + max(ranks))

@@ -1,0 +1,384 @@
+"""Weights laid out once for the kernel that reads them, on a CPU.
+
+A pass over a few tokens reads every weight once, and how fast depends on the order in which the weights lie in memory. oneDNN packs
+a matrix into blocks for its kernels, and so do the kernels in ``native``; torch's own linear layers pack it anew in every pass,
+or read it as it is. Here each linear layer of a model is packed once, in the layout that was measured to be fastest, and layers
+that read the same input (query, key and value; gate and up) become one product. torchao's weights of eight bits have one layout
+only, that of ``native``.
+
+The classes of the model stay what they are: ``forward`` is overridden on single layers, and :meth:`Packing.undo` takes that back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.target import native
+from foredraft.target.int8 import give_back, integers, is_held, is_int8, scales, take
+
+DTYPES = (torch.float32, torch.bfloat16)
+PLAIN = 0  # the layout that torch has them in
+NATIVE = -1  # the layout of the kernels in ``native``
+HINTS = (PLAIN, 8)  # numbers of tokens that layouts are made for; 2 to 16 make the same one
+BLOCK = 64  # outputs that the kernels in ``native`` compute together
+UNIT = 32  # numbers in a row of weights, or a multiple of them, that the kernels in ``native`` read
+TRIED = (1, 8)  # numbers of tokens that layouts are compared at
+TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
+REPEATS, MOST_REPEATS = 4, 20
+STEADY = 1.1  # times its best time that another time of a layout has to be, for the best to count
+WORTH = 0.97  # of the time of torch's own layers that a layout has to stay below
+WHOLE, CALL = 0.95, 5e-6  # what a product of our kernels counts for, and seconds less: where all of a layer are, it becomes one call
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Product:
+    """One matrix product for linear layers that read the same input.
+
+    Args:
+        layers: their outputs are computed together and handed out layer by layer.
+        hint: the number of tokens that oneDNN's layout is made for; ``PLAIN`` only joins the matrices; ``NATIVE``.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear] | Sequence[Rows], hint: int):
+        self.layers, self.sizes, self.hint = layers, [layer.out_features for layer in layers], hint
+        self.outputs, self.inputs = sum(self.sizes), layers[0].in_features
+        self.dtype, self.int8 = layers[0].weight.dtype, is_int8(layers[0].weight)
+        weights = [layer.weight if self.int8 else layer.weight.detach() for layer in layers]
+        self.bias = joined_bias(layers)
+        if hint == NATIVE:
+            self.packed, self.bias = blocked(integers(weights) if self.int8 else joined(weights), self.dtype), padded(self.bias)
+            self.scale = padded(scales(weights)) if self.int8 else None
+            parts = (self.packed, self.scale, self.bias)
+            self.matrix = native.Matrix(*(None if part is None else part.data_ptr() for part in parts))
+            self._linear = native.library(self.dtype, self.int8).linear
+        else:
+            weight = joined(weights)
+            self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
+        self._input: Tensor | None = None
+        self._outputs: Sequence[Tensor] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., sum of outputs]`` for ``x`` ``[..., inputs]``."""
+        if self.hint == PLAIN:
+            return nn.functional.linear(x, self.packed, self.bias)
+        if self.hint == NATIVE:
+            return self._by_kernel(x.contiguous())
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return product
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        if x.dtype != self.dtype:
+            raise RuntimeError(f"expected an input in {self.dtype}, got {x.dtype}")
+        width = padded_size(self.outputs)
+        y = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
+        self._linear(ctypes.byref(self.matrix), x.data_ptr(), y.data_ptr(), x.numel() // self.inputs, self.inputs, width)
+        return y if width == self.outputs else y[..., : self.outputs]
+
+    @property
+    def packed_outputs(self) -> int:
+        """How many outputs the kernels compute, those that pad the matrix included."""
+        return padded_size(self.outputs)
+
+    def part(self, index: int) -> Forward:
+        """The ``forward`` of layer ``index``: the first layer to be asked computes for all, and the last one lets go of it."""
+        if len(self.layers) == 1:
+            return self
+        last = index == len(self.layers) - 1
+
+        def forward(x: Tensor) -> Tensor:
+            if x is not self._input:
+                self._input, self._outputs = x, torch.split(self(x), self.sizes, -1)
+            output = self._outputs[index]
+            if last:
+                self._input, self._outputs = None, ()
+            return output
+
+        return forward
+
+    def weights(self) -> Sequence[Tensor]:
+        """The weights as they were, one matrix per layer; of eight bits the integers."""
+        dense = self.packed
+        if self.hint == NATIVE:
+            dense = unblocked(dense, self.outputs)
+        elif self.hint != PLAIN:
+            dense = dense.to_dense()
+        return [part.clone() for part in torch.split(dense, self.sizes)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Products of one size, which share a layout."""
+
+    outputs: int
+    inputs: int
+    layers: int
+    int8: bool = False
+
+    @staticmethod
+    def of(layers: Sequence[nn.Linear]) -> Kind:
+        return Kind(sum(layer.out_features for layer in layers), layers[0].in_features, len(layers), is_int8(layers[0].weight))
+
+
+class Packing:
+    """The packed linear layers of a model.
+
+    Args:
+        model: on a CPU, in float32 or bfloat16; see :func:`refusal`.
+        sample: runs the model once over a few tokens, so that layers that read the same input are found.
+        owned: nobody else holds the model. Packed weights then replace the originals, which keeps their memory from doubling;
+            parameters are left as placeholders without storage. Otherwise the originals stay beside the packed ones.
+        hints: the layouts to choose among.
+        native: take that of the native kernels wherever it fits, without a trial: there is one call for all of them.
+
+    Attributes:
+        hints: the chosen layout of each kind of product; None where layers stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, sample: Callable[[], Any], *, owned: bool, hints: Sequence[int] = HINTS, native: bool = False):
+        self.model, self.owned = model, owned
+        groups = sharing(model, sample)
+        self.hints = {
+            kind: NATIVE if native and kind.inputs % UNIT == 0 else fastest_hint(alike, hints) for kind, alike in by_kind(groups).items()
+        }
+        self._products: list[tuple[Product, list[nn.Linear], list[bool]]] = []
+        self._found: dict[int, Product] = {}
+        shared = held_elsewhere(model)
+        for layers in groups:
+            hint = self.hints[Kind.of(layers)]
+            if hint is None:
+                continue
+            product = Product(layers, hint)
+            freed = [owned and id(layer.weight) not in shared for layer in layers]
+            for index, (layer, free) in enumerate(zip(layers, freed)):
+                vars(layer)["forward"] = product.part(index)
+                if free and product.int8:
+                    take(layer.weight)
+                elif free:
+                    layer.weight = placeholder(layer.weight)
+                self._found[id(layer)] = product
+            self._products.append((product, layers, freed))
+
+    def matrix(self, layer: nn.Module) -> native.Matrix | None:
+        """What the native kernels read of ``layer``, alone or within a product of several; None if it has another layout."""
+        found = self._found.get(id(layer))
+        if found is None or found.hint != NATIVE or any(size % BLOCK for size in found.sizes):
+            return None
+        first = sum(found.sizes[: next(index for index, each in enumerate(found.layers) if each is layer)])
+        starts = ((found.packed, first * found.inputs), (found.scale, first), (found.bias, first))
+        return native.Matrix(*(None if part is None else part.data_ptr() + at * part.element_size() for part, at in starts))
+
+    def product(self, *layers: nn.Module) -> Product | None:
+        """The product that computes just these layers, in this order, or None."""
+        found = self._found.get(id(layers[0]))
+        alike = found is not None and len(found.layers) == len(layers) and all(map(operator.is_, found.layers, layers))
+        return found if alike else None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the packed weights."""
+        return sum(product.packed.numel() * product.packed.element_size() for product, _, _ in self._products)
+
+    def undo(self) -> None:
+        """Give every layer its own ``forward`` and weight back."""
+        for product, layers, freed in self._products:
+            weights = product.weights() if any(freed) else [torch.empty(0)] * len(layers)
+            for layer, free, weight in zip(layers, freed, weights):
+                del layer.forward
+                if free and product.int8:
+                    give_back(layer.weight, weight)
+                elif free:
+                    layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+        self._products, self._found = [], {}
+
+
+def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | None:
+    """Why the weights of ``model`` can not be packed in one of the layouts ``hints``, or None."""
+    if not torch._C._has_mkldnn:
+        return "this build of torch has no oneDNN"
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if devices != {"cpu"}:
+        return f"its weights are on {', '.join(sorted(devices))}, and only those in CPU memory are packed"
+    packed = [module for module in model.modules() if packable(module)]
+    int8 = any(is_int8(module.weight) for module in packed)
+    if getattr(model, "is_quantized", False) and not int8:
+        return "its weights are quantised, and not by torchao to eight bits with a scale per output"
+    if int8 and NATIVE not in hints:
+        return "its weights have eight bits, for which there is no other layout than that of the native kernels"
+    if not packed:
+        return "it has no plain linear layers in float32 or bfloat16"
+    if set(hints) == {NATIVE} and all(int(module.in_features) % UNIT for module in packed):  # type: ignore[arg-type]
+        return f"the native kernels read rows of {UNIT} weights or a multiple of that, and none of its linear layers has such"
+    return None
+
+
+def packable(module: nn.Module) -> bool:
+    """A linear layer as torch makes it: no subclass, no override, a dtype that oneDNN multiplies or eight bits that our kernels do."""
+    if type(module) is not nn.Linear or module.weight.dtype not in DTYPES or "forward" in vars(module):
+        return False
+    return (type(module.weight) is nn.Parameter or is_int8(module.weight)) and is_held(module.weight)
+
+
+def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]]:
+    """The packable layers of ``model``, those together that were called one after the other with the same input."""
+    called: list[tuple[nn.Linear, Tensor]] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda layer, inputs: called.append((layer, inputs[0])))
+        for module in model.modules()
+        if packable(module)
+    ]
+    try:
+        sample()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups: list[list[nn.Linear]] = []
+    before: Tensor | None = None
+    seen: set[int] = set()
+    for layer, x in called:
+        if id(layer) in seen:  # called twice: whoever shares its input is not known
+            before = None
+            continue
+        seen.add(id(layer))
+        if x is before and is_int8(layer.weight) == is_int8(groups[-1][0].weight):
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+        before = x
+    return groups
+
+
+def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear]]]:
+    found: dict[Kind, list[list[nn.Linear]]] = {}
+    for layers in groups:
+        found.setdefault(Kind.of(layers), []).append(layers)
+    return found
+
+
+@torch.no_grad()  # a slice of torchao's tensors can not be made in inference mode
+def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
+    """The hint whose layout was fastest for these products, None if torch's own layers were.
+
+    As many of them take turns as no cache can hold, as in a pass over the whole model, or all there are; of one that is larger
+    than that, its first rows. The layouts take turns as well, and each is judged by its best time: other work on the machine only
+    ever adds to one.
+    """
+    weight = groups[0][0].weight
+    int8 = is_int8(weight)
+    size = sum(layer.weight.numel() for layer in groups[0]) * (1 if int8 else weight.element_size())
+    trial = [[Rows.of(layer, max(64, layer.out_features * TRIAL // max(size, TRIAL))) for layer in layers] for layers in groups]
+    trial = trial[: max(1, -(-TRIAL // size))]
+    inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
+    fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % UNIT)]
+    fitting = [hint for hint in fitting if hint == NATIVE or not int8]
+    runs: dict[int | None, Forward] = {hint: all_of([Product(layers, hint) for layers in trial]) for hint in fitting}
+    runs[None] = all_of([layer for layers in trial for layer in layers])
+    took = best_seconds(runs, inputs)
+    took[None] *= WORTH
+    if NATIVE in took:
+        took[NATIVE] = WHOLE * took[NATIVE] - CALL * len(trial) * len(inputs)
+    return min(took, key=lambda hint: took[hint])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The first rows of a linear layer, for a trial."""
+
+    weight: Tensor
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+
+    @staticmethod
+    def of(layer: nn.Linear, rows: int) -> Rows:
+        bias = None if layer.bias is None else layer.bias[:rows]
+        return Rows(layer.weight[:rows], bias, min(rows, layer.out_features), layer.in_features)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def all_of(products: Sequence[Forward]) -> Forward:
+    def run(x: Tensor) -> Tensor:
+        for product in products:
+            y = product(x)
+        return y
+
+    return run
+
+
+def best_seconds(runs: dict[int | None, Forward], inputs: Sequence[Tensor]) -> dict[int | None, float]:
+    """For each of ``runs`` the sum over ``inputs`` of its best time, after a warm-up; they take turns, until each has come close to its
+    best time twice: on a machine with other work to do a single good time may be the luck of one."""
+    total = dict.fromkeys(runs, 0.0)
+    for x in inputs:
+        times: dict[int | None, list[float]] = {name: [] for name in runs}
+        for repeat in range(1 + MOST_REPEATS):
+            for name, run in runs.items():
+                begin = time.perf_counter()
+                run(x)
+                if repeat:
+                    times[name].append(time.perf_counter() - begin)
+            if repeat >= REPEATS and all(sorted(each)[1] <= STEADY * min(each) for each in times.values()):
+                break
+        total = {name: seconds + min(times[name]) for name, seconds in total.items()}
+    return total
+
+
+def held_elsewhere(model: nn.Module) -> set[int]:
+    """The ids of parameters that a module other than a plain linear layer reads too: embeddings that are tied to the output."""
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    return {parameter for parameter, count in holders.items() if count > 1}
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def joined_bias(layers: Sequence[nn.Linear] | Sequence[Rows]) -> Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    dtype = layers[0].weight.dtype
+    return joined([torch.zeros(layer.out_features, dtype=dtype) if layer.bias is None else layer.bias.detach() for layer in layers])
+
+
+def placeholder(weight: Tensor) -> nn.Parameter:
+    """Shape and dtype of ``weight``, no memory."""
+    return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
+
+
+def padded_size(outputs: int) -> int:
+    return -(-outputs // 64) * 64
+
+
+def padded(row: Tensor | None) -> Tensor | None:
+    """``row`` with zeros behind, for the outputs that pad a matrix."""
+    return None if row is None else nn.functional.pad(row, (0, padded_size(len(row)) - len(row)))
+
+
+def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``weight`` ``[N, K]`` as ``layer.c`` reads it for products in ``dtype``, its own by default."""
+    outputs, inputs = weight.shape
+    rows = nn.functional.pad(weight, (0, 0, 0, padded_size(outputs) - outputs))
+    if (dtype or weight.dtype) == torch.bfloat16:
+        order = rows.view(-1, 16, inputs // 2, 2).permute(0, 2, 1, 3)
+    else:
+        order = rows.view(-1, 16, inputs).permute(0, 2, 1)
+    return native.room(order.shape, order.dtype).copy_(order)
+
+
+def unblocked(packed: Tensor, outputs: int) -> Tensor:
+    """The ``[N, K]`` matrix that :func:`blocked` was given."""
+    rows = packed.permute(0, 2, 1, 3).flatten(2) if packed.ndim == 4 else packed.permute(0, 2, 1)
+    return rows.flatten(0, 1)[:outputs]

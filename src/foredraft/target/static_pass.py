@@ -1,0 +1,195 @@
+"""A forward pass that is a function of tensors alone, so that it can be recorded once and replayed.
+
+What changes from pass to pass are tensors: the tokens, the slots that the trees begin at, the nodes that lie in front, the depths and
+the ancestors of the nodes. Positions, masks and the slots that keys are written to are derived from them inside the pass, for a span of
+slots that is given once. The cache's own buffers are read and written where they lie.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foredraft.target.alibi import alibi_from, uses_alibi
+from foredraft.target.cache import TreeCache, Window
+from foredraft.target.grouped import Grouped
+from foredraft.target.masks import Layout, MaskBuilder
+from foredraft.target.temperature import temperature_from, tuned_layers
+from foredraft.transfers import to_device
+from foredraft.tree import TokenTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from foredraft.target.features import Features
+
+
+class StaticPass:
+    """Passes of one model over slots of its cache.
+
+    Args:
+        model, cache, context: as in :class:`~foredraft.target.execution.TreeExecution`.
+        grouped: how heads that share keys attend, None for the model's own way.
+
+    Attributes:
+        features: hidden states that passes hand out, None for none; ``hidden`` are those of the last pass, ``[R, N, F * d]``.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: TreeCache, context: int | None, grouped: Grouped | None):
+        config = model.config.get_text_config()
+        self.model, self.cache, self.context, self.grouped = model, cache, context, grouped
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._masks = MaskBuilder(config, config._attn_implementation, model.dtype)
+        self._alibi = uses_alibi(model)
+        self._tuned = tuned_layers(model)
+        self.features: Features | None = None
+        self.hidden: Tensor | None = None
+
+    def __call__(self, tokens: Tensor, roots: Tensor, first: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> Tensor:
+        """``[R, N, V]`` logits after ``tokens`` ``[R, N]``, rows 0 to R of the cache; their keys are written.
+
+        Args:
+            roots: ``[R]`` slots of the trees' roots, as many as the tokens in front of them.
+            first: ``[R]`` or ``[1]`` numbers of the first node of this pass; what is before it was written by earlier passes.
+            depths: ``[R or 1, T]`` of all nodes so far and more.
+            ancestors: ``[R or 1, N, T]`` bool, of the nodes of this pass; every node is its own.
+            span: slots that keys are read from; every slot that is written lies inside.
+        """
+        (rows, nodes), total = tokens.shape, depths.shape[1]
+        root = roots[:, None]
+        own = (first[:, None] + torch.arange(nodes, device=tokens.device)).expand(rows, nodes)  # their numbers in the tree
+        positions = root + depths
+        if self.context is not None:
+            positions = positions.clamp(max=self.context - 1)  # filler, so that learned position tables are not overrun
+        slots = torch.arange(span, device=tokens.device)[None]
+        node = slots - root  # [R, W] that a slot would hold
+        inside = node.clamp(0, total - 1)
+        ancestry = ancestors.expand(rows, nodes, total).gather(2, inside[:, None].expand(rows, nodes, span))
+        where = Placed(
+            positions.gather(1, own),
+            torch.where(node < 0, slots, positions.gather(1, inside)),
+            (node < 0)[:, None] | ((node < total)[:, None] & ancestry),
+        )
+        return self._pass(tokens, where, SlotCache(self.cache, root + own, span, roots[0]), span)
+
+    def _pass(self, tokens: Tensor, where: Placed, view: SlotCache, span: int) -> Tensor:
+        arguments: dict[str, Any] = {"attention_mask": self._masks(where, view)}
+        if self._takes_positions:
+            arguments["position_ids"] = where.queries
+        tuned = [layer for layer in self._tuned if span >= layer.floor_scale]
+        with ExitStack() as overrides:
+            if tuned:
+                overrides.enter_context(temperature_from(tuned, where.queries))
+            if self._alibi:
+                overrides.enter_context(alibi_from(self.model, where.keys))
+            if self.grouped is not None:
+                overrides.enter_context(self.grouped.in_use())
+            caught = None if self.features is None else overrides.enter_context(self.features.catching())
+            logits: Tensor = self.model(input_ids=tokens, past_key_values=view, use_cache=True, **arguments).logits
+        self.hidden = None if caught is None else caught.hidden()
+        return logits
+
+
+class Placed(Layout):
+    """Where queries ``[R, N]`` and keys ``[R, W]`` stand and what is ``visible`` ``[R, N, W]``, as tensors that are known already."""
+
+    def __init__(self, queries: Tensor, keys: Tensor, visible: Tensor):
+        self.__dict__.update(_queries=queries, keys=keys, visible=visible)
+
+    @property
+    def queries(self) -> Tensor:
+        found: Tensor = self.__dict__["_queries"]
+        return found
+
+
+class SlotCache(TreeCache):
+    """The buffers of ``cache`` for one pass that writes at ``slots`` ``[R, N]`` and reads ``span`` of them.
+
+    Nothing here depends on a number that the host knows: a model that asks for a length is given a tensor, and one that needs it on the
+    host fails while it is recorded.
+    """
+
+    def __init__(self, cache: TreeCache, slots: Tensor, span: int, start: Tensor):
+        super().__init__()
+        self.layers = cache.layers
+        self._slots, self._span, self._start = slots, span, start
+        self._rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._start  # type: ignore[return-value]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._span, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As :meth:`TreeCache.update`."""
+        layer, rows = self.layers[layer_idx], len(self._slots)
+        if len(layer.keys) < rows or layer.keys.shape[2] < self._span or layer.keys.dtype != key_states.dtype:
+            raise RuntimeError(f"layer {layer_idx} writes to a buffer that earlier passes did not allocate")
+        layer.keys[self._rows, :, self._slots] = key_states.transpose(1, 2)
+        layer.values[self._rows, :, self._slots] = value_states.transpose(1, 2)
+        return layer.keys[:rows, :, : self._span], layer.values[:rows, :, : self._span]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a recorded pass is made for: rows, nodes of the pass, nodes of the tree so far, slots that are read."""
+
+    rows: int
+    nodes: int
+    total: int
+    span: int
+
+
+class PassFrame:
+    """The static inputs of the passes of one bucket, and the pass over them.
+
+    Filler rows stand at the end of the span, where ``Target`` gives up what finished rows left there; filler nodes stand behind the tree.
+    Both see themselves, so that nothing they leave behind is NaN.
+    """
+
+    def __init__(self, passes: StaticPass, bucket: Bucket, device: torch.device):
+        rows, nodes, total = bucket.rows, bucket.nodes, bucket.total
+        self.passes, self.bucket = passes, bucket
+        self.tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
+        self.places = torch.zeros(2, rows, dtype=torch.long, device=device)  # of the roots, and of the first node in the tree
+        self.depths = torch.zeros(rows, total, dtype=torch.long, device=device)
+        self.ancestors = torch.zeros(rows, nodes, total, dtype=torch.bool, device=device)
+        self._itself = torch.eye(total, dtype=torch.bool, device=device)
+        self._form: object = None
+
+    def load(self, tree: TokenTree, window: Window, tokens: Tensor) -> None:
+        """Copy the inputs of the pass over ``tokens`` ``[r, n]``, the newest nodes of ``tree``, to where the recorded pass finds them."""
+        filler = self.bucket.rows - window.rows
+        roots = [start - window.before for start in window.starts] + [self.bucket.span - self.bucket.total] * filler
+        upload(self.places, [roots, [window.before] * self.bucket.rows])
+        self.tokens[: window.rows, : window.nodes].copy_(tokens)
+        known = "chain" if tree.chain else tree.layout
+        form = None if known is None else (known, window.rows, window.nodes, window.before)
+        if form is None or form != self._form:
+            self._shape(tree, window)
+            self._form = form
+
+    def run(self) -> tuple[Tensor, ...]:
+        """``[R, N, V]`` logits of the bucket, and the hidden states ``[R, N, F * d]`` where some are wanted."""
+        logits = self.passes(self.tokens, self.places[0], self.places[1], self.depths, self.ancestors, self.bucket.span)
+        hidden, self.passes.hidden = self.passes.hidden, None
+        return (logits,) if hidden is None else (logits, hidden)
+
+    def _shape(self, tree: TokenTree, window: Window) -> None:
+        before, nodes, total = window.before, self.bucket.nodes, window.before + window.nodes
+        self.depths.zero_()
+        self.depths[: window.rows, :total].copy_(tree.depths)
+        self.ancestors.copy_(self._itself[before : before + nodes])
+        self.ancestors[: window.rows, : window.nodes, :total].copy_(tree.ancestors[:, before:])
+
+
+def upload(goal: Tensor, values: Sequence[int] | Sequence[Sequence[int]]) -> None:
+    """Copy host integers into ``goal`` without waiting for the device: pinned memory stays until the copy is made."""
+    goal.copy_(to_device(values, goal.device), non_blocking=True)

@@ -1,0 +1,219 @@
+"""Self-distillation data: the target answers prompts, and its answers are what heads learn to foresee (Cai et al. 2024, Medusa, section
+2.3.2).
+
+A shard is generated from nothing but its prompts, the settings and the seed: rows join as others leave, in one order, on a cache that is
+given back between shards. A run that was killed therefore makes the same files as one that was not, on the same machine with the same
+number of threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from foredraft.errors import ConfigurationError
+from foredraft.loading import fingerprint_of
+from foredraft.processors import Pipeline
+from foredraft.rows import RowParameters, SessionRow
+from foredraft.speculator import Speculator
+from foredraft.training.data import Manifest, Shard, name_of, save_shard, shard_file, weights_digest
+from foredraft.training.prompts import digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from foredraft.session import Session
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How prompts are answered.
+
+    Attributes:
+        max_new_tokens: of an answer, at most; it ends earlier with an end-of-text token of the model. 0: prompts are texts as they are.
+        temperatures: prompt i is answered at the (i mod n)-th of them; 0 is greedy.
+        top_k, top_p, min_p: filters of sampled answers; None for none.
+        top: record so many of the likeliest tokens at every place, with log-probabilities; 0 for none.
+        seed: of the answers; prompt i is keyed by (seed, i).
+        batch: rows that are answered together.
+        dtype: the target's.
+        execution: how passes are made, as of a Speculator; "eager" leaves nothing to timings.
+    """
+
+    max_new_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0,)
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    top: int = 0
+    seed: int = 0
+    batch: int = 64
+    dtype: str = "auto"
+    execution: str = "eager"
+
+    def __post_init__(self) -> None:
+        if not self.temperatures or any(not 0 <= each < float("inf") for each in self.temperatures):
+            raise ConfigurationError(f"temperatures must be 0 (greedy) or above, got {self.temperatures}")
+        for name, value, low, high in (("top_p", self.top_p, 0, 1), ("min_p", self.min_p, 0, 1)):
+            if value is not None and not low < value <= high:
+                raise ConfigurationError(f"{name} must be above {low} and at most {high}, got {value}")
+        for name, least in (("max_new_tokens", 0), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.top and not self.max_new_tokens:
+            raise ConfigurationError("probabilities are recorded of answers, and with max_new_tokens=0 there are none")
+
+    def parameters(self, index: int, prompt: Sequence[int], eos: frozenset[int]) -> RowParameters:
+        """Of prompt ``index``."""
+        temperature = self.temperatures[index % len(self.temperatures)]
+        pipeline = Pipeline.alone(self._processors(temperature), prompt_length=len(prompt)) if temperature > 0 else Pipeline()
+        return RowParameters(
+            self.max_new_tokens, temperature > 0, pipeline, (self.seed, index), eos, logprobs=self.top if self.top else None
+        )
+
+    def _processors(self, temperature: float) -> list[Any]:
+        from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        found: list[Any] = [] if temperature == 1 else [TemperatureLogitsWarper(temperature)]
+        given = ((TopKLogitsWarper, self.top_k), (TopPLogitsWarper, self.top_p), (MinPLogitsWarper, self.min_p))
+        return found + [warper(value) for warper, value in given if value is not None]
+
+
+@dataclass(frozen=True)
+class Count:
+    """Where a run stands: shards and tokens of answers made by it, of how many shards in all, in how many seconds."""
+
+    shards: int
+    tokens: int
+    rows: int
+    seconds: float
+
+
+def plan(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], answering: Answering, *, per_shard: int, source: dict[str, Any]
+) -> Manifest:
+    """The manifest of a run, for a model as it was loaded; ``source`` says where the prompts come from."""
+    return Manifest(
+        target=name_of(model),
+        vocabulary=fingerprint_of(model) or "",
+        weights=weights_digest(model),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        prompts=digest(prompts),
+        count=len(prompts),
+        per_shard=per_shard,
+        settings={**source, **asdict(answering), "temperatures": list(answering.temperatures)},
+    )
+
+
+def write(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    answering: Answering,
+    folder: Path,
+    *,
+    source: dict[str, Any],
+    per_shard: int = 1024,
+    part: tuple[int, int] = (1, 1),
+    report: Callable[[Count], None] = lambda count: None,
+) -> Count:
+    """Let a model answer ``prompts`` into ``folder``: :func:`plan` and :func:`generate` with a Speculator that drafts nothing."""
+    manifest = plan(model, prompts, answering, per_shard=per_shard, source=source)
+    speculator = Speculator(model, "none", execution=answering.execution, reuse_prefix=False)
+    try:
+        return generate(speculator, prompts, answering, manifest, folder, part=part, report=report)
+    finally:
+        speculator.close()
+
+
+def generate(
+    speculator: Speculator,
+    prompts: Sequence[Sequence[int]],
+    answering: Answering,
+    manifest: Manifest,
+    folder: Path,
+    *,
+    part: tuple[int, int] = (1, 1),
+    report: Callable[[Count], None] = lambda count: None,
+) -> Count:
+    """Make the shards that are missing; of n parts, each a process of its own, ``part = (i, n)`` makes every n-th.
+
+    Raises:
+        ConfigurationError: the folder was begun with other settings, or a prompt that the target cannot read.
+    """
+    manifest.claim(folder)
+    eos = _ends(speculator)
+    begin = time.monotonic()
+    shards = tokens = rows = 0
+    for shard in range(manifest.shards):
+        path = shard_file(folder, shard)
+        if shard % part[1] != part[0] - 1 or path.exists():
+            continue
+        so_far = Count(shards, tokens, rows, 0.0)
+
+        def progress(made: int, done: int, so_far: Count = so_far) -> None:
+            report(Count(so_far.shards, so_far.tokens + made, so_far.rows + done, time.monotonic() - begin))
+
+        members = manifest.members(shard)
+        if not answering.max_new_tokens:
+            asked = [prompts[index] for index in members]
+            save_shard(path, Shard.of(asked, [len(each) for each in asked]).arrays())
+            shards, rows = shards + 1, rows + len(asked)
+            report(Count(shards, tokens, rows, time.monotonic() - begin))
+            continue
+        finished = answer(speculator, [(index, prompts[index]) for index in members], answering, eos, progress)
+        save_shard(path, _shard(finished, answering).arrays())
+        shards, rows = shards + 1, rows + len(finished)
+        tokens += sum(len(row.ids) - row.prompt_length for row in finished)
+        report(Count(shards, tokens, rows, time.monotonic() - begin))
+    return Count(shards, tokens, rows, time.monotonic() - begin)
+
+
+def answer(
+    speculator: Speculator,
+    prompts: Sequence[tuple[int, Sequence[int]]],
+    answering: Answering,
+    eos: frozenset[int],
+    progress: Callable[[int, int], None] = lambda tokens, rows: None,
+) -> list[SessionRow]:
+    """The rows of numbered prompts in their order, all answered; a row joins whenever another one has left."""
+    session = speculator.session()
+    queue, rows, made, done = list(reversed(prompts)), [], 0, 0
+    try:
+        while queue or session.live:
+            free = answering.batch - len(session.rows)
+            # A pass for every row that leaves would cost more than waiting for a few.
+            if queue and (free >= max(1, answering.batch // 8) or not session.live):
+                rows += [_join(session, *queue.pop(), answering, eos) for _ in range(min(free, len(queue)))]
+            commits = session.step()
+            made += sum(len(commit.tokens) for commit in commits)
+            done += sum(commit.finish_reason is not None for commit in commits)
+            progress(made, done)
+    finally:
+        session.close()
+        speculator.release()  # the next shard begins on a cache of its own, as it would in another process
+    return rows
+
+
+def _join(session: Session, index: int, prompt: Sequence[int], answering: Answering, eos: frozenset[int]) -> SessionRow:
+    session.add(prompt, answering.parameters(index, prompt, eos))
+    return session.waiting[-1]
+
+
+def _shard(rows: Sequence[SessionRow], answering: Answering) -> Shard:
+    shard = Shard.of([row.ids for row in rows], [row.prompt_length for row in rows])
+    if not answering.top:
+        return shard
+    parts = [part for row in rows for part in row.logprobs]
+    ids = np.concatenate([part.ids.cpu().numpy() for part in parts]).astype(np.int32)
+    values = np.concatenate([part.values.cpu().numpy() for part in parts]).astype(np.float32)
+    return Shard(shard.ids, shard.lengths, shard.prompt_lengths, ids, values)
+
+
+def _ends(speculator: Speculator) -> frozenset[int]:
+    ends = speculator.model.generation_config.eos_token_id
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

@@ -1,0 +1,119 @@
+"""Prompts for self-distillation: what the target is asked to continue."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foredraft.errors import ConfigurationError
+
+KEYS = ("prompt", "messages", "text")
+LETTERS_PER_TOKEN = 16  # a window is cut from so many letters per token at first, and from all that follow where these do not do
+
+
+def read_entries(files: Sequence[Path]) -> Iterator[str | list[Any]]:
+    """Texts, or lists of chat messages, from files: one per line of a ``.jsonl`` file, under "prompt", "messages" or "text"; any other file
+    is one text.
+
+    Raises:
+        ConfigurationError: a file that cannot be read, or a line that holds none of these.
+    """
+    for path in files:
+        if path.is_dir():
+            raise ConfigurationError(f"{str(path)!r} is a folder; name the files in it, for instance {str(path / '*.jsonl')!r}")
+        try:
+            content = path.read_bytes().decode("utf-8")
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{str(path)!r} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+        if path.suffix != ".jsonl":
+            yield content
+            continue
+        for number, line in enumerate(content.split("\n"), 1):
+            if line.strip():
+                yield _entry(line, f"{path}, line {number}")
+
+
+def _entry(line: str, where: str) -> str | list[Any]:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{where}: this is no JSON: {error.msg}") from None
+    key = next((key for key in KEYS if isinstance(found, dict) and key in found), None)
+    if key is None or not isinstance(found[key], list if key == "messages" else str) or not found[key]:
+        raise ConfigurationError(f'{where}: expected an object with a text "prompt" or "text", or a list of "messages"')
+    return found[key]
+
+
+def encode(tokenizer: Any, entries: Sequence[str | list[Any]], *, longest: int | None, target: str) -> list[list[int]]:
+    """Token ids of each prompt, the first ``longest`` of them; messages go through the tokenizer's chat template.
+
+    Raises:
+        ConfigurationError: no chat template, or one that refuses the messages; or no token is left of a prompt.
+    """
+    prompts = [_templated(tokenizer, each, target) if isinstance(each, list) else tokenizer(each)["input_ids"] for each in entries]
+    for number, ids in enumerate(prompts, 1):
+        if not ids:
+            raise ConfigurationError(f"the tokenizer of {target!r} makes no token of prompt {number}")
+    return [ids[:longest] for ids in prompts]
+
+
+def _templated(tokenizer: Any, messages: list[Any], target: str) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigurationError(
+            f'the tokenizer of {target!r} has no chat template; give texts ("prompt" or "text") rather than "messages"'
+        )
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the model's author
+        raise ConfigurationError(f"the chat template of {target!r} refused the messages {str(messages)[:80]!r}: {error}") from error
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def windows(tokenizer: Any, entries: Sequence[str | list[Any]], *, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """``count`` windows of ``tokens`` tokens, from the beginnings of lines at random places of the texts; every letter of a text is as
+    likely as any other to be in the line that a window begins with, so that long texts count for what they hold.
+
+    Raises:
+        ConfigurationError: messages among the entries, or no text that is long enough.
+    """
+    if any(isinstance(each, list) for each in entries):
+        raise ConfigurationError('windows are cut from texts; "messages" are prompts as they are: leave --windows out')
+    texts = [str(each) for each in entries]
+    ends = np.cumsum([len(text) for text in texts])
+    random = np.random.default_rng((seed, count, tokens))
+    found: list[list[int]] = []
+    misses = 0
+    while len(found) < count:
+        place = int(random.integers(ends[-1]))
+        text = int(np.searchsorted(ends, place, side="right"))
+        inside = place - int(ends[text] - len(texts[text]))
+        ids = _window(tokenizer, texts[text], inside, tokens)
+        if len(ids) == tokens:
+            found.append(ids)
+            misses = 0
+        elif (misses := misses + 1) > 1000:
+            raise ConfigurationError(f"no text with {tokens} tokens was found; give longer texts, or a smaller --prompt-tokens")
+    return found
+
+
+def _window(tokenizer: Any, text: str, place: int, tokens: int) -> list[int]:
+    begin = text.rfind("\n", 0, place) + 1
+    ids = tokenizer(text[begin : begin + LETTERS_PER_TOKEN * tokens], add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) <= tokens and len(text) > begin + LETTERS_PER_TOKEN * tokens:
+        ids = tokenizer(text[begin:], add_special_tokens=False, verbose=False)["input_ids"]
+    return ids[:tokens]
+
+
+def digest(prompts: Sequence[Sequence[int]]) -> str:
+    """A word for exactly these prompts in this order."""
+    found = hashlib.sha256()
+    for ids in prompts:
+        found.update(np.asarray([len(ids), *ids], dtype=np.int64).tobytes())
+    return found.hexdigest()[:32]

@@ -1,0 +1,358 @@
+"""The trainer: one loop for every kind of head, on one device or many.
+
+accelerate places it: a process alone, or one of several that torchrun started, with gradients averaged (DDP) or weights sharded (FSDP). The
+target is frozen, computes in its own dtype, and reads every batch once; the head's weights are float32, its products bfloat16 unless
+``precision`` says otherwise.
+
+A run is a function of its settings and its data: checkpoints hold all that the next step depends on, so that a run that was killed and
+resumed ends with the same weights, bit for bit on a CPU, as one that was left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import ConfigurationError
+from foredraft.heads.base import Head
+from foredraft.training import checkpoints
+from foredraft.training.acceptance import Held
+from foredraft.training.batches import Order, Tokens
+from foredraft.training.checkpoints import State
+from foredraft.training.data import Texts
+from foredraft.training.features import Reader
+from foredraft.training.hidden import StoredReader
+from foredraft.training.journal import Journal
+from foredraft.training.learner import BACKBONE, HEAD, Learner, learnt, open_backbone, optimizer_of, part
+from foredraft.training.meters import Since, Sums
+from foredraft.training.options import Options
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to: ``head`` is the one with the longest held-out acceptance, in the target's dtype; ``finished`` is False if it was
+    stopped."""
+
+    head: Head
+    state: State
+    finished: bool
+
+
+class Trainer:
+    """One run, in one folder.
+
+    Args:
+        model: the target, as it was loaded, on its device.
+        head: the class of heads to train.
+        texts: what to train on; the last ``options.held_out`` of them are held out unless ``held_out`` gives prompts.
+        folder: for checkpoints, log and curves.
+        held: measures acceptance; by default with the drafter of the head's kind.
+        stored: take hidden states from the texts' folder, see :mod:`foredraft.training.hidden`.
+        report: is told every line of the log.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: type[Head],
+        texts: Texts,
+        folder: Path,
+        options: Options,
+        *,
+        accelerator: Accelerator | None = None,
+        held: Held | None = None,
+        resume: bool = False,
+        stored: bool = False,
+        report: Callable[[Mapping[str, Any]], None] = lambda line: None,
+    ):
+        self.model, self.texts, self.folder, self.options, self.report = (
+            model.eval().requires_grad_(False),
+            texts,
+            Path(folder),
+            options,
+            report,
+        )
+        members = range(len(texts)) if held is not None else range(len(texts) - options.held_out)
+        if not members:
+            raise ConfigurationError(f"{len(texts)} texts, {options.held_out} of them held out, leave none to train on; generate more data")
+        if not options.count_prompts and not (texts.lengths - texts.prompt_lengths)[list(members)].any():
+            raise ConfigurationError(
+                "there is nothing to learn: the texts are prompts without answers; learn from those with --count-prompts"
+            )
+        self.accelerator = accelerator or make_accelerator(options, model.device)
+        self.held = held or Held([texts.prompt(index) for index in range(len(members), len(texts))], options.answer_tokens)
+        self.order = Order(
+            texts,
+            members,
+            options.batch_tokens,
+            options.accumulate * self.accelerator.num_processes,
+            options.seed,
+            options.max_length,
+            options.count_prompts,
+        )
+        self.steps = options.steps or max(1, round(options.epochs * self.order.steps(0)))
+        self._settings = {**options.to_dict(), "data": texts.digest(), "processes": self.accelerator.num_processes}
+        self.dtype = model.dtype
+        self.opened = open_backbone(model, options) if options.trains_backbone else None  # what stores a target that changes
+        self.drafting = self._fresh(head).requires_grad_(False).eval()  # in the target's dtype; measured, and handed out in the end
+        self.head = beside(model, self.drafting).float().requires_grad_().train()
+        reader = self._reader(stored)
+        plain = Learner(self.head, reader, options, backbone=model if options.trains_backbone else None)
+        self.learner, self.optimizer = self.accelerator.prepare(plain, optimizer_of(plain, options))
+        self.plain = plain
+        if asks_for_shards() and not is_sharded(self.accelerator):
+            raise ConfigurationError("FSDP shards weights over several processes: start them with torchrun, or train without it")
+        if options.trains_backbone and is_sharded(self.accelerator):
+            raise ConfigurationError("acceptance is measured with the whole target in one process: train a backbone with DDP, not FSDP")
+        self.state = State()
+        self._asked = self._stop = False  # this process was told to stop; all have agreed to
+        self._begin(resume)
+
+    # -- before ---------------------------------------------------------------------------------------------------------
+
+    def _fresh(self, head: type[Head]) -> Head:
+        """As training begins with it: the same in every process, and in every run with this seed."""
+        options: dict[str, Any] = dict(self.options.head)
+        takes = inspect.signature(head.for_target).parameters
+        if "counts" in takes:
+            options["counts"] = torch.bincount(torch.from_numpy(self.texts.ids).long(), minlength=self.texts.manifest.vocab_size)
+        if "seed" in takes:
+            options.setdefault("seed", self.options.seed)
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(self.options.seed)
+            return head.for_target(self.model, **options)
+
+    def _reader(self, stored: bool) -> Reader:
+        if not stored:
+            return Reader(self.model, self.head.features, train=self.options.trains_backbone)
+        if self.options.trains_backbone:
+            raise ConfigurationError("stored hidden states are those of the target as it was; train a backbone without --stored-hidden")
+        return StoredReader(self.model, self.head.features, self.texts)
+
+    def _begin(self, resume: bool) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        last = checkpoints.latest(self.folder)
+        if last is not None and not resume:
+            raise ConfigurationError(
+                f"{str(self.folder)!r} already holds a run: go on with it (--resume), or choose another folder (--out)"
+            )
+        if last is None:
+            return
+        before = checkpoints.settings_of(last)
+        changed = [*self.options.changed(before)]
+        changed += [
+            f"{name} was {before[name]} and is now {self._settings[name]}"
+            for name in ("data", "processes")
+            if before[name] != self._settings[name]
+        ]
+        if changed:
+            raise ConfigurationError(
+                f"the run in {str(self.folder)!r} was begun otherwise: {'; '.join(changed)}. Resume with the same settings, or begin anew"
+            )
+        self.state = checkpoints.state_of(last)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------------
+
+    def train(self) -> Outcome:
+        """Until the steps are done, acceptance grows no more, or SIGTERM or Ctrl-C; saves in any case."""
+        options, accelerator = self.options, self.accelerator
+        journal = Journal(self.folder, step=self.state.step) if accelerator.is_main_process else None
+        finished = self._over()
+        with ExitStack() as stack:
+            stack.enter_context(self._restored())
+            stack.enter_context(self._stoppable())
+            begin, already, since = time.monotonic(), self.state.seconds, Since()
+            batches = self.order.read(step=self.state.step, rank=accelerator.process_index, processes=accelerator.num_processes)
+            while not finished and not self._stop:
+                epoch, parts = next(batches)
+                line = self._step(parts)
+                step = self.state.step + 1
+                tokens = self.state.tokens + int(line.pop("tokens"))
+                self.state = replace(self.state, step=step, tokens=tokens, seconds=already + time.monotonic() - begin)
+                since.add(line)
+                if step % options.report_every == 0 or step == self.steps:
+                    self._write(
+                        journal, {"step": step, "epoch": epoch, "tokens": tokens, **since.taken(tokens), "seconds": self.state.seconds}
+                    )
+                if step % options.evaluate_every == 0 or step == self.steps:
+                    self._evaluate(journal)
+                finished = self._over()
+                if finished or self._stop or step % options.save_every == 0:
+                    self._save()
+        if journal is not None:
+            journal.close()
+            journal.draw()
+        return Outcome(self.best(), self.state, finished)
+
+    def _over(self) -> bool:
+        patience = self.options.patience
+        return self.state.step >= self.steps or (patience > 0 and self.state.stale >= patience)
+
+    def _step(self, parts: list[Tokens]) -> dict[str, float]:
+        """One step of the optimiser: the gradient of the mean loss over all tokens of all processes."""
+        accelerator, sums = self.accelerator, Sums(self.accelerator.device)
+        share = self.options.head_share(self.state.step, self.steps)
+        for number, tokens in enumerate(parts):
+            with accelerator.no_sync(self.learner) if number < len(parts) - 1 else nullcontext():
+                with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+                    total, counted, losses = self.learner(tokens.to(accelerator.device), share)
+                accelerator.backward(total * counted)
+            sums.add({"loss": total, **losses}, counted)
+        vector = accelerator.reduce(sums.vector(float(self._asked)), "sum")
+        self._stop = bool(vector[1] > 0)  # all processes stop at the same step
+        everything = float(vector[0])
+        for weights in self.learner.parameters():
+            if weights.grad is not None:
+                weights.grad.mul_(accelerator.num_processes / max(1.0, everything))  # processes were averaged
+        norm = accelerator.clip_grad_norm_(self.learner.parameters(), self.options.clip)
+        rate = self.options.rate(self.state.step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        facts = {"gradient_norm": float(norm), "learning_rate": rate * self.options.learning_rate, "tokens": everything}
+        return {**sums.means(vector), **facts}
+
+    # -- what it comes to -------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """What was learnt so far, float32, under the names of the learner; all processes take part."""
+        return learnt(self.accelerator.get_state_dict(self.learner), self.plain)
+
+    def current(self, weights: Mapping[str, Tensor]) -> Head:
+        """The head for inference, with these weights."""
+        self.drafting.load_state_dict(part(weights, HEAD))
+        return self.drafting
+
+    def _evaluate(self, journal: Journal | None) -> None:
+        """Measure acceptance, in the first process, and keep the head if it is the best so far."""
+        weights, length = self.weights(), torch.zeros((), dtype=torch.float64)
+        if self.accelerator.is_main_process:
+            measured = self.held.measure(self.model, self.current(weights))
+            length.fill_(measured.acceptance_length)
+            self._write(journal, {"step": self.state.step, **measured.to_dict()})
+        length = self._told(length)
+        if float(length) > self.state.best_length:
+            self.state = replace(self.state, best=self.state.step, best_length=float(length), stale=0)
+            if self.accelerator.is_main_process:
+                checkpoints.save_best(self.folder, self.state.step, weights)
+        else:
+            self.state = replace(self.state, stale=self.state.stale + 1)
+
+    def best(self) -> Head:
+        """The head with the longest acceptance so far, or the current one if none was measured; a backbone becomes the one beside it."""
+        weights = self.weights()
+        if self.state.best:
+            weights = checkpoints.load_best(self.folder, self.state.best)
+        if self.opened is not None:
+            self.model.load_state_dict(part(weights, BACKBONE), strict=False)
+            if self.options.backbone == "full":
+                self.model.to(self.dtype)
+        return (self.current(weights) if weights else self.drafting).to(self.dtype)  # of sharded ones the first process alone has all
+
+    def _told(self, value: Tensor) -> Tensor:
+        from accelerate.utils import broadcast
+
+        return broadcast(value.to(self.accelerator.device, torch.float32 if self.accelerator.device.type == "mps" else value.dtype))
+
+    def _save(self) -> None:
+        checkpoints.save(self.accelerator, self.folder, self.state, self._settings)
+
+    def _write(self, journal: Journal | None, line: Mapping[str, Any]) -> None:
+        if journal is not None:
+            journal.write(line)
+            self.report(line)
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Weights, optimiser and torch's generators as the last checkpoint left them, or as a run begins; the caller's come back."""
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            last = checkpoints.latest(self.folder)
+            if last is None:
+                torch.manual_seed(self.options.seed + 1 + self.accelerator.process_index)
+            else:
+                checkpoints.load(self.accelerator, last)
+            yield
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the run behind the step that is under way; a second one at once."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self._asked:
+                raise KeyboardInterrupt
+            self._asked = True
+
+        previous = {}
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                previous[number] = signal.signal(number, stop)
+        except ValueError:  # not in the main thread: whoever runs it there decides
+            pass
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def beside(model: PreTrainedModel, head: Head) -> Head:
+    """A copy of ``head`` that shares with the target whatever ``head`` does."""
+    shared = [model, *model.modules(), *model.parameters(), *model.buffers()]
+    return copy.deepcopy(head, {id(each): each for each in shared})
+
+
+def make_accelerator(options: Options, device: torch.device) -> Accelerator:
+    """Raises ConfigurationError if accelerate is not installed."""
+    try:
+        from accelerate import Accelerator
+    except ImportError as error:
+        raise ConfigurationError("training needs accelerate; install it with: pip install 'foredraft[train]'") from error
+    if asks_for_shards():
+        return sharding(device)
+    precision = "bf16" if options.precision == "bf16" else "no"
+    return Accelerator(mixed_precision=precision, cpu=device.type == "cpu")
+
+
+def asks_for_shards() -> bool:
+    """More generous than accelerate, to which only "true" is true."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on")
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    return str(accelerator.distributed_type).endswith("FSDP")
+
+
+def sharding(device: torch.device) -> Accelerator:
+    """With FSDP2, the whole learner as one unit. accelerate is told of no precision: its policy rounds losses, counts and gradients too,
+    and :meth:`Trainer._step` casts products alone, as without FSDP.
+
+    accelerate turns FSDP on for GPUs only (``AcceleratorState.__init__``); what it then calls runs on CPUs as well, with gloo.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+    accelerator = Accelerator(mixed_precision="no", cpu=device.type == "cpu", fsdp_plugin=plugin)
+    if accelerator.distributed_type == DistributedType.MULTI_CPU:
+        accelerator.state.fsdp_plugin = plugin
+        for state in (PartialState(), accelerator.state):  # the second is made like the first whenever one is asked for
+            state.distributed_type = DistributedType.FSDP
+    return accelerator

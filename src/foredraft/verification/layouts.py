@@ -1,0 +1,147 @@
+"""The trees of a round as the host knows them: what the rules that go through a tree node by node loop over.
+
+Where all rows share a layout that the host knows (a chain, or a static shape) nothing is read from the device; otherwise the
+parents are read once. What is filler is told by ``valid`` on the device, and costs trips that change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from foredraft.tree import TokenTree
+
+Parents = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Common:
+    """One tree that holds every row's tree: a node's place is its rank among its siblings, and its parent's place.
+
+    Attributes:
+        parents: of the U nodes, those before their children, siblings in the order of the rows.
+        nodes: ``[R, U]`` int64, the number that each has in a row's own tree; None where it is the same number everywhere.
+        present: ``[R, U]`` bool, whether a row has it, as a real node below real nodes; None where every row has all.
+    """
+
+    parents: Parents
+    nodes: Tensor | None
+    present: Tensor | None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A step of a depth-first walk: ``node`` at ``depth`` is entered, or left after its children."""
+
+    node: int
+    depth: int
+    leaf: bool
+    leaving: bool
+
+
+def shared_parents(tree: TokenTree) -> Parents | None:
+    """The parents of every row, if the host knows them without looking."""
+    return tuple(range(-1, tree.nodes - 1)) if tree.chain else tree.layout
+
+
+def all_parents(tree: TokenTree) -> list[Parents]:
+    """The parents of each row, or of all rows at once where they are the same."""
+    shared = shared_parents(tree)
+    if shared is not None:
+        return [shared]
+    rows = [tuple(parents) for parents in tree.parents.tolist()]
+    return rows[:1] if len(set(rows)) == 1 else rows
+
+
+def common(tree: TokenTree) -> Common:
+    """The tree that holds every row's tree."""
+    rows = all_parents(tree)
+    if len(rows) == 1:
+        return Common(rows[0], None, real(tree))
+    places: dict[tuple[int, int], int] = {}
+    merged = [_placed(parents, places) for parents in rows]
+    own = torch.full((len(rows), 1 + len(places)), -1)
+    for line, at in zip(own, merged):
+        line[at] = torch.arange(len(at))
+    own = own.to(tree.tokens.device)
+    present, nodes = own >= 0, own.clamp(min=0)
+    valid = real(tree)
+    return Common((-1, *(parent for parent, _ in places)), nodes, present if valid is None else present & valid.gather(1, nodes))
+
+
+def _placed(parents: Parents, places: dict[tuple[int, int], int]) -> list[int]:
+    """The common node of each of a row's nodes; ``places`` gives it by (parent, rank) and grows."""
+    at: list[int] = [0]
+    ranks: dict[int, int] = {}
+    for parent in parents[1:]:
+        above = at[parent]
+        rank = ranks[above] = ranks.get(above, -1) + 1
+        at.append(places.setdefault((above, rank), 1 + len(places)))
+    return at
+
+
+def real(tree: TokenTree) -> Tensor | None:
+    """``[R, N]`` bool, nodes that are no filler and hang below none; None where all are real."""
+    return None if tree.valid is None else ~(tree.ancestors & ~tree.valid[:, None]).any(-1)
+
+
+@lru_cache(maxsize=256)
+def visits(parents: Parents) -> tuple[Visit, ...]:
+    """Depth first, children in draw order; the root is left last and never entered."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
+    found: list[Visit] = []
+    stack = [Visit(0, 0, not children[0], leaving=False)]
+    while stack:
+        visit = stack.pop()
+        found.append(visit)
+        if not visit.leaving:
+            stack.append(Visit(visit.node, visit.depth, visit.leaf, leaving=True))
+            stack += [Visit(child, visit.depth + 1, not children[child], leaving=False) for child in reversed(children[visit.node])]
+    return tuple(found[1:])
+
+
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """The children of every node, in draw order.
+
+    Attributes:
+        children: ``[R or 1, N, K]`` int64 node numbers, -1 where there are fewer than K.
+        widths: for each depth, the most children that a node there has.
+    """
+
+    children: Tensor
+    widths: tuple[int, ...]
+
+
+def trials(tree: TokenTree) -> Trials:
+    """What is tried from each node on."""
+    rows = all_parents(tree)
+    if len(rows) == 1:
+        return _trials_of(rows[0], tree.tokens.device)
+    each = [_trials_of(parents, torch.device("cpu")) for parents in rows]
+    most = max(one.children.shape[2] for one in each)
+    children = torch.full((len(rows), tree.nodes, most), -1)
+    for line, one in zip(children, each):
+        line[:, : one.children.shape[2]] = one.children[0]
+    height = max(len(one.widths) for one in each)
+    widths = tuple(max(one.widths[depth] for one in each if depth < len(one.widths)) for depth in range(height))
+    return Trials(children.to(tree.tokens.device), widths)
+
+
+@lru_cache(maxsize=256)
+def _trials_of(parents: Parents, device: torch.device) -> Trials:
+    children: list[list[int]] = [[] for _ in parents]
+    depths = [0] * len(parents)
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
+        depths[node] = depths[parent] + 1
+    most = max(1, *map(len, children))
+    widths = [max(len(below) for below, at in zip(children, depths) if at == depth) for depth in range(max(depths))]
+    table = [[*below, *[-1] * (most - len(below))] for below in children]
+    with torch.inference_mode(False):
+        return Trials(torch.tensor([table], device=device), tuple(widths))

@@ -1,0 +1,40 @@
+"""Speculative sampling: accept x ~ q with probability min(1, p(x) / q(x)), else draw from the residual.
+
+Leviathan, Kalman and Matias 2023, "Fast Inference from Transformers via Speculative Decoding", Algorithm 1; Chen et al.
+2023, "Accelerating Large Language Model Decoding with Speculative Sampling". The identity it preserves, for every x:
+min(p, q)(x) + (1 - sum(min(p, q))) * N([p - q]+)(x) = p(x). The expected acceptance of one token is 1 - TV(p, q).
+
+Conditions: x was drawn from exactly the ``q`` given, with noise of its own, and every drawn token is in the chain.
+A row that drafted greedily has a one-hot q; with a one-hot p (greedy decoding) the rule then equals ``match``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foredraft.sampling import Purpose, Randomness
+from foredraft.tree import TokenTree
+from foredraft.verification.base import Verdict
+from foredraft.verification.ratios import ComparesWithQ, at_node, chain_ratios
+from foredraft.verification.ratios import residual as left_of
+
+
+class Rejection(ComparesWithQ):
+    name = "rejection"
+    summary = "accept with probability min(1, p/q), else resample from the residual; exact for sampled chains"
+    proposals = ("iid",)
+    chains_only = True
+
+    def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:
+        kept = noise.accept(chain_ratios(tree, p, q))  # u < p/q, strictly
+        if tree.valid is not None:
+            kept = kept & tree.valid[:, 1:]
+        accepted = kept.cumprod(1).sum(1)
+        return Verdict(tree.depths, accepted, noise.draw(residual(tree, p, q, accepted), Purpose.RESIDUAL))
+
+
+def residual(tree: TokenTree, p: Tensor, q: Tensor, accepted: Tensor) -> Tensor:
+    """``[R, V]`` weights of the token after the accepted prefix: [p - q]+ after a rejection, p after a whole chain."""
+    p_at, q_at = at_node(p, accepted), at_node(q, accepted)
+    return torch.where((accepted < tree.drafted)[:, None], left_of(p_at, q_at), p_at)

@@ -1,0 +1,263 @@
+"""Trains one small causal language model on a CPU: the loop behind `python -m foredraft.zoo.train target` and `draft`.
+
+What makes an hour on two cores count:
+
+- bfloat16 matrix products under autocast, float32 master weights;
+- one compiled graph for the loss, and attention in query blocks small enough for the cache (`blocked_attention`): twice as
+  fast as the library's flash kernel at these sizes;
+- parallel over micro-batches, not inside operators: each worker thread takes the next micro-batch when it is free. Alone on the
+  machine that is as fast as parallel operators, and on a shared machine nobody waits for the slower core;
+- Muon for the matrices (Jordan et al. 2024) and AdamW for embeddings and norms;
+- a warm-up, stable, decay schedule (Hägele et al. 2024): the stable phase has no horizon, so a run can be stopped and
+  resumed with another budget, and only the cool-down needs to know where the end is. The cool-down also reads longer
+  sequences, which is where the model learns to use its whole context.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from foredraft.zoo.recipe import CONTEXT, SEED, Batch, Rates
+
+QUERY_BLOCK = 256
+CHECKPOINT = "checkpoint.pt"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When to stop and how fast to learn, in tokens, so that it does not depend on the shape of a batch."""
+
+    budget: int
+    warmup: int = 500_000
+    cooldown: float = 0.2  # share of the budget
+
+    @property
+    def cooldown_start(self) -> int:
+        return int(self.budget * (1 - self.cooldown))
+
+    def cooled(self, tokens: int) -> float:
+        """How much of the cool-down is over, from 0 to 1."""
+        return min(max(tokens - self.cooldown_start, 0) / (self.budget - self.cooldown_start), 1.0)
+
+    def rate(self, tokens: int) -> float:
+        """The learning rate after this many tokens, relative to its peak."""
+        return min((tokens + 1) / self.warmup, 1.0 - self.cooled(tokens) ** 0.5)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands; `groups` counts [rows, CONTEXT] groups of the shuffled stream that were read."""
+
+    tokens: int = 0
+    groups: int = 0
+    seconds: float = 0.0
+
+
+def blocked_attention(
+    module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: object
+) -> tuple[Tensor, None]:
+    """Causal attention over queries [B, H, S, D], one block of queries at a time; never looks at keys that are masked anyway."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    outputs = []
+    for start in range(0, query.shape[2], QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, query.shape[2])
+        scores = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)  # [B, H, block, end]
+        visible = torch.ones(end - start, end, dtype=torch.bool).tril(start)
+        weights = (scores.float() * scaling).masked_fill(~visible, -torch.inf).softmax(-1)
+        outputs.append(weights.to(value.dtype) @ value[:, :, :end])
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+AttentionInterface.register("zoo_blocked", blocked_attention)
+
+
+def build(config: LlamaConfig) -> LlamaForCausalLM:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = LlamaForCausalLM(config)
+    depth = config.num_hidden_layers
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):  # residual branches start small (GPT-2)
+            weight.data.div_((2 * depth) ** 0.5)
+    model.set_attn_implementation("zoo_blocked")
+    return model.train()
+
+
+def load_weights(folder: Path) -> LlamaForCausalLM:
+    """The model of a run's last checkpoint, in float32, with the library's own attention."""
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    model.load_state_dict(torch.load(Path(folder) / CHECKPOINT, weights_only=True)["model"])
+    return model.eval()
+
+
+def groups(tokens: np.ndarray, rows: int, first: int) -> Iterator[Tensor]:
+    """Endless [rows, CONTEXT + 1] groups from a stream of tokens, reshuffled every epoch; `first` groups are skipped.
+
+    Each group can be read as one step of length CONTEXT or as several shorter ones; either way a token is seen once per epoch
+    and the rows of a batch come from unrelated places.
+    """
+    blocks = (len(tokens) - 1) // CONTEXT
+    per_epoch = blocks // rows
+    offsets = np.arange(CONTEXT + 1)
+    epoch, start = divmod(first, per_epoch)
+    while True:
+        order = np.random.default_rng((SEED, epoch)).permutation(blocks)
+        for index in range(start, per_epoch):
+            chosen = order[index * rows : (index + 1) * rows]
+            yield torch.from_numpy(tokens[chosen[:, None] * CONTEXT + offsets].astype(np.int64))
+        epoch, start = epoch + 1, 0
+
+
+def optimizers(model: PreTrainedModel, rates: Rates) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    made = [
+        torch.optim.Muon(matrices, lr=rates.matrices, weight_decay=rates.weight_decay),
+        torch.optim.AdamW(rest, lr=rates.rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return made
+
+
+def cross_entropy(model: PreTrainedModel, ids: Tensor) -> Tensor:  # [B, S + 1] -> mean nats per token
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Run:
+    """A resumable training run whose whole state lives in one file of its folder."""
+
+    def __init__(self, config: LlamaConfig, folder: Path, *, batch: Batch, rates: Rates):
+        self.folder, self.batch, self.rates = Path(folder), batch, rates
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(self.folder)
+        self.model = build(config)
+        self.optimizers = optimizers(self.model, rates)
+        self.progress = Progress()
+        self._compiled: set[int] = set()  # the lengths that the loss was compiled for
+        self._stop = False
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / CHECKPOINT
+
+    def save(self) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "progress": asdict(self.progress),
+        }
+        partial = self.checkpoint.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(self.checkpoint)
+
+    def resume(self) -> None:
+        state = torch.load(self.checkpoint, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        self.progress = Progress(**state["progress"])
+
+    def train(
+        self,
+        tokens: np.ndarray,
+        validation: np.ndarray,
+        schedule: Schedule,
+        *,
+        report_every: float = 20.0,
+        save_every: float = 150.0,
+    ) -> None:
+        """Trains until the schedule's budget is spent, or until SIGTERM or Ctrl-C; saves either way."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+        loss = torch.compile(lambda ids: cross_entropy(self.model, ids), dynamic=False)
+        previous = [signal.signal(number, self._request_stop) for number in (signal.SIGTERM, signal.SIGINT)]
+        start = reported = saved = time.monotonic()
+        already, since, recent = self.progress.seconds, self.progress.tokens, []
+        try:
+            for group in groups(tokens, self.batch.rows, self.progress.groups):
+                length = self.batch.length(schedule.cooled(self.progress.tokens))
+                for column in range(0, CONTEXT, length):
+                    recent.append(self._step(pool, loss, group[:, column : column + length + 1], schedule))
+                now = time.monotonic()
+                self.progress = replace(self.progress, groups=self.progress.groups + 1, seconds=already + now - start)
+                done = self._stop or self.progress.tokens >= schedule.budget
+                if done or now - reported > report_every:
+                    speed = (self.progress.tokens - since) / (now - reported)
+                    self._report(recent, speed, schedule)
+                    reported, since, recent = now, self.progress.tokens, []
+                if done or now - saved > save_every:
+                    self.save()
+                    self._validate(validation)
+                    saved = now
+                if done:
+                    return
+        finally:
+            pool.shutdown()
+            torch.set_num_threads(threads)
+            for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous):
+                signal.signal(number, handler)
+
+    def _step(self, pool: ThreadPoolExecutor, loss: Callable[[Tensor], Tensor], ids: Tensor, schedule: Schedule) -> float:
+        """One optimizer step over ids [rows, S + 1]; returns the mean loss."""
+        length = ids.shape[1] - 1
+        parameters = list(self.model.parameters())
+        parts = [part.contiguous() for part in torch.split(ids, max(1, self.batch.micro_tokens // length))]
+
+        def backward(part: Tensor) -> tuple[float, tuple[Tensor, ...]]:
+            value = loss(part)
+            return value.item(), torch.autograd.grad(value, parameters)
+
+        first = [backward(parts.pop())] if length not in self._compiled else []  # compilation is not for several threads
+        self._compiled.add(length)
+        losses, gradients = zip(*first, *pool.map(backward, parts))
+        for parameter, *shares in zip(parameters, *gradients):
+            parameter.grad = torch.stack(shares).mean(0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        rate = schedule.rate(self.progress.tokens)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * rate
+            optimizer.step()
+            optimizer.zero_grad()
+        self.progress = replace(self.progress, tokens=self.progress.tokens + ids.shape[0] * length)
+        return float(np.mean(losses))
+
+    def _report(self, losses: list[float], speed: float, schedule: Schedule) -> None:
+        left = (schedule.budget - self.progress.tokens) / max(speed, 1.0)
+        print(
+            f"{self.progress.tokens / 1e6:8.2f} M of {schedule.budget / 1e6:.1f} M tokens  "
+            f"loss {np.mean(losses):.3f}  rate {schedule.rate(self.progress.tokens):.2f}  {speed:,.0f} tokens/s  "
+            f"{left / 60:.0f} min left",
+            flush=True,
+        )
+
+    @torch.no_grad()
+    def _validate(self, validation: np.ndarray, length: int = 512, rows: int = 64) -> None:
+        spread = np.linspace(0, len(validation) - length - 1, rows).astype(np.int64)
+        ids = torch.from_numpy(validation[spread[:, None] + np.arange(length + 1)].astype(np.int64))
+        values = [cross_entropy(self.model, part).item() for part in torch.split(ids, 8)]
+        line = {**asdict(self.progress), "held_out_nats_per_token": float(np.mean(values))}
+        with open(self.folder / "validation.jsonl", "a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+        print(f"{'':8} held out: {line['held_out_nats_per_token']:.4f} nats per token", flush=True)
+
+    def _request_stop(self, *_: object) -> None:
+        self._stop = True

@@ -1,0 +1,296 @@
+"""The recipe behind the embedded models.
+
+    python -m foredraft.zoo.train all --out RUN
+
+does everything from the installed packages to the folders in the package, in about four hours on two cores. Each step is also a
+command of its own, reads what the earlier ones left in RUN, and can be repeated. Training can be interrupted at any time and
+goes on with --resume.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.zoo import recipe
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from foredraft.zoo.fit import Schedule
+    from foredraft.zoo.tokenization import Encoded
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+Out = Annotated[Path, typer.Option("--out", help="Folder for the corpus, checkpoints and figures.", file_okay=False)]
+Budget = Annotated[float, typer.Option("--budget", help="Training tokens in millions; the cool-down ends exactly there.")]
+Cooldown = Annotated[float, typer.Option("--cooldown", help="Share of the budget over which the learning rate falls to zero.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's checkpoint; the budget may be another one.")]
+
+
+@app.command()
+def corpus(out: Out) -> None:
+    """Collect Python source from this machine and split it by package (half a minute)."""
+    from foredraft.zoo.corpus import build
+
+    built = build()
+    built.save(out / "corpus")
+    for half in ("train", "held_out"):
+        account = built.manifest[half]
+        typer.echo(f"{half}: {account['files']:,} files, {account['bytes']:,} bytes, {len(account['packages'])} packages")
+    typer.echo("left out: " + ", ".join(f"{count:,} {reason}" for reason, count in built.manifest["dropped"].items()))
+
+
+@app.command()
+def tokenizer(out: Out) -> None:
+    """Learn the byte-level BPE and encode both halves of the corpus (half a minute)."""
+    from foredraft.zoo import tokenization
+    from foredraft.zoo.corpus import Corpus
+
+    source = Corpus.load(_needed(out / "corpus", "corpus"))
+    learnt = tokenization.train(source.train)
+    learnt.save_pretrained(out / "tokenizer")
+    for half, files in (("train", source.train), ("held_out", source.held_out)):
+        encoded = tokenization.encode(learnt, files)
+        encoded.save(out / "tokens" / f"{half}.npz")
+        typer.echo(f"{half}: {len(encoded.tokens):,} tokens, {encoded.sizes.sum() / len(encoded.tokens):.3f} bytes per token")
+
+
+@app.command()
+def target(out: Out, budget: Budget = recipe.TARGET_BUDGET, cooldown: Cooldown = recipe.TARGET_COOLDOWN, resume: Resume = False) -> None:
+    """Train the target on the corpus (an hour and more)."""
+    from foredraft.zoo import fit
+
+    _fit(
+        out,
+        "target",
+        recipe.target_config(),
+        recipe.TARGET_BATCH,
+        recipe.TARGET_RATES,
+        fit.Schedule(int(budget * 1e6), cooldown=cooldown),
+        resume,
+    )
+
+
+@app.command()
+def draft(out: Out, budget: Budget = recipe.DRAFT_BUDGET, cooldown: Cooldown = recipe.DRAFT_COOLDOWN, resume: Resume = False) -> None:
+    """Train the draft on the corpus (a quarter of an hour)."""
+    from foredraft.zoo import fit
+
+    _fit(
+        out,
+        "draft",
+        recipe.draft_config(),
+        recipe.DRAFT_BATCH,
+        recipe.DRAFT_RATES,
+        fit.Schedule(int(budget * 1e6), cooldown=cooldown),
+        resume,
+    )
+
+
+@app.command()
+def ngram(out: Out) -> None:
+    """Count the n-gram table, prune it to its size limit, and measure the n-gram baseline (a few minutes)."""
+    from foredraft.drafters.ngram_model import NGramModel
+    from foredraft.zoo import evaluation
+
+    _keep_freed_memory()
+    train, held_out = _tokens(out)
+    table = NGramModel.from_tokens(train.documents(), recipe.NGRAM_ORDER, vocab_size=recipe.VOCABULARY)
+    baseline = {
+        "what": evaluation.BASELINE.format(order=recipe.NGRAM_ORDER),
+        "ngrams": table.ngrams,
+        **asdict(evaluation.score_ngram(table, held_out)),
+    }
+    typer.echo(f"baseline: {baseline['bits_per_byte']:.4f} bits per byte with {baseline['ngrams']:,} n-grams")
+    min_count, file = 1, out / "ngram" / "ngram.safetensors"
+    while min_count == 1 or file.stat().st_size > recipe.NGRAM_BYTES:
+        min_count += 1
+        table.prune(min_count=min_count, successors=recipe.NGRAM_SUCCESSORS)
+        table.save(file)
+    figures = {
+        "min_count": min_count,
+        "successors": recipe.NGRAM_SUCCESSORS,
+        "baseline": baseline,
+        # Pruning takes the probabilities apart and leaves the ranks, which is all that a draft needs.
+        "held_out": {"accuracy": evaluation.score_ngram(table, held_out).accuracy},
+    }
+    _write(out / "ngram" / "figures.json", figures)
+    typer.echo(f"table: {table.ngrams:,} n-grams seen at least {min_count} times")
+
+
+@app.command()
+def evaluate(out: Out) -> None:
+    """Measure bits per byte on the held-out packages, with bfloat16 weights; float32 ones on a sample (minutes)."""
+    import torch
+
+    from foredraft.zoo import evaluation, fit
+
+    _keep_freed_memory()
+    _, held_out = _tokens(out)
+    for name in ("target", "draft"):
+        model = fit.load_weights(_needed(out / name, name))
+        sample = held_out.sample(evaluation.ROUNDING_SAMPLE)
+        scores: dict[str, Any] = {"sample": {"float32": asdict(evaluation.score_model(model, sample))}}
+        model.to(torch.bfloat16)
+        scores["sample"]["bfloat16"] = asdict(evaluation.score_model(model, sample))
+        scores["bfloat16"] = asdict(evaluation.score_model(model, held_out))
+        typer.echo(f"{name}: {scores['bfloat16']['bits_per_byte']:.4f} bits per byte")
+        _write(out / name / "scores.json", scores)
+
+
+@app.command()
+def package(out: Out) -> None:
+    """Write weights, tokenizer, figures and model cards into the package."""
+    from transformers import PreTrainedTokenizerFast
+
+    from foredraft.drafters.ngram_model import NGramModel
+    from foredraft.zoo import DRAFT, TARGET, fit, packaging
+
+    manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
+    learnt = PreTrainedTokenizerFast.from_pretrained(_needed(out / "tokenizer", "tokenizer"))
+    ngram_figures = _read(_needed(out / "ngram", "ngram") / "figures.json")
+    for name, run in ((TARGET, "target"), (DRAFT, "draft")):
+        figures = {
+            "training": _read(_needed(out / run, run) / "training.json"),
+            "held_out": _read(_needed(out / run / "scores.json", "evaluate")),
+            "baseline": ngram_figures["baseline"],
+        }
+        typer.echo(packaging.package_model(name, fit.load_weights(out / run), learnt, figures, manifest))
+    table = NGramModel.load(out / "ngram" / "ngram.safetensors")
+    typer.echo(packaging.package_ngram(table, ngram_figures, manifest))
+
+
+@app.command()
+def texts(out: Out) -> None:
+    """Let the embedded target write the texts that heads learn from (a quarter of an hour)."""
+    from foredraft.zoo import heads
+
+    _needed(out / "corpus", "corpus")
+    typer.echo(heads.write_texts(out))
+
+
+@app.command()
+def medusa(out: Out, resume: Resume = False) -> None:
+    """Train the Medusa heads of the embedded target on its texts (most of an hour)."""
+    _head(out, "medusa", resume)
+
+
+@app.command()
+def eagle3(out: Out, resume: Resume = False) -> None:
+    """Train the EAGLE-3 head of the embedded target on its texts (most of an hour)."""
+    _head(out, "eagle3", resume)
+
+
+@app.command()
+def package_heads(out: Out) -> None:
+    """Write the heads that were trained, with figures and model cards, into the package."""
+    from foredraft.zoo import heads
+
+    manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
+    for kind in recipe.HEADS:
+        if (heads.folder(out, kind) / "config.json").exists():
+            typer.echo(heads.package(out, kind, manifest))
+
+
+@app.command(name="all")
+def everything(out: Out) -> None:
+    """All steps in order, with the budgets of the recipe."""
+    corpus(out)
+    tokenizer(out)
+    ngram(out)
+    target(out)
+    draft(out)
+    evaluate(out)
+    package(out)
+    texts(out)
+    medusa(out)
+    eagle3(out)
+    package_heads(out)
+
+
+def _head(out: Path, kind: str, resume: bool) -> None:
+    from foredraft.cli.train import show
+    from foredraft.zoo import heads
+
+    _needed(heads.folder(out, "data"), "texts")
+    _keep_freed_memory()
+    said = heads.train(out, kind, resume=resume, report=show)
+    typer.echo("\n".join(said or ["stopped and saved; go on with --resume"]))
+
+
+def _fit(
+    out: Path,
+    name: str,
+    config: LlamaConfig,
+    batch: recipe.Batch,
+    rates: recipe.Rates,
+    schedule: Schedule,
+    resume: bool,
+) -> None:
+    from foredraft.zoo import fit
+
+    _keep_freed_memory()
+    folder = out / name
+    if not resume and (folder / fit.CHECKPOINT).exists():
+        raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
+    train, held_out = _tokens(out)
+    run = fit.Run(config, folder, batch=batch, rates=rates)
+    if resume:
+        run.resume()
+    typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")
+    run.train(train.tokens, held_out.tokens, schedule)
+    account = {
+        "tokens": run.progress.tokens,
+        "epochs": run.progress.tokens / len(train.tokens),
+        "seconds": run.progress.seconds,
+        "budget": schedule.budget,
+        "cooldown": schedule.cooldown,
+        "lengths": batch.lengths,
+        "machine": f"{os.cpu_count()} cores ({platform.machine()})",
+    }
+    _write(folder / "training.json", account)
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc not to return freed memory to the system: a step frees and asks for the same gigabyte, and page faults
+    cost more than the arithmetic where pages come slowly (virtual machines)."""
+    if sys.platform == "linux":
+        trim_threshold, mmap_threshold = -1, -3
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 2**31 - 1)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def _tokens(out: Path) -> tuple[Encoded, Encoded]:
+    from foredraft.zoo.tokenization import Encoded
+
+    folder = _needed(out / "tokens", "tokenizer")
+    return Encoded.load(folder / "train.npz"), Encoded.load(folder / "held_out.npz")
+
+
+def _needed(path: Path, step: str) -> Path:
+    if not path.exists():
+        raise typer.BadParameter(f"{path} is missing: run `python -m foredraft.zoo.train {step} --out …` first")
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()

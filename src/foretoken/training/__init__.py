@@ -1,4 +1,0 @@
-"""Training of heads: data that the target writes itself, one trainer for every kind of head, and the measurements that end it.
-
-``foretoken data generate`` and ``foretoken train`` are thin commands on top of this package.
-"""
