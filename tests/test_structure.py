@@ -11,7 +11,7 @@ import foredraft
 
 SOURCE = Path(foredraft.__file__).parent
 LAYERS = [
-    {"errors", "caching", "files", "transfers", "tree", "sampling", "stats"},
+    {"errors", "caching", "files", "device", "tree", "sampling", "stats"},
     {"shapes"},
     {"histories", "known_processors", "nucleus", "processors"},
     {"sampler"},

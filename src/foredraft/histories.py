@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foredraft.transfers import to_device
+from foredraft.device import to_device
 
 from .tree import TokenTree, depths_of
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.histories import NodeHistories
 from foredraft.processors import Pipeline, Stopwatch, process
 from foredraft.sampling import Randomness
-from foredraft.transfers import to_device
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.checks import check_lines, check_tree
+from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.judgement import Judgement, judge
@@ -29,7 +30,6 @@ from foredraft.sampling import Noise, Randomness, row_key
 from foredraft.shapes import TreeShape
 from foredraft.stats import RowStats, Stats
 from foredraft.target import Target
-from foredraft.transfers import to_device
 from foredraft.tree import Proposal, TokenTree
 from foredraft.verification import Rule
 from foredraft.verification.match import Match

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.transfers import to_device
+from foredraft.device import to_device
 
 Proposal = Literal["deterministic", "iid", "without-replacement", "keyed", "mixed"]
 PROPOSALS: tuple[Proposal, ...] = ("deterministic", "iid", "without-replacement", "keyed", "mixed")

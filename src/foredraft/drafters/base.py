@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.sampler import Sampler
 from foredraft.sampling import Purpose, argmax
 from foredraft.shapes import StaticShape, TreeShape
-from foredraft.transfers import to_device
 from foredraft.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, Feedback, Row
 from foredraft.drafters.eagle3_cache import LayerCache, root_mask, tree_mask
 from foredraft.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
@@ -25,7 +26,6 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_layer import Layer
-from foredraft.transfers import to_device
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:

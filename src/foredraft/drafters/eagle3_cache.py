@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from foredraft.device import to_device
 from foredraft.heads.eagle3_layer import Entered
-from foredraft.transfers import to_device
 from foredraft.tree import TokenTree
 
 SMALLEST = 256  # slots

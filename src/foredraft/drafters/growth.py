@@ -16,11 +16,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest
 from foredraft.sampler import fit_vocabulary
 from foredraft.sampling import Purpose, argmax
 from foredraft.shapes import DynamicShape, Level, StaticShape
-from foredraft.transfers import to_device
 from foredraft.tree import TokenTree, layout_parents
 
 Expand = Callable[[TokenTree, int], Tensor]

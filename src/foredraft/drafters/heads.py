@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import Expand, Growth, grow
 from foredraft.drafters.siblings import SHARED, offered
@@ -19,7 +20,6 @@ from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.quantization import check_quantization, quantize_linear_layers
 from foredraft.sampler import fit_vocabulary
 from foredraft.shapes import StaticShape, TreeShape
-from foredraft.transfers import to_device
 from foredraft.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:

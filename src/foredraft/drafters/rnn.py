@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, Row
 from foredraft.drafters.growth import Expand
 from foredraft.drafters.heads import HeadDrafter, Levels
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
 from foredraft.heads.rnn import RnnHead
-from foredraft.transfers import to_device
 from foredraft.tree import TokenTree
 
 

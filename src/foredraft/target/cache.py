@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from foredraft.device import to_device
 from foredraft.errors import CacheMemoryError
-from foredraft.transfers import to_device
 
 BLOCK = 64  # capacities are multiples of this many tokens
 FEW = 4  # vectors per buffer that are moved one by one

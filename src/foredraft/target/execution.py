@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.target.alibi import alibi_from, uses_alibi
 from foredraft.target.block_masks import spanned
 from foredraft.target.cache import TreeCache, Window
@@ -19,7 +20,6 @@ from foredraft.target.graphs import Graphs
 from foredraft.target.kernel_pass import Direct
 from foredraft.target.masks import MaskBuilder, layout
 from foredraft.target.temperature import temperature_from, tuned_layers
-from foredraft.transfers import to_device
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from foredraft.device import to_device
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.target.support import describe
-from foredraft.transfers import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

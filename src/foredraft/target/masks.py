@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
+from foredraft.device import to_device
 from foredraft.target.cache import TreeCache, Window
-from foredraft.transfers import to_device
 from foredraft.tree import TokenTree
 
 NAME = "foredraft_positions"

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.target.alibi import alibi_from, uses_alibi
 from foredraft.target.cache import TreeCache, Window
 from foredraft.target.grouped import Grouped
 from foredraft.target.masks import Layout, MaskBuilder
 from foredraft.target.temperature import temperature_from, tuned_layers
-from foredraft.transfers import to_device
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:

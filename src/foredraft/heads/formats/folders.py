@@ -43,7 +43,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigurationError(f"there is no head in {str(folder)!r}: it has no {CONFIG}" + _pickled_hint(folder))
     found = read_json(path)
-    renamed = {current_name(key): current_name(value) if key == "model_type" else value for key, value in found.items()}
+    renamed = {str(current_name(key)): current_name(value) if key == "model_type" else value for key, value in found.items()}
     return renamed if len(renamed) == len(found) else found
 
 

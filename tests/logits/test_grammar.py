@@ -26,7 +26,7 @@ from foredraft.testing import (
     plain_law,
 )
 
-RECIPE = Path(__file__).parent.parent / "docs" / "constrained-decoding.md"
+RECIPE = Path(__file__).parents[2] / "docs" / "constrained-decoding.md"
 EOS = 1
 STRINGS = [*"0123456789-,[]", *(f"{n}," for n in range(10)), *map(str, range(10, 99)), "[-", "],", ",,"]
 TOKENS = dict(enumerate(STRINGS[: VOCABULARY - 3], 3))

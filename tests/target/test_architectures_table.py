@@ -35,7 +35,7 @@ def test_names_are_keys_and_support_is_known():
 
 def test_importing_the_table_imports_no_model_library():
     code = "import sys, architectures; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1] / "support", check=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
