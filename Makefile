@@ -41,13 +41,13 @@ nightly: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m nightly
 
 check: $(VENV)/.installed-check
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src benchmarks tests
+	$(BIN)/ruff format --check src benchmarks tests
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m foredraft.bench overhead
-	$(BIN)/python -m foredraft.bench speed --peers $(PEERS)
+	$(BIN)/python -m benchmarks overhead
+	$(BIN)/python -m benchmarks speed --peers $(PEERS)
 
 peers: peer-openvino peer-vllm peer-llamacpp
 
@@ -83,7 +83,7 @@ $(PEERS)/llamacpp/.installed: $(PEERS)/llamacpp/foredraft-tokens
 	$(@D)/venv/bin/python $(INSTALL) numpy typing-extensions jinja2 $(TORCH) transformers==5.23.0 sentencepiece protobuf pyyaml requests tqdm
 	touch $@
 
-$(PEERS)/llamacpp/foredraft-tokens: src/foredraft/bench/peers/llamacpp_tokens.cpp $(PEERS)/llamacpp/.built
+$(PEERS)/llamacpp/foredraft-tokens: benchmarks/peers/llamacpp_tokens.cpp $(PEERS)/llamacpp/.built
 	$(CXX) -O3 -march=native -std=c++17 -I$(TREE)/common -I$(TREE)/include -I$(TREE)/ggml/include -I$(TREE)/vendor $< -o $@ -L$(LLAMA)/build/bin -lllama-common -lllama -lggml -lggml-base -Wl,-rpath,'$$ORIGIN/build/bin'
 
 $(PEERS)/llamacpp/.built:

@@ -1,6 +1,7 @@
 """The public API is flat and lazy, and imports point one way."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ LAYERS = [
     {"preparation"},
     {"speculator"},
     {"auditing", "training"},
-    {"bench", "cli", "__main__"},
+    {"cli", "__main__"},
 ]
 
 
@@ -65,6 +66,12 @@ def test_imports_point_one_way(file: Path):
     for imported in rooms_imported(file) - {room, "zoo"}:
         assert layer(imported) <= layer(room), f"{room} must not import {imported}"
     assert not (room == "drafters" and "verification" in rooms_imported(file)), "drafters know trees, not rules"
+
+
+def test_the_package_imports_no_instrument():
+    pattern = re.compile(r"^\s*(?:from|import) (?:benchmarks|recipes|tests)\b", re.MULTILINE)
+    assert pattern.search("    from benchmarks import speed")
+    assert not [str(file) for file in SOURCE.rglob("*.py") if pattern.search(file.read_text())]
 
 
 def test_everything_public_is_there_and_documented():

@@ -9,13 +9,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from foredraft.bench import environment, hosts, overhead_report, prompts, verdicts, verification
-from foredraft.bench.app import app
-from foredraft.bench.contestants import Contestant, contestants, of_transformers
-from foredraft.bench.overhead import Measurement, Run, Settings, measurement, turned
-from foredraft.bench.passes import Pass, PassRecorder
-from foredraft.bench.report import Table, write
-from foredraft.bench.verdicts import Claim, Spread
+from benchmarks import environment, hosts, overhead_report, prompts, verdicts, verification
+from benchmarks.app import app
+from benchmarks.contestants import Contestant, contestants, of_transformers
+from benchmarks.overhead import Measurement, Run, Settings, measurement, turned
+from benchmarks.passes import Pass, PassRecorder
+from benchmarks.report import Table, write
+from benchmarks.verdicts import Claim, Spread
 from foredraft.errors import ConfigurationError
 from foredraft.tree import TokenTree
 from foredraft.verification import names as rule_names
@@ -145,7 +145,7 @@ def test_the_document_has_its_schema(written):
     document, _ = written
     names = {entrant.name for entrant in contestants()}
     assert (document["schema"], document["suite"], document["failures"]) == (1, "overhead", [])
-    assert document["settings"]["tokens"] == QUICK.tokens and document["command"].startswith("python -m foredraft.bench")
+    assert document["settings"]["tokens"] == QUICK.tokens and document["command"].startswith("python -m benchmarks")
     assert {"commit", "dirty", "cpu", "threads", "packages", "date"} <= document["environment"].keys()
     assert document["medians"].keys() == names == document["mismatches"].keys()
     assert len(document["measurements"]) == len(names) * QUICK.repeats * QUICK.prompts

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from foredraft.bench import datasets, prompts
-from foredraft.bench.datasets import Prompt
+from benchmarks import datasets, prompts
+from benchmarks.datasets import Prompt
 from foredraft.errors import ConfigurationError
 
 

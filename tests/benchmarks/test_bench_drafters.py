@@ -10,14 +10,14 @@ import pytest
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from foredraft.bench import datasets, drafters_claims, drafters_report, environment, peer_process
-from foredraft.bench.app import app
-from foredraft.bench.datasets import Prompt
-from foredraft.bench.drafters import KINDS, RANDOM_TEXTS, Run, Settings, cells, contenders, library_files, turns
-from foredraft.bench.peer_process import ADAPTERS
-from foredraft.bench.replays import Kept, Reading, Replays, Setting, Texts, replayed, with_store
-from foredraft.bench.speed_plan import RANDOM, TEXT
-from foredraft.bench.speed_records import Measurement
+from benchmarks import datasets, drafters_claims, drafters_report, environment, peer_process
+from benchmarks.app import app
+from benchmarks.datasets import Prompt
+from benchmarks.drafters import KINDS, RANDOM_TEXTS, Run, Settings, cells, contenders, library_files, turns
+from benchmarks.peer_process import ADAPTERS
+from benchmarks.replays import Kept, Reading, Replays, Setting, Texts, replayed, with_store
+from benchmarks.speed_plan import RANDOM, TEXT
+from benchmarks.speed_records import Measurement
 from foredraft.drafters.ngram import NGram
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.errors import ConfigurationError
@@ -51,7 +51,7 @@ def adapters(tmp_path, monkeypatch):
     folder.mkdir()
     shutil.copy(ADAPTERS / "serve.py", folder)
     monkeypatch.setattr(peer_process, "ADAPTERS", folder)
-    monkeypatch.setattr("foredraft.bench.speed.READ", 1 << 20)
+    monkeypatch.setattr("benchmarks.speed.READ", 1 << 20)
 
     def put(name, installed=True, **how):
         (folder / f"{name}.py").write_text(engine(name, **how))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers import eagle3_head, prompts, taught_head, tiny
 
+from benchmarks import heads, heads_report
+from benchmarks.heads import Case, Compared, Run, Settings, Side, compared, decoded
+from benchmarks.peer_process import PeerError
 from foredraft import ConfigurationError
-from foredraft.bench import heads, heads_report
-from foredraft.bench.heads import Case, Compared, Run, Settings, Side, compared, decoded
-from foredraft.bench.peer_process import PeerError
 from foredraft.heads import checkpoints
 from foredraft.loading import load_model
 

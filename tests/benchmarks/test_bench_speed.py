@@ -15,15 +15,15 @@ import torch
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from foredraft.bench import checkpoints, environment, peer_process, speed_claims, speed_plots, speed_report
-from foredraft.bench.app import app
-from foredraft.bench.checkpoints import Checkpoint
-from foredraft.bench.peer_process import ADAPTERS, PeerError, PeerProcess, find
-from foredraft.bench.report import append_images, write
-from foredraft.bench.speed import Run
-from foredraft.bench.speed_figures import Calls, Estimate, best, quotient
-from foredraft.bench.speed_plan import Cell, Contender, Settings, cells, contenders, hopeless
-from foredraft.bench.speed_records import Curve, Measurement, Read, first_difference
+from benchmarks import checkpoints, environment, peer_process, speed_claims, speed_plots, speed_report
+from benchmarks.app import app
+from benchmarks.checkpoints import Checkpoint
+from benchmarks.peer_process import ADAPTERS, PeerError, PeerProcess, find
+from benchmarks.report import append_images, write
+from benchmarks.speed import Run
+from benchmarks.speed_figures import Calls, Estimate, best, quotient
+from benchmarks.speed_plan import Cell, Contender, Settings, cells, contenders, hopeless
+from benchmarks.speed_records import Curve, Measurement, Read, first_difference
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model
 
@@ -55,7 +55,7 @@ def adapters(tmp_path, monkeypatch):
     folder.mkdir()
     shutil.copy(ADAPTERS / "serve.py", folder)
     monkeypatch.setattr(peer_process, "ADAPTERS", folder)
-    monkeypatch.setattr("foredraft.bench.speed.READ", 1 << 20)
+    monkeypatch.setattr("benchmarks.speed.READ", 1 << 20)
 
     def put(name, installed=True, **how):
         (folder / f"{name}.py").write_text(engine(name, **how))
@@ -360,7 +360,7 @@ def test_nobody_stays_behind_when_the_driver_dies(tmp_path):
     code = f"""
 import os
 from pathlib import Path
-from foredraft.bench.peer_process import PeerProcess, find
+from benchmarks.peer_process import PeerProcess, find
 one = PeerProcess(find("foredraft", Path({str(tmp_path)!r})), threads=1, log=Path({str(tmp_path / "log")!r}))
 try:
     one.ask("no_such", limit=20)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from foredraft.bench import datasets, suites
+from benchmarks import datasets, suites
 
 
 @pytest.fixture(scope="module")
@@ -49,5 +49,5 @@ def test_a_completion_ends_behind_a_docstring(folder):
 
 
 def test_the_command(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "foredraft.bench", "suites", "--out", str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "suites", "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0 and "edit.jsonl: 12 prompts" in done.stdout

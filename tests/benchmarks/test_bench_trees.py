@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import acceptance, acceptance_report, prompts, trees, trees_report
+from benchmarks.acceptance import beginnings, contenders
+from benchmarks.app import app
+from benchmarks.passes import Pass
+from benchmarks.trees import Call, Spent, outermost, watched
 from foredraft import Speculator, zoo
-from foredraft.bench import acceptance, acceptance_report, prompts, trees, trees_report
-from foredraft.bench.acceptance import beginnings, contenders
-from foredraft.bench.app import app
-from foredraft.bench.passes import Pass
-from foredraft.bench.trees import Call, Spent, outermost, watched
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
 
@@ -130,7 +130,7 @@ def test_the_document_has_claims_and_where_it_ran(accepted):
     assert (document["schema"], document["suite"], document["settings"]["tokens"]) == (1, "acceptance", QUICK.tokens)
     assert [claim["name"].partition(",")[0] for claim in document["claims"]] == ["block − rejection"] + ["traversal − multi-candidate"] * 2
     assert {"commit", "dirty", "packages", "threads"} <= document["environment"].keys()
-    assert document["command"].startswith("python -m foredraft.bench") and "bootstraps over prompts" in text
+    assert document["command"].startswith("python -m benchmarks") and "bootstraps over prompts" in text
 
 
 # -- trees: arithmetic --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from helpers import generate
 from test_native import needs_kernels
 from test_packed_heads import shaken
 
+from benchmarks.prompts import PYTHON
 from foredraft import Speculator, zoo
-from foredraft.bench.prompts import PYTHON
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
 from foredraft.heads.eagle3 import Eagle3Head

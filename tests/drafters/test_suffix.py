@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafters import Row, request
 
+from benchmarks.prompts import PYTHON
 from foredraft import ConfigurationError, Speculator, zoo
-from foredraft.bench.prompts import PYTHON
 from foredraft.drafters import suffix_experts as module
 from foredraft.drafters import suffix_files
 from foredraft.drafters.prompt_lookup import PromptLookup

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.prompts import PYTHON
 from foredraft import ConfigurationError, Speculator, drafters, zoo
-from foredraft.bench.prompts import PYTHON
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.medusa import Medusa
 from foredraft.heads.eagle3 import Eagle3Head

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from foredraft import __version__
-from foredraft.bench.app import app as benchmarks
 from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
 from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, note
@@ -25,7 +24,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.add_typer(benchmarks, name="bench")
 app.add_typer(datastores, name="datastore")
 app.add_typer(data, name="data")
 app.command()(train)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.bench.peer_process import FOREDRAFT, TRANSFORMERS
+from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
 from foredraft.errors import ConfigurationError
 
 PLAIN, DRAFT, LOOKUP, COMPILED = "plain", "draft", "lookup", "compiled"

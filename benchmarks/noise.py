@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foredraft.bench.passes import synchroniser
+from benchmarks.passes import synchroniser
 from foredraft.sampling import Noise, row_key
 from foredraft.target import Target
 from foredraft.tree import TokenTree

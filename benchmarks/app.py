@@ -33,7 +33,7 @@ def suites(
 
     Run them with `speed --prompts out/edit.jsonl`.
     """
-    from foredraft.bench import suites as made
+    from benchmarks import suites as made
 
     with _configured():
         for name, count in made.write(out).items():
@@ -65,8 +65,8 @@ def overhead(
     given = locals()
     from transformers.utils import logging
 
-    from foredraft.bench import environment, overhead_report, report
-    from foredraft.bench.overhead import Run, Settings
+    from benchmarks import environment, overhead_report, report
+    from benchmarks.overhead import Run, Settings
 
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
     logging.disable_progress_bar()
@@ -94,8 +94,8 @@ def verification(
 ) -> None:
     """What it takes to verify a tree over a large vocabulary, for every rule, processors included."""
     given = locals()
-    from foredraft.bench import environment, report
-    from foredraft.bench import verification as suite
+    from benchmarks import environment, report
+    from benchmarks import verification as suite
 
     settings = suite.Settings(**{field.name: given[field.name] for field in fields(suite.Settings)})
     run = _reported(suite.Run, settings, environment.describe, suite, report, out=out, as_json=as_json)
@@ -117,8 +117,8 @@ def kernels(
 ) -> None:
     """What a pass takes in each execution and kind of weights, side by side."""
     given = locals()
-    from foredraft.bench import environment, report
-    from foredraft.bench import kernels as suite
+    from benchmarks import environment, report
+    from benchmarks import kernels as suite
 
     given["configurations"] = configurations or suite.CONFIGURATIONS
     settings = suite.Settings(**{field.name: given[field.name] for field in fields(suite.Settings)})
@@ -143,8 +143,8 @@ def hosts(
 ) -> None:
     """What drafters that need no training take on the host behind a long text, beside a pass of the target."""
     given = locals()
-    from foredraft.bench import environment, report
-    from foredraft.bench import hosts as suite
+    from benchmarks import environment, report
+    from benchmarks import hosts as suite
 
     given["drafters"] = drafters or suite.Settings.drafters
     settings = suite.Settings(**{field.name: given[field.name] for field in fields(suite.Settings)})
@@ -175,8 +175,8 @@ def acceptance(
     given = locals()
     from transformers.utils import logging
 
-    from foredraft.bench import acceptance_report, environment, report
-    from foredraft.bench.acceptance import Run, Settings
+    from benchmarks import acceptance_report, environment, report
+    from benchmarks.acceptance import Run, Settings
 
     logging.disable_progress_bar()
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
@@ -205,8 +205,8 @@ def trees(
     given = locals()
     from transformers.utils import logging
 
-    from foredraft.bench import environment, report, trees_report
-    from foredraft.bench.trees import Run, Settings
+    from benchmarks import environment, report, trees_report
+    from benchmarks.trees import Run, Settings
 
     logging.disable_progress_bar()
     settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
@@ -237,7 +237,7 @@ def speed(
         Path | None, typer.Option(file_okay=False, show_default="work, among the peers", help="Folder for checkpoints in every format.")
     ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="embedded, or a file in any format of foredraft.bench.datasets.")
+        list[str] | None, typer.Option(metavar="FILE", help="embedded, or a file in any format of benchmarks.datasets.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each category, at most.")] = 3,
     chat: Annotated[bool, typer.Option("--chat", help="Each turn is a user's message; apply the chat template.")] = False,
@@ -266,10 +266,10 @@ def speed(
 
     from transformers.utils import logging
 
-    from foredraft.bench import environment, report, speed_plots, speed_report
-    from foredraft.bench.peer_process import peers_folder
-    from foredraft.bench.speed import Run
-    from foredraft.bench.speed_plan import ON_CUDA, Settings
+    from benchmarks import environment, report, speed_plots, speed_report
+    from benchmarks.peer_process import peers_folder
+    from benchmarks.speed import Run
+    from benchmarks.speed_plan import ON_CUDA, Settings
 
     logging.disable_progress_bar()
     several = {"targets": target, "dtypes": dtype, "modes": mode, "drafters": drafter, "rules": rule, "batches": batch, "shapes": shape}
@@ -346,9 +346,9 @@ def drafters(
 
     from transformers.utils import logging
 
-    from foredraft.bench import drafters_claims, drafters_report, environment, report
-    from foredraft.bench.drafters import Run, Settings
-    from foredraft.bench.peer_process import peers_folder
+    from benchmarks import drafters_claims, drafters_report, environment, report
+    from benchmarks.drafters import Run, Settings
+    from benchmarks.peer_process import peers_folder
 
     logging.disable_progress_bar()
     repeated = {"targets": target, "dtypes": dtype, "drafters": drafter, "lengths": gamma, "suites": suite}
@@ -407,9 +407,9 @@ def heads(
 
     from transformers.utils import logging
 
-    from foredraft.bench import environment, heads_report, report
-    from foredraft.bench.heads import Run, Settings
-    from foredraft.bench.peer_process import peers_folder
+    from benchmarks import environment, heads_report, report
+    from benchmarks.heads import Run, Settings
+    from benchmarks.peer_process import peers_folder
 
     logging.disable_progress_bar()
     repeated = {"targets": target, "heads": head, "dtypes": dtype}
@@ -473,6 +473,5 @@ def _with_progress(settings: Any, run_class: Any, describe: Any, suite: str) -> 
 
 
 def _command() -> str:
-    """As it was typed: the suites are commands of ``foredraft bench`` too."""
-    begin = ["foredraft"] if sys.argv[1:2] == ["bench"] else ["python", "-m", "foredraft.bench"]
-    return shlex.join([*begin, *sys.argv[1:]])
+    """The command as it was typed."""
+    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks import prompts
 from foredraft import Speculator, verification
-from foredraft.bench import prompts
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, load_tokenizer

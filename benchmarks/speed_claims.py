@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from foredraft.bench.peer_process import FOREDRAFT, TRANSFORMERS
-from foredraft.bench.speed import Run
-from foredraft.bench.speed_figures import Calls, Estimate, best
-from foredraft.bench.speed_plan import BATCH, COMPILED, DRAFT, HOPELESS, LOOKUP, PLAIN, RANDOM, TEXT
-from foredraft.bench.verdicts import Spread
+from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
+from benchmarks.speed import Run
+from benchmarks.speed_figures import Calls, Estimate, best
+from benchmarks.speed_plan import BATCH, COMPILED, DRAFT, HOPELESS, LOOKUP, PLAIN, RANDOM, TEXT
+from benchmarks.verdicts import Spread
 
 PEER_DRAFT = {"bfloat16": 1.5, "float32": 1.2}
 PEER_LOOKUP = {"bfloat16": 1.15, "float32": 1.1}

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from benchmarks import datasets
 from foredraft import Speculator, drafters
-from foredraft.bench import datasets
 from foredraft.loading import load_tokenizer
 from foredraft.rows import RowParameters
 from foredraft.session import Session
@@ -25,8 +25,8 @@ from foredraft.speculator import choose_rule
 from foredraft.testing import ProbabilityTable, TableTarget
 
 if TYPE_CHECKING:
-    from foredraft.bench.datasets import Prompt
-    from foredraft.bench.drafters import Settings
+    from benchmarks.datasets import Prompt
+    from benchmarks.drafters import Settings
     from foredraft.drafters.base import Drafter
 
 LOOKUP, REST, SEVERAL = "prompt-lookup", "rest", "several"

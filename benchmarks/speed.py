@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from foredraft.bench import checkpoints, datasets
-from foredraft.bench.checkpoints import Checkpoint
-from foredraft.bench.datasets import Prompt
-from foredraft.bench.overhead import turned
-from foredraft.bench.peer_process import FOREDRAFT, TRANSFORMERS, Peer, PeerError, PeerProcess, find
-from foredraft.bench.speed_plan import DRAFT, LOOKUP, PLAIN, TEXT, Cell, Contender, Settings, cells, contenders, hopeless
-from foredraft.bench.speed_records import Curve, Failure, Measurement, Read, first_difference
+from benchmarks import checkpoints, datasets
+from benchmarks.checkpoints import Checkpoint
+from benchmarks.datasets import Prompt
+from benchmarks.overhead import turned
+from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, Peer, PeerError, PeerProcess, find
+from benchmarks.speed_plan import DRAFT, LOOKUP, PLAIN, TEXT, Cell, Contender, Settings, cells, contenders, hopeless
+from benchmarks.speed_records import Curve, Failure, Measurement, Read, first_difference
 from foredraft.loading import load_tokenizer
 
 READ = 400 << 20  # bytes of the large read

@@ -1,7 +1,7 @@
 """The drafters that need no training: what each is worth on four kinds of text, beside each other and beside vLLM's of the same kind.
 
 Speed is measured as in the speed suite: processes that take turns, call by call. Acceptance at equal draft length is found by replays of
-texts that plain decoding made (:mod:`foredraft.bench.replays`), which needs no quiet machine.
+texts that plain decoding made (:mod:`benchmarks.replays`), which needs no quiet machine.
 
 What a drafter has learned from one prompt it keeps for the next, as it does for a user; between repeats everything is forgotten, or else
 the second repeat would measure memory. Those that keep something are also measured with nothing kept. vLLM's methods keep nothing.
@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench import checkpoints, datasets, speed, speed_plan, suites
-from foredraft.bench.checkpoints import Checkpoint
-from foredraft.bench.datasets import Prompt
-from foredraft.bench.peer_process import FOREDRAFT
-from foredraft.bench.replays import Kept, Replays, with_store
-from foredraft.bench.speed_plan import AUTO, LOOKUP, PLAIN, RANDOM, TEXT, WILD, Cell, Contender
+from benchmarks import checkpoints, datasets, speed, speed_plan, suites
+from benchmarks.checkpoints import Checkpoint
+from benchmarks.datasets import Prompt
+from benchmarks.peer_process import FOREDRAFT
+from benchmarks.replays import Kept, Replays, with_store
+from benchmarks.speed_plan import AUTO, LOOKUP, PLAIN, RANDOM, TEXT, WILD, Cell, Contender
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint, load_tokenizer
 
@@ -145,7 +145,7 @@ def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyo
 
 
 class Run(speed.Run):
-    """One run of the suite; see :class:`foredraft.bench.speed.Run`."""
+    """One run of the suite; see :class:`benchmarks.speed.Run`."""
 
     settings: Settings
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.bench.acceptance import Contender, Run
-from foredraft.bench.overhead_report import machine
-from foredraft.bench.report import Table
-from foredraft.bench.verdicts import Claim, Spread
+from benchmarks.acceptance import Contender, Run
+from benchmarks.overhead_report import machine
+from benchmarks.report import Table
+from benchmarks.verdicts import Claim, Spread
 
 SCHEMA = 1
 SUITE = "acceptance"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+import foredraft
+
 PACKAGES = ("foredraft", "torch", "transformers", "numpy", "safetensors")
 
 
@@ -34,11 +36,11 @@ def describe(device: str | torch.device = "cpu") -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """The commit of the checkout that this package runs from and whether tracked files differ from it; None outside a checkout."""
-    here = Path(__file__).parent
+    """The commit of the checkout that foredraft is imported from, and whether tracked files differ from it; None outside a checkout."""
+    here = Path(foredraft.__file__).parent
     head = _git(here, "rev-parse", "HEAD")
     changed = _git(here, "status", "--porcelain", "--untracked-files=no")
-    tracked = _git(here, "ls-files", "--error-unmatch", "../__init__.py") is not None  # not some other repository around us
+    tracked = _git(here, "ls-files", "--error-unmatch", "__init__.py") is not None  # not some other repository around us
     return {"commit": head if tracked else None, "dirty": bool(changed) if tracked else None}
 
 

@@ -7,15 +7,15 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from foredraft.bench import speed_claims
-from foredraft.bench.overhead_report import machine
-from foredraft.bench.report import Table
-from foredraft.bench.speed import Run
-from foredraft.bench.speed_claims import Figure, Findings
-from foredraft.bench.speed_figures import LEVEL, PERCENTILES, RESAMPLES, Calls, Estimate, best
-from foredraft.bench.speed_plan import TEXT
-from foredraft.bench.speed_records import raw
-from foredraft.bench.verdicts import Spread
+from benchmarks import speed_claims
+from benchmarks.overhead_report import machine
+from benchmarks.report import Table
+from benchmarks.speed import Run
+from benchmarks.speed_claims import Figure, Findings
+from benchmarks.speed_figures import LEVEL, PERCENTILES, RESAMPLES, Calls, Estimate, best
+from benchmarks.speed_plan import TEXT
+from benchmarks.speed_records import raw
+from benchmarks.verdicts import Spread
 
 SCHEMA = 1
 SUITE = "speed"

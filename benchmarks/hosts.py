@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.drafters import DRAFTERS, SEVERAL, library_files
+from benchmarks.overhead import turned
+from benchmarks.overhead_report import machine
+from benchmarks.passes import synchroniser
+from benchmarks.replays import with_store
+from benchmarks.report import Table
+from benchmarks.verdicts import Claim, Spread
 from foredraft import drafters
-from foredraft.bench.drafters import DRAFTERS, SEVERAL, library_files
-from foredraft.bench.overhead import turned
-from foredraft.bench.overhead_report import machine
-from foredraft.bench.passes import synchroniser
-from foredraft.bench.replays import with_store
-from foredraft.bench.report import Table
-from foredraft.bench.verdicts import Claim, Spread
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.drafters.datastore import Datastore
 from foredraft.errors import ConfigurationError

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from foredraft.bench.overhead_report import machine
-from foredraft.bench.report import Table
-from foredraft.bench.trees import PARTS, Round, Run
-from foredraft.bench.verdicts import Claim, Spread
+from benchmarks.overhead_report import machine
+from benchmarks.report import Table
+from benchmarks.trees import PARTS, Round, Run
+from benchmarks.verdicts import Claim, Spread
 
 SCHEMA = 1
 SUITE = "trees"

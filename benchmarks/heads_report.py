@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from foredraft.bench.heads import Compared, Run, Side, totals
-from foredraft.bench.overhead_report import machine
-from foredraft.bench.report import Table
-from foredraft.bench.verdicts import Claim, Spread
+from benchmarks.heads import Compared, Run, Side, totals
+from benchmarks.overhead_report import machine
+from benchmarks.report import Table
+from benchmarks.verdicts import Claim, Spread
 
 SCHEMA = 1
 SUITE = "heads"

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import prompts
+from benchmarks.overhead import DRAFT, TARGET, turned
+from benchmarks.passes import Pass, PassRecorder, synchroniser
 from foredraft import Speculator
-from foredraft.bench import prompts
-from foredraft.bench.overhead import DRAFT, TARGET, turned
-from foredraft.bench.passes import Pass, PassRecorder, synchroniser
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, load_tokenizer

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from foredraft.bench import drafters_claims, speed_report
-from foredraft.bench.drafters import COPIES, THEIRS, Run
-from foredraft.bench.drafters_claims import Findings, acceptance
-from foredraft.bench.overhead_report import machine
-from foredraft.bench.report import Table
-from foredraft.bench.speed_figures import LEVEL, RESAMPLES, Calls
-from foredraft.bench.speed_plan import RANDOM, TEXT
-from foredraft.bench.speed_report import bracketed
+from benchmarks import drafters_claims, speed_report
+from benchmarks.drafters import COPIES, THEIRS, Run
+from benchmarks.drafters_claims import Findings, acceptance
+from benchmarks.overhead_report import machine
+from benchmarks.report import Table
+from benchmarks.speed_figures import LEVEL, RESAMPLES, Calls
+from benchmarks.speed_plan import RANDOM, TEXT
+from benchmarks.speed_report import bracketed
 
 SCHEMA = 1
 SUITE = "drafters"

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from foredraft.bench.speed import Run
-from foredraft.bench.speed_figures import Calls
-from foredraft.bench.speed_plan import TEXT
-from foredraft.bench.speed_report import PARTS, groups
-from foredraft.bench.verdicts import Spread
+from benchmarks.speed import Run
+from benchmarks.speed_figures import Calls
+from benchmarks.speed_plan import TEXT
+from benchmarks.speed_report import PARTS, groups
+from benchmarks.verdicts import Spread
 
 MISSING = "No charts: matplotlib is not installed (pip install 'foredraft[plot]')."
 COLOURS = {"foredraft": "#c0392b", "transformers": "#7f8c8d", "vllm": "#2980b9", "llamacpp": "#27ae60", "openvino": "#8e44ad"}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import foredraft
 from foredraft.errors import ForedraftError
 
 ADAPTERS = Path(__file__).parent / "peers"
@@ -83,7 +84,7 @@ def variables(name: str, home: Path) -> dict[str, str]:
     found = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if name == FOREDRAFT:
         found["FOREDRAFT_CACHE"] = "off"  # costs are measured in the warm-up, not remembered from another day
-        found["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        found["PYTHONPATH"] = os.pathsep.join([str(Path(foredraft.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     if name == "vllm":
         preloaded = [*sorted(home.glob("tcmalloc/**/libtcmalloc_minimal.so.4")), *sorted(home.glob("venv/lib/libiomp5.so"))]
         found |= {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foredraft.bench import prompts
+from benchmarks import prompts
 from foredraft.errors import ConfigurationError
 
 EMBEDDED = "embedded"

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from foredraft.bench import noise
-from foredraft.bench.contestants import DRAFT, FOREDRAFT, LOOKUP, MODES, PLAIN, TRANSFORMERS
-from foredraft.bench.overhead import Measurement
+from benchmarks import noise
+from benchmarks.contestants import DRAFT, FOREDRAFT, LOOKUP, MODES, PLAIN, TRANSFORMERS
+from benchmarks.overhead import Measurement
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from foredraft.bench import verdicts
-from foredraft.bench.overhead import Run, mismatches, raw
-from foredraft.bench.report import Table
-from foredraft.bench.verdicts import Claim, Spread
+from benchmarks import verdicts
+from benchmarks.overhead import Run, mismatches, raw
+from benchmarks.report import Table
+from benchmarks.verdicts import Claim, Spread
 
 SCHEMA = 1
 SUITE = "overhead"

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from foredraft.bench.overhead import turned
-from foredraft.bench.overhead_report import machine
-from foredraft.bench.passes import synchroniser
-from foredraft.bench.report import Table
-from foredraft.bench.verdicts import Spread
+from benchmarks.overhead import turned
+from benchmarks.overhead_report import machine
+from benchmarks.passes import synchroniser
+from benchmarks.report import Table
+from benchmarks.verdicts import Spread
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model
 from foredraft.target import Target

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import datasets
+from benchmarks.checkpoints import Checkpoint, written
+from benchmarks.peer_process import PeerError, PeerProcess, find
 from foredraft import Speculator
-from foredraft.bench import datasets
-from foredraft.bench.checkpoints import Checkpoint, written
-from foredraft.bench.peer_process import PeerError, PeerProcess, find
 from foredraft.errors import ConfigurationError
 from foredraft.heads import checkpoints
 from foredraft.loading import load_model, load_tokenizer

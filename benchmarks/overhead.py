@@ -1,7 +1,7 @@
 """The overhead suite: what a round costs outside the model's forward passes, beside transformers' own generation.
 
 Every contestant decodes every prompt in every repeat, interleaved in one process after a warm-up of each, in an order that turns
-from prompt to prompt. For both sides alike, forward passes are timed by :class:`~foredraft.bench.passes.PassRecorder`; what is
+from prompt to prompt. For both sides alike, forward passes are timed by :class:`~benchmarks.passes.PassRecorder`; what is
 left of the wall time is the overhead. A *round* is a target pass after the prefill. transformers drafts before its first pass
 already, so that this pass may yield several tokens: rounds, their tokens and their time are counted from its end on both sides.
 """
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.bench import noise, prompts
-from foredraft.bench.contestants import PLAIN, TRANSFORMERS, Contestant, Decode, Field, contestants
-from foredraft.bench.passes import Pass, PassRecorder, synchroniser
+from benchmarks import noise, prompts
+from benchmarks.contestants import PLAIN, TRANSFORMERS, Contestant, Decode, Field, contestants
+from benchmarks.passes import Pass, PassRecorder, synchroniser
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, load_tokenizer
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from foredraft.bench.drafters import COPIES, PROMPT_LOOKUP, SEVERAL, SUFFIX, THEIRS, Run
-from foredraft.bench.replays import Kept
-from foredraft.bench.speed_claims import WORST, Figure
-from foredraft.bench.speed_figures import Calls, Estimate, best, quotient
-from foredraft.bench.speed_plan import RANDOM, TEXT
-from foredraft.bench.verdicts import Spread
+from benchmarks.drafters import COPIES, PROMPT_LOOKUP, SEVERAL, SUFFIX, THEIRS, Run
+from benchmarks.replays import Kept
+from benchmarks.speed_claims import WORST, Figure
+from benchmarks.speed_figures import Calls, Estimate, best, quotient
+from benchmarks.speed_plan import RANDOM, TEXT
+from benchmarks.verdicts import Spread
 
 MEMBERS, OVER_VLLM = 0.98, {"bfloat16": 1.5}
 ALL = "all suites"

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
+from benchmarks.overhead import turned
+from benchmarks.overhead_report import machine
+from benchmarks.passes import synchroniser
+from benchmarks.report import Table
+from benchmarks.verdicts import Claim, Spread
 from foredraft import verification
-from foredraft.bench.overhead import turned
-from foredraft.bench.overhead_report import machine
-from foredraft.bench.passes import synchroniser
-from foredraft.bench.report import Table
-from foredraft.bench.verdicts import Claim, Spread
 from foredraft.errors import ConfigurationError
 from foredraft.judgement import judge
 from foredraft.processors import Pipeline

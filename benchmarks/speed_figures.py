@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.bench.speed_records import Measurement
-from foredraft.bench.verdicts import Spread
+from benchmarks.speed_records import Measurement
+from benchmarks.verdicts import Spread
 
 RESAMPLES = 2000
 LEVEL = 0.95

@@ -1,4 +1,0 @@
-from foredraft.bench.app import app
-
-if __name__ == "__main__":
-    app(prog_name="python -m foredraft.bench")
