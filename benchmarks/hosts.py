@@ -179,7 +179,7 @@ class Run:
         tree = live.drafter.draft(request)
         wait()
         drafted = self.clock()
-        logits = target.score(tree.settled())
+        logits = target.score(tree.with_safe_parents())
         wait()
         scored = self.clock()
         path = reached(tree, more)

@@ -173,7 +173,7 @@ def draw(shape: StaticShape, proposal: Proposal, q: Tensor, noise: Noise) -> Tok
             above.scatter_(1, tokens[:, node, None], 0)
     if shape.is_chain:
         return TokenTree.from_chain(tokens, proposal=proposal, q=q[:, : max(shape.parents) + 1])
-    return TokenTree.from_layout(tokens, shape.parents, proposal=proposal, q=q[:, : max(shape.parents) + 1])
+    return TokenTree.from_parents(tokens, shape.parents, proposal=proposal, q=q[:, : max(shape.parents) + 1])
 
 
 def measure(entrant: Entrant, shape: StaticShape, logits: Logits, settings: Settings, repeat: int) -> Measurement:
@@ -181,7 +181,7 @@ def measure(entrant: Entrant, shape: StaticShape, logits: Logits, settings: Sett
     rule, nodes = verification.create(entrant.rule), len(shape.parents)
     target, draft = logits.target[:, :nodes], logits.draft[:, :nodes]
     draws = sampler(settings, repeat)
-    roots = TokenTree.from_layout(torch.zeros_like(target[..., 0], dtype=torch.long), shape.parents)
+    roots = TokenTree.from_parents(torch.zeros_like(target[..., 0], dtype=torch.long), shape.parents)
     tree = draw(shape, entrant.proposal, draws.distribution(draws.scores(draft, roots)), noise_of(settings, repeat))
     wait = synchroniser(target.device)
 

@@ -58,7 +58,7 @@ def trees(draw: st.DrawFn, *, faulty: bool = False, most: int = 9) -> TokenTree:
         given_parents = (torch.arange(nodes) - 1).expand(rows, -1)
         prefix = None if valid is None else valid.long().cumprod(1).bool()
         return TokenTree(torch.tensor(tokens), given_parents, valid if faulty else prefix, chain=True)
-    return TokenTree(torch.tensor(tokens), given_parents, valid, layout=layout)
+    return TokenTree(torch.tensor(tokens), given_parents, valid, static_parents=layout)
 
 
 def afresh(tree: TokenTree) -> TokenTree:
@@ -85,15 +85,15 @@ def test_ancestors_and_depths(tree: TokenTree):
 def test_what_is_malformed(tree: TokenTree):
     wrong = afresh(tree).malformed
     assert torch.equal(tree.malformed, wrong)
-    assert tree.sound == (not bool(wrong.any()) and tree.parent_lists is not None)
-    assert tree.sound or bool(wrong.any())
-    assert torch.equal(tree.settled().parents, afresh(tree).settled().parents)
+    assert tree.known_well_formed == (not bool(wrong.any()) and tree.parent_lists is not None)
+    assert tree.known_well_formed or bool(wrong.any())
+    assert torch.equal(tree.with_safe_parents().parents, afresh(tree).with_safe_parents().parents)
 
 
 @often
 @given(trees(), st.lists(st.integers(0, 4), min_size=3, max_size=3))
 def test_what_lies_within_limits(tree: TokenTree, limits: list[int]):
-    ours, theirs = tree.within(limits[: tree.rows]), afresh(tree).within(limits[: tree.rows])
+    ours, theirs = tree.truncate(limits[: tree.rows]), afresh(tree).truncate(limits[: tree.rows])
     everything = torch.ones_like(tree.tokens, dtype=torch.bool)
     assert torch.equal(everything if ours.valid is None else ours.valid, everything if theirs.valid is None else theirs.valid)
 

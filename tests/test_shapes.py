@@ -67,13 +67,13 @@ def test_levels_cut_and_print(shape: StaticShape, depth: int):
         for parent in set(level.parents):
             ranks = [rank for rank, above in zip(level.ranks, level.parents) if above == parent]
             assert ranks == list(range(len(ranks))), "siblings follow each other in the order of their ranks"
-    cut = shape.within(depth)
+    cut = shape.truncate(depth)
     assert cut.parents == tuple(parent for parent, at in zip(shape.parents, depths) if at <= depth) and cut.depth == min(depth, shape.depth)
 
 
 def test_a_dynamic_shape_is_cut_to_what_it_can_hold():
-    assert TreeShape.dynamic(depth=4, k=3, total=20).within(2) == DynamicShape(2, 3, 12)
-    assert TreeShape.dynamic(depth=4, k=3, total=20).within(1) == DynamicShape(1, 3, 3)
+    assert TreeShape.dynamic(depth=4, k=3, total=20).truncate(2) == DynamicShape(2, 3, 12)
+    assert TreeShape.dynamic(depth=4, k=3, total=20).truncate(1) == DynamicShape(1, 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_check_finds_a_single_broken_parent_anywhere(tree: TokenTree, data: st.D
         TokenTree(tree.tokens, parents, tree.valid).check(VOCAB)
 
 
-@pytest.mark.parametrize("promise", [{"layout": (-1, 0, 0)}, {"chain": True}])
+@pytest.mark.parametrize("promise", [{"static_parents": (-1, 0, 0)}, {"chain": True}])
 @pytest.mark.parametrize("real", [None, torch.tensor([[True, True, False]] * 4)])
 def test_parents_that_break_a_promise_are_not_read_at(promise, real):
     """Neither where the host can look at them nor on a device, where reading out of bounds is the end of it."""
@@ -222,7 +222,7 @@ def test_parents_that_break_a_promise_are_not_read_at(promise, real):
     parents = torch.tensor([[-1, 0, 99], [-1, -99, 0], [7, 0, 0], kept])
     tree = TokenTree(torch.zeros_like(parents), parents, real, **promise)
     tree.__dict__["parent_lists"] = None  # as on a device
-    assert tree.settled().parents.tolist() == [kept] * 4
+    assert tree.with_safe_parents().parents.tolist() == [kept] * 4
     assert tree.malformed.tolist() == [True, True, True, False]
-    with pytest.raises(ValueError, match=r"row 0: node 2 has parent 99; (layout says 0|a chain says 1)"):
+    with pytest.raises(ValueError, match=r"row 0: node 2 has parent 99; (static_parents says 0|a chain says 1)"):
         tree.check(VOCAB)

@@ -68,7 +68,7 @@ def judge(
         if judgement is not None:
             return judgement
     logits = logits.to(tree.tokens.device)
-    inside = replace(tree.settled(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # what is wrong is told of, not read at
+    inside = replace(tree.with_safe_parents(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # what is wrong is told of, not read at
     scores = sampler.scores(logits, inside)
     verdict, best = verify(rule, inside, scores, sampler)
     best = torch.stack([logits.amax(-1).to(best.dtype), best], -1)
@@ -93,7 +93,7 @@ def match_on_host(tree: TokenTree, logits: Tensor) -> Judgement | None:
 
 def walk_on_host(tree: TokenTree, logits: Tensor) -> Judgement | None:
     """Reads the logits of nodes that the walk comes to, no others."""
-    if not tree.sound:
+    if not tree.known_well_formed:
         return None
     assert tree.parent_lists is not None and tree.depth_lists is not None
     tokens: list[list[int]] = tree.tokens.tolist()

@@ -82,7 +82,7 @@ class Sampler:
             return widened(logits) if self.plain else process(self.pipelines, logits[:, None])[:, 0]
         committed = self.committed()
         root = committed.gather(1, to_device(self.lengths, committed.device)[:, None] - 1)[:, 0]
-        tree = TokenTree.from_chain(torch.stack([root, *tokens], 1)).within(limits)
+        tree = TokenTree.from_chain(torch.stack([root, *tokens], 1)).truncate(limits)
         return self.scores(logits[:, None], tree, len(tokens))[:, 0]
 
     def distribution(self, scores: Tensor) -> Tensor:

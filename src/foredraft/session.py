@@ -230,7 +230,7 @@ class Session:
         planned = clock()
         tree = self._root(rows) if request is None else self._draft(request)
         drafted, asked, passes = clock(), sampler.watch.seconds, self.target.passes
-        logits = self.target.score(tree.settled())
+        logits = self.target.score(tree.with_safe_parents())
         scored = clock()
         judgement = judge(self._rule(shape), tree, logits, sampler, record=self.record, top=self._top(rows))  # on a GPU waits for the pass
         judged = clock()
@@ -267,7 +267,7 @@ class Session:
         greedy: bool,
     ) -> Round:
         """The round as the planner sees it."""
-        lines, known = judgement.lines, tree.layout is not None and not tree.chain
+        lines, known = judgement.lines, tree.static_parents is not None and not tree.chain
         return Round(
             shape=NOTHING if request is None else request.shape,
             asked=[0] * len(lines) if request is None else request.limits,
@@ -279,7 +279,7 @@ class Session:
             target=target,
             rest=rest,
             split=split,
-            layout=tree.layout if known else None,
+            static_parents=tree.static_parents if known else None,
             paths=[line.path for line in lines] if known else (),
             greedy=greedy,
             expected=self.drafter.expected,
@@ -340,7 +340,7 @@ class Session:
             return None
         return DraftRequest(
             rows=rows,
-            shape=shape.within(depth),
+            shape=shape.truncate(depth),
             depth=depth,
             limits=limits,
             proposal="deterministic" if greedy and self.proposal != "mixed" else self.proposal,
@@ -353,7 +353,7 @@ class Session:
     def _draft(self, request: DraftRequest) -> TokenTree:
         tree = self.drafter.draft(request)
         check_tree(tree, request, self.drafter.name, self.target, self.rule)
-        return tree.within(request.limits)
+        return tree.truncate(request.limits)
 
     def _settle(self, rows: Sequence[SessionRow], judgement: Judgement, *, counted: bool = False) -> list[Commit]:
         """Append to every row what its verdict keeps; ``counted`` says that the pass is a row-pass of the statistics."""

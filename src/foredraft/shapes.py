@@ -49,9 +49,9 @@ class TreeShape:
         """Every node is fixed beforehand, so that no node is dropped for its token."""
         return False
 
-    def within(self, depth: int) -> TreeShape:
+    def truncate(self, depth: int) -> TreeShape:
         """This shape cut off below ``depth`` levels."""
-        raise TypeError(f"{type(self).__name__} must define within(depth)")
+        raise TypeError(f"{type(self).__name__} must define truncate(depth)")
 
     @staticmethod
     def chain(length: int) -> StaticShape:
@@ -192,7 +192,7 @@ class StaticShape(TreeShape):
         """Children that a node has at most."""
         return 1 + max((max(level.ranks) for level in self.levels), default=-1)
 
-    def within(self, depth: int) -> StaticShape:
+    def truncate(self, depth: int) -> StaticShape:
         return self if depth >= self.depth else _cut(self, max(0, depth))
 
 
@@ -231,7 +231,7 @@ class DynamicShape(TreeShape):
     def nodes(self) -> int:
         return self.total
 
-    def within(self, depth: int) -> DynamicShape:
+    def truncate(self, depth: int) -> DynamicShape:
         if depth >= self.levels:
             return self
         total = min(self.total, self.k + (depth - 1) * self.k * self.k)

@@ -209,7 +209,7 @@ class ScriptedDrafter(Drafter):
                 lengths[row] += 1
         return TokenTree.from_chain(
             torch.stack([request.roots(), *drafted], 1),
-            valid=request.within(lengths, len(drafted)),
+            valid=request.depth_mask(lengths, len(drafted)),
             proposal=request.proposal,
             q=torch.stack(qs, 1) if qs else None,
         )

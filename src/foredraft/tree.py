@@ -35,7 +35,7 @@ class TokenTree:
             ``q[:, n]``. Needed by rules that compare with the draft's probabilities, else None.
         pruned: nodes were dropped after looking at their sampled values; only match-type rules stay exact then.
         chain: every row is a path in node order. Set by :meth:`from_chain`, it lets the target skip the tree mask.
-        layout: the parents of every row, root included, where all rows share them and the host knows them: those of a
+        static_parents: the parents of every row, root included, where all rows share them and the host knows them: those of a
             static :class:`~foredraft.shapes.TreeShape`. Filler is told by ``valid`` alone.
         extra: the last so many nodes are filler in every row, for a drafter that wants to see what the target says there; they are
             scored and nobody else looks at them: a verdict is reached on the tree :attr:`proposed`. A chain has none.
@@ -48,7 +48,7 @@ class TokenTree:
     q: Tensor | None = None
     pruned: bool = False
     chain: bool = False
-    layout: tuple[int, ...] | None = None
+    static_parents: tuple[int, ...] | None = None
     extra: int = 0
 
     @staticmethod
@@ -73,17 +73,17 @@ class TokenTree:
         return TokenTree(tokens, parents, valid, proposal, q, pruned, chain=True)
 
     @staticmethod
-    def from_layout(
+    def from_parents(
         tokens: Tensor,
-        layout: tuple[int, ...],
+        parents: tuple[int, ...],
         *,
         valid: Tensor | None = None,
         proposal: Proposal = "deterministic",
         q: Tensor | None = None,
     ) -> TokenTree:
-        """A tree per row, all with the parents ``layout`` (root included): ``tokens`` ``[B, N]`` starts with the root."""
-        parents = layout_parents(layout, tokens.device).expand(tokens.shape)
-        return TokenTree(tokens, parents, valid, proposal, q, layout=layout)
+        """A tree per row, all with the same ``parents`` (root included): ``tokens`` ``[B, N]`` starts with the root."""
+        shared = static_parents_tensor(parents, tokens.device).expand(tokens.shape)
+        return TokenTree(tokens, shared, valid, proposal, q, static_parents=parents)
 
     @staticmethod
     def from_lists(
@@ -114,8 +114,8 @@ class TokenTree:
         """``[B, N]`` int64 distance from the root."""
         if self.chain:
             return chain_depths(self.nodes, self.tokens.device).expand(self.rows, self.nodes)
-        if self.layout is not None:
-            return layout_depths(self.layout, self.tokens.device).expand(self.rows, self.nodes)
+        if self.static_parents is not None:
+            return static_depths(self.static_parents, self.tokens.device).expand(self.rows, self.nodes)
         known = self.depth_lists
         return self.ancestors.sum(-1) - 1 if known is None else torch.tensor(known)
 
@@ -124,8 +124,8 @@ class TokenTree:
         """``[B, N, N]`` bool; ``[b, i, j]`` says that ``j`` is ``i`` or lies on the path from the root to ``i``."""
         if self.chain:
             return chain_ancestors(self.nodes, self.tokens.device).expand(self.rows, -1, -1)
-        if self.layout is not None:
-            return layout_ancestors(self.layout, self.tokens.device).expand(self.rows, -1, -1)
+        if self.static_parents is not None:
+            return static_ancestors(self.static_parents, self.tokens.device).expand(self.rows, -1, -1)
         return reach(self.parents) if self.parent_lists is None else reach_on_host(self.parent_lists)
 
     @cached_property
@@ -152,10 +152,11 @@ class TokenTree:
         return None if known is None else [depths_of(row) for row in known]
 
     @cached_property
-    def sound(self) -> bool:
+    def known_well_formed(self) -> bool:
         """It is known without waiting for a device that no row is :attr:`malformed`."""
-        known, promised = self.parent_lists, list(range(-1, self.nodes - 1)) if self.chain else self.layout and list(self.layout)
-        if known is None or (promised is not None and any(row != promised for row in known)):
+        shared = tuple(range(-1, self.nodes - 1)) if self.chain else self.static_parents
+        known, declared = self.parent_lists, shared and list(shared)
+        if known is None or (declared is not None and any(row != declared for row in known)):
             return False
         if self.valid is None:
             return True
@@ -165,7 +166,7 @@ class TokenTree:
     @property
     def height(self) -> int:
         """How deep a node may lie, as far as the host knows without looking."""
-        return layout_height(self.layout) if self.layout is not None and not self.chain else self.nodes - 1
+        return static_height(self.static_parents) if self.static_parents is not None and not self.chain else self.nodes - 1
 
     @property
     def drafted(self) -> Tensor:
@@ -185,21 +186,21 @@ class TokenTree:
             tokens=self.tokens[:, :count],
             parents=self.parents[:, :count],
             valid=None if self.valid is None else self.valid[:, :count],
-            layout=None if self.layout is None else self.layout[:count],
+            static_parents=None if self.static_parents is None else self.static_parents[:count],
             extra=0,
         )
         if self.parent_lists is not None:
             cut.__dict__["parent_lists"] = [row[:count] for row in self.parent_lists]
         return cut
 
-    def within(self, limits: Sequence[int]) -> TokenTree:
+    def truncate(self, limits: Sequence[int]) -> TokenTree:
         """This tree with nodes deeper than ``limits[r]`` turned into filler; the depth alone decides, never a token's value."""
         if self.height <= min(limits):
             return self
         known = self.proposed.depth_lists  # what is extra is filler already
         if known is not None and all(max(depths) <= limit for depths, limit in zip(known, limits)):
             return self
-        allowed = self.settled().depths <= to_device(limits, self.tokens.device)[:, None]
+        allowed = self.with_safe_parents().depths <= to_device(limits, self.tokens.device)[:, None]
         return replace(self, valid=allowed if self.valid is None else self.valid & allowed)
 
     def path(self, row: int, node: int) -> list[int]:
@@ -221,10 +222,10 @@ class TokenTree:
             raise ValueError(f"valid must be bool, got {self.valid.dtype}")
         if not 0 <= self.extra < self.nodes or (self.extra and (self.chain or self.valid is None)):
             raise ValueError(f"extra must say how many of {self.nodes} nodes, of a tree with filler that is no chain, got {self.extra}")
-        if self.layout is not None and len(self.layout) != self.nodes:
-            raise ValueError(f"layout has {len(self.layout)} nodes, the tree {self.nodes}")
-        if self.layout is not None:
-            check_layout(self.layout)
+        if self.static_parents is not None and len(self.static_parents) != self.nodes:
+            raise ValueError(f"static_parents has {len(self.static_parents)} nodes, the tree {self.nodes}")
+        if self.static_parents is not None:
+            check_static_parents(self.static_parents)
         if self.proposal not in PROPOSALS:
             raise ValueError(f"unknown proposal {self.proposal!r}; one of {', '.join(PROPOSALS)}")
         needed = self.nodes - 1 if self.chain else 0
@@ -239,20 +240,20 @@ class TokenTree:
         return tuple(self.valid.long().cumprod(1).sum(1).tolist()) if self.chain and self.valid is not None else None
 
     @property
-    def promised(self) -> Tensor | None:
-        """``[1, N]`` int64 the parents that ``chain`` or ``layout`` say all rows have; None if only ``parents`` says."""
+    def declared_parents(self) -> Tensor | None:
+        """``[1, N]`` int64 the parents that ``chain`` or ``static_parents`` say all rows have; None if only ``parents`` says."""
         if self.chain:
             return chain_parents(self.nodes, self.parents.device)
-        return None if self.layout is None else layout_parents(self.layout, self.parents.device)
+        return None if self.static_parents is None else static_parents_tensor(self.static_parents, self.parents.device)
 
-    def settled(self) -> TokenTree:
-        """This tree with parents that come before their children, whatever they were, so that nothing reads out of bounds;
-        :meth:`check` says what was wrong, without which it is the same tree."""
-        promised = self.promised
-        if self.sound or (promised is None and self.parent_lists is not None):
+    def with_safe_parents(self) -> TokenTree:
+        """This tree with parents that come before their children, so that a malformed tree is never read out of bounds. A well-formed
+        tree is returned as it is; :meth:`check` names what is wrong with another."""
+        declared = self.declared_parents
+        if self.known_well_formed or (declared is None and self.parent_lists is not None):
             return self
-        if promised is not None:
-            return replace(self, parents=promised.expand(self.rows, -1))
+        if declared is not None:
+            return replace(self, parents=declared.expand(self.rows, -1))
         before = torch.arange(-1, self.nodes - 1, device=self.parents.device)
         return replace(self, parents=torch.minimum(self.parents.clamp(min=0), before))
 
@@ -260,9 +261,9 @@ class TokenTree:
         """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
         self.check_shapes(vocab_size)
         index = torch.arange(self.nodes, device=self.parents.device)
-        if (promised := self.promised) is not None and bool((wrong := self.parents != promised).any()):
+        if (declared := self.declared_parents) is not None and bool((wrong := self.parents != declared).any()):
             row, node = wrong.nonzero()[0].tolist()
-            says = f"{'a chain' if self.chain else 'layout'} says {int(promised[0, node])}"
+            says = f"{'a chain' if self.chain else 'static_parents'} says {int(declared[0, node])}"
             raise ValueError(f"row {row}: node {node} has parent {int(self.parents[row, node])}; {says}")
         if bool((self.parents[:, 0] != -1).any()):
             row = int((self.parents[:, 0] != -1).nonzero()[0])
@@ -299,13 +300,13 @@ class TokenTree:
 
     @property
     def malformed(self) -> Tensor:
-        """``[B]`` bool: rows in which the nodes make no tree, or hang below filler, or not where ``chain`` or ``layout`` says."""
-        if self.sound:
+        """``[B]`` bool: rows in which the nodes make no tree, or hang below filler, or not where ``chain`` or ``static_parents`` says."""
+        if self.known_well_formed:
             return torch.zeros(self.rows, dtype=torch.bool)
-        promised = self.promised
-        wrong = (self.parents != (self.settled().parents if promised is None else promised)).any(1)
+        declared = self.declared_parents
+        wrong = (self.parents != (self.with_safe_parents().parents if declared is None else declared)).any(1)
         if self.valid is not None:
-            above = self.valid.gather(1, self.settled().parents.clamp(min=0))
+            above = self.valid.gather(1, self.with_safe_parents().parents.clamp(min=0))
             wrong = wrong | (self.valid & ~above).any(1) | ~self.valid[:, 0]
         return wrong
 
@@ -364,11 +365,11 @@ def chain_ancestors(nodes: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def check_layout(layout: tuple[int, ...]) -> None:
+def check_static_parents(parents: tuple[int, ...]) -> None:
     """Raise ValueError unless parents come before their children, below the one root."""
-    for node, parent in enumerate(layout):
+    for node, parent in enumerate(parents):
         if (parent >= node or parent < 0) and (node, parent) != (0, -1):
-            raise ValueError(f"layout: node {node} has parent {parent}; node 0 must be the only root (-1), and parents come first")
+            raise ValueError(f"static_parents: node {node} has parent {parent}; node 0 must be the only root (-1), and parents come first")
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
@@ -380,20 +381,20 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def layout_height(layout: tuple[int, ...]) -> int:
-    return max(depths_of(layout))
+def static_height(parents: tuple[int, ...]) -> int:
+    return max(depths_of(parents))
 
 
 @lru_cache(maxsize=256)
-def layout_parents(layout: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([layout], device=device)
+def static_parents_tensor(parents: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([parents], device=device)
 
 
 @lru_cache(maxsize=256)
-def layout_depths(layout: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([depths_of(layout)], device=device)
+def static_depths(parents: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([depths_of(parents)], device=device)
 
 
 @lru_cache(maxsize=256)
-def layout_ancestors(layout: tuple[int, ...], device: torch.device) -> Tensor:
-    return reach(layout_parents(layout, device))
+def static_ancestors(parents: tuple[int, ...], device: torch.device) -> Tensor:
+    return reach(static_parents_tensor(parents, device))

@@ -291,7 +291,7 @@ def test_ngram_trees_hold_the_likeliest_texts():
     assert not drafter._trie([77], 3, 6, 128).tokens and not drafter._trie([1, 2], 0, 6, 128).tokens
     tree = drafter.draft(request([Row([1, 2]), Row([8, 8], slot=1)], shape="product(2,2,1)", limits=[2, 3], depth=3))
     tree.check(128)
-    assert max(max(row) for row in tree.within([2, 3]).depth_lists) <= 3 and tree.proposal == "deterministic"
+    assert max(max(row) for row in tree.truncate([2, 3]).depth_lists) <= 3 and tree.proposal == "deterministic"
 
 
 def test_ngram_learning_is_bounded():

@@ -76,7 +76,7 @@ def test_a_static_tree_holds_the_likeliest_tokens(seed: int, shape: str):
     q, text, static = ProbabilityTable.random(VOCAB, seed=seed), [seed % VOCAB, 1], TreeShape.parse(shape)
     tree = ScriptedDrafter(q, proposal="deterministic").draft(request([text], static, "deterministic"))
     tree.check(VOCAB)
-    assert isinstance(static, StaticShape) and tree.layout == static.parents and not tree.pruned
+    assert isinstance(static, StaticShape) and tree.static_parents == static.parents and not tree.pruned
     expected: list[tuple[int, ...]] = [()]
     for level in static.levels:
         for parent, rank in zip(level.parents, level.ranks):
@@ -276,7 +276,7 @@ class Deep(Drafter):
         layout = (-1, 0, 0, 1, 3, 4)
         tokens = torch.ones(len(request.rows), len(layout), dtype=torch.long)
         tokens[:, 0] = request.roots()
-        return TokenTree.from_layout(tokens, layout)
+        return TokenTree.from_parents(tokens, layout)
 
 
 def test_nodes_below_a_rows_limit_are_never_proposed():

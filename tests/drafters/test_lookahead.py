@@ -434,7 +434,7 @@ def test_a_tree_without_its_extra_nodes():
     tree.check(9)
     assert tree.proposed.tokens.tolist() == [[0, 1, 2]] and tree.proposed.extra == 0
     assert tree.proposed.valid.tolist() == [[True, True, False]]
-    assert tree.within([1]) is tree and tree.within([0]).drafted.tolist() == [0] and tree.within([0]).extra == 2
+    assert tree.truncate([1]) is tree and tree.truncate([0]).drafted.tolist() == [0] and tree.truncate([0]).extra == 2
     whole = TokenTree(torch.arange(5)[None], parents)
     assert whole.proposed is whole
     for wrong in (replace(tree, extra=5), replace(tree, extra=-1), replace(whole, extra=1), replace(tree, chain=True)):

@@ -260,7 +260,7 @@ def test_trees_that_are_looked_up_are_those_that_are_grown(shape, sampled, on_ho
         def _grow(self, request, *, chain):
             grown = super()._grow(request, chain=chain)
             plain = grow(request, self._expand(request)).tree
-            trees = [grown.tree.within(request.limits), plain.within(request.limits)]
+            trees = [grown.tree.truncate(request.limits), plain.truncate(request.limits)]
             seen.append(
                 [(tree.tokens[real].tolist(), tree.parents[real].tolist()) for tree in trees for real in [valid_of(tree)]]
                 + [tree.proposal for tree in trees]

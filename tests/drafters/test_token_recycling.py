@@ -141,8 +141,8 @@ def test_many_rounds_against_a_dictionary(where, data):
         shape = TreeShape.parse(data.draw(st.sampled_from(SHAPES)))
         roots = data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=rows, max_size=rows))
         limits = data.draw(st.lists(st.integers(0, shape.depth), min_size=rows, max_size=rows))
-        asked = request(roots, shape.within(max(limits)) if max(limits) else shape, limits, vocab_size)
-        tree = draft(asked).within(limits)
+        asked = request(roots, shape.truncate(max(limits)) if max(limits) else shape, limits, vocab_size)
+        tree = draft(asked).truncate(limits)
         assert texts(tree) == [filled(known, root, asked.shape, limit) for root, limit in zip(roots, limits)]
         logits = torch.randn(rows, tree.nodes, vocab_size, generator=generator)
         if where == "host":
@@ -161,7 +161,7 @@ def test_nodes_that_nobody_has_are_left_out():
     drafter.matrix[3, :2] = torch.tensor([5, 6])
     drafter.matrix[6, :1] = torch.tensor([7])
     tree = drafter.draft(request([3, 1], TreeShape.product(3, 2)))
-    assert tree.layout == (-1, 0, 0, 2) and tree.tokens.tolist() == [[3, 5, 6, 7], [1, 0, 0, 0]]
+    assert tree.static_parents == (-1, 0, 0, 2) and tree.tokens.tolist() == [[3, 5, 6, 7], [1, 0, 0, 0]]
     assert tree.valid.tolist() == [[True] * 4, [True, False, False, False]]
     assert drafter.draft(request([1, 2], TreeShape.product(3, 2))).nodes == 1
     assert drafter.draft(request([3, 1], TreeShape.product(3, 2), [1, 0])).nodes == 3, "none is deeper than any row's limit"
@@ -371,4 +371,4 @@ def test_the_planner_sees_nodes_that_were_scored_and_hits_among_those_that_were_
     assert {done.nodes for done in rounds} >= {1, 7}  # k = 2 of three siblings, both children of each
     for done in rounds:
         assert done.nodes == 1 + sum(done.drafted[0])
-        assert done.layout is None or len(done.layout) == done.nodes
+        assert done.static_parents is None or len(done.static_parents) == done.nodes

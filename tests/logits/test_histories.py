@@ -94,8 +94,8 @@ def sampler_of(pipelines, committed, lengths):
 
 def part(tree, first, end):
     valid = None if tree.valid is None else tree.valid[:, :end]
-    layout = tree.layout and tree.layout[:end]
-    return TokenTree(tree.tokens[:, :end], tree.parents[:, :end], valid, chain=tree.chain, layout=layout), slice(first, end)
+    layout = tree.static_parents and tree.static_parents[:end]
+    return TokenTree(tree.tokens[:, :end], tree.parents[:, :end], valid, chain=tree.chain, static_parents=layout), slice(first, end)
 
 
 @settings(max_examples=80, deadline=None)
@@ -120,7 +120,7 @@ def test_level_by_level_equals_at_once(data):
         tree.parents,
         valid,
         chain=chain and bool(valid.all()),
-        layout=tuple(parents[0]) if shared else None,
+        static_parents=tuple(parents[0]) if shared else None,
     )
     sampler = sampler_of([Pipeline.alone(own, prompt_length=1) for own in lists], committed, lengths)
     for guard in filter(None, guards):

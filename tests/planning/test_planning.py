@@ -188,7 +188,7 @@ def test_acceptance_by_rank_is_sequoias():
                 break
             path.append(next(node for node in range(level.first, level.last) if level.parents[node - level.first] == path[-1] and level.ranks[node - level.first] == rank))  # fmt: skip # noqa: E501
         accepted = len(path) - 1
-        tracker.observe([2], [[3, 9]], [accepted], layout=shape.parents, paths=[path + [0] * (3 - len(path))], memory=0.999)
+        tracker.observe([2], [[3, 9]], [accepted], static_parents=shape.parents, paths=[path + [0] * (3 - len(path))], memory=0.999)
     for line in tracker.by_rank(2, 3):
         assert line == pytest.approx([0.5, 0.25, 0.0], abs=0.06)
 
@@ -196,7 +196,7 @@ def test_acceptance_by_rank_is_sequoias():
 def test_ranks_are_never_better_than_the_sibling_before():
     tracker = Acceptance(1, 3)
     for _ in range(100):
-        tracker.observe([1], [[3]], [1], layout=(-1, 0, 0, 0), paths=[[0, 3]])
+        tracker.observe([1], [[3]], [1], static_parents=(-1, 0, 0, 0), paths=[[0, 3]])
     (line,) = tracker.by_rank(1, 3)
     assert line == sorted(line, reverse=True) and sum(line) <= 1 + 1e-9
 

@@ -262,7 +262,7 @@ def test_paths_of_trees_reach_the_planner_as_they_were_kept():
     generate(speculator, prompts((20, 33)), max_new_tokens=20)
     whole = [done for done in plan.rounds if min(done.asked) >= 2]
     assert whole and all(list(path) == [0, 1, 3] for done in whole for path in done.paths)  # the target's own choice is ranked first
-    assert all(done.layout == (-1, 0, 0, 1, 1, 2, 2) and done.drafted == [[2, 4]] * 2 for done in whole)
+    assert all(done.static_parents == (-1, 0, 0, 1, 1, 2, 2) and done.drafted == [[2, 4]] * 2 for done in whole)
 
 
 # -- how it is asked for ---------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class Run:
             draft=draft * slower,
             target=target * slower,
             rest=0.02 * MS,
-            layout=None if grown or shape.is_chain else shape.parents,
+            static_parents=None if grown or shape.is_chain else shape.parents,
             paths=() if grown or shape.is_chain else paths,
         )
         self.seconds += (target + draft) * slower + 0.02 * MS

@@ -394,7 +394,12 @@ def test_a_replayed_draft_is_that_of_single_levels(shape, rule, siblings, option
         seen = mine.valid if mine.valid is not None else torch.ones_like(mine.tokens, dtype=torch.bool)
         assert torch.equal(seen, real)
         assert torch.equal(mine.tokens[real], wanted.tokens[real])
-        assert (mine.chain, mine.layout, mine.proposal, mine.pruned) == (wanted.chain, wanted.layout, wanted.proposal, wanted.pruned)
+        assert (mine.chain, mine.static_parents, mine.proposal, mine.pruned) == (
+            wanted.chain,
+            wanted.static_parents,
+            wanted.proposal,
+            wanted.pruned,
+        )
         assert torch.equal(mine.parents, wanted.parents)
         assert (mine.q is None) == (wanted.q is None)
         if wanted.q is not None:

@@ -49,7 +49,7 @@ def test_trees_race_once_per_depth_that_is_reached(reached, races, known):
     on_way = way[: way.index(reached) + 1]
     for node in on_way[1:]:
         tokens[0, node] = right[0, node]
-    tree = TokenTree(tokens, torch.tensor([parents]), layout=parents if known else None)
+    tree = TokenTree(tokens, torch.tensor([parents]), static_parents=parents if known else None)
     noise = Counted(keys, positions)
     verdict, whole = Match().verify(tree, p, noise), follow(tree, choices)
     assert int(verdict.accepted) == int(whole.accepted) == len(on_way) - 1

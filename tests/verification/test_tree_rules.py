@@ -117,7 +117,7 @@ def grown(shape: Shape, proposal: str, enumeration: Enumeration, *, kind: str | 
         q=q,
         pruned=dropped is not None,
         chain=chain,
-        layout=None if shape.grows or not shape.known else shape.parents,
+        static_parents=None if shape.grows or not shape.known else shape.parents,
     ), p
 
 
@@ -320,7 +320,7 @@ class Scripted:
 def one_row(parents: tuple[int, ...], tokens: list[int], p: list[list[float]], q: list[list[float]], proposal: str = "iid"):
     tensors = [torch.tensor([each], dtype=torch.float32) for each in (p, q)]
     chain = parents == tuple(range(-1, len(parents) - 1))
-    tree = TokenTree(torch.tensor([tokens]), torch.tensor([parents]), proposal=proposal, q=tensors[1], chain=chain, layout=parents)
+    tree = TokenTree(torch.tensor([tokens]), torch.tensor([parents]), proposal=proposal, q=tensors[1], chain=chain, static_parents=parents)
     return tree, tensors[0]
 
 
@@ -367,7 +367,7 @@ def test_masses_of_every_size_keep_ratios_finite():
         p = torch.softmax(q.log() + 10.0 ** -(round_ % 8) * torch.randn(1, 7, 8, generator=generator), -1)
         tokens = torch.tensor([[0, 0, 1, 2, 3, 4, 5]])
         for proposal in ("iid", "without-replacement"):
-            tree = TokenTree(tokens, torch.zeros(1, 7, dtype=torch.long), proposal=proposal, q=q, layout=(-1, *[0] * 6))
+            tree = TokenTree(tokens, torch.zeros(1, 7, dtype=torch.long), proposal=proposal, q=q, static_parents=(-1, *[0] * 6))
             for name in ("multi-candidate", "traversal"):
                 for u in (0.0, 0.5, 0.999, 1.0):
                     noise = Scripted(u)
@@ -390,7 +390,7 @@ def test_a_row_does_not_depend_on_its_company(name: str):
         for row, layout in enumerate(layouts):
             one = slice(row, row + 1)
             for known in (None, tuple(layout)):
-                alone = TokenTree(tokens[one], tree.parents[one], valid[one], proposal="iid", q=q[one], layout=known)
+                alone = TokenTree(tokens[one], tree.parents[one], valid[one], proposal="iid", q=q[one], static_parents=known)
                 verdict = create(name).verify(alone, p[one], Noise(keys[one], positions[one]))
                 count = int(verdict.accepted)
                 assert count == int(together.accepted[row]) and int(verdict.next_token) == int(together.next_token[row])

@@ -23,7 +23,7 @@ def verdict(parents, tokens, p, rule=None, valid=None, layout=True):
         torch.tensor([tokens]),
         torch.tensor([parents]),
         None if valid is None else torch.tensor([valid]),
-        layout=tuple(parents) if layout else None,
+        static_parents=tuple(parents) if layout else None,
     )
     found = (rule or Typical()).verify(tree, torch.tensor([p]), NOISE)
     return found.path[0, : int(found.accepted) + 1].tolist(), int(found.next_token)
@@ -35,7 +35,7 @@ SURE = [0.97, 0.01, 0.01, 0.01]
 
 def test_the_threshold_is_the_papers():
     """p(x) > min(ε, δ exp(-H)): under four equal tokens δ / 4 = 0.075 < ε, where p is sure ε decides."""
-    tree = TokenTree(torch.tensor([[0, 1]]), torch.tensor([[-1, 0]]), layout=(-1, 0))
+    tree = TokenTree(torch.tensor([[0, 1]]), torch.tensor([[-1, 0]]), static_parents=(-1, 0))
     bound = Typical().threshold(tree, torch.tensor([[FLAT, SURE]]))
     assert bound[0].tolist() == pytest.approx([0.3 / 4, 1.0])  # the leaf has no child to bound
     entropy = -sum(value * math.log(value) for value in SURE)

@@ -77,7 +77,7 @@ def error(speculator: Speculator, shape: TreeShape, p: ProbabilityTable, q: Prob
 
 def cut(shape: TreeShape) -> TreeShape:
     """``shape`` with at most two levels, two siblings and three nodes."""
-    shape = shape.within(LEVELS)
+    shape = shape.truncate(LEVELS)
     if not isinstance(shape, StaticShape):
         return TreeShape.dynamic(depth=shape.depth, k=2, total=min(shape.nodes, 3))
     if shape.nodes <= NODES:

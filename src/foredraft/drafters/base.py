@@ -98,9 +98,9 @@ class DraftRequest:
         cut = [list(draft[:limit]) for draft, limit in zip(drafts, self.limits)]
         nodes = 1 + max(len(draft) for draft in cut)
         tokens = [[row.ids[-1], *draft] + [0] * (nodes - 1 - len(draft)) for row, draft in zip(self.rows, cut)]
-        return TokenTree.from_chain(to_device(tokens, self.device), valid=self.within([len(draft) for draft in cut], nodes - 1))
+        return TokenTree.from_chain(to_device(tokens, self.device), valid=self.depth_mask([len(draft) for draft in cut], nodes - 1))
 
-    def within(self, lengths: Sequence[int], depth: int) -> Tensor | None:
+    def depth_mask(self, lengths: Sequence[int], depth: int) -> Tensor | None:
         """``[R, depth + 1]`` bool: the nodes of chains of ``lengths`` drafted tokens; None if all are ``depth`` long."""
         if min(lengths) == depth:
             return None

@@ -116,7 +116,7 @@ class DraftModel(Drafter):
         if depth < 1:
             return TokenTree.root(request.roots())
         self.expected, chain = None, request.shape.is_chain
-        request = replace(request, shape=request.shape.within(depth), depth=depth, limits=limits)
+        request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits)
         self._grown = self._by_kernel(request)
         if self._grown is not None:
             self.expected = self._grown.expected
@@ -126,7 +126,7 @@ class DraftModel(Drafter):
             return self._chain(request) if grown is None else self._replayed(request, grown.tree)
         self._grown = grow(request, self._expand(request.rows)) if grown is None else grown
         self.expected = self._grown.expected
-        return self._grown.tree.within(limits) if grown is None else grown.tree
+        return self._grown.tree.truncate(limits) if grown is None else grown.tree
 
     def _replayed(self, request: DraftRequest, chain: TokenTree) -> TokenTree:
         """The state and the tree that :meth:`_chain` leaves behind."""
@@ -159,7 +159,7 @@ class DraftModel(Drafter):
             if len(drafted) == request.depth:
                 break
             logits = self._feed(token)
-        tokens, valid = torch.stack([roots, *drafted], 1), request.within(request.limits, request.depth)
+        tokens, valid = torch.stack([roots, *drafted], 1), request.depth_mask(request.limits, request.depth)
         return TokenTree.from_chain(tokens, valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
 
     def _expand(self, rows: Sequence[Row]) -> Expand:
@@ -209,7 +209,7 @@ class DraftModel(Drafter):
             self.model.commit(None, [min(count + 1, grown.seen) for count in feedback.accepted])
             return
         if grown.own is None:
-            path, deepest = feedback.path.clamp(max=grown.seen - 1), max(depths_of((grown.tree.layout or ())[: grown.seen]))
+            path, deepest = feedback.path.clamp(max=grown.seen - 1), max(depths_of((grown.tree.static_parents or ())[: grown.seen]))
             kept = [min(count, deepest) + 1 for count in feedback.accepted]
         else:
             own, last = grown.own.tolist(), grown.seen - 1

@@ -21,7 +21,7 @@ from foredraft.drafters.base import DraftRequest
 from foredraft.sampler import fit_vocabulary
 from foredraft.sampling import Purpose, argmax
 from foredraft.shapes import DynamicShape, Level, StaticShape
-from foredraft.tree import TokenTree, layout_parents
+from foredraft.tree import TokenTree, static_parents_tensor
 
 Expand = Callable[[TokenTree, int], Tensor]
 """``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
@@ -124,11 +124,11 @@ def extended(tree: TokenTree, layout: tuple[int, ...], tokens: Tensor, possible:
     """``tree`` with another level of ``tokens`` ``[R, c]`` below it; what hangs below filler is filler."""
     valid = tree.valid
     if valid is not None or possible is not None:
-        parents = layout_parents(layout, tokens.device)[0, tree.nodes :]
+        parents = static_parents_tensor(layout, tokens.device)[0, tree.nodes :]
         known = torch.ones_like(tree.tokens, dtype=torch.bool) if valid is None else valid
         below = known[:, parents]
         valid = torch.cat([known, below if possible is None else below & possible], 1)
-    return TokenTree.from_layout(torch.cat([tree.tokens, tokens], 1), layout, valid=valid)
+    return TokenTree.from_parents(torch.cat([tree.tokens, tokens], 1), layout, valid=valid)
 
 
 @lru_cache(maxsize=256)

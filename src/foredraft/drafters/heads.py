@@ -140,10 +140,10 @@ class HeadDrafter(Drafter):
         depth = max(request.limits) if self.deepest is None else min(max(request.limits), self.deepest)
         if depth < 1:
             return TokenTree.root(request.roots())
-        asked = replace(request, shape=request.shape.within(depth), depth=depth)
+        asked = replace(request, shape=request.shape.truncate(depth), depth=depth)
         grown = self._grow(asked, chain=request.shape.is_chain)
         self.expected = grown.expected
-        return grown.tree.within(request.limits)
+        return grown.tree.truncate(request.limits)
 
     def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
         """``chain`` says that the shape was asked for as a chain: a tree that was cut to one is drawn as a tree is."""
@@ -164,7 +164,7 @@ def one_by_one(request: DraftRequest, expand: Expand) -> TokenTree:
         token, q = request.choose(fit_vocabulary(logits.to(request.device), request.vocab_size), path[1:])
         path.append(token)
         qs += [] if q is None else [q]
-    valid = request.within(request.limits, request.depth)
+    valid = request.depth_mask(request.limits, request.depth)
     return TokenTree.from_chain(torch.stack(path, 1), valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
 
 

@@ -23,7 +23,7 @@ def grow_by(kernel: Grower, request: DraftRequest) -> Growth | None:
         grown = kernel.grow(ids, shape, depth=request.depth, vocab_size=request.vocab_size)
     else:
         assert isinstance(shape, StaticShape)
-        grown = kernel.fill(ids, shape.within(request.depth), vocab_size=request.vocab_size)
+        grown = kernel.fill(ids, shape.truncate(request.depth), vocab_size=request.vocab_size)
     if grown is None:
         return None
     tokens = [ids[-1], *grown.tokens]

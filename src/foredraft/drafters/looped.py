@@ -80,7 +80,7 @@ class LoopFrame:
         assert isinstance(shape, StaticShape)
         if self.chain:
             return TokenTree.from_chain(tokens, valid=valid, proposal=proposal, q=q)
-        return TokenTree.from_layout(tokens, shape.parents, valid=valid, proposal=proposal, q=q)
+        return TokenTree.from_parents(tokens, shape.parents, valid=valid, proposal=proposal, q=q)
 
     def _begin(self) -> Tensor:
         device = self.inputs.device
@@ -220,7 +220,7 @@ class Loops:
             seen = TokenTree.from_chain(known)
         else:
             assert isinstance(request.shape, StaticShape)
-            seen = TokenTree.from_layout(known, request.shape.parents[:fed])
+            seen = TokenTree.from_parents(known, request.shape.parents[:fed])
         with graphs.paused():
             return graphs.differs(logits, self.target.score(seen))
 

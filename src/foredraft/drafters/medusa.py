@@ -28,7 +28,7 @@ from foredraft.sampler import fit_vocabulary
 from foredraft.sampling import argmax
 from foredraft.shapes import DynamicShape, StaticShape
 from foredraft.target.packing import NATIVE, Packing
-from foredraft.tree import TokenTree, layout_ancestors
+from foredraft.tree import TokenTree, static_ancestors
 
 if TYPE_CHECKING:
     from foredraft.target import Target
@@ -192,10 +192,10 @@ def filled(request: DraftRequest, shape: StaticShape, logits: Tensor) -> TokenTr
         return TokenTree.from_chain(tokens, proposal=request.proposal)
     if possible is not None and (request.device.type != "cpu" or not bool(possible.all())):  # looking costs less than such a mask
         missing = torch.nn.functional.pad(~possible[:, depths, ranks], (1, 0))
-        valid: Tensor | None = ~(missing[:, None] & layout_ancestors(shape.parents, tokens.device)).any(-1)
+        valid: Tensor | None = ~(missing[:, None] & static_ancestors(shape.parents, tokens.device)).any(-1)
     else:
         valid = None
-    return TokenTree.from_layout(tokens, shape.parents, valid=valid, proposal=request.proposal)
+    return TokenTree.from_parents(tokens, shape.parents, valid=valid, proposal=request.proposal)
 
 
 def offers(request: DraftRequest, logits: Tensor, k: int) -> Offer:

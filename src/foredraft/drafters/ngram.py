@@ -97,7 +97,7 @@ class NGram(Drafter):
         self._count(request.rows)
         large = self.siblings == "auto" and request.vocab_size > DENSE and not request.needs_q
         if request.proposal != "deterministic" and not large:
-            return self._chain(request) if request.shape.is_chain else grow(request, self._expand(request)).tree.within(request.limits)
+            return self._chain(request) if request.shape.is_chain else grow(request, self._expand(request)).tree.truncate(request.limits)
         if request.shape.is_chain:
             return request.chains([self._continue(row.ids, limit, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
         nodes = request.shape.nodes
@@ -213,7 +213,7 @@ class NGram(Drafter):
             contexts = [[*context, new][-reach:] for context, new in zip(contexts, token.tolist())]
         if not drafted:
             return TokenTree.root(request.roots())
-        tokens, valid = torch.stack([request.roots(), *drafted], 1), request.within(going, len(drafted))
+        tokens, valid = torch.stack([request.roots(), *drafted], 1), request.depth_mask(going, len(drafted))
         return TokenTree.from_chain(tokens, valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
 
     def _expand(self, request: DraftRequest) -> Callable[[TokenTree, int], Tensor]:

@@ -260,7 +260,7 @@ class Several(Drafter):
                 torch.tensor([part.member.record.rates(each)[: request.depth] for each in part.matched], device=request.device)
                 for part in parts
             ]
-            trees = [part.tree.within(request.limits) for part in parts]
+            trees = [part.tree.truncate(request.limits) for part in parts]
             budget, floor = self.nodes or request.shape.nodes, _floor(request.shape)
             tree, went = merged(trees, request.depth, budget=budget, floor=floor, rates=rates)
             for part, where in zip(parts, went):
@@ -407,7 +407,7 @@ class Several(Drafter):
 
     def _own(self, drafter: Drafter, shape: TreeShape) -> TreeShape:
         """What a drafter among several is asked for: no more levels than it can draft, and by one that makes chains only a chain."""
-        shape = shape if drafter.deepest is None else shape.within(drafter.deepest)
+        shape = shape if drafter.deepest is None else shape.truncate(drafter.deepest)
         return shape if drafter.branches and not self._chains_only else TreeShape.chain(shape.depth)
 
 

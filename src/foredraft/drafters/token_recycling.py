@@ -138,7 +138,7 @@ class TokenRecycling(Drafter):
         layout = (-1, *(number[shape.parents[node]] for node in kept[1:]))
         found = torch.tensor(rows) if len(kept) == shape.nodes + 1 else torch.tensor([[line[node] for node in kept] for line in rows])
         whole = not any(line[node] < 0 for line in rows for node in kept)
-        return TokenTree.from_layout(found.clamp(min=0), layout, valid=None if whole else found >= 0)
+        return TokenTree.from_parents(found.clamp(min=0), layout, valid=None if whole else found >= 0)
 
     def _filled(self, root: int, shape: StaticShape, limit: int) -> list[int]:
         """The token of every node of ``shape`` below ``root``, -1 where there is none or the node is deeper than ``limit``."""
@@ -166,7 +166,7 @@ class TokenRecycling(Drafter):
         drafted, valid = torch.cat(tokens, 1), torch.cat(real, 1)
         if shape.is_chain:
             return TokenTree.from_chain(drafted, valid=valid)
-        return TokenTree.from_layout(drafted, shape.parents, valid=valid)
+        return TokenTree.from_parents(drafted, shape.parents, valid=valid)
 
 
 @lru_cache(maxsize=64)

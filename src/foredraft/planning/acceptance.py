@@ -93,7 +93,7 @@ class Acceptance:
         drafted: Sequence[Sequence[int]],
         accepted: Sequence[int],
         *,
-        layout: tuple[int, ...] | None = None,
+        static_parents: tuple[int, ...] | None = None,
         paths: Sequence[Sequence[int]] = (),
         memory: float = MEMORY,
     ) -> None:
@@ -103,7 +103,7 @@ class Acceptance:
             asked: per row, how deep it was to be drafted for; 0 for a row without room.
             drafted: per row, nodes at each depth.
             accepted: per row, how many were kept.
-            layout: parents of every node, where the tree branches and the host knows them; with ``paths``, per row the nodes kept.
+            static_parents: parents of every node, where the tree branches and the host knows them; with ``paths``, per row the nodes kept.
         """
         self.rounds += 1
         given = [bool(levels) and levels[0] > 0 for levels in drafted]
@@ -112,7 +112,7 @@ class Acceptance:
         deepest = max(asked, default=0)
         hits, trials = [0] * deepest, [0] * deepest
         later_hits, later_trials = [0] * len(self.later), [0] * len(self.later)
-        ranks, families = family(layout) if layout is not None and paths else ((), ())
+        ranks, families = family(static_parents) if static_parents is not None and paths else ((), ())
         for row, count in enumerate(accepted):
             if not given[row]:
                 continue
@@ -137,11 +137,11 @@ class Acceptance:
 
 
 @lru_cache(maxsize=256)
-def family(layout: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def family(static_parents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of each node its rank among its siblings, and how many children it has."""
-    children = [0] * len(layout)
+    children = [0] * len(static_parents)
     ranks = []
-    for parent in layout:
+    for parent in static_parents:
         ranks.append(children[parent] if parent >= 0 else 0)
         if parent >= 0:
             children[parent] += 1

@@ -189,7 +189,7 @@ class Forecaster:
             if asked > 0 and usual:
                 self._record(row).observe(given=any(drafted), accepted=kept, expected=usual[min(asked, len(usual)) - 1])
         memory = HASTE if trying else MEMORY
-        acceptance.observe(done.asked, done.drafted, done.accepted, layout=done.layout, paths=done.paths, memory=memory)
+        acceptance.observe(done.asked, done.drafted, done.accepted, static_parents=done.static_parents, paths=done.paths, memory=memory)
 
     def worth(self, rows: Sequence[Row], done: Round, plain: float, *, together: bool) -> float:
         """Seconds of plain decoding that a round's tokens save: of rows that end together, those until the last one is done."""

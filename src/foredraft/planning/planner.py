@@ -204,7 +204,7 @@ class AutomaticPlanner:
         if drafting and count == 1 and self._as_before(rows, done):
             return
         grown = isinstance(done.shape, DynamicShape)
-        levels = widths(done.shape.within(max(done.asked))) if drafting else ()
+        levels = widths(done.shape.truncate(max(done.asked))) if drafting else ()
         behind = self.forecaster.catch_up(rows, done) if drafting else 0
         draft, target, nodes = done.draft, done.target, max(1.0, round(done.nodes / FINEST) * FINEST)
         if not done.split:  # the target's part is what is left of the sum

@@ -26,7 +26,7 @@ class Round:
         context: tokens of the longest row.
         draft, target, rest: seconds.
         split: the draft's seconds and the target's are known apart; on a GPU only their sum is.
-        layout, paths: the tree's parents and the nodes kept per row, where it branches and the host knows them.
+        static_parents, paths: the tree's parents and the nodes kept per row, where it branches and the host knows them.
         greedy: no row samples.
         expected: accepted tokens per row that the draft's own probabilities promised, where they chose the nodes.
     """
@@ -41,7 +41,7 @@ class Round:
     target: float
     rest: float
     split: bool = True
-    layout: tuple[int, ...] | None = None
+    static_parents: tuple[int, ...] | None = None
     paths: Sequence[Sequence[int]] = ()
     greedy: bool = True
     expected: float | None = None

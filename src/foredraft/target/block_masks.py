@@ -20,7 +20,7 @@ from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
 from foredraft.target.cache import Window
-from foredraft.tree import TokenTree, layout_ancestors
+from foredraft.tree import TokenTree, static_ancestors
 
 NAME = "foredraft_flex"
 BLOCK = 128  # slots, and queries, per block of the mask
@@ -176,8 +176,8 @@ def tree_mask(tree: TokenTree, window: Window, positions: Tensor) -> TreeMask:
     padded = torch.cat([queries, queries[:, -1:].expand(-1, size - window.nodes)], 1).to(torch.int32)
     nodes = bits = None
     if not tree.chain:
-        if tree.layout is not None:
-            bits = layout_bits(tree.layout, window.before, positions.device).expand(tree.rows, -1, -1).contiguous()
+        if tree.static_parents is not None:
+            bits = layout_bits(tree.static_parents, window.before, positions.device).expand(tree.rows, -1, -1).contiguous()
         else:
             bits = packed(tree.ancestors, window.before)
         nodes = pad(positions, (0, WORD * bits.shape[2] - tree.nodes)).to(torch.int32)
@@ -195,7 +195,7 @@ def packed(ancestors: Tensor, before: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def layout_bits(layout: tuple[int, ...], before: int, device: torch.device) -> Tensor:
-    return packed(layout_ancestors(layout, device), before)
+    return packed(static_ancestors(layout, device), before)
 
 
 def block_mask_in_positions(*, mask_function: Any, config: PreTrainedConfig, **unused: Any) -> BlockMask:

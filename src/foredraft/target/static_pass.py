@@ -170,7 +170,7 @@ class PassFrame:
         roots = [start - window.before for start in window.starts] + [self.bucket.span - self.bucket.total] * filler
         upload(self.places, [roots, [window.before] * self.bucket.rows])
         self.tokens[: window.rows, : window.nodes].copy_(tokens)
-        known = "chain" if tree.chain else tree.layout
+        known = "chain" if tree.chain else tree.static_parents
         form = None if known is None else (known, window.rows, window.nodes, window.before)
         if form is None or form != self._form:
             self._shape(tree, window)

@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.sampling import Purpose, Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Verdict
-from foredraft.verification.layouts import trials
+from foredraft.verification.host_trees import trials
 from foredraft.verification.ratios import ComparesWithQ, Remainder, any_row, at_node
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from foredraft.sampling import Purpose, Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Verdict, path_to
-from foredraft.verification.layouts import Visit, common, visits
+from foredraft.verification.host_trees import Visit, common, visits
 from foredraft.verification.ratios import ComparesWithQ, Remainder, any_row, at_node, every_row, safe_ratio
 
 

@@ -20,7 +20,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.sampling import Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict, path_to, reached
-from foredraft.verification.layouts import shared_parents
+from foredraft.verification.host_trees import shared_parents
 from foredraft.verification.ratios import at_node
 
 

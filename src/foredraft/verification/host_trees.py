@@ -44,7 +44,7 @@ class Visit:
 
 def shared_parents(tree: TokenTree) -> Parents | None:
     """The parents of every row, if the host knows them without looking."""
-    return tuple(range(-1, tree.nodes - 1)) if tree.chain else tree.layout
+    return tuple(range(-1, tree.nodes - 1)) if tree.chain else tree.static_parents
 
 
 def all_parents(tree: TokenTree) -> list[Parents]:
