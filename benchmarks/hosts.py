@@ -29,9 +29,9 @@ from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.drafters.datastore import Datastore
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint, load_model, load_tokenizer
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.planning.costs import StandIn
-from foredraft.processors import Pipeline
-from foredraft.sampler import Sampler
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.target.cache import TreeCache

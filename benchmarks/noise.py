@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.passes import synchroniser
-from foredraft.sampling import Noise, row_key
+from foredraft.logits.noise import Noise, row_key
 from foredraft.target import Target
 from foredraft.tree import TokenTree
 

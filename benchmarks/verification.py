@@ -25,9 +25,9 @@ from benchmarks.verdicts import Claim, Spread
 from foredraft import verification
 from foredraft.errors import ConfigurationError
 from foredraft.judgement import judge
-from foredraft.processors import Pipeline
-from foredraft.sampler import Sampler
-from foredraft.sampling import Noise, Purpose, row_key
+from foredraft.logits.noise import Noise, Purpose, row_key
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
 

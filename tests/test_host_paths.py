@@ -17,9 +17,9 @@ from transformers.masking_utils import create_masks_for_generate
 from foredraft import judgement
 from foredraft.drafters import growth
 from foredraft.drafters.base import DraftRequest
-from foredraft.processors import Pipeline
-from foredraft.sampler import Sampler
-from foredraft.sampling import Noise
+from foredraft.logits.noise import Noise
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.target import masks
 from foredraft.target.cache import TreeCache, Window

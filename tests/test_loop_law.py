@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foredraft import Speculator
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.sampling import Noise, Purpose
+from foredraft.logits.noise import Noise, Purpose
 
 VOCAB, COUNT, PROMPT = 5, 5, [1, 2, 4]
 ROWS, BATCH, SEED = 8_000, 250, 3

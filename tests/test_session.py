@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from foredraft import ConfigurationError, RowParameters, Speculator
-from foredraft.processors import Pipeline
+from foredraft.logits.processors import Pipeline
 
 PROMPTS = repetitive((30, 17, 3)) + prompts((40, 1), seed=4)
 

@@ -12,12 +12,11 @@ import foredraft
 
 SOURCE = Path(foredraft.__file__).parent
 LAYERS = [
-    {"errors", "caching", "files", "device", "tree", "sampling", "stats"},
+    {"errors", "caching", "files", "device", "tree", "stats"},
     {"shapes"},
-    {"histories", "known_processors", "nucleus", "processors"},
-    {"sampler"},
+    {"logits"},
     {"target", "verification", "quantization", "loading"},
-    {"logprobs", "heads"},
+    {"heads"},
     {"judgement", "rows"},
     {"drafters"},
     {"planning", "checks"},

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         TargetOutputError,
         UnsupportedModelError,
     )
-    from foredraft.logprobs import LogProbs
+    from foredraft.logits.logprobs import LogProbs
     from foredraft.rows import Commit, RowParameters
     from foredraft.session import Session
     from foredraft.shapes import TreeShape
@@ -48,7 +48,7 @@ _HOMES = {
     "Interrupted": "foredraft.errors:Interrupted",
     "TargetOutputError": "foredraft.errors:TargetOutputError",
     "UnsupportedModelError": "foredraft.errors:UnsupportedModelError",
-    "LogProbs": "foredraft.logprobs:LogProbs",
+    "LogProbs": "foredraft.logits.logprobs:LogProbs",
     "Commit": "foredraft.rows:Commit",
     "RowParameters": "foredraft.rows:RowParameters",
     "Session": "foredraft.session:Session",

@@ -13,9 +13,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from foredraft.logprobs import LogProbs, log_probabilities
-from foredraft.sampler import Sampler, widened
-from foredraft.sampling import argmax
+from foredraft.logits.logprobs import LogProbs, log_probabilities
+from foredraft.logits.noise import argmax
+from foredraft.logits.sampler import Sampler, widened
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict
 from foredraft.verification.match import follow
@@ -75,7 +75,7 @@ def judge(
     lines = to_host(tree, inside, verdict, best, uses_q=rule.needs_q and not sampler.greedy)
     values = {"scores": scores, "logits": logits}
     vectors = {name: values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])) for name in record}
-    logprobs = None if top is None else log_probabilities(inside, verdict, logits, top)
+    logprobs = None if top is None else log_probabilities(inside, verdict.path, verdict.accepted, verdict.next_token, logits, top)
     return Judgement(lines, None if tree.chain else verdict.path, vectors, logprobs)
 
 

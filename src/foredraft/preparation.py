@@ -13,9 +13,9 @@ from transformers import GenerationConfig, StoppingCriteriaList, StopStringCrite
 from transformers.generation.configuration_utils import GenerationMode
 
 from foredraft.errors import ConfigurationError
-from foredraft.processors import row_pipelines
+from foredraft.logits.noise import Seed, row_seeds
+from foredraft.logits.processors import row_pipelines
 from foredraft.rows import RowParameters
-from foredraft.sampling import Seed, row_seeds
 
 # Arguments of generate that name another way to decode, or something this loop does not produce.
 REFUSED_ARGUMENTS = {

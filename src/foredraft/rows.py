@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from foredraft.logprobs import LogProbs
-from foredraft.processors import Pipeline
+from foredraft.logits.logprobs import LogProbs
+from foredraft.logits.processors import Pipeline
 from foredraft.stats import RowStats
 
 if TYPE_CHECKING:

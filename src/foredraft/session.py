@@ -18,15 +18,15 @@ from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.judgement import Judgement, judge
-from foredraft.logprobs import check_logprobs
+from foredraft.logits.logprobs import check_logprobs
+from foredraft.logits.noise import Noise, Randomness, row_key
+from foredraft.logits.sampler import Sampler
 from foredraft.planning import AUTO, AutomaticPlanner, CostModel, FixedPlanner, Planner, Round
 from foredraft.planning.costs import LEVEL, LOOK_UP, runs_a_model
 from foredraft.planning.forecasts import GROWN_DEPTH
 from foredraft.planning.largest import largest_fitting
 from foredraft.planning.profiles import profile
 from foredraft.rows import Commit, RowParameters, SessionRow
-from foredraft.sampler import Sampler
-from foredraft.sampling import Noise, Randomness, row_key
 from foredraft.shapes import TreeShape
 from foredraft.stats import RowStats, Stats
 from foredraft.target import Target

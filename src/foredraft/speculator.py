@@ -20,13 +20,13 @@ from foredraft.drafters.base import Drafter
 from foredraft.drafters.none import NoDrafter
 from foredraft.errors import ConfigurationError, Interrupted
 from foredraft.loading import load_model
-from foredraft.logprobs import LogProbs
+from foredraft.logits.logprobs import LogProbs
+from foredraft.logits.noise import Seed
 from foredraft.planning import AUTO, FixedPlanner, Planner
 from foredraft.planning.largest import largest_shape
 from foredraft.preparation import Prepared, prepare, refuse_arguments
 from foredraft.quantization import check_quantization
 from foredraft.rows import Commit
-from foredraft.sampling import Seed
 from foredraft.session import Session
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.stats import Stats

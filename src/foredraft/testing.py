@@ -27,8 +27,8 @@ from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.growth import grow
+from foredraft.logits.noise import Purpose, Randomness, row_key
 from foredraft.rows import RowParameters
-from foredraft.sampling import Purpose, Randomness, row_key
 from foredraft.session import Session
 from foredraft.tree import Proposal, TokenTree
 
@@ -290,7 +290,7 @@ class Enumeration:
 
 
 class EnumeratedNoise:
-    """The draws of :class:`foredraft.sampling.Noise`, under the same keys, with enumerated outcomes.
+    """The draws of :class:`foredraft.logits.noise.Noise`, under the same keys, with enumerated outcomes.
 
     Here ``race`` inverts the cumulative distribution where the real one takes the argmin of E / p. Both are functions of
     p and of noise keyed by position whose law is p, which is all that the match rule asks for.

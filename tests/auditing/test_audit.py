@@ -23,7 +23,7 @@ from foredraft.auditing.statistical import FRACTIONS
 from foredraft.auditing.tally import Design
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.sampling import Noise, Purpose, Randomness
+from foredraft.logits.noise import Noise, Purpose, Randomness
 from foredraft.target import execution
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict

@@ -18,9 +18,9 @@ from foredraft.drafters.ngram import NGram
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.prompt_lookup import PromptLookup, SuffixIndex, merge_copies
 from foredraft.drafters.tries import Trie
-from foredraft.processors import Pipeline
-from foredraft.sampler import Sampler
-from foredraft.sampling import Noise
+from foredraft.logits.noise import Noise
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.shapes import TreeShape
 from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 

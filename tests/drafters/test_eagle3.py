@@ -19,9 +19,9 @@ from foredraft.drafters.eagle3 import Eagle3
 from foredraft.heads.base import Batch
 from foredraft.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers, draft_vocabulary
 from foredraft.heads.eagle3_layer import ELSEWHERE
-from foredraft.processors import Pipeline
-from foredraft.sampler import Sampler
-from foredraft.sampling import Noise
+from foredraft.logits.noise import Noise
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.tree import TokenTree

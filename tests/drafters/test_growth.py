@@ -19,10 +19,10 @@ from foredraft import ConfigurationError, Speculator, TreeShape
 from foredraft.drafters import growth
 from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.processors import Pipeline
+from foredraft.logits.noise import Noise, Purpose
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.rows import RowParameters
-from foredraft.sampler import Sampler
-from foredraft.sampling import Noise, Purpose
 from foredraft.session import Session
 from foredraft.shapes import DynamicShape, StaticShape
 from foredraft.testing import ProbabilityTable, ScriptedDrafter, TableTarget

@@ -19,9 +19,9 @@ from foredraft.drafters.merging import Line, Merged, assembled, heard_by, lines_
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.drafters.several import Several
 from foredraft.drafters.track_records import HOPES, LONGEST_PAUSE, Credit, Record, Worth
-from foredraft.processors import Pipeline
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.rows import RowParameters
-from foredraft.sampler import Sampler
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.tree import TokenTree

@@ -17,8 +17,8 @@ from foredraft import ConfigurationError, RowParameters, Session, Speculator
 from foredraft.drafters import token_recycling
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.drafters.token_recycling import TokenRecycling, laid_out, last_of_each, top_k
+from foredraft.logits.sampler import Sampler
 from foredraft.planning import FixedPlanner
-from foredraft.sampler import Sampler
 from foredraft.shapes import TreeShape
 from foredraft.target import native
 from foredraft.testing import ProbabilityTable, TableTarget

@@ -15,7 +15,7 @@ from outlines_core import Index, Vocabulary
 from transformers import LogitsProcessor
 
 from foredraft import ConfigurationError, RowParameters, Session, Speculator, rules
-from foredraft.processors import Pipeline, row_pipelines
+from foredraft.logits.processors import Pipeline, row_pipelines
 from foredraft.testing import (
     ProbabilityTable,
     ScriptedDrafter,

@@ -12,9 +12,9 @@ from processor_cases import EOS, assert_same, committed_rows, node_history, prep
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from foredraft.histories import NodeHistories
-from foredraft.processors import Pipeline, process, row_pipelines
-from foredraft.sampler import Sampler
+from foredraft.logits.histories import NodeHistories
+from foredraft.logits.processors import Pipeline, process, row_pipelines
+from foredraft.logits.sampler import Sampler
 from foredraft.tree import TokenTree
 
 

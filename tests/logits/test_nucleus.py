@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TopPLogitsWarper
 
-from foredraft.nucleus import LEADERS, WORTHWHILE, among_leaders, top_p
+from foredraft.logits.nucleus import LEADERS, WORTHWHILE, among_leaders, top_p
 
 VOCAB = WORTHWHILE
 

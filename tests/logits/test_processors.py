@@ -41,9 +41,9 @@ from transformers.generation import logits_process as hf
 from foredraft import RowParameters, Speculator, Stats
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
-from foredraft.histories import NodeHistories
-from foredraft.known_processors import KNOWN, REFUSED
-from foredraft.processors import Pipeline, process, row_pipelines
+from foredraft.logits.histories import NodeHistories
+from foredraft.logits.known_processors import KNOWN, REFUSED
+from foredraft.logits.processors import Pipeline, process, row_pipelines
 from foredraft.tree import TokenTree
 
 
@@ -236,7 +236,7 @@ def test_length_stages_are_not_called_where_they_do_nothing(monkeypatch):
 @pytest.mark.parametrize("name", ["repetition_penalty", "no_repeat_ngram", "bad_words", "sequence_bias", "encoder_no_repeat_ngram"])
 def test_histories_of_several_lengths_in_one_call(name, joined, monkeypatch):
     """Padded where blocks fit a CPU's cache; 16 nodes of 4 ragged rows, long histories, as transformers has them alone."""
-    monkeypatch.setattr("foredraft.processors.CACHED", 1 << 20 if joined else 0)
+    monkeypatch.setattr("foredraft.logits.processors.CACHED", 1 << 20 if joined else 0)
     prompts = random_prompts((9, 23, 14, 18))
     committed, lengths = committed_rows(prompts, (1, 0, 2, 0))
     tree = random_tree(committed, lengths, torch.tensor([[-1, 0, 0, 0, 0, 1, 1, 2, 2, 5, 5, 6, 7, 9, 10, 13]] * 4))

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from foredraft.processors import row_pipelines
+from foredraft.logits.processors import row_pipelines
 from foredraft.tree import TokenTree
 
 VOCAB, EOS, PAD = 12, 1, 0

@@ -20,11 +20,11 @@ from foredraft import ConfigurationError, Speculator, TokenTree, TreeShape
 from foredraft.drafters.base import DraftRequest, Feedback
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.looped import LoopFrame
+from foredraft.logits.noise import _token_hashes
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.planning.costs import Measurement
-from foredraft.processors import Pipeline
 from foredraft.rows import RowParameters
-from foredraft.sampler import Sampler
-from foredraft.sampling import _token_hashes
 from foredraft.session import Session
 from foredraft.target import Target, grouped, recorder
 from foredraft.target import graphs as graphs_module

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from foredraft.sampling import ALONE, Noise, row_key
+from foredraft.logits.noise import ALONE, Noise, row_key
 from foredraft.tree import TokenTree
 from foredraft.verification.match import Match, follow
 

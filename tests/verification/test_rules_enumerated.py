@@ -16,8 +16,8 @@ from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.none import NoDrafter
+from foredraft.logits.noise import Purpose, Randomness
 from foredraft.rows import RowParameters
-from foredraft.sampling import Purpose, Randomness
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
 from foredraft.testing import (

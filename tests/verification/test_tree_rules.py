@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.sampling import Noise, Purpose, row_key
+from foredraft.logits.noise import Noise, Purpose, row_key
 from foredraft.testing import EnumeratedNoise, Enumeration, Law, World, distance, enumerate_law
 from foredraft.tree import TokenTree, depths_of
 from foredraft.verification import Rule, create, names

@@ -7,7 +7,7 @@ import torch
 from test_rules_enumerated import PROMPT, P, Q
 
 from foredraft.errors import ConfigurationError
-from foredraft.sampling import Noise
+from foredraft.logits.noise import Noise
 from foredraft.session import Session
 from foredraft.testing import Enumeration, ScriptedDrafter, TableTarget, World, continuation_law, distance, plain_law
 from foredraft.tree import TokenTree

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.auditing.report import ExactPart
 from foredraft.drafters.base import Drafter
-from foredraft.sampling import Randomness
+from foredraft.logits.noise import Randomness
 from foredraft.session import Session
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.speculator import Speculator

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from foredraft.sampling import row_key
+from foredraft.logits.noise import row_key
 
 LAGS = (1, 2)
 FLOOR = 1e-12

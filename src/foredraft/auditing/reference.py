@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
+from foredraft.logits.noise import Noise, Purpose, row_key
+from foredraft.logits.sampler import fit_vocabulary
 from foredraft.preparation import split_criteria
-from foredraft.sampler import fit_vocabulary
-from foredraft.sampling import Noise, Purpose, row_key
 
 
 @dataclass(frozen=True, eq=False)

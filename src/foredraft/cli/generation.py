@@ -17,7 +17,7 @@ from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
-from foredraft.logprobs import LogProbs
+from foredraft.logits.logprobs import LogProbs
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
 

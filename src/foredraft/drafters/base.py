@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
-from foredraft.sampler import Sampler
-from foredraft.sampling import Purpose, argmax
+from foredraft.logits.noise import Purpose, argmax
+from foredraft.logits.sampler import Sampler
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
 

@@ -21,8 +21,8 @@ from foredraft.drafters.looped import Loops
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, vocabulary_difference
+from foredraft.logits.sampler import fit_vocabulary
 from foredraft.quantization import check_quantization
-from foredraft.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.target import Target, unwrap
 from foredraft.target.native_growth import NativeGrowth

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
-from foredraft.processors import Pipeline
-from foredraft.sampler import Sampler
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.shapes import TreeShape
 from foredraft.tree import TokenTree
 

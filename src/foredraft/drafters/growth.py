@@ -18,8 +18,8 @@ from torch import Tensor
 
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest
-from foredraft.sampler import fit_vocabulary
-from foredraft.sampling import Purpose, argmax
+from foredraft.logits.noise import Purpose, argmax
+from foredraft.logits.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, Level, StaticShape
 from foredraft.tree import TokenTree, static_parents_tensor
 

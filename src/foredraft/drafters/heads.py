@@ -17,8 +17,8 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads import find
 from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.logits.sampler import fit_vocabulary
 from foredraft.quantization import check_quantization, quantize_linear_layers
-from foredraft.sampler import fit_vocabulary
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
 

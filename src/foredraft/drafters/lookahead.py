@@ -29,7 +29,7 @@ from torch import Tensor
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
 from foredraft.drafters.tries import Trie, tree_of
 from foredraft.errors import ConfigurationError
-from foredraft.sampler import widened
+from foredraft.logits.sampler import widened
 from foredraft.shapes import TreeShape
 from foredraft.tree import TokenTree
 

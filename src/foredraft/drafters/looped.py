@@ -20,8 +20,8 @@ from torch import Tensor
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.growth import Growth, grow_from
-from foredraft.sampler import Sampler, fit_vocabulary
-from foredraft.sampling import Noise
+from foredraft.logits.noise import Noise
+from foredraft.logits.sampler import Sampler, fit_vocabulary
 from foredraft.shapes import StaticShape
 from foredraft.target import Target, Window
 from foredraft.target.graphs import TRIALS, Graphs, Recording

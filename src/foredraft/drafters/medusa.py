@@ -24,8 +24,8 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.successors import PATH, REACH, REMEMBERED, Successors, heeded
-from foredraft.sampler import fit_vocabulary
-from foredraft.sampling import argmax
+from foredraft.logits.noise import argmax
+from foredraft.logits.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, StaticShape
 from foredraft.target.packing import NATIVE, Packing
 from foredraft.tree import TokenTree, static_ancestors

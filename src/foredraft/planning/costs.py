@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.planning.curves import Curve
-from foredraft.processors import Pipeline
-from foredraft.sampler import Sampler
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 from foredraft.target import Target
 from foredraft.target.graphs import PATIENCE, TRIALS

@@ -18,7 +18,7 @@ import numpy as np
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of
-from foredraft.processors import Pipeline
+from foredraft.logits.processors import Pipeline
 from foredraft.rows import RowParameters, SessionRow
 from foredraft.speculator import Speculator
 from foredraft.training.data import Manifest, Shard, name_of, save_shard, shard_file, weights_digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from foredraft.errors import ConfigurationError
-from foredraft.sampling import Randomness
+from foredraft.logits.noise import Randomness
 from foredraft.tree import Proposal
 from foredraft.verification.base import Rule, Verdict
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foredraft.sampling import Randomness
+from foredraft.logits.noise import Randomness
 from foredraft.tree import Proposal, TokenTree
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foredraft.sampling import ALONE, Randomness
+from foredraft.logits.noise import ALONE, Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict, path_to, walk
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foredraft.sampling import Purpose, Randomness
+from foredraft.logits.noise import Purpose, Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Verdict
 from foredraft.verification.host_trees import trials

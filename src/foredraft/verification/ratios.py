@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.sampling import Purpose, Randomness
+from foredraft.logits.noise import Purpose, Randomness
 from foredraft.tree import Proposal, TokenTree
 from foredraft.verification.base import Rule, Verdict
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foredraft.sampling import Purpose, Randomness
+from foredraft.logits.noise import Purpose, Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Verdict
 from foredraft.verification.ratios import ComparesWithQ, at_node, chain_ratios

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
-from foredraft.sampling import Randomness
+from foredraft.logits.noise import Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict, path_to, reached
 from foredraft.verification.host_trees import shared_parents

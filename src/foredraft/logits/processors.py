@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ConfigurationError
+from foredraft.errors import ConfigurationError
+
 from .histories import NodeHistories, put, take
 from .known_processors import FOREIGN, Kind, Processor, Row, kind_of
 

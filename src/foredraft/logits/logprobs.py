@@ -11,7 +11,6 @@ from torch import Tensor
 
 from foredraft.errors import ConfigurationError
 from foredraft.tree import TokenTree
-from foredraft.verification.base import Verdict
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +51,17 @@ def check_logprobs(top: Any, vocab_size: int) -> None:
     )
 
 
-def log_probabilities(tree: TokenTree, verdict: Verdict, logits: Tensor, top: int) -> list[LogProbs]:
-    """Of what ``verdict`` keeps: at depth d of a path the token of depth d + 1, and the bonus token at the last node kept.
+def log_probabilities(tree: TokenTree, path: Tensor, accepted: Tensor, next_token: Tensor, logits: Tensor, top: int) -> list[LogProbs]:
+    """Log-probabilities along what a verdict keeps: at depth d the token of depth d + 1, and the bonus token at the last node kept.
 
-    Everything stays on the device; places beyond the bonus token hold whatever was drafted there.
+    ``path`` ``[R, D]``, ``accepted`` ``[R]`` and ``next_token`` ``[R]`` are the verdict's, ``logits`` ``[R, N, V]`` the target's.
+    Nothing leaves the device. Positions after the bonus token hold whatever was drafted there.
     """
     along, tokens = logits, tree.tokens
     if not tree.chain:
-        along, tokens = logits.gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])), tokens.gather(1, verdict.path)
+        along, tokens = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1])), tokens.gather(1, path)
     along = along.float()  # [R, D, V]
-    following = tokens.roll(-1, 1).scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])  # [R, D]
+    following = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])  # [R, D]
     total = along.logsumexp(-1, keepdim=True)
     chosen = (along.gather(-1, following[..., None]) - total).squeeze(-1)
     values, ids = along.topk(top, -1)

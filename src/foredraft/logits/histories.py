@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foredraft.device import to_device
-
-from .tree import TokenTree, depths_of
+from foredraft.tree import TokenTree, depths_of
 
 
 class NodeHistories:

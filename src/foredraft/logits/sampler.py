@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
-from foredraft.histories import NodeHistories
-from foredraft.processors import Pipeline, Stopwatch, process
-from foredraft.sampling import Randomness
+from foredraft.logits.histories import NodeHistories
+from foredraft.logits.noise import Randomness
+from foredraft.logits.processors import Pipeline, Stopwatch, process
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:

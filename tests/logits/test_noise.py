@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from foredraft import sampling
-from foredraft.sampling import Noise, Purpose, _unit, row_key, row_seeds
+from foredraft.logits import noise as keyed_noise
+from foredraft.logits.noise import Noise, Purpose, _unit, row_key, row_seeds
 
 ALPHA = 1e-4
 BINS = 16
@@ -78,7 +78,7 @@ def test_a_vocabulary_that_races_one_by_one_draws_the_same(monkeypatch: pytest.M
     noise, p, depths = noise_of_rows(3), distributions(3, 4, 300), torch.tensor([[0, 1, 1, 4], [2, 0, 1, 1], [0, 0, 0, 0]])
     results = []
     for alone in (1, 1 << 30):
-        monkeypatch.setattr(sampling, "ALONE", alone)
+        monkeypatch.setattr(keyed_noise, "ALONE", alone)
         results.append([noise.race(p, depths), noise.race(p.double(), depths), noise.draw(p[:, 2], Purpose.DRAFT, 1)])
     for one_by_one, together in zip(*results):
         assert torch.equal(one_by_one, together)
@@ -148,7 +148,7 @@ def test_the_noise_of_a_key_never_changes():
 @pytest.mark.parametrize("vocab_size", [50_257, 262_144])
 def test_no_two_tokens_share_a_word(vocab_size: int):
     """They would share all their noise, and the less likely of the two would never be drawn."""
-    assert len(sampling._token_hashes(vocab_size, torch.device("cpu")).unique()) == vocab_size
+    assert len(keyed_noise._token_hashes(vocab_size, torch.device("cpu")).unique()) == vocab_size
 
 
 # -- uniform and independent ---------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_tokens_whose_words_differ_in_one_bit_are_independent(bit: int, monkeypa
     """A large vocabulary has such pairs for every bit."""
     for word in (0x2545F491, -0x61C88647):
         other = word ^ (1 << bit if bit < 31 else -(1 << 31))
-        monkeypatch.setattr(sampling, "_token_hashes", lambda *_, pair=(word, other): torch.tensor(pair, dtype=torch.int32))
+        monkeypatch.setattr(keyed_noise, "_token_hashes", lambda *_, pair=(word, other): torch.tensor(pair, dtype=torch.int32))
         noise = noise_of_rows(40_000)
         pair = noise.exponentials(noise.words(Purpose.MATCH, 1), 2)[:, 0]
         fits_independence(binned(pair[:, 0]), binned(pair[:, 1]), BINS)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .errors import ConfigurationError
+from foredraft.errors import ConfigurationError
+
 from .nucleus import top_p
 
 Processor = Callable[[Tensor, Tensor], Tensor]

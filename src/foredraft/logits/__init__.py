@@ -1,0 +1,1 @@
+"""From logits to a choice: processors at every node of a tree, distributions, keyed noise and log-probabilities."""
