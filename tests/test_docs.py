@@ -47,9 +47,7 @@ def test_tables_list_every_model_type_that_is_tested(section: str, support: str)
     assert listed == tested or (support == "refused" and listed == tested | {"zamba"})
 
 
-@pytest.mark.parametrize(
-    ("page", "names"), [("docs/drafters.md", foredraft.drafters.names()), ("docs/rules.md", foredraft.rules.names())]
-)
+@pytest.mark.parametrize(("page", "names"), [("docs/drafters.md", foredraft.drafters.names()), ("docs/rules.md", foredraft.rules.names())])
 def test_page_names_every_one(page: str, names: list[str]):
     text = (ROOT / page).read_text()
     assert [name for name in names if f"`{name}" not in text] == []
