@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from drafting import Row, drafted, request
 from helpers import alone, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import ConfigurationError, Session, Speculator, drafters, verification, zoo
-from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.ngram import NGram
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.prompt_lookup import PromptLookup, SuffixIndex, merge_copies
 from foredraft.drafters.tries import Trie
-from foredraft.logits.noise import Noise
-from foredraft.logits.processors import Pipeline
-from foredraft.logits.sampler import Sampler
-from foredraft.shapes import TreeShape
 from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
-
-
-@dataclass
-class Row:
-    ids: list[int]
-    slot: int = 0
-    prompt_length: int = 1
-    capacity: int = 500
-    children: list = field(default_factory=list)
-
-
-def request(rows, depth=5, vocabulary=128, **options) -> DraftRequest:
-    lengths = [len(row.ids) for row in rows]
-    noise = Noise(torch.tensor([row.slot for row in rows]), torch.tensor(lengths) - 1)
-    committed = torch.zeros(len(rows), 600, dtype=torch.long)
-    for line, row in zip(committed, rows):
-        line[: len(row.ids)] = torch.tensor(row.ids)
-    sampler = Sampler(
-        [Pipeline()] * len(rows), [options.get("proposal") in ("iid", "keyed")] * len(rows), lengths, noise, lambda: committed
-    )
-    options = {"limits": [depth] * len(rows), "proposal": "deterministic", "needs_q": False, **options}
-    shape = TreeShape.parse(options.pop("shape", f"chain({depth})"))
-    return DraftRequest(rows=rows, shape=shape, depth=depth, vocab_size=vocabulary, device=torch.device("cpu"), sampler=sampler, **options)
-
-
-def drafted(tree) -> list[list[int]]:
-    tree.check(128)
-    valid = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
-    return [tokens[keep][1:].tolist() for tokens, keep in zip(tree.tokens, valid)]
-
 
 # -- prompt lookup ------------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from head_cases import shaken
 from helpers import generate
-from test_native import needs_kernels
-from test_packed_heads import shaken
+from kernel_cases import needs_kernels
 
 from benchmarks.prompts import PYTHON
 from foredraft import Speculator, zoo

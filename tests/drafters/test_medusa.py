@@ -7,34 +7,25 @@ from functools import cache
 
 import pytest
 import torch
+from head_cases import SHAPES, off_by, on_table, shaken_medusa, table_head
 from helpers import alone, batch_of, clone, generate, make_drafter, padded, prompts, repetitive, taught_head, tiny
 from torch.nn.functional import log_softmax, silu
 
-from foredraft import ConfigurationError, Session, Speculator, drafters, verification
+from foredraft import ConfigurationError, Speculator, drafters
 from foredraft.drafters import growth
 from foredraft.drafters import medusa as drafting
 from foredraft.drafters.growth import grow
 from foredraft.drafters.medusa import Medusa
 from foredraft.heads import losses
-from foredraft.heads.base import LAST, Batch, TargetShape
+from foredraft.heads.base import LAST, Batch
 from foredraft.heads.medusa import MedusaConfig, MedusaHead
-from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft.testing import ProbabilityTable, TableTarget
 
-SHAPES = ("chain(4)", "product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=4,total=12)")
 STATIC = SHAPES[:3]
 
 
 def fresh(**options) -> MedusaHead:
     return MedusaHead.for_target(tiny(), **options)
-
-
-def shaken(seed: int = 0, **options) -> MedusaHead:
-    """A head in which no weight is zero and no two are alike, in float64."""
-    head, generator = fresh(**options).double(), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return head
 
 
 @cache
@@ -49,7 +40,7 @@ def hidden(rows: int = 2, length: int = 12) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"heads": 3, "layers": 3, "bias": True}, {"layers": 2, "lm_head": "low-rank", "rank": 5}])
 def test_a_head_is_its_formula(options):
-    head, h = shaken(**options), hidden().double()
+    head, h = shaken_medusa(**options), hidden().double()
     weights = {name: weight.detach() for name, weight in head.named_parameters()}
     logits = head(h)
     assert logits.shape == (*h.shape[:2], head.config.heads, 128)
@@ -89,7 +80,7 @@ def test_a_low_rank_lm_head_begins_as_the_nearest_one():
 
 
 def test_neither_heads_nor_layers_share_weights():
-    head = shaken(heads=3, layers=2)
+    head = shaken_medusa(heads=3, layers=2)
     assert len({parameter.data_ptr() for parameter in head.parameters()}) == len(list(head.parameters())) == 3 * 2 + 3
     h = hidden().double()
     for name, parameter in head.named_parameters():
@@ -148,7 +139,7 @@ def test_a_configuration_survives_json():
 
 
 def small_batch(labels: str) -> tuple[MedusaHead, Batch]:
-    head = shaken(3, heads=3, decay=0.8, labels=labels)
+    head = shaken_medusa(3, heads=3, decay=0.8, labels=labels)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 0, 0]])
     valid = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()
     counted = torch.tensor([[0, 0, 0, 1, 1, 0], [0, 0, 1, 1, 1, 1]]).bool()
@@ -315,32 +306,6 @@ def test_the_law_is_the_targets(siblings, rule, shape):
     target = TableTarget(ProbabilityTable.random(3, seed=1))
     drafter = on_table(Medusa, table_head(), target, siblings)
     assert off_by(drafter, target, rule, shape) < 1e-9
-
-
-def off_by(drafter, target, rule, shape) -> float:
-    """How far the law of what is generated is from the target's."""
-
-    def session(randomness):
-        made = verification.create(rule)
-        return Session(target, drafter, made, proposal=drafter.proposals[0], shape=shape, randomness=randomness)
-
-    return distance(continuation_law(session, [0], 3), plain_law(target.table, [0], 3))
-
-
-def table_head() -> MedusaHead:
-    head = MedusaHead(MedusaConfig(TargetShape(3, 3, 1), heads=2, layers=2))
-    generator = torch.Generator().manual_seed(3)
-    state = {name: torch.randn(slot.shape, generator=generator, dtype=torch.float64) for name, slot in head.state_dict().items()}
-    head.load_state_dict(state, assign=True)
-    return head.requires_grad_(False)
-
-
-def on_table(kind, head, target, siblings):
-    """A drafter over a table, which has no model that it could be bound to."""
-    drafter = kind(head, siblings=siblings)
-    drafter._head, drafter.features = head, head.features
-    target.read(drafter.features)
-    return drafter
 
 
 def test_what_does_not_fit_is_refused():

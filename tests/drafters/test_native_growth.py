@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from helpers import generate
-from test_native import DTYPES, build, needs_kernels
-from test_native import always as always  # a fixture
+from kernel_cases import DTYPES, build, needs_kernels
+from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, Speculator, TreeShape
 from foredraft.drafters.draft_model import DraftModel

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafting import Row, request
 from helpers import alone, generate, padded, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_drafters import Row, request
 
 from benchmarks.prompts import PYTHON
 from foredraft import ConfigurationError, Speculator, zoo

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from head_cases import SHAPES, on_table
 from helpers import alone, batch_of, generate, make_drafter, padded, repetitive, taught_head, tiny
-from test_medusa import SHAPES, on_table
 from torch import nn
 from torch.nn.functional import log_softmax, silu
 

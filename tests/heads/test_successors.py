@@ -8,9 +8,9 @@ from copy import copy
 
 import pytest
 import torch
+from head_cases import SHAPES, off_by, on_table, shaken_medusa, table_head
 from helpers import alone, clone, generate, padded, repetitive, taught_head, tiny
 from safetensors.torch import save_file
-from test_medusa import off_by, on_table, shaken, table_head
 
 from foredraft import ConfigurationError, Speculator, zoo
 from foredraft.drafters import medusa as drafting
@@ -23,7 +23,6 @@ from foredraft.heads.successors import Successors
 from foredraft.target import native
 from foredraft.testing import ProbabilityTable, TableTarget
 
-SHAPES = ("chain(4)", "product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=4,total=12)")
 VOCABULARY = 11
 
 
@@ -184,7 +183,7 @@ def with_successors(head, rows=None, weights=(1.0, 0.7, 0.5)):
 
 
 def test_they_are_stored_beside_the_head_and_left_out_of_exports(tmp_path):
-    head = with_successors(shaken().float())
+    head = with_successors(shaken_medusa().float())
     checkpoints.save(head, tmp_path / "a")
     back = checkpoints.load(tmp_path / "a", tiny()).successors
     logits, tokens = torch.zeros(5, head.config.target.vocab_size), torch.tensor(repetitive()[0][:6]).unfold(0, 2, 1)
@@ -211,7 +210,7 @@ def test_they_are_stored_beside_the_head_and_left_out_of_exports(tmp_path):
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, change, message):
-    head = with_successors(shaken().float())
+    head = with_successors(shaken_medusa().float())
     checkpoints.save(head, tmp_path)
     tensors, said = head.successors.tensors()
     change(tensors, said)

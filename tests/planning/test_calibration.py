@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import alone, generate, make_drafter, padded, prompts, repetitive, taught_head, tiny
-from test_inflate import IDS
-from test_inflate import tiny as small_llama
+from helpers import SMALL_IDS, alone, generate, make_drafter, padded, prompts, repetitive, small_llama, taught_head, tiny
 
 from foredraft import ConfigurationError, Speculator, zoo
 from foredraft.drafters.medusa import Medusa
@@ -229,8 +227,8 @@ def test_an_inflated_head_says_the_same_of_the_inflated_target(ratio, options):
     before = {name: value.clone() for name, value in head.state_dict().items()}
     inflated = inflate_medusa(head, large)
     with torch.no_grad():
-        small = model(IDS, output_hidden_states=True).hidden_states[LAST]
-        wide = large(IDS, output_hidden_states=True).hidden_states[LAST]
+        small = model(SMALL_IDS, output_hidden_states=True).hidden_states[LAST]
+        wide = large(SMALL_IDS, output_hidden_states=True).hidden_states[LAST]
         torch.testing.assert_close(wide, torch.nn.functional.pad(small, (0, 32 * (ratio - 1))), atol=1e-4, rtol=0)
         torch.testing.assert_close(inflated(wide), head(small), atol=1e-3, rtol=0)
     assert inflated.config.target.hidden_size == 32 * ratio and inflated.config.heads == head.config.heads

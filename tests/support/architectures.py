@@ -50,6 +50,19 @@ def build(name: str, implementation: str = "sdpa") -> PreTrainedModel:
     return ARCHITECTURES[name].build(implementation)
 
 
+# Sizes of which a decoder layer becomes one call of a kernel, for the families that have such: products of 64 outputs and 32 inputs or
+# a multiple, heads of 32 numbers.
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+
+
+def build_wide(family: str) -> PreTrainedModel:
+    """A family, or "llama wide" and the like for sizes that the kernels take, with the first implementation."""
+    name, *wide = family.split()
+    make, how = ARCHITECTURES[name].build, ARCHITECTURES[name].implementations[0]
+    *shared, options = make.args
+    return make.func(*shared, {**options, **WIDE} if wide else options, how)
+
+
 def _tiny(
     model_class: str,
     implementations: tuple[str, ...],

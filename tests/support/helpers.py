@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from architectures import VOCABULARY, build
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import drafters, heads
 from foredraft.drafters.base import Drafter, DraftRequest
@@ -183,3 +184,30 @@ def watched(model: Any, seen: Callable[[dict[str, Any]], None]) -> Any:
 def clone(model: Any) -> Any:
     """A copy that a test may change."""
     return copy.deepcopy(model)
+
+
+def random_tree(rows: int, nodes: int, seed: int) -> TokenTree:
+    """Another shape in every row."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = [[-1] + [int(torch.randint(0, node, (), generator=generator)) for node in range(1, nodes)] for _ in range(rows)]
+    return TokenTree(torch.randint(3, 128, (rows, nodes), generator=generator), torch.tensor(parents))
+
+
+def small_llama(**changes: Any) -> LlamaForCausalLM:
+    """A Llama of 97 tokens whose norms and biases matter, small enough to be inflated."""
+    settings = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "rms_norm_eps": 1e-3,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**settings | changes)).eval()
+        for name, weight in model.named_parameters():
+            if "norm" in name:  # weights of one would hide a norm that is not rescaled
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
+            if name.endswith("bias"):
+                torch.nn.init.uniform_(weight, -0.5, 0.5)
+    return model
+
+
+SMALL_IDS = torch.arange(3 * 17).reshape(3, 17) * 31 % 97

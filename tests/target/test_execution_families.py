@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, build_wide
 from helpers import Oracle, clone, generate, repetitive
 
 from foredraft import ConfigurationError, Speculator, TokenTree
@@ -24,9 +24,6 @@ from foredraft.target.packing import HINTS, NATIVE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
 
-# Sizes of which a decoder layer becomes one call of a kernel, for the families that have such: products of 64 outputs and 32 inputs or
-# a multiple, heads of 32 numbers.
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 KERNELS = ("llama", "qwen2", "qwen3", "mistral", "qwen2_window")
 FAMILIES = [name for name, entry in ARCHITECTURES.items() if entry.support != "refused"] + [f"{name} wide" for name in KERNELS]
 TREES = [name for name in FAMILIES if ARCHITECTURES[name.split()[0]].support == "tree"]
@@ -66,10 +63,7 @@ NEW = 8
 @cache
 def tiny(family):
     """The tiny model of ``family``: do not change it."""
-    name, *wide = family.split()
-    build, how = ARCHITECTURES[name].build, ARCHITECTURES[name].implementations[0]
-    *shared, options = build.args
-    return build.func(*shared, {**options, **WIDE} if wide else options, how)
+    return build_wide(family)
 
 
 @cache

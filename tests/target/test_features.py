@@ -7,11 +7,9 @@ from functools import cache
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
-from helpers import clone, generate, make_drafter, prompts, repetitive, tiny
+from architectures import ARCHITECTURES, build_wide
+from helpers import clone, generate, make_drafter, prompts, random_tree, repetitive, tiny
 from tape import Tape
-from test_execution_families import WIDE
-from test_target_trees import random_tree
 
 from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
 from foredraft.drafters.base import Drafter
@@ -38,10 +36,7 @@ needs_kernels = pytest.mark.skipif(native.refusal(torch.float32) is not None, re
 @cache
 def model_of(family: str):
     """The tiny model of ``family``, or a wide one; nobody hooks it."""
-    name, *wide = family.split()
-    build, how = ARCHITECTURES[name].build, ARCHITECTURES[name].implementations[0]
-    *shared, options = build.args
-    return build.func(*shared, {**options, **WIDE} if wide else options, how)
+    return build_wide(family)
 
 
 @cache

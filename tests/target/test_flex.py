@@ -13,10 +13,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from helpers import generate, make_drafter, prompts, repetitive, tiny
+from helpers import generate, make_drafter, prompts, random_tree, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_target_trees import LENGTHS, random_tree
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from foredraft import ConfigurationError, Speculator, TokenTree
@@ -28,6 +27,7 @@ from foredraft.target.masks import MaskBuilder, layout
 
 TOLERANCE = 1e-4  # of the largest logit
 NAMES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
+LENGTHS = (30, 17, 22)
 REFUSED = {  # every other family attends through FlexAttention
     "falcon": "TypeError",  # adds its mask to the scores, whatever it is
     "falcon_grouped": "TypeError",

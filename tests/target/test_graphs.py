@@ -11,9 +11,8 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from helpers import Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny
+from helpers import Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, prompts, random_tree, repetitive, tiny
 from tape import HOST_METHODS, Tape
-from test_target_trees import random_tree
 from torch.overrides import TorchFunctionMode
 
 from foredraft import ConfigurationError, Speculator, TokenTree, TreeShape

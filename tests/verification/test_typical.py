@@ -4,16 +4,16 @@ import math
 
 import pytest
 import torch
-from test_rules_enumerated import PROMPT, P, Q
 
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Noise
 from foredraft.session import Session
-from foredraft.testing import Enumeration, ScriptedDrafter, TableTarget, World, continuation_law, distance, plain_law
+from foredraft.testing import Enumeration, ProbabilityTable, ScriptedDrafter, TableTarget, World, continuation_law, distance, plain_law
 from foredraft.tree import TokenTree
 from foredraft.verification import create
 from foredraft.verification.typical import Typical
 
+PROMPT, P, Q = [0, 1], ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
 NOISE = Noise(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
 
 

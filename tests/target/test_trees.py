@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from helpers import prompts
+from helpers import prompts, random_tree
 
 from foredraft import TokenTree
 from foredraft.target import Target
@@ -13,13 +13,6 @@ from foredraft.target import Target
 TOLERANCE = 1e-4  # largest difference, relative to the largest logit
 TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "tree" for how in entry.implementations]
 LENGTHS = (30, 17, 22)
-
-
-def random_tree(rows: int, nodes: int, seed: int) -> TokenTree:
-    """Another shape in every row."""
-    generator = torch.Generator().manual_seed(seed)
-    parents = [[-1] + [int(torch.randint(0, node, (), generator=generator)) for node in range(1, nodes)] for _ in range(rows)]
-    return TokenTree(torch.randint(3, 128, (rows, nodes), generator=generator), torch.tensor(parents))
 
 
 def assert_scores_like_its_paths(model, texts, tree, logits):

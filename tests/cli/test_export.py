@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from head_cases import make, says
 from helpers import tiny
 from safetensors.torch import load_file
-from test_head_formats import make, says
 from typer.testing import CliRunner
 
 from foredraft import zoo

@@ -10,65 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import VOCABULARY, build
+from head_cases import HEADS, make, says
 from helpers import tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from foredraft import ConfigurationError, heads, zoo
 from foredraft.heads import checkpoints, formats
-from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.hydra import HydraHead
-from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.rnn import RnnHead
 
-COUNTS = torch.arange(VOCABULARY, 0, -1)
-HEADS = {
-    "medusa": (MedusaHead, {"heads": 3}),
-    "medusa-biased": (MedusaHead, {"heads": 2, "layers": 2, "bias": True}),
-    "medusa-shared": (MedusaHead, {"heads": 2, "lm_head": "target"}),
-    "medusa-low-rank": (MedusaHead, {"heads": 2, "lm_head": "low-rank", "rank": 7}),
-    "hydra": (HydraHead, {"heads": 2}),
-    "rnn": (RnnHead, {"steps": 3}),
-    "eagle3": (Eagle3Head, {"draft_vocab_size": 50, "counts": COUNTS}),
-    "eagle3-whole": (Eagle3Head, {"norm_before_residual": True, "attention_bias": True}),
-    "eagle3-normed": (Eagle3Head, {"norm_before_fc": True, "fc_norm": True, "norm_output": True, "head_dim": 12}),
-}
 PAIRS = [
     (name, format)
     for name, (made, _) in HEADS.items()
     for format in formats.names()
     if not formats.find(format).kinds or made.kind in formats.find(format).kinds
 ]
-
-
-def make(name: str, *, dtype: torch.dtype = torch.float32):
-    """A head in which no two weights are alike."""
-    made, options = HEADS[name]
-    head, generator = made.for_target(tiny(), **options), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return head.to(dtype)
-
-
-def says(head) -> torch.Tensor:
-    """What it computes, of fixed hidden states and tokens."""
-    generator = torch.Generator().manual_seed(5)
-    size = head.config.target.hidden_size
-    hidden, ids = (
-        torch.randn(2, 6, len(head.features) * size, generator=generator),
-        torch.randint(3, VOCABULARY, (2, 6), generator=generator),
-    )
-    with torch.no_grad():
-        if head.kind == "eagle3":
-            layer = head.layer()
-            return torch.stack([layer.full_logits(each) for each in head.unroll(layer, ids, hidden, 3)])
-        if head.kind == "hydra":
-            return head(hidden[:, 0], ids[:, :2])
-        if head.kind == "rnn":
-            outputs, _ = head.read(ids, head.begin(hidden[:, 0], 2))
-            return head.say(outputs, hidden)
-        return head(hidden)
 
 
 def exactly(head) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from head_cases import shaken
 
 from benchmarks.prompts import PYTHON
 from foredraft import ConfigurationError, Speculator, drafters, zoo
@@ -12,14 +13,6 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.target import native
 
 pytestmark = pytest.mark.skipif(native.refusal(torch.bfloat16) is not None, reason="no native kernels here")
-
-
-def shaken(head):
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight += 0.02 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
-    return head
 
 
 @pytest.fixture(scope="module")
