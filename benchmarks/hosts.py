@@ -185,7 +185,7 @@ class Run:
         path = reached(tree, more)
         live.row.ids += more
         feedback = Feedback(
-            tree, [len(path) - 1], None if tree.chain else _padded(path, tree), logits if live.drafter.wants_logits else None
+            tree, [len(path) - 1], None if tree.chain else _padded(path, tree), logits if live.drafter.info.needs_logits else None
         )
         told = self.clock()
         live.drafter.observe([live.row], feedback)

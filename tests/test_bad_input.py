@@ -14,6 +14,7 @@ from foredraft import (
     ConfigurationError,
     Drafter,
     DrafterError,
+    DrafterInfo,
     ForedraftError,
     Speculator,
     TargetOutputError,
@@ -321,7 +322,7 @@ class Misbehaving(Drafter):
     name = "misbehaving"
 
     def __init__(self, make, proposal="deterministic"):
-        self.make, self.proposals = make, (proposal,)
+        self.make, self.info = make, DrafterInfo(proposals=(proposal,))
 
     def draft(self, request):
         return self.make(request.rows[0].ids[-1])
@@ -563,7 +564,7 @@ def test_offloaded_weights_work(tmp_path):
 @pytest.mark.parametrize("parents", [[-1, 0, 99, 1, 2, 3], [-1, 0, -5, 1, 2, 3], [-1, 0, 4, 1, 2, 3], [0, 0, 1, 1, 2, 3]])
 def test_parents_that_make_no_tree_are_named_where_a_row_has_little_room(parents):
     class Broken(Drafter):
-        name, branches = "broken", True
+        name, info = "broken", DrafterInfo(branches=True)
 
         def draft(self, request):
             tokens = torch.ones(len(request.rows), len(parents), dtype=torch.long)
@@ -654,7 +655,7 @@ def test_a_tree_that_is_none_is_refused_by_every_rule(change, message, rule):
     table = TableTarget(ProbabilityTable.random(3, seed=1))
 
     class Fixed(Drafter):
-        name, branches, proposals = "fixed", True, ("iid",)
+        name, info = "fixed", DrafterInfo(branches=True, proposals=("iid",))
         tree = good
 
         def draft(self, request):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from foredraft import drafters, zoo
     from foredraft import verification as rules
     from foredraft.auditing import AuditReport, ExactnessError, audit
-    from foredraft.drafters.base import Drafter, DraftRequest
+    from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest
     from foredraft.errors import (
         CacheMemoryError,
         ConfigurationError,
@@ -40,6 +40,7 @@ _HOMES = {
     "rules": "foredraft.verification:",
     "zoo": "foredraft.zoo:",
     "Drafter": "foredraft.drafters.base:Drafter",
+    "DrafterInfo": "foredraft.drafters.base:DrafterInfo",
     "DraftRequest": "foredraft.drafters.base:DraftRequest",
     "CacheMemoryError": "foredraft.errors:CacheMemoryError",
     "ConfigurationError": "foredraft.errors:ConfigurationError",
@@ -75,6 +76,7 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "DrafterError",
+    "DrafterInfo",
     "ExactnessError",
     "ForedraftError",
     "Interrupted",

@@ -22,7 +22,7 @@ from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
 from foredraft.logits.sampler import Sampler
 from foredraft.planning import AUTO, AutomaticPlanner, CostModel, FixedPlanner, Planner, Round
-from foredraft.planning.costs import LEVEL, LOOK_UP, runs_a_model
+from foredraft.planning.costs import LEVEL, LOOK_UP, timed_beforehand
 from foredraft.planning.forecasts import GROWN_DEPTH
 from foredraft.planning.largest import largest_fitting
 from foredraft.planning.profiles import profile
@@ -79,12 +79,12 @@ class Session:
         if shape != AUTO:
             return FixedPlanner(TreeShape.parse(shape))
         largest = largest_fitting(self.target, self.drafter, self._fits)
-        costs = CostModel(level=LEVEL if runs_a_model(self.drafter) else LOOK_UP)
-        members = getattr(self.drafter, "drafters", (self.drafter,))
-        levels = GROWN_DEPTH if any(map(runs_a_model, members)) else largest.depth
-        grows = self.drafter.grows and not largest.is_chain and self.target.device.type == "cpu"
+        costs = CostModel(level=LEVEL if timed_beforehand(self.drafter) else LOOK_UP)
+        info = self.drafter.info
+        levels = GROWN_DEPTH if info.runs_a_model else largest.depth
+        grows = info.grows and not largest.is_chain and self.target.device.type == "cpu"
         kept = profile(self.target, self.drafter)
-        return AutomaticPlanner(largest, grows=grows, levels=levels, costs=costs, profile=kept, rates=self.drafter.rates)
+        return AutomaticPlanner(largest, grows=grows, levels=levels, costs=costs, profile=kept, rates=info.rates)
 
     def _fits(self, shape: TreeShape) -> bool:
         """Whether the rule is exact for what the drafter makes of ``shape``."""
@@ -200,7 +200,7 @@ class Session:
         passes, first = self.target.passes, len(self.rows)
         with self.stats.timing("prefill"):
             texts = [row.ids for row in rows]
-            self.target.open(texts, reserve=[row.capacity + self.shape.nodes + self.drafter.filler + 1 for row in rows])
+            self.target.open(texts, reserve=[row.capacity + self.shape.nodes + self.drafter.info.extra_nodes + 1 for row in rows])
             logits = self.target.prefill(texts, first=first)[:, None]
             self.rows += rows
             self._committed = None
@@ -211,7 +211,7 @@ class Session:
         self.stats.target_passes += self.target.passes - passes
         check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
         commits = self._settle(rows, judgement)
-        if self.drafter.features:
+        if self.drafter.info.features:
             assert self.target.prompt_hidden is not None, "the drafter has features and asked the target for none"
             self.drafter.read(rows, self.target.prompt_hidden)
         self.drafter.begin(rows)
@@ -240,7 +240,7 @@ class Session:
         check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
         commits = self._settle(rows, judgement, counted=True)
         settled = clock()
-        raw, hidden = logits if self.drafter.wants_logits else None, self.target.hidden if self.drafter.features else None
+        raw, hidden = logits if self.drafter.info.needs_logits else None, self.target.hidden if self.drafter.info.features else None
         self.drafter.observe(rows, Feedback(tree, accepted, judgement.path, raw, hidden))
         end = clock()
         draft = drafted - planned + end - settled - asked
@@ -282,7 +282,7 @@ class Session:
             static_parents=tree.static_parents if known else None,
             paths=[line.path for line in lines] if known else (),
             greedy=greedy,
-            expected=self.drafter.expected,
+            expected=self.drafter.expected_accepted,
         )
 
     def _rule(self, shape: TreeShape) -> Rule:

@@ -348,7 +348,7 @@ def choose_rule(rule: Rule | str, drafter: Drafter, shape: TreeShape | None, *, 
         ConfigurationError: no way of proposing that the drafter has in this shape is exact under the rule, or the rule is lossy and
             ``lossless`` was not given as False.
     """
-    if shape is None and drafter.branches:
+    if shape is None and drafter.info.branches:
         try:
             return choose_rule(rule, drafter, largest_shape(branches=True), lossless=lossless)
         except ConfigurationError:  # not for trees; what is wrong for chains too is said below

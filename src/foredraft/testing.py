@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest
 from foredraft.drafters.growth import grow
 from foredraft.logits.noise import Purpose, Randomness, row_key
 from foredraft.rows import RowParameters
@@ -177,7 +178,7 @@ class ScriptedDrafter(Drafter):
 
     name = "scripted"
     summary = "follows a probability table; for tests"
-    branches = True
+    info = DrafterInfo(branches=True)
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class ScriptedDrafter(Drafter):
         grow: Callable[[Sequence[int]], bool] = lambda text: True,
     ):
         self.q, self.depth, self.grow = q, depth, grow
-        self.proposals = (proposal,)
+        self.info = replace(self.info, proposals=(proposal,))
 
     def draft(self, request: DraftRequest) -> TokenTree:
         if not request.shape.is_chain:

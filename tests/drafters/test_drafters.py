@@ -289,7 +289,7 @@ class Liar(NGram):
 
 def ngram_law(drafter: NGram, rule: str, shape: str):
     target = TableTarget(ProbabilityTable.random(3, seed=1))
-    proposal = drafter.proposals[0]
+    proposal = drafter.info.proposals[0]
     law = continuation_law(
         lambda randomness: Session(target, drafter, verification.create(rule), proposal=proposal, shape=shape, randomness=randomness),
         [0],
@@ -449,7 +449,7 @@ def test_every_registered_drafter_can_be_made_by_name_and_lists_its_options():
     for name in drafters.names():
         found = drafters.find(name)
         assert found.name == name and found.summary
-        assert found.proposals
+        assert found.info.proposals
         assert set(drafters.options(name)) >= ({"source"} if name == "draft-model" else set())
 
 

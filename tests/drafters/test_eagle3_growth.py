@@ -63,7 +63,7 @@ class Watched(Eagle3):
         for index, row in enumerate(request.rows):
             real = [node for node in range(tree.nodes) if tree.valid is None or tree.valid[index, node]]
             above = tree.parents.expand(tree.rows, tree.nodes)[index]
-            self.trees.append((len(row.ids), tree.tokens[index, real].tolist(), above[real].tolist(), self.expected))
+            self.trees.append((len(row.ids), tree.tokens[index, real].tolist(), above[real].tolist(), self.expected_accepted))
         return tree
 
     def bind(self, target):
@@ -133,7 +133,7 @@ class Seldom(Watched):
     def draft(self, request):
         self.rounds += 1
         if self.rounds % self.pause:
-            self.expected = None
+            self.expected_accepted = None
             return TokenTree.root(request.roots())
         return super().draft(request)
 

@@ -308,7 +308,7 @@ def test_the_window_ends_where_the_row_does(options):
             capacity = next(len(row) + 25 for row in rows if len(row) <= length <= len(row) + 25)
             places = drafter.rounds[drafter.trees.index(tree)]
             assert all(length + len(text) - 1 <= capacity for _, window in list(places.values())[index : index + 1] for text in window)
-    assert max(extras) == drafter.filler and min(extras) < drafter.filler
+    assert max(extras) == drafter.info.extra_nodes and min(extras) < drafter.info.extra_nodes
 
 
 def test_at_the_end_of_the_models_context():
@@ -368,7 +368,7 @@ def test_a_target_that_verifies_chains_only():
     model, rows = build(name, ARCHITECTURES[name].implementations[0]), repetitive((20, 14))
     expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=8)
     speculator = Speculator(model, drafter="lookahead")
-    assert speculator.shape.is_chain and speculator.drafter.filler == 0
+    assert speculator.shape.is_chain and speculator.drafter.info.extra_nodes == 0
     assert generate(speculator, rows, max_new_tokens=8) == expected
     assert generate(Speculator(model, drafter="lookahead", draft_length=2), rows, max_new_tokens=8) == expected
     with pytest.raises(ConfigurationError, match="text=False"):
@@ -454,7 +454,7 @@ def test_the_planner_is_told_of_every_node_that_was_scored():
     session.add([1, 2, 3], RowParameters(max_new_tokens=40))
     while session.live:
         session.step()
-    assert drafter.filler == 14
+    assert drafter.info.extra_nodes == 14
     assert [done.nodes for done in rounds[:-8]] == [15 + sum(done.drafted[0]) for done in rounds[:-8]]
     assert all(len(done.drafted[0]) <= 3 for done in rounds)
 
@@ -477,4 +477,4 @@ def test_a_forecast_pays_for_the_window():
 def test_the_planner_measures_passes_with_a_window():
     speculator = Speculator(tiny(), drafter="lookahead", shape=AUTO)
     generate(speculator, repetitive((20,)), max_new_tokens=12)
-    assert max(speculator.planner.costs.target.points[1]) == speculator.shape.nodes + 1 + speculator.drafter.filler
+    assert max(speculator.planner.costs.target.points[1]) == speculator.shape.nodes + 1 + speculator.drafter.info.extra_nodes

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foredraft import ConfigurationError, Speculator
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.draft_seconds import DraftSeconds, time_drafts
 from foredraft.drafters.merging import Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by, weights_of
@@ -340,13 +340,13 @@ def test_the_only_chain_is_cut_as_merging_would_cut_it(price: float):
     tree = several.draft(ordered(row, shape))
     (merged,) = several._merge(several._drafted.parts, ordered(row, shape))
     assert tree.chain and tree.tokens[0].tolist() == merged.tokens
-    assert several.expected == pytest.approx(merged.hope)
+    assert several.expected_accepted == pytest.approx(merged.hope)
     assert several._drafted.parts[0].went is None
 
 
 def test_copies_are_asked_for_chains():
-    assert not Several(["suffix", "ngram"]).auto_branches and not Several(["suffix", "ngram"]).grows
-    branching = Several(["suffix", "token-recycling"])
+    copying, branching = Several(["suffix", "ngram"]).info, Several(["suffix", "token-recycling"]).info
+    assert not copying.auto_branches and not copying.grows
     assert branching.auto_branches and branching.grows
 
 
@@ -511,7 +511,7 @@ def test_what_several_expects_is_what_its_nodes_weigh():
     several._chains_only = False
     several.draft(ordered(row, TreeShape.parse("opt(4,2,0.0)")))
     rates = Record().rates(4)
-    assert several.expected == pytest.approx(rates[0][0] * (1 + rates[1][0]))
+    assert several.expected_accepted == pytest.approx(rates[0][0] * (1 + rates[1][0]))
 
 
 TIMED = DraftSeconds(fixed=0.001, level=0.001, unread=0.0001, plain=0.01)  # a chain of four in half a plain round
@@ -639,7 +639,7 @@ def test_a_model_that_was_not_asked_reads_what_it_missed():
 class Wanting(Drafter):
     """Proposes a chain that is right for a while, and keeps the logits that it is told."""
 
-    name, summary, wants_logits = "wanting", "for tests", True
+    name, summary, info = "wanting", "for tests", DrafterInfo(needs_logits=True)
 
     def __init__(self, text: Sequence[int]):
         self.text = list(text)
@@ -661,7 +661,7 @@ def test_a_member_gets_the_logits_of_its_own_nodes():
     text = row + alone(tiny(), row, max_new_tokens=20)
     wanting = Wanting(text)
     several = Several(["prompt-lookup", wanting])
-    assert several.wants_logits and not Several(["prompt-lookup"]).wants_logits
+    assert several.info.needs_logits and not Several(["prompt-lookup"]).info.needs_logits
     Speculator(tiny(), drafter=several, shape="product(2,1,1)").generate(torch.tensor([row]), max_new_tokens=20)
     scored = 0
     for ids, feedback in wanting.heard:

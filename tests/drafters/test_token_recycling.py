@@ -15,7 +15,7 @@ from torch import Tensor
 import foredraft
 from foredraft import ConfigurationError, RowParameters, Session, Speculator
 from foredraft.drafters import token_recycling
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback
 from foredraft.drafters.token_recycling import TokenRecycling, laid_out, last_of_each, top_k
 from foredraft.logits.sampler import Sampler
 from foredraft.planning import FixedPlanner
@@ -300,10 +300,11 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 class Listening(Drafter):
     """Proposes a tree with gaps, and extra nodes on request, and compares what it is told with passes of its own."""
 
-    name, summary, branches = "listening", "for tests", True
+    name, summary = "listening", "for tests"
 
     def __init__(self, model: Any, extra: int = 0, wants: bool = True):
-        self.model, self.extra, self.wants_logits, self.filler, self.heard = model, extra, wants, extra, 0
+        self.model, self.extra, self.heard = model, extra, 0
+        self.info = DrafterInfo(branches=True, needs_logits=wants, extra_nodes=extra)
         self.before: list[list[int]] = []
 
     def draft(self, request: DraftRequest) -> TokenTree:
@@ -314,7 +315,7 @@ class Listening(Drafter):
         return TokenTree(torch.tensor(tokens), torch.tensor([parents] * len(tokens)), torch.tensor(real), extra=self.extra)
 
     def observe(self, rows: Any, feedback: Feedback) -> None:
-        assert (feedback.logits is not None) == self.wants_logits
+        assert (feedback.logits is not None) == self.info.needs_logits
         if feedback.logits is None:
             return
         tree = feedback.tree
@@ -344,7 +345,7 @@ def test_logits_of_every_node_reach_a_drafter_that_wants_them(family, count, ext
 def test_logits_are_for_those_who_ask():
     drafter = Listening(tiny(), wants=False)
     generate(Speculator(tiny(), drafter=drafter, shape="product(2,2,2)"), prompts((9,)), max_new_tokens=4)
-    assert drafter.heard == 0 and not foredraft.Drafter.wants_logits and Feedback(None, [], None).logits is None
+    assert drafter.heard == 0 and not foredraft.Drafter.info.needs_logits and Feedback(None, [], None).logits is None
 
 
 def test_the_planner_sees_nodes_that_were_scored_and_hits_among_those_that_were_proposed():

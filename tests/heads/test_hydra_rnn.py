@@ -304,7 +304,7 @@ def test_the_law_is_the_targets(kind, options, siblings, rule, shape):
 
     def session(randomness):
         made = verification.create(rule)
-        return Session(target, drafter, made, proposal=drafter.proposals[0], shape=shape, randomness=randomness)
+        return Session(target, drafter, made, proposal=drafter.info.proposals[0], shape=shape, randomness=randomness)
 
     law = continuation_law(session, [0], 3)
     assert distance(law, plain_law(target.table, [0], 3)) < 1e-9

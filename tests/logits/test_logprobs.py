@@ -9,7 +9,7 @@ from helpers import Oracle as ChainOracle
 
 import foredraft
 from foredraft import ConfigurationError, LogProbs, RowParameters, Speculator
-from foredraft.drafters.base import DraftRequest
+from foredraft.drafters.base import DrafterInfo, DraftRequest
 from foredraft.tree import TokenTree
 
 NEW = 12
@@ -19,7 +19,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 9, "repetition_penalt
 class TreeOracle(ChainOracle):
     """Its chain hangs second below the root; the nodes beside it are wrong, and every fifth on it."""
 
-    branches = True
+    info = DrafterInfo(branches=True)
 
     def draft(self, request: DraftRequest) -> TokenTree:
         drafts = [self._next(row.ids, min(limit, 3), request.vocab_size) for row, limit in zip(request.rows, request.limits)]

@@ -158,12 +158,12 @@ def calibrated():
 
 def test_the_calibrated_tree_bounds_what_auto_looks_at(calibrated):
     speculator = Speculator(tiny(), Medusa(calibrated), shape="auto")
-    tree = speculator.drafter.calibrated
+    tree = speculator.drafter.info.calibrated
     assert str(tree) == calibrated.config.tree and tree.nodes > 24
     assert speculator.shape.nodes == tree.nodes and speculator.shape.depth == 8
     assert speculator.shape.siblings == max(4, tree.siblings)
     plain = Speculator(tiny(), make_drafter("medusa"), shape="auto")
-    assert (plain.shape.nodes, plain.shape.depth, plain.drafter.calibrated) == (24, 8, None)
+    assert (plain.shape.nodes, plain.shape.depth, plain.drafter.info.calibrated) == (24, 8, None)
 
 
 def test_the_planner_begins_with_the_measured_rates(calibrated):

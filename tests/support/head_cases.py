@@ -87,8 +87,8 @@ def table_head() -> MedusaHead:
 def on_table(kind, head, target, siblings):
     """A drafter over a table, which has no model that it could be bound to."""
     drafter = kind(head, siblings=siblings)
-    drafter._head, drafter.features = head, head.features
-    target.read(drafter.features)
+    drafter._adopt(head)
+    target.read(drafter.info.features)
     return drafter
 
 
@@ -97,6 +97,6 @@ def off_by(drafter, target, rule, shape) -> float:
 
     def session(randomness):
         made = verification.create(rule)
-        return Session(target, drafter, made, proposal=drafter.proposals[0], shape=shape, randomness=randomness)
+        return Session(target, drafter, made, proposal=drafter.info.proposals[0], shape=shape, randomness=randomness)
 
     return distance(continuation_law(session, [0], 3), plain_law(target.table, [0], 3))

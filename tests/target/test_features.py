@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -393,18 +394,19 @@ class Reads(Drafter):
     family = "llama"
 
     def reading(self, features, *, whole: bool = False):
-        self.features, self.whole_text, self.texts, self.kept, self.whole_trees = features, whole, {}, 0, 0
+        self.info = replace(self.info, features=features, whole_prompt=whole)
+        self.texts, self.kept, self.whole_trees = {}, 0, 0
         return self
 
     def bind(self, target) -> None:
         super().bind(target)
-        target.read(self.features, whole=self.whole_text)
+        target.read(self.info.features, whole=self.info.whole_prompt)
 
     def read(self, rows, hidden) -> None:
         self.handed = [row.slot for row in rows]
         for row, states in zip(rows, hidden, strict=True):
-            wanted = states_of(self.family, row.ids[: row.prompt_length], self.features)
-            assert_close(states, wanted if self.whole_text else wanted[-1:], 1e-4)
+            wanted = states_of(self.family, row.ids[: row.prompt_length], self.info.features)
+            assert_close(states, wanted if self.info.whole_prompt else wanted[-1:], 1e-4)
 
     def begin(self, rows) -> None:
         assert self.handed == [row.slot for row in rows], "read comes first"
@@ -420,12 +422,12 @@ class Reads(Drafter):
             for node in nodes:
                 said = tree.tokens[index, tree.path(index, node)].tolist()
                 assert said[0] == text[-1]
-                assert_close(feedback.hidden[index, node], states_of(self.family, text[:-1] + said, self.features)[-1], 1e-4)
+                assert_close(feedback.hidden[index, node], states_of(self.family, text[:-1] + said, self.info.features)[-1], 1e-4)
             accepted = feedback.accepted[index]
             last = accepted if feedback.path is None else int(feedback.path[index, accepted])
             new = row.ids[len(text) :]
-            if LAST in self.features and len(new) == accepted + 1:  # else it ended before
-                place = self.features.index(LAST) * 32
+            if LAST in self.info.features and len(new) == accepted + 1:  # else it ended before
+                place = self.info.features.index(LAST) * 32
                 bonus = plain(self.family).get_output_embeddings()(feedback.hidden[index, last, place : place + 32]).argmax()
                 assert int(bonus) == new[-1]
                 self.kept += accepted
@@ -492,14 +494,14 @@ def test_members_of_several_get_their_share(others):
     model = DraftModel(draft_of("llama"))
     several = Several([first, second, model, *others], ask="always")
     speculator = Speculator(clone(tiny()), several, shape="product(2,1,1)")
-    assert speculator.target.features == several.features == (LAST, 1, 0) and several.whole_text
+    assert speculator.target.features == several.info.features == (LAST, 1, 0) and several.info.whole_prompt
     rows = repetitive((23, 9))
     found = generate(speculator, rows, max_new_tokens=14)
     assert found == generate(Speculator(clone(tiny()), "none"), rows, max_new_tokens=14)
     assert first.kept == second.kept > 0
     alone = Several([ReadingLookup().reading((1,))])
     generate(Speculator(clone(tiny()), alone, shape="chain(3)"), rows, max_new_tokens=8)
-    assert alone.features == (1,) and not alone.whole_text
+    assert alone.info.features == (1,) and not alone.info.whole_prompt
 
 
 def test_the_planner_measures_a_drafter_that_reads():

@@ -23,7 +23,6 @@ from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import Statistic, StatisticalPart
 from foredraft.auditing.tally import Design, Tally
 from foredraft.speculator import Speculator
-from foredraft.target import Target
 
 FRACTIONS = (0.125, 0.25, 0.5, 1.0)
 CELLS = 1 << 24  # numbers per feature tensor
@@ -98,8 +97,8 @@ def check(
 
 def draft_of(speculator: Speculator) -> Any:
     """The draft model, if the drafter is one: its law after a text is then known."""
-    target = getattr(speculator.drafter, "model", None)
-    return target.model if isinstance(target, Target) else None
+    model = speculator.drafter.info.draft_model
+    return None if model is None else model.model
 
 
 def sample(

@@ -53,7 +53,7 @@ def one_drafter(name: str) -> Text:
     options = drafters.options(name)
     usage = f"--drafter {name}" + (":SOURCE" if "source" in options else "")
     usage += "".join(f" [--drafter-option {key}=…]" for key in options if key != "source")
-    lines = [f"{name}: {cls.summary}", f"proposals: {', '.join(cls.proposals)}", f"usage: {usage}", ""]
+    lines = [f"{name}: {cls.summary}", f"proposals: {', '.join(cls.info.proposals)}", f"usage: {usage}", ""]
     lines += [f"  {_option(option)}" for option in options.values()]
     lines += ["", _own_docstring(cls)]
     return Text("\n".join(lines).strip())

@@ -1,7 +1,7 @@
 """What a drafter is: something that proposes tokens cheaply.
 
 A drafter sees the committed text of each row and returns a :class:`~foredraft.tree.TokenTree`. It never decides what is
-kept, so nothing it does can change the output law, as long as it says truthfully how it chose its tokens
+kept, so it cannot change the output distribution, as long as it reports truthfully how it chose its tokens
 (``request.proposal``). Rows begin and end at any round; what a drafter remembers about a row it keeps under the row's slot.
 """
 
@@ -49,10 +49,10 @@ class DraftRequest:
 
     Attributes:
         rows: the live rows.
-        shape: the tree wanted at most, no deeper than ``depth``; a chain for a drafter whose :meth:`Drafter.refusal` says so.
+        shape: the largest tree wanted, no deeper than ``depth``; a chain for a drafter that refuses other shapes.
         depth: how deep to draft at most.
         limits: the same per row, at most ``depth``; a row close to its length limit drafts less.
-        proposal: how tokens are to be chosen, one of the drafter's ``proposals``.
+        proposal: how tokens are to be chosen, one of the drafter's proposals.
         needs_q: the rule compares with the draft's own distribution, so the tree must carry ``q``.
         vocab_size: of the target; every token must lie below it.
         device: where the tree is wanted.
@@ -116,11 +116,12 @@ class Feedback:
         accepted: per row, how many drafted tokens were kept.
         path: ``[R, D]`` nodes from the root down, the first ``accepted + 1`` of them kept; None if they are the first ones in order.
         logits: ``[R, N, V]`` the target's raw logits at every node of ``tree``, as its LM head made them, on its device and in its
-            dtype; only for a drafter that ``wants_logits``. The next pass may overwrite them. Filler of a tree has logits as well, as
+            dtype; only for a drafter with ``info.needs_logits``. The next pass may overwrite them. Filler of a tree has logits as well, as
             long as the tree is no chain: of a chain's filler nothing need be computed.
-        hidden: ``[R, N, F * d]`` the target's hidden states at every node of ``tree``, for the drafter's ``features`` in their order;
-            only for a drafter that has some. Those of the last node kept, ``path[r][accepted[r]]``, are what the bonus token was chosen
-            from. The tree may be another than the one it drafted: without a draft only the roots, among several drafters the merged one.
+        hidden: ``[R, N, F * d]`` the target's hidden states at every node of ``tree``, for the drafter's ``info.features`` in their
+            order; only for a drafter that has some. The bonus token was chosen from those of the last node kept,
+            ``path[r][accepted[r]]``. The tree may be another than the one it drafted: without a draft only the roots, among several
+            drafters the merged one.
     """
 
     tree: TokenTree
@@ -130,61 +131,101 @@ class Feedback:
     hidden: Tensor | None = None
 
 
-class Drafter:
-    """Base of drafters; a subclass sets the class variables and writes :meth:`draft`.
+@dataclass(frozen=True)
+class DrafterInfo:
+    """What a drafter can do and what it needs. Declared as :attr:`Drafter.info`; a drafter replaces it in its constructor or in
+    :meth:`Drafter.bind` where it depends on options or on the target. The loop and the planner read it from then on.
 
-    ``proposals`` lists how it can choose tokens, best first; ``branches`` that it can draft trees, ``grows`` that it can do so by its
-    own probabilities; ``hears`` that it learns from what became of its drafts, else a merged tree's feedback is not made into its own, and
-    the rows' text is all it goes by; ``wants_logits`` that it learns from the target's logits at the nodes, its :class:`Feedback` then
-    holds them;
-    ``features`` are the hidden states that it wants of the target, numbered as in transformers' ``output_hidden_states`` with -1 for
-    what the LM head reads, known once it is bound: it calls ``target.read(features, whole=whole_text)`` in :meth:`bind`, :meth:`read`
-    and its feedback then bring them, ``whole_text`` at every token of a prompt;
-    ``filler`` is how many nodes it may put behind those asked for, as a tree's ``extra``, known once it is bound. Its constructor's
-    keyword arguments are its options.
+    Attributes:
+        proposals: how the drafter can choose tokens, best first.
+        branches: it can draft trees.
+        auto_branches: ``shape="auto"`` may ask it for trees.
+        grows: it can choose the nodes of a tree by its own probabilities, so that it takes dynamic shapes.
+        max_depth: how many levels it can draft; None for any number.
+        learns_from_feedback: :meth:`Drafter.observe` reads its feedback. If False, and it needs neither logits nor hidden states, the
+            text of the rows is all it goes by, and its part of a merged tree is not reconstructed for it.
+        needs_logits: its feedback holds the target's logits at every node.
+        features: the target's hidden states that it needs, numbered as in transformers' ``output_hidden_states``, -1 for what the LM
+            head reads. :meth:`Drafter.bind` must call ``target.read(features, whole=whole_prompt)``.
+        whole_prompt: it needs the features at every token of a prompt, not only at the last one.
+        extra_nodes: how many nodes it may add behind those asked for, as a tree's ``extra``.
+        draft_model, head: the model or the head whose passes make its drafts. The planner times such drafts before the first round.
+        runs_a_model: a draft takes forward passes, its own or those of drafters that it is made of.
+        catches_up: after rounds without a draft the next one costs more, because the drafter first reads what it missed.
+        calibrated: a tree that it was calibrated for; ``shape="auto"`` may use one as large.
+        rates: how often its guess of each rank is right at each depth, as far as that was measured.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
     proposals: tuple[Proposal, ...] = ("deterministic",)
     branches: bool = False
-    auto_branches: bool = True  # shape="auto" may ask for trees
+    auto_branches: bool = True
     grows: bool = False
-    wants_logits: bool = False
-    hears: bool = True  # of what became of its drafts; one that does not learns from the rows' text alone
+    max_depth: int | None = None
+    learns_from_feedback: bool = True
+    needs_logits: bool = False
     features: tuple[int, ...] = ()
-    whole_text: bool = False
-    filler: int = 0
-    owner: object = None  # the session whose rows these are
-    keeps_up: bool = False  # a draft after rounds without one costs it no more than another: it reads nothing that it missed
-    calibrated: StaticShape | None = None  # a tree that it was calibrated for; shape="auto" may use one as large
-    rates: tuple[tuple[float, ...], ...] = ()  # how often its guess of each rank is right at each depth, as far as that was measured
-    expected: float | None = None  # tokens per row that the last draft's own probabilities promise, where they chose its nodes
+    whole_prompt: bool = False
+    extra_nodes: int = 0
+    draft_model: Target | None = None
+    head: torch.nn.Module | None = None
+    runs_a_model: bool = False
+    catches_up: bool = False
+    calibrated: StaticShape | None = None
+    rates: tuple[tuple[float, ...], ...] = ()
 
-    def bind(self, target: Target) -> None:
-        """Called once, before any row begins; refuse here what can not work with this target."""
 
-    @property
-    def deepest(self) -> int | None:
-        """How many levels it can draft, known once it is bound; None for any number."""
-        return None
+class DrafterHooks:
+    """What a drafter may override besides the five methods of :class:`Drafter`; the defaults suit most."""
+
+    name: ClassVar[str]
+    info: DrafterInfo = DrafterInfo()
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         """How it can choose tokens in trees of ``shape``, best first."""
-        return self.proposals
+        return self.info.proposals
 
     def refusal(self, shape: TreeShape) -> str | None:
-        """Why it can not draft ``shape``, or None; asked once it is bound."""
-        return None if shape.is_chain or self.branches else f"drafter {self.name!r} drafts chains only; use shape='chain({shape.depth})'"
+        """Why it cannot draft ``shape``, or None; called once it is bound."""
+        if shape.is_chain or self.info.branches:
+            return None
+        return f"drafter {self.name!r} drafts chains only; use shape='chain({shape.depth})'"
 
     def makes_chains(self, shape: TreeShape) -> bool:
         """Whether its trees are chains under ``shape``."""
         return shape.is_chain
 
     def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
-        """Called right before :meth:`begin` with the same rows, for a drafter with ``features``: ``hidden[r]`` holds them at the last
-        token of the prompt of ``rows[r]``, ``[1, F * d]``, or at all of them, ``[L, F * d]``, for one with ``whole_text``. What was
-        generated since, the first token, has no hidden state yet."""
+        """Called right before :meth:`Drafter.begin` with the same rows if ``info.features`` names any. ``hidden[r]`` holds them at the
+        last token of the prompt of ``rows[r]``, ``[1, F * d]``, or at every token, ``[L, F * d]``, with ``info.whole_prompt``. The first
+        generated token has no hidden state yet."""
+
+    def reset(self) -> None:
+        """Forget every row, after an error or an abandoned stream."""
+
+    def forget(self) -> None:
+        """Forget what past texts have taught it, as if it had just been bound; rows that live are kept."""
+
+    def close(self) -> None:
+        """Called once, at the end: give back what :meth:`Drafter.bind` took or changed."""
+
+
+class Drafter(DrafterHooks):
+    """Base of drafters. A subclass sets ``name``, ``summary`` and ``info`` and writes :meth:`draft`; one with state also writes
+    :meth:`bind`, :meth:`begin`, :meth:`observe` and :meth:`end`. :class:`DrafterHooks` lists the optional rest. The keyword arguments of
+    its constructor are its options.
+
+    Attributes:
+        expected_accepted: accepted tokens per row that the newest draft's own probabilities predict; None where they did not choose its
+            nodes. Set by :meth:`draft`.
+        owner: the session whose rows these are. Set by the loop.
+    """
+
+    summary: ClassVar[str]
+    expected_accepted: float | None = None
+    owner: object = None
+
+    def bind(self, target: Target) -> None:
+        """Called once, before any row begins. Raise ConfigurationError here if this target cannot be drafted for."""
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Rows have been prefilled and got their first token; they come after all live rows."""
@@ -198,12 +239,3 @@ class Drafter:
 
     def end(self, rows: Sequence[Row]) -> None:
         """These rows are gone; forget them."""
-
-    def reset(self) -> None:
-        """Forget every row, after an error or an abandoned stream."""
-
-    def forget(self) -> None:
-        """Forget what texts so far have taught it: as it was when it was bound, but for rows that live."""
-
-    def close(self) -> None:
-        """Called once, at the end: give back what was taken or changed at :meth:`bind`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import Expand, Growth, grow
 from foredraft.drafters.kernel_growth import greedy, grow_by
 from foredraft.drafters.looped import Loops
@@ -48,7 +48,7 @@ class DraftModel(Drafter):
 
     name = "draft-model"
     summary = "a smaller causal language model with the same tokenizer, KV-cached and batched; chains and trees"
-    branches = grows = True
+    info = DrafterInfo(branches=True, grows=True, runs_a_model=True, catches_up=True)
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class DraftModel(Drafter):
     ):
         check_quantization(quantization, source)
         self.offer = offered(siblings, DRAWN)
-        self.proposals = self.offer.chains
+        self.info = replace(self.info, proposals=self.offer.chains)
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self.quantization = quantization
         self._target: Target | None = None
@@ -90,6 +90,7 @@ class DraftModel(Drafter):
         if difference:
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
         self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=isinstance(self.source, str))
+        self.info = replace(self.info, draft_model=self._target)
         self._loops = None if self._target.graphs is None else Loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
 
@@ -115,17 +116,17 @@ class DraftModel(Drafter):
         depth = max(limits)
         if depth < 1:
             return TokenTree.root(request.roots())
-        self.expected, chain = None, request.shape.is_chain
+        self.expected_accepted, chain = None, request.shape.is_chain
         request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits)
         self._grown = self._by_kernel(request)
         if self._grown is not None:
-            self.expected = self._grown.expected
+            self.expected_accepted = self._grown.expected
             return self._grown.tree
         grown = None if self._loops is None else self._loops.draft(request, chain=chain)
         if chain:
             return self._chain(request) if grown is None else self._replayed(request, grown.tree)
         self._grown = grow(request, self._expand(request.rows)) if grown is None else grown
-        self.expected = self._grown.expected
+        self.expected_accepted = self._grown.expected
         return self._grown.tree.truncate(limits) if grown is None else grown.tree
 
     def _replayed(self, request: DraftRequest, chain: TokenTree) -> TokenTree:

@@ -8,7 +8,7 @@ level in one pass each, and forgotten. The step that stands at position t reads 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,12 +65,11 @@ class Eagle3(HeadDrafter):
 
     name = kind = "eagle3"
     summary = "one decoder layer that reads hidden states of the target and feeds on its own; chains and trees"
-    whole_text = True
 
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
         super().__init__(source, siblings=siblings, quantization=quantization)
         self.offer = offered(siblings, DRAWN)
-        self.proposals = self.offer.chains
+        self.info = replace(self.info, proposals=self.offer.chains, whole_prompt=True, catches_up=True)
         self._layer: Layer | None = None
         self._cache = LayerCache()
         self._rows: list[Unread] = []  # in the order of the cache
@@ -99,8 +98,8 @@ class Eagle3(HeadDrafter):
                 layer = layer.quantized()
             self._layer = layer if target.kernels is None else layer.packed()
         self._kernel, self._step = Eagle3Growth.of(self._layer), Eagle3Step.of(self._layer)
-        self._head, self.features = head, head.features
-        target.read(self.features, whole=True)
+        self._head, self.info = head, replace(self.info, head=head, features=head.features)
+        target.read(head.features, whole=True)
 
     # -- rows -----------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import Expand, Growth, grow
 from foredraft.drafters.siblings import SHARED, offered
 from foredraft.errors import ConfigurationError
@@ -38,7 +38,7 @@ class HeadDrafter(Drafter):
     """
 
     kind: ClassVar[str]  # of its head
-    branches = grows = True
+    info = DrafterInfo(branches=True, grows=True, runs_a_model=True)
 
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
         if not isinstance(source, (str, find(self.kind), type(None))):
@@ -48,7 +48,7 @@ class HeadDrafter(Drafter):
         check_quantization(quantization, source or "")
         self.source, self.quantization = source, quantization
         self.offer = offered(siblings, SHARED)
-        self.proposals = self.offer.chains
+        self.info = replace(self.info, proposals=self.offer.chains)
         self._head: Head | None = None
         self._slots: list[int] = []
         self._hidden: Tensor | None = None  # [R, d] that each row's root was chosen from
@@ -67,15 +67,29 @@ class HeadDrafter(Drafter):
             raise ConfigurationError(f"{self.source!r} holds a head of kind {head.kind}; use drafter '{head.kind}:{self.source}'")
         refuse_another_target(head.config, target.model)
         assert isinstance(head, VocabularyHead)
-        self._head = fitted(head, target)
+        fit = fitted(head, target)
         if self.quantization is not None:
-            quantize_linear_layers(self._head)
-        self.features = self._head.features
-        self.keeps_up = bool(self.features)
-        self.rates = head.config.accuracies
+            quantize_linear_layers(fit)
+        self._adopt(fit)
+        target.read(self.info.features)
+
+    def _adopt(self, head: VocabularyHead) -> None:
+        """Draft with ``head`` as it is."""
+        self._head = head
         tree = TreeShape.parse(head.config.tree) if head.config.tree else None
-        self.calibrated = tree if isinstance(tree, StaticShape) else None
-        target.read(self.features)
+        self.info = replace(
+            self.info,
+            head=head,
+            features=head.features,
+            catches_up=not head.features,
+            max_depth=self._max_depth(),
+            rates=head.config.accuracies,
+            calibrated=tree if isinstance(tree, StaticShape) else None,
+        )
+
+    def _max_depth(self) -> int | None:
+        """How many levels the head can draft."""
+        return None
 
     def _load(self, source: str | None, target: Target) -> Head:
         """The head at ``source``, or the one that is embedded for the target."""
@@ -94,10 +108,11 @@ class HeadDrafter(Drafter):
         return self.offer.of(shape)
 
     def refusal(self, shape: TreeShape) -> str | None:
-        if self.deepest is None or shape.depth <= self.deepest:
+        most = self.info.max_depth
+        if most is None or shape.depth <= most:
             return None
-        what = f"its head drafts {self.deepest} token{'s' if self.deepest > 1 else ''} in a row and shape {shape} is {shape.depth} deep"
-        return f"drafter {self.name!r}: {what}; use shape='chain({self.deepest})', or a tree of {self.deepest} levels at most"
+        what = f"its head drafts {most} token{'s' if most > 1 else ''} in a row and shape {shape} is {shape.depth} deep"
+        return f"drafter {self.name!r}: {what}; use shape='chain({most})', or a tree of {most} levels at most"
 
     # -- rows -----------------------------------------------------------------------------------------------------------------
 
@@ -106,13 +121,13 @@ class HeadDrafter(Drafter):
 
     def begin(self, rows: Sequence[Row]) -> None:
         self._slots += [row.slot for row in rows]
-        if self.features:
+        if self.info.features:
             assert self._read is not None and len(self._read) == len(rows), "hidden states come before the rows they are of"
             self._hidden = self._read if self._hidden is None else torch.cat([self._hidden, self._read])
             self._read = None
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        if not self.features:
+        if not self.info.features:
             return
         assert feedback.hidden is not None
         nodes = to_device(list(feedback.accepted), feedback.hidden.device)
@@ -137,12 +152,13 @@ class HeadDrafter(Drafter):
     # -- drafting ---------------------------------------------------------------------------------------------------------------
 
     def draft(self, request: DraftRequest) -> TokenTree:
-        depth = max(request.limits) if self.deepest is None else min(max(request.limits), self.deepest)
+        most = self.info.max_depth
+        depth = max(request.limits) if most is None else min(max(request.limits), most)
         if depth < 1:
             return TokenTree.root(request.roots())
         asked = replace(request, shape=request.shape.truncate(depth), depth=depth)
         grown = self._grow(asked, chain=request.shape.is_chain)
-        self.expected = grown.expected
+        self.expected_accepted = grown.expected
         return grown.tree.truncate(request.limits)
 
     def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:

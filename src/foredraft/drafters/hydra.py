@@ -17,8 +17,7 @@ class Hydra(HeadDrafter):
     name = kind = "hydra"
     summary = "heads on the target's last hidden state that also read what was drafted so far; chains and trees"
 
-    @property
-    def deepest(self) -> int | None:
+    def _max_depth(self) -> int | None:
         head: HydraHead = self.head
         return head.config.heads
 

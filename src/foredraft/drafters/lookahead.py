@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.tries import Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.logits.sampler import widened
@@ -56,8 +56,7 @@ class Lookahead(Drafter):
 
     name = "lookahead"
     summary = "n-grams that the target makes for itself in a Jacobi window beside what it verifies"
-    branches = True
-    wants_logits = True
+    info = DrafterInfo(branches=True, needs_logits=True)
 
     def __init__(
         self,
@@ -87,7 +86,8 @@ class Lookahead(Drafter):
         usual = SIZES.get(target.device.type, SIZES["cuda"])
         self.window, self.ngram, self.guesses = (a if a is not None else b for a, b in zip(self._given, usual))
         self.chains_only, self._context = target.chains_only is not None, target.context
-        self.filler = 0 if self.chains_only else (self.window - 1) + self.window * (self.ngram - 2)
+        extra = 0 if self.chains_only else (self.window - 1) + self.window * (self.ngram - 2)
+        self.info = replace(self.info, extra_nodes=extra)
         if self.chains_only and not self.text:
             raise ConfigurationError(
                 f"the target can only verify chains ({target.chains_only}), so that there is no window, and with text=False no pool either"
@@ -137,7 +137,7 @@ class Lookahead(Drafter):
         """The row's window as nodes below the root, and the nodes at the ends of its columns; none where nothing was asked for, in a row
         that is about to end, or where ``nodes`` that are proposed leave no room in the model's context."""
         room = row.capacity - len(row.ids) - (self.ngram - 2)  # of column 0, the last place that its end may stand at
-        if limit < 1 or room < 0 or self.chains_only or (self._context is not None and nodes + self.filler > self._context):
+        if limit < 1 or room < 0 or self.chains_only or (self._context is not None and nodes + self.info.extra_nodes > self._context):
             return Trie(), []
         state = self._rows[row.slot]
         state.move(row.ids, row.prompt_length, min(self.window, 1 + room), self.ngram - 1, aligned=self.shift == "align")

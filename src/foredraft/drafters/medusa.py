@@ -60,8 +60,7 @@ class Medusa(HeadDrafter):
         self.successors = successors
         self._texts: dict[int, Latest] = {}  # by slot
 
-    @property
-    def deepest(self) -> int | None:
+    def _max_depth(self) -> int | None:
         head: MedusaHead = self.head
         return head.config.heads
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import grow
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.siblings import SHARED, offered
@@ -52,8 +53,8 @@ class NGram(Drafter):
 
     name = "ngram"
     summary = "a back-off n-gram model counted from a text, a file or the target's own outputs; chains and trees"
-    branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
-    hears = False
+    # auto_branches: a copy's second guesses bring less than a tree's pass costs in a batch
+    info = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class NGram(Drafter):
         self.learn = source is None if learn is None else learn
         self.min_context, self.siblings, self.most = min_context, siblings, most
         self.offer = offered(siblings, SHARED)
-        self.proposals = self.offer.chains
+        self.info = replace(self.info, proposals=self.offer.chains)
         self._counted: dict[int, int] = {}
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}
         self._target: Target | None = None

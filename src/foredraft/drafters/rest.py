@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foredraft.drafters.base import Drafter, DraftRequest, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Row
 from foredraft.drafters.datastore import SORTED, Datastore, most_frequent
 from foredraft.drafters.stores import refuse_another_tokenizer
 from foredraft.drafters.tries import Trie, tree_of
@@ -30,8 +30,8 @@ class Rest(Drafter):
 
     name = "rest"
     summary = "what followed the last tokens most often in a datastore of texts"
-    branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
-    hears = False
+    # auto_branches: a copy's second guesses bring less than a tree's pass costs in a batch
+    info = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
 
     def __init__(self, source: str | Path | Datastore, *, max_match: int = 16, min_match: int = 1, occurrences: int = 512):
         if not 1 <= min_match <= max_match < SORTED:

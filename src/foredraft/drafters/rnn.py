@@ -38,7 +38,7 @@ class Rnn(HeadDrafter):
 
     def begin(self, rows: Sequence[Row]) -> None:
         super().begin(rows)
-        if self.features:
+        if self.info.features:
             return
         head: RnnHead = self.head
         fresh = head.begin(None, len(rows))

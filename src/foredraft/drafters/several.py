@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.draft_seconds import time_drafts
 from foredraft.drafters.merging import SUREST, Line, Merged, assembled, heard_by, lines_of, merge_row, merged, places, seen_by
 from foredraft.drafters.track_records import Credit, Pace, Record, Worth
@@ -59,12 +59,13 @@ class Member:
     @property
     def costly(self) -> bool:
         """Its drafts take forward passes of a model."""
-        return isinstance(getattr(self.drafter, "model", None), Target)
+        return self.drafter.info.draft_model is not None
 
     @property
     def steady(self) -> bool:
         """It learns from every round, or goes on from it, and so is asked in all of them."""
-        return self.drafter.wants_logits or self.drafter.filler > 0 or bool(self.drafter.features)
+        info = self.drafter.info
+        return info.needs_logits or info.extra_nodes > 0 or bool(info.features)
 
 
 @dataclass(eq=False)
@@ -124,8 +125,7 @@ class Several(Drafter):
 
     name = "several"
     summary = "merges what several drafters propose into one tree; asks a model only where it pays"
-    proposals: tuple[Proposal, ...] = ("mixed",)
-    branches = True
+    info = DrafterInfo(proposals=("mixed",), branches=True)
 
     def __init__(
         self,
@@ -145,8 +145,15 @@ class Several(Drafter):
         if len({id(each) for each in self.drafters}) < len(self.drafters):
             raise ConfigurationError("several was given the same drafter twice, which keeps the state of one; make two")
         self.nodes, self.ask = nodes, ask
-        self.wants_logits = any(drafter.wants_logits for drafter in self.drafters)
-        self.auto_branches = self.grows = any(drafter.auto_branches for drafter in self.drafters)  # copies alone are followed as chains
+        infos = [drafter.info for drafter in self.drafters]
+        branches = any(info.auto_branches for info in infos)  # copies alone are followed as chains
+        self.info = replace(
+            self.info,
+            needs_logits=any(info.needs_logits for info in infos),
+            runs_a_model=any(info.runs_a_model for info in infos),
+            auto_branches=branches,
+            grows=branches,
+        )
         self.members = [Member(drafter) for drafter in self.drafters]
         self.pace = Pace()
         self.clock = time.perf_counter
@@ -160,23 +167,25 @@ class Several(Drafter):
         for member in self.members:
             if member.costly and self.ask == "auto" and len(self.members) > 1:
                 member.worth.timed = time_drafts(member.drafter, target, self.clock)
-        self.filler = sum(drafter.filler for drafter in self.drafters)
+        self.info = replace(self.info, extra_nodes=sum(drafter.info.extra_nodes for drafter in self.drafters))
         self._chains_only = target.chains_only is not None
 
     def _read_for_members(self, target: Target) -> None:
         """Have the target hand out what any member reads, in place of what each asked for by itself."""
-        wanted = [drafter.features for drafter in self.drafters]
-        self.features = tuple(dict.fromkeys(number for each in wanted for number in each))
-        self.whole_text = any(drafter.whole_text for drafter in self.drafters if drafter.features)
-        if self.features:
-            target.read(self.features, whole=self.whole_text)
+        wanted = [drafter.info for drafter in self.drafters]
+        features = tuple(dict.fromkeys(number for each in wanted for number in each.features))
+        whole = any(each.whole_prompt for each in wanted if each.features)
+        self.info = replace(self.info, features=features, whole_prompt=whole)
+        if features:
+            target.read(features, whole=whole)
 
     def _share(self, drafter: Drafter, hidden: Tensor) -> Tensor:
         """The ``features`` of one member of ``hidden`` ``[..., F * d]``, those of all."""
-        if drafter.features == self.features:
+        features = self.info.features
+        if drafter.info.features == features:
             return hidden
-        each = hidden.view(*hidden.shape[:-1], len(self.features), -1)
-        return torch.cat([each[..., self.features.index(number), :] for number in drafter.features], -1)
+        each = hidden.view(*hidden.shape[:-1], len(features), -1)
+        return torch.cat([each[..., features.index(number), :] for number in drafter.info.features], -1)
 
     def refusal(self, shape: TreeShape) -> str | None:
         return next((why for drafter in self.drafters if (why := drafter.refusal(self._own(drafter, shape)))), None)
@@ -188,8 +197,8 @@ class Several(Drafter):
 
     def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
         for drafter in self.drafters:
-            if drafter.features:
-                mine = [self._share(drafter, each if drafter.whole_text else each[-1:]) for each in hidden]
+            if drafter.info.features:
+                mine = [self._share(drafter, each if drafter.info.whole_prompt else each[-1:]) for each in hidden]
                 drafter.read(rows, mine)
 
     def begin(self, rows: Sequence[Row]) -> None:
@@ -199,7 +208,7 @@ class Several(Drafter):
     # -- drafting -------------------------------------------------------------------------------------------------------
 
     def draft(self, request: DraftRequest) -> TokenTree:
-        self._drafted, self.expected = None, None
+        self._drafted, self.expected_accepted = None, None
         if len(self.members) == 1 and self.nodes is None:
             return replace(self._ask(self.members[0], request).tree, proposal="mixed", q=None)
         drafted = Drafted([], [len(row.ids) for row in request.rows], request.depth, self.clock())
@@ -267,7 +276,7 @@ class Several(Drafter):
                 part.went = where
             return tree
         rows = self._merge(parts, request) if rows is None else rows
-        self.expected = sum(row.hope for row in rows) / len(rows)
+        self.expected_accepted = sum(row.hope for row in rows) / len(rows)
         for row in rows:
             row.lead()
         trees = [part.tree for part in parts]
@@ -290,7 +299,7 @@ class Several(Drafter):
             weights.append(reach)
         if isinstance(shape, DynamicShape) and shape.prices:
             del weights[shape.worthwhile([math.log(weight) for weight in weights]) :]
-        self.expected = sum(weights)
+        self.expected_accepted = sum(weights)
         return TokenTree.from_chain(part.tree.tokens[:, : 1 + len(weights)], proposal="mixed", pruned=True)
 
     @staticmethod
@@ -334,11 +343,11 @@ class Several(Drafter):
     def _heard(self, member: Member, part: Part | None, feedback: Feedback, paths: list[list[int]]) -> Feedback:
         """What one member is told: of its own nodes, or of a round without a draft. One that reads hidden states is told of the merged
         tree, asked or not: it needs those of every node that was kept, whoever proposed it."""
-        drafter = member.drafter
-        if not (drafter.hears or drafter.wants_logits or drafter.features):
+        info = member.drafter.info
+        if not (info.learns_from_feedback or info.needs_logits or info.features):
             return feedback
         told = self._whole_of(member, feedback)
-        if drafter.features:
+        if info.features:
             return told
         if part is None:
             logits = None if told.logits is None else told.logits[:, :1]
@@ -350,8 +359,8 @@ class Several(Drafter):
     def _whole_of(self, member: Member, feedback: Feedback) -> Feedback:
         """``feedback`` with what the member learns from."""
         drafter, hidden = member.drafter, feedback.hidden
-        mine = self._share(drafter, hidden) if drafter.features and hidden is not None else None
-        return replace(feedback, logits=feedback.logits if drafter.wants_logits else None, hidden=mine)
+        mine = self._share(drafter, hidden) if drafter.info.features and hidden is not None else None
+        return replace(feedback, logits=feedback.logits if drafter.info.needs_logits else None, hidden=mine)
 
     @staticmethod
     def _give_credit(parts: Sequence[Part], paths: Sequence[Sequence[int]]) -> None:
@@ -407,8 +416,9 @@ class Several(Drafter):
 
     def _own(self, drafter: Drafter, shape: TreeShape) -> TreeShape:
         """What a drafter among several is asked for: no more levels than it can draft, and by one that makes chains only a chain."""
-        shape = shape if drafter.deepest is None else shape.truncate(drafter.deepest)
-        return shape if drafter.branches and not self._chains_only else TreeShape.chain(shape.depth)
+        info = drafter.info
+        shape = shape if info.max_depth is None else shape.truncate(info.max_depth)
+        return shape if info.branches and not self._chains_only else TreeShape.chain(shape.depth)
 
 
 def _floor(shape: TreeShape) -> float:

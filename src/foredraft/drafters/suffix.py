@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.suffix_experts import Experts, Place, Source
 from foredraft.drafters.suffix_store import END, REACH, SuffixStore
 from foredraft.drafters.tries import Trie, tree_of
@@ -54,8 +54,8 @@ class Suffix(Drafter):
 
     name = "suffix"
     summary = "what followed the longest suffix seen before, in this text or in past ones"
-    branches, auto_branches = True, False  # what a copy's second guesses bring is not worth a tree's pass in a batch
-    hears = False
+    # auto_branches: a copy's second guesses bring less than a tree's pass costs in a batch
+    info = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.errors import ConfigurationError
 from foredraft.files import current_name
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
@@ -50,8 +50,7 @@ class TokenRecycling(Drafter):
 
     name = "token-recycling"
     summary = "the target's likeliest successors of each token, as they were the last time, as a tree"
-    branches = True
-    wants_logits = True
+    info = DrafterInfo(branches=True, needs_logits=True)
 
     def __init__(self, *, source: str | Path | None = None, k: int | None = None):
         if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):

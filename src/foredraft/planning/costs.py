@@ -185,10 +185,10 @@ class StandIn:
         self.prompt_length = len(self.ids)
 
 
-def runs_a_model(drafter: Drafter) -> bool:
-    """Whether drafting takes forward passes, of a model or of a head. Only such drafters are timed beforehand: others may learn from
-    what they are shown, and their rounds tell soon enough what they cost."""
-    return isinstance(getattr(drafter, "model", None), Target) or isinstance(getattr(drafter, "head", None), torch.nn.Module)
+def timed_beforehand(drafter: Drafter) -> bool:
+    """Whether drafts are timed before the first round: those of a model or a head of its own. Other drafters may learn from what they are
+    shown, and the first rounds tell what they cost."""
+    return drafter.info.draft_model is not None or drafter.info.head is not None
 
 
 def measure(
@@ -209,8 +209,8 @@ def measure(
     run = Measurement(target, drafter, rows, largest, clock)
     begin = clock()
     try:
-        run.passes(begin + (0.6 if runs_a_model(drafter) else 0.9) * seconds)
-        if runs_a_model(drafter):
+        run.passes(begin + (0.6 if timed_beforehand(drafter) else 0.9) * seconds)
+        if timed_beforehand(drafter):
             run.drafts(begin + 0.9 * seconds)
     finally:
         target.reset()
@@ -228,7 +228,7 @@ class Measurement:
         room = 10**9 if target.context is None else target.context - largest.nodes - 1
         self.prompt = max(1, min(PROMPT, room))
         self.longer = min(PROMPT * LONGER, room)
-        passing = [target, getattr(drafter, "model", None)]
+        passing = [target, drafter.info.draft_model]
         replayed = any(getattr(each, "graphs", None) is not None for each in passing)
         self.warm_ups = 1 + PATIENCE + TRIALS if replayed else 1  # calls until a pass is replayed, unwatched
         generator = torch.Generator().manual_seed(0)
@@ -266,8 +266,8 @@ class Measurement:
 
     def passes(self, deadline: float) -> None:
         self._open(self.texts)
-        self.prompt_hidden = self.target.prompt_hidden if self.drafter.features else None
-        most = self.largest.nodes + 1 + self.drafter.filler
+        self.prompt_hidden = self.target.prompt_hidden if self.drafter.info.features else None
+        most = self.largest.nodes + 1 + self.drafter.info.extra_nodes
         if self.target.context is not None:
             most = min(most, self.target.context - self.prompt)
         sizes = [size for size in dict.fromkeys((*SIZES, most)) if size <= most]

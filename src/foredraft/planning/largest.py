@@ -41,9 +41,10 @@ def largest_fitting(target: Target, drafter: Drafter, fits: Callable[[TreeShape]
     """The largest shape that the target, the drafter and whoever else has a say in ``fits`` can do; a chain where trees are out."""
     room = None if target.context is None else target.context // 4
     depth = DEPTH if room is None else max(1, min(DEPTH, room))
-    depth = depth if drafter.deepest is None else min(depth, drafter.deepest)
-    if drafter.branches and drafter.auto_branches and target.chains_only is None:
-        known = drafter.calibrated
+    info = drafter.info
+    depth = depth if info.max_depth is None else min(depth, info.max_depth)
+    if info.branches and info.auto_branches and target.chains_only is None:
+        known = info.calibrated
         most = NODES if known is None else max(NODES, known.nodes)
         nodes = most if room is None else max(depth, min(most, room))
         siblings = SIBLINGS if known is None else max(SIBLINGS, known.siblings)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.drafters.base import Drafter, Row
 from foredraft.planning import search
-from foredraft.planning.costs import BUDGET, CostModel, measure, runs_a_model, widths
+from foredraft.planning.costs import BUDGET, CostModel, measure, widths
 from foredraft.planning.forecasts import FINEST, GAIN, GROWN_DEPTH, SWITCH, Forecast, Forecaster
 from foredraft.planning.profiles import Profile
 from foredraft.planning.rounds import Round
@@ -98,8 +98,7 @@ class AutomaticPlanner:
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
         """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows."""
         begin = self.clock()
-        behind = runs_a_model(drafter) and not drafter.keeps_up
-        self.forecaster.begin(own=target.ragged, catches_up=behind, filler=drafter.filler)
+        self.forecaster.begin(own=target.ragged, catches_up=drafter.info.catches_up, filler=drafter.info.extra_nodes)
         if self._forecast is not None and self._forecast.limits is not None:
             self._forecast = None  # it was made for other rows
         if self.profile is not None and not self.costs.target.points:

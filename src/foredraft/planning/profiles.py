@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.caching import cache_folder
-from foredraft.planning.costs import CostModel, runs_a_model
+from foredraft.planning.costs import CostModel, timed_beforehand
 from foredraft.target import native
 
 if TYPE_CHECKING:
@@ -100,11 +100,11 @@ def describe(target: Target, drafter: Drafter) -> dict[str, Any]:
 
 def network_of(drafter: Drafter) -> dict[str, Any] | None:
     """What a draft runs, as far as its speed goes; None for a mere look-up."""
-    if not runs_a_model(drafter):
+    if not timed_beforehand(drafter):
         return None
-    head = getattr(drafter, "head", None)
-    if head is None:
-        return model_of(drafter.model)  # type: ignore[attr-defined]
+    head: Any = drafter.info.head
+    if drafter.info.draft_model is not None:
+        return model_of(drafter.info.draft_model)
     about = {name: value for name, value in head.config.to_dict().items() if name not in ("target", "tree", "accuracies")}
     weights = {f"{parameter.dtype} {list(parameter.shape)}" for parameter in head.parameters()}
     return {"kind": head.kind, "config": about, "weights": sorted(weights)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def tree_costs(target: Target, drafter: Drafter, *, most_nodes: int = 64, rows: int = 1, seconds: float = BUDGET) -> Callable[[int], float]:
     """Times passes and drafts as the planner does, and returns the seconds of a round by its drafted nodes per row, draft included; 0 is
     a round without a draft. The drafter is bound to the target, and neither has rows; measuring takes ``seconds``."""
-    depth = min(DEPTH if drafter.deepest is None else drafter.deepest, most_nodes)
+    depth = min(drafter.info.max_depth or DEPTH, most_nodes)
     largest = largest_shape(branches=True, depth=depth, nodes=most_nodes)
     costs = CostModel()
     measure(costs, target, drafter, rows=rows, largest=largest, seconds=seconds)
