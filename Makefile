@@ -1,6 +1,7 @@
 # make demo   the main job on the embedded models, in an environment of its own
 # make test   what tests need, and the tests
-# make check  ruff and mypy
+# make check  ruff and mypy, and the docs
+# make docs   the documentation as a site, under build/site; fails on a broken link. Needs Python 3.11
 # make bench  the benchmark, beside whatever peers are installed
 # make peers  the peers it is compared with, each in an environment of its own under $(PEERS): downloads some 4 GB, and builds
 #             llama.cpp for this machine (about 20 minutes on 2 cores). Needs cmake, ninja and a C++ compiler. One alone:
@@ -14,7 +15,7 @@ CONSTRAINTS := -c constraints.txt
 PEERS ?= $(or $(FOREDRAFT_PEERS),.peers)
 JOBS ?= 2
 
-.PHONY: demo test nightly check bench clean peers peer-vllm peer-llamacpp peer-openvino
+.PHONY: demo test nightly check docs bench clean peers peer-vllm peer-llamacpp peer-openvino
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +32,10 @@ $(VENV)/.installed-check: $(VENV)/.installed-test
 	$(PIP) install -q $(CONSTRAINTS) -e '.[test,check]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) install -q $(CONSTRAINTS) -e '.[docs]'
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
 
@@ -40,9 +45,12 @@ test: $(VENV)/.installed-test
 nightly: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m nightly
 
-check: $(VENV)/.installed-check
-	$(BIN)/ruff check src benchmarks tests
-	$(BIN)/ruff format --check src benchmarks tests
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+check: $(VENV)/.installed-check docs
+	$(BIN)/ruff check src benchmarks tests examples
+	$(BIN)/ruff format --check src benchmarks tests examples
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed

@@ -1,6 +1,9 @@
 """The code in the documentation runs, and its lists of models, drafters and rules are complete."""
 
+import json
 import re
+import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,10 @@ import transformers
 from architectures import ARCHITECTURES
 
 import foredraft
+from foredraft.cli import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/guide.md", "docs/rules.md", "docs/shapes.md", "docs/drafters.md", "docs/write-a-drafter.md"]
+PAGES = ["README.md", "docs/index.md", "docs/guide.md", "docs/rules.md", "docs/shapes.md", "docs/drafters.md", "docs/write-a-drafter.md"]
 # Models that a page names and tests cannot download, and what they are replaced by.
 STAND_INS = {"Qwen/Qwen3-8B": "python-8m", "Qwen/Qwen3-0.6B": "python-1m"}
 
@@ -29,6 +33,34 @@ def test_code_of_a_page_runs(page: str, tmp_path, monkeypatch):
     code = code_of(page)
     assert code
     exec(compile(code, page, "exec"), {"__name__": "page"})
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.name)
+def test_example_runs(script: Path, monkeypatch):
+    """Commands of an example run in this process, which has imported torch already."""
+    spawn = subprocess.run
+
+    def run(command, **options):
+        if command[1:3] == ["-m", "foredraft"]:
+            return app(command[3:], standalone_mode=False)
+        return spawn(command, **options)
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr("sys.argv", [str(script)])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda notebook: notebook.name)
+def test_notebook_runs(notebook: Path, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads(notebook.read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    exec(compile(code, notebook.name, "exec"), {"__name__": "__main__"})
+
+
+def test_there_are_five_examples_one_of_them_a_notebook():
+    found = [path.suffix for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")]
+    assert sorted(found) == [".ipynb", ".py", ".py", ".py", ".py"]
 
 
 def model_types(section: str) -> set[str]:
