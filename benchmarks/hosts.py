@@ -31,10 +31,10 @@ from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint, load_model, load_tokenizer
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
+from foredraft.models.cache import TreeCache
 from foredraft.planning.costs import StandIn
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
-from foredraft.target.cache import TreeCache
 from foredraft.tree import Proposal, TokenTree
 
 SCHEMA = 1

@@ -20,10 +20,10 @@ from foredraft.drafters.base import DraftRequest
 from foredraft.logits.noise import Noise
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
+from foredraft.models import masks
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.masks import MaskBuilder, layout
 from foredraft.shapes import DynamicShape, TreeShape
-from foredraft.target import masks
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.masks import MaskBuilder, layout
 from foredraft.tree import TokenTree, reach, reach_on_host
 from foredraft.verification.match import Match
 

@@ -21,10 +21,10 @@ from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import AuditReport
 from foredraft.auditing.statistical import FRACTIONS
 from foredraft.auditing.tally import Design
+from foredraft.backends import eager as execution
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import Noise, Purpose, Randomness
-from foredraft.target import execution
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict
 from foredraft.verification.block import Block, chances, survival

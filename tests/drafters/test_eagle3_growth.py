@@ -12,10 +12,10 @@ from kernel_cases import needs_kernels
 
 from benchmarks.prompts import PYTHON
 from foredraft import Speculator, zoo
+from foredraft.backends.native_growth import MISSED
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.target.native_growth import MISSED
 from foredraft.tree import TokenTree
 
 pytestmark = needs_kernels

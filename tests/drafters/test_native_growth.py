@@ -11,11 +11,11 @@ from kernel_cases import DTYPES, build, needs_kernels
 from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, Speculator, TreeShape
+from foredraft.backends.native_growth import MISSED, NativeGrowth, laid_out
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.growth import UNSEEN
 from foredraft.shapes import DynamicShape
 from foredraft.target import Target
-from foredraft.target.native_growth import MISSED, NativeGrowth, laid_out
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("always")]
 PRICED = DynamicShape(5, 3, 12, 0.0, 0.0, (0.0, 0.3, 0.32, 0.34, 0.36, 0.9, 0.92, 0.94, 1.2, 1.25, 1.3, 1.4, 1.5))

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import foredraft
 from foredraft import ConfigurationError, RowParameters, Session, Speculator
+from foredraft.backends import native
 from foredraft.drafters import token_recycling
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback
 from foredraft.drafters.token_recycling import TokenRecycling, laid_out, last_of_each, top_k
 from foredraft.logits.sampler import Sampler
 from foredraft.planning import FixedPlanner
 from foredraft.shapes import TreeShape
-from foredraft.target import native
 from foredraft.testing import ProbabilityTable, TableTarget
 from foredraft.tree import TokenTree
 from foredraft.verification.match import Match

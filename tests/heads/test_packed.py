@@ -6,11 +6,11 @@ from head_cases import shaken
 
 from benchmarks.prompts import PYTHON
 from foredraft import ConfigurationError, Speculator, drafters, zoo
+from foredraft.backends import native
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.medusa import Medusa
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.target import native
 
 pytestmark = pytest.mark.skipif(native.refusal(torch.bfloat16) is not None, reason="no native kernels here")
 

@@ -13,6 +13,7 @@ from helpers import alone, clone, generate, padded, repetitive, taught_head, tin
 from safetensors.torch import save_file
 
 from foredraft import ConfigurationError, Speculator, zoo
+from foredraft.backends import native
 from foredraft.drafters import medusa as drafting
 from foredraft.drafters.medusa import Medusa
 from foredraft.heads import checkpoints
@@ -20,7 +21,6 @@ from foredraft.heads import successors as counting
 from foredraft.heads.calibration import WEIGHTS, calibrate, weigh_successors
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.successors import Successors
-from foredraft.target import native
 from foredraft.testing import ProbabilityTable, TableTarget
 
 VOCABULARY = 11

@@ -20,7 +20,7 @@ from foredraft.drafters.ngram import NGram
 from foredraft.drafters.rest import Rest
 from foredraft.drafters.several import Several
 from foredraft.heads.base import Batch
-from foredraft.target.features import unwatched
+from foredraft.models.features import unwatched
 from foredraft.tree import TokenTree
 
 PAD = 0

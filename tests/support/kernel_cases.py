@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from foredraft.target import native
-from foredraft.target import packing as packing_module
+from foredraft.backends import native
+from foredraft.backends import packing as packing_module
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}

@@ -76,7 +76,7 @@ def spoil(tensor: Tensor) -> None:
 
 
 class Tape:
-    """A :class:`foredraft.target.recorder.Recorder`.
+    """A :class:`foredraft.backends.recorder.Recorder`.
 
     Attributes:
         recordings, replays: how many there were, of all tapes since :meth:`clear`.

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import RowParameters, Speculator, TokenTree
+from foredraft.models.cache import BLOCK, TreeCache, Window
 from foredraft.target import Target
-from foredraft.target.cache import BLOCK, TreeCache, Window
 
 TOLERANCE = 1e-5  # largest difference, relative to the largest entry of the layer
 FAMILIES = ["llama", "gemma3_text", "deepseek_v3"]

@@ -15,8 +15,9 @@ from helpers import alone, clone, generate, perturbed, repetitive, tiny
 from torch._dynamo.utils import counters
 
 from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.backends import compilation
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.target import Target, compilation
+from foredraft.target import Target
 
 ROWS = repetitive((23, 9, 15))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}

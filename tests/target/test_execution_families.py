@@ -16,11 +16,12 @@ from architectures import ARCHITECTURES, build_wide
 from helpers import Oracle, clone, generate, repetitive
 
 from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.backends import compilation, fusion, native
+from foredraft.backends import packing as packing_module
+from foredraft.backends.kernel_pass import NativeModel
+from foredraft.backends.packing import HINTS, NATIVE
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.target import Target, compilation, fusion, native
-from foredraft.target import packing as packing_module
-from foredraft.target.kernel_pass import NativeModel
-from foredraft.target.packing import HINTS, NATIVE
+from foredraft.target import Target
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
 

@@ -13,15 +13,16 @@ from helpers import clone, generate, make_drafter, prompts, random_tree, repetit
 from tape import Tape
 
 from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
+from foredraft.backends import compilation, native, recorder
+from foredraft.backends import packing as packing_module
+from foredraft.backends.graphs import PATIENCE, TRIALS
+from foredraft.backends.packing import HINTS, NATIVE
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.drafters.several import Several
-from foredraft.target import Target, compilation, native, recorder
-from foredraft.target import packing as packing_module
-from foredraft.target.features import LAST, taps_of
-from foredraft.target.graphs import PATIENCE, TRIALS
-from foredraft.target.packing import HINTS, NATIVE
+from foredraft.models.features import LAST, taps_of
+from foredraft.target import Target
 from foredraft.testing import ProbabilityTable, TableTarget
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")

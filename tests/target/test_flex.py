@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from foredraft import ConfigurationError, Speculator, TokenTree
-from foredraft.target import Target, flex
-from foredraft.target.block_masks import BLOCK, queries_of, span_of, tree_mask
-from foredraft.target.cache import Window
-from foredraft.target.flex import PATIENCE, REPEATS, TRIALS, Flex, kernel_options
-from foredraft.target.masks import MaskBuilder, layout
+from foredraft.backends import flex
+from foredraft.backends.block_masks import BLOCK, queries_of, span_of, tree_mask
+from foredraft.backends.flex import PATIENCE, REPEATS, TRIALS, Flex, kernel_options
+from foredraft.models.cache import Window
+from foredraft.models.masks import MaskBuilder, layout
+from foredraft.target import Target
 
 TOLERANCE = 1e-4  # of the largest logit
 NAMES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]

@@ -16,19 +16,20 @@ from tape import HOST_METHODS, Tape
 from torch.overrides import TorchFunctionMode
 
 from foredraft import ConfigurationError, Speculator, TokenTree, TreeShape
+from foredraft.backends import graphs as graphs_module
+from foredraft.backends import grouped, recorder
+from foredraft.backends.graphs import PATIENCE, TRIALS
+from foredraft.backends.static_pass import PassFrame, SlotCache, StaticPass
 from foredraft.drafters.base import DraftRequest, Feedback
+from foredraft.drafters.draft_loop import LoopFrame
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.drafters.looped import LoopFrame
 from foredraft.logits.noise import _token_hashes
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.planning.costs import Measurement
 from foredraft.rows import RowParameters
 from foredraft.session import Session
-from foredraft.target import Target, grouped, recorder
-from foredraft.target import graphs as graphs_module
-from foredraft.target.graphs import PATIENCE, TRIALS
-from foredraft.target.static_pass import PassFrame, SlotCache, StaticPass
+from foredraft.target import Target
 from foredraft.tree import chain_ancestors, chain_depths
 from foredraft.verification import create
 

@@ -11,9 +11,10 @@ from kernel_cases import DTYPES, MODELS, TOLERANCE, build, needs_kernels
 from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, Speculator, TokenTree
-from foredraft.target import Target, native
-from foredraft.target.kernel_pass import NativeModel
-from foredraft.target.packing import HINTS, NATIVE, Product, blocked, unblocked
+from foredraft.backends import native
+from foredraft.backends.kernel_pass import NativeModel
+from foredraft.backends.packing import HINTS, NATIVE, Product, blocked, unblocked
+from foredraft.target import Target
 
 TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6)
 

@@ -11,10 +11,10 @@ from helpers import alone, clone, generate, perturbed, repetitive, tiny
 from torch import nn
 
 from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.backends import packing as packing_module
+from foredraft.backends.packing import HINTS, NATIVE, Kind, Packing, Product, by_kind, fastest_hint, refusal, sharing
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
-from foredraft.target import packing as packing_module
-from foredraft.target.packing import HINTS, NATIVE, Kind, Packing, Product, by_kind, fastest_hint, refusal, sharing
 
 ROWS = repetitive((23, 9, 15))
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

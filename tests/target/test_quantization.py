@@ -11,14 +11,15 @@ from helpers import PAD, alone, generate, repetitive
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen2Config, Qwen3Config, TorchAoConfig
 
 from foredraft import ConfigurationError, Speculator, TokenTree, audit
+from foredraft.backends import native
+from foredraft.backends import packing as packing_module
+from foredraft.backends.int8 import is_held, is_int8
+from foredraft.backends.kernel_pass import NativeModel
+from foredraft.backends.packing import HINTS, NATIVE, Kind, Packing, Product, refusal, sharing
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.loading import load_model
 from foredraft.quantization import quantize
-from foredraft.target import Target, native
-from foredraft.target import packing as packing_module
-from foredraft.target.int8 import is_held, is_int8
-from foredraft.target.kernel_pass import NativeModel
-from foredraft.target.packing import HINTS, NATIVE, Kind, Packing, Product, refusal, sharing
+from foredraft.target import Target
 
 torchao = pytest.importorskip("torchao.quantization")
 ROWS = [[3 + token % 90 for token in row] for row in repetitive((23, 9, 15))]

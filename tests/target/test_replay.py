@@ -10,9 +10,9 @@ from architectures import build
 from helpers import Oracle, alone, generate, make_drafter, prompts, repetitive, tiny
 
 from foredraft import RowParameters, Speculator, TokenTree
+from foredraft.backends.rollback import REPLAY, ReplayRow, State
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
-from foredraft.target.replay import REPLAY, ReplayRow, State
 
 FAMILIES = ["gpt_neo", "falcon_alibi", "qwen3_next", "zamba2", "mamba2", "rwkv"]  # caches that are cut, mixed, recurrent, no cache
 RECURRENT = ["qwen3_next", "mamba2", "rwkv"]

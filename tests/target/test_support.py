@@ -8,7 +8,9 @@ from architectures import build
 from helpers import tiny, watched
 
 from foredraft import TokenTree, UnsupportedModelError
-from foredraft.target import Target, execution, masks
+from foredraft.backends import eager as execution
+from foredraft.models import masks
+from foredraft.target import Target
 from foredraft.tree import chain_ancestors
 
 TREE = TokenTree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]))

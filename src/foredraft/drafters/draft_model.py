@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foredraft.backends.native_growth import NativeGrowth
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.draft_loop import Loops
 from foredraft.drafters.growth import Expand, Growth, grow
 from foredraft.drafters.kernel_growth import greedy, grow_by
-from foredraft.drafters.looped import Loops
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, vocabulary_difference
@@ -25,13 +26,12 @@ from foredraft.logits.sampler import fit_vocabulary
 from foredraft.quantization import check_quantization
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.target import Target, unwrap
-from foredraft.target.native_growth import NativeGrowth
 from foredraft.tree import Proposal, TokenTree, depths_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.target.kernel_pass import Direct
+    from foredraft.backends.kernel_pass import Direct
 
 
 class DraftModel(Drafter):

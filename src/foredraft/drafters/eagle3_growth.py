@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.backends import native
+from foredraft.backends.kernel_pass import NativePass
+from foredraft.backends.native_growth import MISSED, Grower
+from foredraft.backends.packing import UNIT, padded_size
 from foredraft.drafters.eagle3_cache import LayerCache
 from foredraft.heads.eagle3_layer import Layer
-from foredraft.target import native
-from foredraft.target.kernel_pass import NativePass
-from foredraft.target.native_growth import MISSED, Grower
-from foredraft.target.packing import UNIT, padded_size
 
 WHOLE = ("fc", "qkv", "o", "gate_up", "down")  # products whose outputs the kernels do not pad
 

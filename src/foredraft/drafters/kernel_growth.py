@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from foredraft.backends.native_growth import Grower
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.growth import UNSEEN, Growth
 from foredraft.shapes import DynamicShape, StaticShape
-from foredraft.target.native_growth import Grower
 from foredraft.tree import TokenTree
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.backends.packing import NATIVE, Packing
 from foredraft.drafters.base import DraftRequest, Row
 from foredraft.drafters.growth import IMPOSSIBLE, Expand, Growth, Offer, grow_offered
 from foredraft.drafters.heads import HeadDrafter
@@ -27,7 +28,6 @@ from foredraft.heads.successors import PATH, REACH, REMEMBERED, Successors, heed
 from foredraft.logits.noise import argmax
 from foredraft.logits.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, StaticShape
-from foredraft.target.packing import NATIVE, Packing
 from foredraft.tree import TokenTree, static_ancestors
 
 if TYPE_CHECKING:

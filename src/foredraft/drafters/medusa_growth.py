@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.backends import native
+from foredraft.backends.native_growth import WIDEST, Grower
+from foredraft.backends.packing import NATIVE, Packing, Product, padded_size
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.successors import SHARES, Successors
-from foredraft.target import native
-from foredraft.target.native_growth import WIDEST, Grower
-from foredraft.target.packing import NATIVE, Packing, Product, padded_size
 
 
 class MedusaGrowth(Grower):

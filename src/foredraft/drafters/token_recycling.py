@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foredraft.backends import native
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.errors import ConfigurationError
 from foredraft.files import current_name
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
-from foredraft.target import native
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:

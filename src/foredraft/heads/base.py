@@ -4,7 +4,7 @@ A head is trained by :mod:`foredraft.training`, stored and read by :mod:`foredra
 its kind. It never holds the target: embeddings and LM head that it shares with the target are handed to it.
 
 Hidden states are named as ``transformers`` numbers them in ``output_hidden_states``: 0 are the embeddings, i the output of decoder
-layer i (the input of layer i + 1). :data:`~foredraft.target.features.LAST` is what the LM head reads, behind the final norm.
+layer i (the input of layer i + 1). :data:`~foredraft.models.features.LAST` is what the LM head reads, behind the final norm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of
-from foredraft.target.features import LAST
+from foredraft.models.features import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from foredraft.backends import native
+from foredraft.backends.packing import NATIVE, UNIT, Product, Rows
 from foredraft.errors import ConfigurationError
 from foredraft.quantization import quantized
-from foredraft.target import native
-from foredraft.target.packing import NATIVE, UNIT, Product, Rows
 
 if TYPE_CHECKING:
     from foredraft.heads.eagle3 import Eagle3Config
@@ -91,7 +91,7 @@ class Layer:
         return replace(self, kv=quantized(keys), **changed)
 
     def packed(self) -> Layer:
-        """This layer with its matrices laid out for the kernels of :mod:`foredraft.target.native` alone, as far as they can read them:
+        """This layer with its matrices laid out for the kernels of :mod:`foredraft.backends.native` alone, as far as they can read them:
         on a CPU a step is bound by reading the weights. Training needs the matrices themselves."""
         if self.norm.device.type != "cpu" or native.refusal(self.norm.dtype) is not None:
             return self

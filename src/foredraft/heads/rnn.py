@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from foredraft.heads.base import Batch
 from foredraft.heads.losses import pairs
 from foredraft.heads.vocabulary import Guess, VocabularyConfig, VocabularyHead, configured, one_of, whole, yes_or_no
-from foredraft.target.features import LAST
+from foredraft.models.features import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

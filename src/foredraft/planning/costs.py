@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foredraft.backends.graphs import PATIENCE, TRIALS
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.planning.curves import Curve
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 from foredraft.target import Target
-from foredraft.target.graphs import PATIENCE, TRIALS
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:

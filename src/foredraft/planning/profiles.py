@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foredraft.backends import native
 from foredraft.caching import cache_folder
 from foredraft.planning.costs import CostModel, timed_beforehand
-from foredraft.target import native
 
 if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter

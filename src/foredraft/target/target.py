@@ -11,30 +11,31 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from foredraft.backends import native
+from foredraft.backends.compilation import Compilation
+from foredraft.backends.compilation import refusal as compilation_refusal
+from foredraft.backends.eager import TreeExecution
+from foredraft.backends.flex import ATTENTIONS, Flex
+from foredraft.backends.flex import refusal as flex_refusal
+from foredraft.backends.graphs import Graphs, graph_test
+from foredraft.backends.graphs import refusal as graph_refusal
+from foredraft.backends.kernels import Kernels
+from foredraft.backends.packing import HINTS, NATIVE
+from foredraft.backends.packing import refusal as packing_refusal
+from foredraft.backends.rollback import ReplayCache, ReplayExecution
 from foredraft.errors import ConfigurationError, UnsupportedModelError
-from foredraft.target import native
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.compilation import Compilation
-from foredraft.target.compilation import refusal as compilation_refusal
-from foredraft.target.execution import TreeExecution
-from foredraft.target.features import Features, PromptStates, Tap, features_of, stop_watching, taps_of
-from foredraft.target.flex import ATTENTIONS, Flex
-from foredraft.target.flex import refusal as flex_refusal
-from foredraft.target.graphs import Graphs, graph_test
-from foredraft.target.graphs import refusal as graph_refusal
-from foredraft.target.kernels import Kernels
-from foredraft.target.packing import HINTS, NATIVE
-from foredraft.target.packing import refusal as packing_refusal
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.features import Features, PromptStates, Tap, features_of, stop_watching, taps_of
+from foredraft.models.support import chains_only, check_model, context_of, describe, tolerance
+from foredraft.models.weights import fingerprint, unwrap
 from foredraft.target.prefixes import shared_beginnings
-from foredraft.target.replay import ReplayCache, ReplayExecution
-from foredraft.target.support import attention_test, chains_only, check_model, context_of, describe, self_test, tolerance
-from foredraft.target.weights import fingerprint, unwrap
+from foredraft.target.self_test import attention_test, self_test
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.target.kernel_pass import Direct
+    from foredraft.backends.kernel_pass import Direct
 
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
@@ -243,7 +244,7 @@ class Target:
         :attr:`hidden` are those of the nodes of a pass, :attr:`prompt_hidden` those of prompts: ``[1, F * d]`` per row at its last token.
 
         Args:
-            features: numbers as in transformers' ``output_hidden_states``, :data:`~foredraft.target.features.LAST` for what the LM head
+            features: numbers as in transformers' ``output_hidden_states``, :data:`~foredraft.models.features.LAST` for what the LM head
                 reads; they are concatenated in this order.
             whole: hand out those of prompts at every token, ``[L, F * d]`` per row. **No prefix is reused then**: of a beginning that was
                 copied from another row no hidden states are known. ``reuse_prefix`` is what it was once nobody reads whole texts.

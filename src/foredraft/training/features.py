@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foredraft.target.features import features_of, taps_of
+from foredraft.models.features import features_of, taps_of
 from foredraft.training.batches import Tokens
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.errors import ConfigurationError
 from foredraft.files import replacing
-from foredraft.target.features import LAST
+from foredraft.models.features import LAST
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.data import Texts, refuse_other_data, shard_file, weights_digest, write_json
 from foredraft.training.features import Reader

@@ -1,4 +1,4 @@
-"""Passes of all rows at once over a :class:`~foredraft.target.cache.TreeCache`: how most models are served."""
+"""Passes of all rows at once over a :class:`~foredraft.models.cache.TreeCache`: how most models are served."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foredraft.backends.block_masks import spanned
+from foredraft.backends.flex import Flex
+from foredraft.backends.graphs import Graphs
+from foredraft.backends.kernel_pass import Direct
 from foredraft.device import to_device
-from foredraft.target.alibi import alibi_from, uses_alibi
-from foredraft.target.block_masks import spanned
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.flex import Flex
-from foredraft.target.graphs import Graphs
-from foredraft.target.kernel_pass import Direct
-from foredraft.target.masks import MaskBuilder, layout
-from foredraft.target.temperature import temperature_from, tuned_layers
+from foredraft.models.alibi import alibi_from, uses_alibi
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.masks import MaskBuilder, layout
+from foredraft.models.temperature import temperature_from, tuned_layers
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.target.features import Features
+    from foredraft.models.features import Features
 
 
 class TreeExecution:

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foredraft.backends.grouped import Grouped
 from foredraft.device import to_device
-from foredraft.target.alibi import alibi_from, uses_alibi
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.grouped import Grouped
-from foredraft.target.masks import Layout, MaskBuilder
-from foredraft.target.temperature import temperature_from, tuned_layers
+from foredraft.models.alibi import alibi_from, uses_alibi
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.masks import Layout, MaskBuilder
+from foredraft.models.temperature import temperature_from, tuned_layers
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.target.features import Features
+    from foredraft.models.features import Features
 
 
 class StaticPass:
     """Passes of one model over slots of its cache.
 
     Args:
-        model, cache, context: as in :class:`~foredraft.target.execution.TreeExecution`.
+        model, cache, context: as in :class:`~foredraft.backends.eager.TreeExecution`.
         grouped: how heads that share keys attend, None for the model's own way.
 
     Attributes:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.kernels import difference
-from foredraft.target.temperature import tuned_layers
+from foredraft.backends.kernels import difference
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.temperature import tuned_layers
 
 NODES = 64  # tokens per row of a compiled pass at most; beyond, arithmetic takes the time, and the model's own layers are as fast
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from foredraft.device import to_device
 from foredraft.errors import ConfigurationError, UnsupportedModelError
-from foredraft.target.support import describe
+from foredraft.models.support import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

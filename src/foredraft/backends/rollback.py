@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from foredraft.target.cache import Window
+from foredraft.models.cache import Window
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.target.features import Features
+    from foredraft.models.features import Features
 
 REPLAY = 32  # kept tokens read again in a pass; more of them get a pass of their own, after which the copy is renewed
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
@@ -86,7 +86,7 @@ class ReplayRow:
 
 
 class ReplayCache:
-    """The rows of a :class:`ReplayExecution`; the same verbs as :class:`~foredraft.target.cache.TreeCache`."""
+    """The rows of a :class:`ReplayExecution`; the same verbs as :class:`~foredraft.models.cache.TreeCache`."""
 
     shares = False
 
@@ -152,7 +152,7 @@ class ReplayExecution:
         context: positions the model knows; of a row beyond it nothing is read, and its logits are zeros.
 
     Attributes:
-        features, hidden: as those of a :class:`~foredraft.target.execution.TreeExecution`; filler and what is not read have zeros.
+        features, hidden: as those of a :class:`~foredraft.backends.eager.TreeExecution`; filler and what is not read have zeros.
     """
 
     ragged = True  # each row pays for its own nodes

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from foredraft.target import native
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.packing import NATIVE
+from foredraft.backends import native
+from foredraft.backends.packing import NATIVE
+from foredraft.models.cache import TreeCache, Window
 
 if TYPE_CHECKING:
-    from foredraft.target.features import Features
-    from foredraft.target.fusion import FusedLayer
+    from foredraft.backends.fusion import FusedLayer
+    from foredraft.models.features import Features
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 HEADS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

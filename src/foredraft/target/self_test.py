@@ -1,108 +1,31 @@
-"""Which models can be verified and how, and the self-test that makes sure.
-
-A model takes trees if its cache is a key-value cache over attention layers of the types transformers masks for us (full,
-sliding, chunked), so that rejected tokens can be forgotten and siblings kept apart. Some others can verify chains. Names
-below are those known to differ; the self-test catches what no list knows, because several architectures give wrong logits
-without an exception.
-"""
+"""The self-test of a target: several architectures give wrong logits without an exception, and no list names them all."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from foredraft.backends.flex import failure
 from foredraft.errors import UnsupportedModelError
-from foredraft.target.flex import failure
+from foredraft.models.support import describe, tolerance
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-    from foredraft.target.execution import TreeExecution
-    from foredraft.target.flex import Flex
+    from foredraft.backends.eager import TreeExecution
+    from foredraft.backends.flex import Flex
     from foredraft.target.target import Target
 
-ROLLS_BACK = {"full_attention", "sliding_attention", "chunked_attention"}
-REPLAYED = {  # recurrent, and able to read several tokens from a state in one pass
-    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_next", "rwkv", "zamba2",
-}  # fmt: skip
-RECURRENT = {"falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "xlstm", "zamba"}
-SLOT_POSITIONS = {"gpt_neo": "its local attention mask", "mpt": "its position bias"}
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 SMALLEST = 32  # context in which the self-test has room
 WINDOW = 512  # widest window that the self-test goes beyond
 WINDOW_OPTIONS = ("sliding_window", "attention_chunk_size", "window_size")
 TREE = (-1, 0, 0, 1, 1, 2)  # parents; two levels that branch
 LEAVES = ((4, 5), (5,))  # of each row, whose paths are compared
 PATH = (0, 2, 5)  # what is kept of it: nodes that have to move
-
-
-def describe(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__} ({model.config.get_text_config().model_type})"
-
-
-def check_model(model: PreTrainedModel) -> None:
-    """Refuse by name what cannot work.
-
-    Raises:
-        UnsupportedModelError: says why and what to do instead.
-    """
-    config = model.config.get_text_config()
-    name = describe(model)
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; Foredraft speeds up decoder-only language models")
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{name} has no language-modelling head; load it with AutoModelForCausalLM")
-    kinds = set(getattr(config, "layer_types", None) or ())
-    recurrent = config.model_type in RECURRENT or getattr(model, "_is_stateful", False) or kinds - ROLLS_BACK
-    if recurrent and config.model_type not in REPLAYED:
-        odd = f" (layers: {', '.join(sorted(kinds - ROLLS_BACK))})" if kinds - ROLLS_BACK else ""
-        raise UnsupportedModelError(f"{name} keeps a recurrent state{odd} that cannot roll back a rejected token; use model.generate")
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise UnsupportedModelError(
-            f"{name} is loaded with attn_implementation={config._attn_implementation!r}, which takes no tree mask; "
-            "load it with attn_implementation='sdpa' (or 'eager')"
-        )
-
-
-def context_of(config: PreTrainedConfig) -> int | None:
-    """Most tokens that a row may hold; None if the model sets no limit.
-
-    With longrope the whole pass is rotated in another way once any position lies beyond the original context: a draft that
-    reaches beyond it would change the logits before it, and what is cached would no longer fit. Such a model ends there, and
-    says so.
-    """
-    longest: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *ropes.values()]:
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            boundary = rope.get("original_max_position_embeddings") or longest
-            if boundary is not None and (longest is None or boundary < longest):
-                warnings.warn(
-                    f"{config.model_type} with longrope rotates every token in another way beyond {boundary} tokens; Foredraft serves it "
-                    f"up to there (of {longest})",
-                    stacklevel=3,
-                )
-                longest = boundary
-    return longest
-
-
-def chains_only(model: PreTrainedModel) -> str | None:
-    """Why ``model``, which passed :func:`check_model`, can verify chains but no branching trees; None if it takes trees."""
-    config = model.config.get_text_config()
-    name = describe(model)
-    if config.model_type in REPLAYED:
-        return f"{name} keeps a recurrent state, which reads tokens one after the other and can not branch"
-    if config.model_type in SLOT_POSITIONS:
-        return f"{name} computes {SLOT_POSITIONS[config.model_type]} from cache slots, which are no positions once a tree branches"
-    if config.model_type == "falcon" and getattr(config, "alibi", False):
-        return f"{name} with alibi computes its position bias from cache slots, which are no positions once a tree branches"
-    return None
 
 
 @torch.inference_mode()
@@ -140,11 +63,6 @@ def self_test(target: Target) -> str | None:
         return None
     finally:
         target.release()
-
-
-def tolerance(model: PreTrainedModel) -> float:
-    """What logits of two ways to compute the same may differ by, in parts of the largest."""
-    return TOLERANCE.get(model.dtype, 0.1)  # half precision and quantised weights round differently per shape
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import causal_mask_function
 
-from foredraft.target.cache import Window
+from foredraft.models.cache import Window
 from foredraft.tree import TokenTree, static_ancestors
 
 NAME = "foredraft_flex"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from foredraft.target.fusion import Fusion
-from foredraft.target.packing import Packing
+from foredraft.backends.fusion import Fusion
+from foredraft.backends.packing import Packing
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest logit: what another order of summation explains
 
@@ -17,7 +17,7 @@ class Kernels:
     """Packed weights and fused layers on one model, as far as its logits stay the same within rounding.
 
     Args:
-        model: on a CPU; :func:`~foredraft.target.packing.refusal` has nothing against it.
+        model: on a CPU; :func:`~foredraft.backends.packing.refusal` has nothing against it.
         sample: runs the model over a few tokens and returns their logits.
         owned: nobody else holds the model, so packed weights may replace the originals.
         hints: the layouts to choose among.

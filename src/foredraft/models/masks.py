@@ -20,7 +20,7 @@ from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 from foredraft.device import to_device
-from foredraft.target.cache import TreeCache, Window
+from foredraft.models.cache import TreeCache, Window
 from foredraft.tree import TokenTree
 
 NAME = "foredraft_positions"

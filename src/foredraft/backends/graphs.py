@@ -18,25 +18,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from foredraft.target import recorder as recorders
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.flex import failure
-from foredraft.target.grouped import Grouped
-from foredraft.target.recorder import Outputs, Recorder
-from foredraft.target.static_pass import Bucket, PassFrame, StaticPass
-from foredraft.target.support import SMALLEST, TREE
+from foredraft.backends import recorder as recorders
+from foredraft.backends.flex import failure
+from foredraft.backends.grouped import Grouped
+from foredraft.backends.recorder import Outputs, Recorder
+from foredraft.backends.static_pass import Bucket, PassFrame, StaticPass
+from foredraft.models.cache import TreeCache, Window
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.target.features import Features
+    from foredraft.models.features import Features
     from foredraft.target.target import Target
 
 PATIENCE = 2  # times that a bucket comes up before it is recorded
 TRIALS = 2  # replays of a recording that are compared with the eager pass
 MOST = 48  # recordings kept at most
 TOKENS = 512  # of a recorded pass at most; beyond, arithmetic takes longer than launching it
+SMALLEST = 32  # context in which the test has room
+TREE = (-1, 0, 0, 1, 1, 2)  # parents
 SPAN = 256  # shortest span; the others are its doubles
 STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)  # nodes; beyond, multiples of 32
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -63,7 +64,7 @@ class Graphs:
     """The recordings of one target.
 
     Args:
-        model, cache, context: as in :class:`~foredraft.target.execution.TreeExecution`.
+        model, cache, context: as in :class:`~foredraft.backends.eager.TreeExecution`.
         tolerance: how far logits may differ from those of an eager pass, in parts of the largest.
         owner: whose cache it is; asked to give up what filler overwrites, and to read its texts again after a recording went wrong.
 

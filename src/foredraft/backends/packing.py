@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.target import native
-from foredraft.target.int8 import give_back, integers, is_held, is_int8, scales, take
+from foredraft.backends import native
+from foredraft.backends.int8 import give_back, integers, is_held, is_int8, scales, take
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = 0  # the layout that torch has them in

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foredraft.backends import native
+from foredraft.backends.kernel_pass import Direct, NativePass
+from foredraft.backends.packing import NATIVE, Product
+from foredraft.models.cache import TreeCache, Window
 from foredraft.shapes import DynamicShape, StaticShape
-from foredraft.target import native
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.kernel_pass import Direct, NativePass
-from foredraft.target.packing import NATIVE, Product
 
 if TYPE_CHECKING:
     from foredraft.target.target import Target

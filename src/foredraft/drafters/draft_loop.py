@@ -17,6 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from foredraft.backends.graphs import TRIALS, Graphs, Recording
+from foredraft.backends.static_pass import upload
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.growth import Growth, grow_from
@@ -24,8 +26,6 @@ from foredraft.logits.noise import Noise
 from foredraft.logits.sampler import Sampler, fit_vocabulary
 from foredraft.shapes import StaticShape
 from foredraft.target import Target, Window
-from foredraft.target.graphs import TRIALS, Graphs, Recording
-from foredraft.target.static_pass import upload
 from foredraft.tree import TokenTree, chain_ancestors, chain_depths
 
 AGREE = 0.9  # of the tokens in a trial; nearly tied scores may be rounded to another order where rows were padded

@@ -25,10 +25,10 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
-from foredraft.target.alibi import uses_alibi
-from foredraft.target.block_masks import NAME, Shape, shape_of, tree_mask
-from foredraft.target.cache import TreeCache, Window
-from foredraft.target.masks import MaskBuilder
+from foredraft.backends.block_masks import NAME, Shape, shape_of, tree_mask
+from foredraft.models.alibi import uses_alibi
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.masks import MaskBuilder
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from foredraft.target.cache import TreeCache
-from foredraft.target.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, NativePass, fits
-from foredraft.target.packing import PLAIN, Packing, Product
+from foredraft.backends.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, NativePass, fits
+from foredraft.backends.packing import PLAIN, Packing, Product
+from foredraft.models.cache import TreeCache
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
