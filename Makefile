@@ -1,5 +1,6 @@
 # make demo   the main job on the embedded models, in an environment of its own
 # make test   what tests need, and the tests
+# make golden compare what every drafter, rule and execution does with the committed record (tests/golden)
 # make check  ruff and mypy, and the docs
 # make docs   the documentation as a site, under build/site; fails on a broken link. Needs Python 3.11
 # make bench  the benchmark, beside whatever peers are installed
@@ -15,7 +16,7 @@ CONSTRAINTS := -c constraints.txt
 PEERS ?= $(or $(FOREDRAFT_PEERS),.peers)
 JOBS ?= 2
 
-.PHONY: demo test nightly check docs bench clean peers peer-vllm peer-llamacpp peer-openvino
+.PHONY: demo test golden nightly check docs bench clean peers peer-vllm peer-llamacpp peer-openvino
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +42,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest
+
+golden: $(VENV)/.installed-test
+	$(BIN)/python tests/golden check
 
 nightly: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m nightly
