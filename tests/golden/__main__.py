@@ -33,8 +33,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import transformers
 
-transformers.utils.logging.disable_progress_bar()
-
 import foredraft
 from foredraft import ConfigurationError, Speculator
 from foredraft.drafters.datastore import Datastore
@@ -181,13 +179,15 @@ def prepare(folder: Path, model, tokenizer) -> None:
 
 
 def machine() -> dict[str, str]:
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor())
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return {"processor": model, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def main(verb: str, *only: str) -> int:
     torch.set_num_threads(1)
-    stored = json.loads(lzma.open(FILE, "rt").read()) if FILE.exists() else {"machine": {}, "groups": {}}
+    transformers.utils.logging.disable_progress_bar()
+    stored = json.loads(lzma.decompress(FILE.read_bytes())) if FILE.exists() else {"machine": {}, "groups": {}}
     known = stored["groups"]
     tokenizer = foredraft.zoo.load_tokenizer(TARGET)
     tokenizer.padding_side = "left"
