@@ -124,7 +124,7 @@ class Run:
         """Every contender on every prompt with every seed.
 
         Raises:
-            ConfigurationError: a model that can not be loaded.
+            ConfigurationError: a model that cannot be loaded.
         """
         settings = self.settings
         torch.set_num_threads(settings.threads)

@@ -245,7 +245,7 @@ def speed(
     repeats: Annotated[int, typer.Option(min=1, help="Measured calls.")] = 3,
     warmups: Annotated[int, typer.Option(min=1, help="Calls before, of each contender.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="Above 0 Foredraft samples, and no peer takes part.")] = 0.0,
-    worst: Annotated[bool, typer.Option(help="Also text that can not be guessed.")] = True,
+    worst: Annotated[bool, typer.Option(help="Also text that cannot be guessed.")] = True,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="Threads of every contender.")] = 2,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a call has failed.")] = 120.0,
@@ -315,7 +315,7 @@ def drafters(
     tokens: Annotated[int, typer.Option(min=2, help="New tokens per turn.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Measured calls.")] = 3,
     warmups: Annotated[int, typer.Option(min=1, help="Calls before, of each contender.")] = 1,
-    worst: Annotated[bool, typer.Option(help="Also text that can not be guessed.")] = True,
+    worst: Annotated[bool, typer.Option(help="Also text that cannot be guessed.")] = True,
     replayed: Annotated[
         str, typer.Option(help="Whose texts acceptance is measured on without a clock; none to leave it out.")
     ] = "zoo:python-8m",
@@ -426,7 +426,7 @@ def heads(
 
 @contextmanager
 def _configured() -> Iterator[None]:
-    """What can not work as asked ends the command with exit code 2."""
+    """What cannot work as asked ends the command with exit code 2."""
     from foredraft.errors import ForedraftError
 
     try:

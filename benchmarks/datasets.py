@@ -35,7 +35,7 @@ def read(source: str, limit: int | None = None) -> list[Prompt]:
     """The prompts of ``source``: ``"embedded"``, or a file; the first ``limit`` of each category.
 
     Raises:
-        ConfigurationError: the file can not be read, or a line of it is not in its format; the message has the line's number.
+        ConfigurationError: the file cannot be read, or a line of it is not in its format; the message has the line's number.
     """
     found = embedded() if source == EMBEDDED else from_file(Path(source))
     if limit is None:

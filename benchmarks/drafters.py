@@ -194,7 +194,7 @@ class Run(speed.Run):
         """Replays first, which may run on any machine, then the clock.
 
         Raises:
-            ConfigurationError: a target that can not be loaded, or prompts that make no tokens.
+            ConfigurationError: a target that cannot be loaded, or prompts that make no tokens.
         """
         settings = self.settings
         for source in settings.targets if settings.needs_datastore else ():

@@ -118,7 +118,7 @@ class Findings:
         return found
 
     def random(self) -> list[Figure]:
-        """Text that can not be guessed, against plain decoding of the same."""
+        """Text that cannot be guessed, against plain decoding of the same."""
         calls = self.calls(scenario=RANDOM)
         plain = best(["foredraft plain"], calls.rate)
         names = [name for name, each in self.run.everyone.items() if each.hopeless]

@@ -127,7 +127,7 @@ class Run:
     @torch.inference_mode()
     def run(self) -> None:
         """Raises:
-        ConfigurationError: a target that can not be loaded.
+        ConfigurationError: a target that cannot be loaded.
         """
         settings = self.settings
         torch.set_num_threads(settings.threads)

@@ -83,7 +83,7 @@ class Run:
     """One run of the suite; ``advance`` is called after each step of ``steps``.
 
     Raises:
-        ConfigurationError: passes, contexts or configurations that do not read, or a target that can not have them.
+        ConfigurationError: passes, contexts or configurations that do not read, or a target that cannot have them.
     """
 
     def __init__(self, settings: Settings, advance: Callable[[], None] = lambda: None, *, clock: Callable[[], float] = time.perf_counter):

@@ -100,7 +100,7 @@ class Run:
         """Compare, then measure the noise; what fails is in ``failures`` and the rest goes on.
 
         Raises:
-            ConfigurationError: a model that can not be loaded, or too few tokens for a round to be sure.
+            ConfigurationError: a model that cannot be loaded, or too few tokens for a round to be sure.
         """
         settings = self.settings
         if settings.tokens < settings.draft_length + 2:

@@ -209,7 +209,7 @@ class PeerProcess:
             return file.read().decode("utf-8", "replace").splitlines()
 
     def cpu_seconds(self) -> float | None:
-        """CPU time that it and the programs it started have used so far, or None where that can not be read."""
+        """CPU time that it and the programs it started have used so far, or None where that cannot be read."""
         try:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
             return sum(_cpu_seconds(each) for each in (str(self.process.pid), *children))

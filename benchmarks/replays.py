@@ -95,7 +95,7 @@ class Replays:
 
     def run(self) -> list[Kept]:
         """Raises:
-        ConfigurationError: the target can not be loaded.
+        ConfigurationError: the target cannot be loaded.
         """
         torch.set_num_threads(self.given.threads)
         speculator = Speculator(self.given.replayed, "none", dtype="float32")

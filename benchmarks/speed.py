@@ -104,7 +104,7 @@ class Run:
         """Every target in every dtype, one after the other: all contenders of one are in memory together.
 
         Raises:
-            ConfigurationError: a target or draft that can not be loaded, or prompts that make no tokens.
+            ConfigurationError: a target or draft that cannot be loaded, or prompts that make no tokens.
         """
         torch.set_num_threads(self.settings.threads)
         draft = checkpoints.written(self.settings.draft, self.work) if DRAFT in self.settings.modes else None

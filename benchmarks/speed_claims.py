@@ -176,7 +176,7 @@ class Findings:
         return found
 
     def worst(self) -> list[Figure]:
-        """Text that can not be guessed, against plain decoding of the same."""
+        """Text that cannot be guessed, against plain decoding of the same."""
         found = []
         for scenario in (HOPELESS, RANDOM):
             for batch in self.run.settings.batches:

@@ -32,7 +32,7 @@ class Settings:
         ngram: longest match of prompt lookup, for all who have such an option.
         prompts: ``embedded`` or files; ``limit`` prompts of each category at most.
         tokens: new tokens per row; ``repeats`` measured calls after ``warmups`` of each contender.
-        worst: measure text that can not be guessed as well.
+        worst: measure text that cannot be guessed as well.
         timeout: seconds after which a call counts as failed; ``patience`` the same for loading and converting.
     """
 
@@ -77,7 +77,7 @@ class Contender:
         setting: what sets it apart from others of its side and mode.
         length: γ, 0 where the side chooses itself.
         options: for the adapter.
-        hopeless: it is for text that can not be guessed; if it has a draft model, one that knows nothing.
+        hopeless: it is for text that cannot be guessed; if it has a draft model, one that knows nothing.
         fresh: its drafter forgets before every call what earlier texts taught it; the others' forget between repeats.
     """
 
@@ -169,7 +169,7 @@ def _chain(shape: str) -> int:
 
 
 def hopeless(settings: Settings) -> list[Contender]:
-    """Foredraft's contenders for text that can not be guessed: a draft model that knows nothing, on a greedy text, and prompt lookup, on
+    """Foredraft's contenders for text that cannot be guessed: a draft model that knows nothing, on a greedy text, and prompt lookup, on
     a random one. They are apart from the others, because what a planner learns there it would take along to their next text."""
     modes = {DRAFT: "auto, untrained", LOOKUP: "auto, random text"}
     return [

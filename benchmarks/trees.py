@@ -120,7 +120,7 @@ class Run:
         """Measure every contender on every prompt in every repeat, after a warm-up of each.
 
         Raises:
-            ConfigurationError: a model that can not be loaded.
+            ConfigurationError: a model that cannot be loaded.
         """
         settings = self.settings
         torch.set_num_threads(settings.threads)

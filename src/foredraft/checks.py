@@ -1,4 +1,4 @@
-"""What a session does not take from a drafter or a target: trees that are none, tokens that can not be, scores that say nothing."""
+"""What a session does not take from a drafter or a target: trees that are none, tokens that cannot be, scores that say nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_tree(tree: TokenTree, request: DraftRequest, name: str, target: Target
         return
     refusal = rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
     if refusal:
-        raise DrafterError(f"{drafter} proposed what the rule can not verify: {refusal}")
+        raise DrafterError(f"{drafter} proposed what the rule cannot verify: {refusal}")
     if request.needs_q and tree.q is None:
         raise DrafterError(f"{drafter} returned no q, and rule {rule.name!r} compares with the draft's own distribution")
 

@@ -1,4 +1,4 @@
-"""What transformers prepared, unpadded: prompts, per-row parameters, and refusal by name of what can not be honoured."""
+"""What transformers prepared, unpadded: prompts, per-row parameters, and refusal by name of what cannot be honoured."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def with_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> 
         raise ConfigurationError("stop_strings need the tokenizer: pass tokenizer=...")
     if model.generation_config.stop_strings is not None:
         raise ConfigurationError(
-            "the model's generation_config names stop_strings, which transformers can not hand to custom decoding; set "
+            "the model's generation_config names stop_strings, which transformers cannot hand to custom decoding; set "
             "model.generation_config.stop_strings = None and pass stop_strings=..."
         )
     arguments = {name: value for name, value in arguments.items() if name != "stop_strings"}

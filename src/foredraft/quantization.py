@@ -23,7 +23,7 @@ KINDS = ("int8",)
 
 
 def check_quantization(kind: str | None, model: object) -> None:
-    """Refuse before any weights are read what can not be done to ``model``, a name or a model.
+    """Refuse before any weights are read what cannot be done to ``model``, a name or a model.
 
     Raises:
         ConfigurationError: an unknown kind, torchao is missing, or the model is not loaded here.

@@ -97,7 +97,7 @@ class Speculator:
 
     Raises:
         ConfigurationError: an unknown name or option, a path that is no model, a rule that is not exact for the drafter.
-        UnsupportedModelError: the model can not roll back; the message says why.
+        UnsupportedModelError: the model cannot roll back; the message says why.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Speculator:
         Args:
             inputs: ``[B, L]`` prompt ids, or ``input_ids=`` with ``attention_mask=``, padded on either side.
             seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator.
-            arguments: whatever ``model.generate`` takes; what Foredraft can not honour is refused by name. Besides,
+            arguments: whatever ``model.generate`` takes; what Foredraft cannot honour is refused by name. Besides,
                 ``output_logprobs=k`` records the log-probability of every new token and of the k likeliest at its place (k = 0:
                 its own alone), from the target's raw logits, before temperature and every other processor.
 
@@ -171,7 +171,7 @@ class Speculator:
             and logits, rows that are over hold 0 for the padding token and -inf elsewhere; logprobs are as long as each row.
 
         Raises:
-            ConfigurationError: an argument that can not be honoured.
+            ConfigurationError: an argument that cannot be honoured.
             TargetOutputError: NaN or infinite logits, or no token left by the processors.
             Interrupted: Ctrl-C; ``.output`` holds what was generated.
         """
@@ -196,7 +196,7 @@ class Speculator:
         self.drafter.reset()
 
     def close(self) -> None:
-        """Give all memory back and leave a model that was handed in as it was; the Speculator can not be used any more."""
+        """Give all memory back and leave a model that was handed in as it was; the Speculator cannot be used any more."""
         self.release()
         self.target.close()
         self.drafter.close()
@@ -379,7 +379,7 @@ def choose_rule(rule: Rule | str, drafter: Drafter, shape: TreeShape | None, *, 
 
 
 def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
-    """Refuse a shape that the target or the drafter can not do.
+    """Refuse a shape that the target or the drafter cannot do.
 
     Raises:
         ConfigurationError: says which, why, and what would do.

@@ -321,7 +321,7 @@ def test_at_the_end_of_the_models_context():
     assert len(expected[0]) == 12 and any(tree.extra for tree in drafter.trees)
     huge = Watched(window=context)
     assert generate(Speculator(model, drafter=huge, shape="chain(3)"), [row], max_new_tokens=40) == expected
-    assert not any(tree.extra for tree in huge.trees), "a window that the context can not hold is left out"
+    assert not any(tree.extra for tree in huge.trees), "a window that the context cannot hold is left out"
 
 
 def test_without_a_draft_the_window_stands_still():

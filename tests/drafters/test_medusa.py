@@ -243,7 +243,7 @@ def test_sampled_text_is_that_of_plain_decoding(siblings, shape):
 @pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 2, "seed": 1}])
 @pytest.mark.parametrize("on_host", [True, False])
 def test_trees_that_are_looked_up_are_those_that_are_grown(shape, sampled, on_host, monkeypatch):
-    """Where two tokens are left a third sibling can not be, nor what hangs below it; and rows near their end have less room than others."""
+    """Where two tokens are left a third sibling cannot be, nor what hangs below it; and rows near their end have less room than others."""
     monkeypatch.setattr(growth, "SMALL", growth.SMALL if on_host else 0)
     seen = []
 

@@ -526,7 +526,7 @@ def test_through_a_hub(hub: Hub):
     assert torch.equal(says(checkpoints.from_pretrained("me/head", tiny(), revision="v1")), says(head))
     assert hub.calls[-1] == ("me/head", "v1", ["*.json", "*.safetensors"])
     assert checkpoints.describe("me/head", revision="v1")["kind"] == "eagle3"
-    with pytest.raises(ConfigurationError, match="'me/head at v2' can not be had from the hub: no repository"):
+    with pytest.raises(ConfigurationError, match="'me/head at v2' cannot be had from the hub: no repository"):
         checkpoints.load("me/head", tiny(), revision="v2")
 
 

@@ -42,7 +42,7 @@ def recipe():
     class Follows(names["Follows"]):
         def state(self, history):
             state = super().state(history)
-            assert state is not None and history[-1] != EOS, "asked what decoding can not reach"
+            assert state is not None and history[-1] != EOS, "asked what decoding cannot reach"
             return state
 
     return Follows

@@ -1,4 +1,4 @@
-"""Top-p without a sort gives transformers' own scores, bit for bit, and says where it can not."""
+"""Top-p without a sort gives transformers' own scores, bit for bit, and says where it cannot."""
 
 from __future__ import annotations
 

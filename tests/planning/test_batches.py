@@ -173,7 +173,7 @@ def test_rows_that_hold_everybody_up_are_drafted_for():
 
 @pytest.mark.parametrize("own", [True, False])
 def test_valuing_all_tokens_alike_would_lose_in_an_uneven_batch(own):
-    """The control: the same rows planned for as if others followed them. One of them can not be guessed."""
+    """The control: the same rows planned for as if others followed them. One of them cannot be guessed."""
     totals = []
     for together in (True, False):
         worlds = [World([0.9] * 15 + [0.02], own=own, seed=seed) for seed in range(6)]

@@ -240,7 +240,7 @@ def test_an_inflated_head_says_the_same_of_the_inflated_target(ratio, options):
 
 def test_a_head_for_something_else_is_not_inflated():
     head = find("medusa").for_target(small_llama())
-    with pytest.raises(ConfigurationError, match="can not be inflated"):
+    with pytest.raises(ConfigurationError, match="cannot be inflated"):
         inflate_medusa(head, tiny())
 
 

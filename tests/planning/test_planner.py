@@ -386,7 +386,7 @@ def test_an_unusable_profile_is_ignored_with_a_note(tmp_path, text, caplog):
     costs = CostModel()
     with caplog.at_level(logging.WARNING, "foredraft"):
         assert not file.read(costs)
-    assert "file.json can not be used" in caplog.text
+    assert "file.json cannot be used" in caplog.text
     assert costs.to_dict() == CostModel().to_dict()
     assert file.write(filled()) and file.read(costs)
 
@@ -397,7 +397,7 @@ def test_binary_rubbish_and_unwritable_places_are_no_crash(tmp_path, caplog):
     assert not file.read(CostModel())
     (tmp_path / "blocked").write_text("a file where a folder is wanted")
     assert not Profile(tmp_path / "blocked" / "file.json", {}).write(CostModel())
-    assert "can not be written" in caplog.text
+    assert "cannot be written" in caplog.text
     assert not Profile(tmp_path / "missing.json", {}).read(CostModel())
 
 

@@ -27,7 +27,7 @@ FROM_HOST_FUNCTIONS = {"tensor", "as_tensor", "from_numpy", "manual_seed"}
 
 
 class Forbidden(RuntimeError):
-    """What a graph can not hold."""
+    """What a graph cannot hold."""
 
 
 class HostWatch(TorchFunctionMode):

@@ -136,7 +136,7 @@ def test_outside_the_loop_the_model_is_itself(traced):
 
 def test_what_can_not_be_compiled_says_why(traced, monkeypatch):
     for family, why in (("gpt_neo", "keeps a cache of its own"), ("llama4_text", "temperature"), ("gemma3n_text", "take the cache")):
-        with pytest.raises(ConfigurationError, match=rf"can not be compiled: .*{why}.*use execution='auto'"):
+        with pytest.raises(ConfigurationError, match=rf"cannot be compiled: .*{why}.*use execution='auto'"):
             Target(of(family), execution="compiled")
     model = clone(tiny())
     Target(model, execution="compiled")
@@ -157,7 +157,7 @@ def test_what_goes_wrong_leaves_the_model_as_it_was(traced, monkeypatch, fault):
 def test_without_a_compiler():
     with (
         torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
-        pytest.raises(ConfigurationError, match=r"can not be compiled: torch\.compile needs a C\+\+ compiler.*use execution='auto'"),
+        pytest.raises(ConfigurationError, match=r"cannot be compiled: torch\.compile needs a C\+\+ compiler.*use execution='auto'"),
     ):
         Target(clone(tiny()), execution="compiled")
 

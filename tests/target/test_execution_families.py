@@ -240,7 +240,7 @@ def test_fused_layers_that_compute_something_else_are_given_up_and_say_so(monkey
 def test_sizes_that_the_kernels_do_not_read_are_refused():
     *shared, options = ARCHITECTURES["llama"].build.args
     model = ARCHITECTURES["llama"].build.func(*shared, {**options, "hidden_size": 40, "intermediate_size": 80}, "sdpa")
-    with pytest.raises(ConfigurationError, match=r"can not be packed: the native kernels read rows of 32 weights.*use execution='auto'"):
+    with pytest.raises(ConfigurationError, match=r"cannot be packed: the native kernels read rows of 32 weights.*use execution='auto'"):
         Target(model, execution="native")
     assert not any("forward" in vars(module) for module in model.modules())
     assert Target(model, owned=True).execution == "packed"
@@ -265,6 +265,6 @@ def test_compiled_layers(family, monkeypatch):
         assert_same_logits(target, family, torch.float32)
         target.close()
     else:
-        with pytest.raises(ConfigurationError, match=f"can not be compiled: {why}.*use execution='auto'"):
+        with pytest.raises(ConfigurationError, match=f"cannot be compiled: {why}.*use execution='auto'"):
             Target(model, execution="compiled")
     assert_as_found(model, family)

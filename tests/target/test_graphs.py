@@ -1,4 +1,4 @@
-"""Replayed passes and drafts are those of the model itself, whatever was baked in; what can not be recorded is told, and nothing is lost.
+"""Replayed passes and drafts are those of the model itself, whatever was baked in; what cannot be recorded is told, and nothing is lost.
 
 Without a GPU a tape stands in for CUDA graphs (``tape.py``). What needs a GPU is marked ``cuda``.
 """
@@ -105,7 +105,7 @@ def test_replayed_passes_are_those_of_the_model(family, taped):
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_can_not_be_recorded_is_refused_with_the_reason(family, taped):
-    with pytest.raises(ConfigurationError, match=rf"can not be replayed: .*{REFUSED[family]}.*use execution='auto'"):
+    with pytest.raises(ConfigurationError, match=rf"cannot be replayed: .*{REFUSED[family]}.*use execution='auto'"):
         Target(of(family), execution="graphs")
     target = Target(of(family))
     assert target.graphs is None and target.execution != "graphs" and REFUSED[family] in target.ungraphed
@@ -571,7 +571,7 @@ class Failing(Tape):
 
 def test_a_recording_that_fails_is_told(monkeypatch):
     monkeypatch.setattr(recorder, "recorder_for", lambda device: Failing(0))
-    with pytest.raises(ConfigurationError, match=r"can not be replayed: .*not permitted when stream is capturing; use execution='auto'"):
+    with pytest.raises(ConfigurationError, match=r"cannot be replayed: .*not permitted when stream is capturing; use execution='auto'"):
         Target(of("gpt2"), execution="graphs")
     target = Target(of("gpt2"))
     assert target.graphs is None and "not permitted" in target.ungraphed and target.execution == "eager"
@@ -693,7 +693,7 @@ def test_release_gives_the_recordings_back(taped):
 
 def test_what_can_not_be_recorded_says_why(taped, monkeypatch):
     def refused(model, why, **options):
-        with pytest.raises(ConfigurationError, match=rf"can not be replayed: .*{why}.*use execution='auto'"):
+        with pytest.raises(ConfigurationError, match=rf"cannot be replayed: .*{why}.*use execution='auto'"):
             Target(model, execution="graphs", **options)
         target = Target(model, **{"execution": "auto", **options})
         assert target.graphs is None and target.ungraphed

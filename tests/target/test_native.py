@@ -269,7 +269,7 @@ def test_without_kernels_other_layouts_are_used(change, message, fresh, monkeypa
     with monkeypatch.context() as patch:
         change(patch)
         assert message in native.refusal(torch.float32)
-        with pytest.raises(ConfigurationError, match=f"native kernels can not be used: .*{message}"):
+        with pytest.raises(ConfigurationError, match=f"native kernels cannot be used: .*{message}"):
             Target(model, execution="native")
         target = Target(model, owned=True)
     assert target.execution == "packed" and NATIVE not in target.kernels.hints and target.kernels.hints == HINTS

@@ -211,7 +211,7 @@ def test_auto_packs_what_it_loaded_and_nothing_else():
 def test_what_can_not_be_packed_says_why():
     model = clone(tiny()).double()
     assert refusal(model) == "it has no plain linear layers in float32 or bfloat16"
-    with pytest.raises(ConfigurationError, match=r"can not be packed: it has no plain.*execution='auto'"):
+    with pytest.raises(ConfigurationError, match=r"cannot be packed: it has no plain.*execution='auto'"):
         Target(model, execution="packed")
     assert Target(model, owned=True).execution == "eager"
     with pytest.raises(ConfigurationError, match="unknown execution 'fast'; choose auto, eager, packed"):

@@ -315,7 +315,7 @@ def test_other_quantised_tensors_are_left_alone():
 
 
 def test_there_is_no_other_layout():
-    with pytest.raises(ConfigurationError, match=r"can not be packed: its weights have eight bits.*native.*execution='auto'"):
+    with pytest.raises(ConfigurationError, match=r"cannot be packed: its weights have eight bits.*native.*execution='auto'"):
         Target(quantised(), execution="packed")
 
 

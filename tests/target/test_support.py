@@ -1,4 +1,4 @@
-"""The self-test finds what no list knows: a model that can not keep siblings apart, and one whose window is not what it says."""
+"""The self-test finds what no list knows: a model that cannot keep siblings apart, and one whose window is not what it says."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The real Session, rules and draws run on probability tables with every outcome of every draw enumerated. Draws keep their
 keys, so noise that is shared by mistake, within a round or between two, changes the law here too. Each property is paired
-with a fault of the kind seen in practice, which must move the law by a stated amount: a test that can not fail shows nothing.
+with a fault of the kind seen in practice, which must move the law by a stated amount: a test that cannot fail shows nothing.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def audit(
         sampling: arguments of ``generate``: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ….
 
     Raises:
-        ConfigurationError: an option that can not work.
+        ConfigurationError: an option that cannot work.
     """
     check_options(parts, significance, bias, sampling)
     for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples), ("batch_size", batch_size)):

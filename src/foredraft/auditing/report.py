@@ -246,7 +246,7 @@ class AuditReport:
             elif not part.passed:
                 found.append(f"{mode} logits are off by {part.logits:.2g} where rounding explains {part.limit:.2g}")
         if self.statistical is not None and self.statistical.impossible:
-            found.append(f"{self.statistical.impossible} sampled tokens can not follow their text under the target")
+            found.append(f"{self.statistical.impossible} sampled tokens cannot follow their text under the target")
         if self.statistical is not None and self.statistical.p_value < self.statistical.significance:
             found.append(
                 f"sampled tokens do not follow the target's law (p = {self.statistical.p_value:.1g}: {self.statistical.worst.name})"

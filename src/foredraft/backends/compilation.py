@@ -189,7 +189,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def refusal(model: nn.Module, chains_only: str | None) -> str | None:
-    """Why the layers of ``model`` can not be compiled, or None."""
+    """Why the layers of ``model`` cannot be compiled, or None."""
     if chains_only is not None:
         return f"it keeps a cache of its own ({chains_only})"
     if tuned_layers(model):  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ Pass = Callable[[], Tensor]  # makes the pass and returns its logits
 
 
 def refusal(model: PreTrainedModel, device: torch.device, *, packed: bool, forced: bool) -> str | None:
-    """Why ``model`` can not, or unless ``forced`` should not, attend through FlexAttention; None if nothing speaks against it."""
+    """Why ``model`` cannot, or unless ``forced`` should not, attend through FlexAttention; None if nothing speaks against it."""
     if not hasattr(flex_module, "AuxRequest"):
         return f"torch {torch.__version__} is older than 2.9"
     if not forced and device.type != "cuda":

@@ -268,7 +268,7 @@ def rounded(count: int, steps: Sequence[int]) -> int:
 
 
 def refusal(model: PreTrainedModel, device: torch.device, chains_only: str | None, attention: str) -> str | None:
-    """Why the passes of ``model`` can not be recorded, or None."""
+    """Why the passes of ``model`` cannot be recorded, or None."""
     if chains_only is not None:
         return f"it keeps a cache of its own ({chains_only})"
     if recorders.recorder_for(device) is None:

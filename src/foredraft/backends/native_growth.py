@@ -71,7 +71,7 @@ class Grower:
 
     def grow(self, ids: Sequence[int], shape: DynamicShape, *, depth: int, vocab_size: int) -> Grown | None:
         """The tree below the last of ``ids``, as :func:`~foredraft.drafters.growth.grow_on_host` grows it, at most ``depth`` levels deep.
-        None where this text can not be continued here.
+        None where this text cannot be continued here.
 
         The cache then holds the text, its last token aside, and behind it the nodes that were read, not committed.
         """

@@ -201,7 +201,7 @@ class Packing:
 
 
 def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | None:
-    """Why the weights of ``model`` can not be packed in one of the layouts ``hints``, or None."""
+    """Why the weights of ``model`` cannot be packed in one of the layouts ``hints``, or None."""
     if not torch._C._has_mkldnn:
         return "this build of torch has no oneDNN"
     devices = {parameter.device.type for parameter in model.parameters()}
@@ -263,7 +263,7 @@ def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear
     return found
 
 
-@torch.no_grad()  # a slice of torchao's tensors can not be made in inference mode
+@torch.no_grad()  # a slice of torchao's tensors cannot be made in inference mode
 def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
     """The hint whose layout was fastest for these products, None if torch's own layers were.
 

@@ -61,7 +61,7 @@ class CudaRecorder:
 
     def reset(self) -> None:
         torch.cuda.synchronize(self.device)  # what is dropped may still be running
-        self._pool = None  # one that nothing uses any more can not be used again
+        self._pool = None  # one that nothing uses any more cannot be used again
 
     def _warm_up(self, run: Callable[[], Outputs]) -> None:
         """Run on the stream that is recorded later. A function that waits for the device is told of here, before anything is recorded."""

@@ -1,6 +1,6 @@
 """Passes of one row at a time over transformers' own cache: for models that can verify a chain but no tree.
 
-A recurrent state has read its tokens for good, so a rejected draft can not be cut off. Instead a copy of the state is
+A recurrent state has read its tokens for good, so a rejected draft cannot be cut off. Instead a copy of the state is
 kept from before the draft, at a point of the text that stays. When a draft is rejected in part, the next pass starts
 from that copy and reads the kept tokens again, in front of the new draft. Caches of attention layers alone are cut.
 

@@ -27,7 +27,7 @@ def run(configuration: Configuration, prompts: Path | None, parts: Sequence[str]
 
 def write(report: AuditReport, path: Path) -> None:
     """Raises:
-    ConfigurationError: the file can not be written.
+    ConfigurationError: the file cannot be written.
     """
     try:
         path.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")

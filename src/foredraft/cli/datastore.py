@@ -91,7 +91,7 @@ def documents(files: list[Path]) -> Iterator[str]:
     """The texts in ``files``.
 
     Raises:
-        ConfigurationError: one can not be read, or a line of a .jsonl file holds no text.
+        ConfigurationError: one cannot be read, or a line of a .jsonl file holds no text.
     """
     for path in files:
         if path.is_dir():

@@ -118,7 +118,7 @@ def serving(head: Head, folder: Path, target: str | None, length: int | None) ->
     """How vLLM serves ``head`` once it lies in ``folder``; for kinds it does not have, nothing is asked of the result but its ``target``.
 
     Raises:
-        ConfigurationError: it can not draft ``length`` tokens in a row.
+        ConfigurationError: it cannot draft ``length`` tokens in a row.
     """
     heads = getattr(head.config, "heads", None)
     if head.kind == "medusa" and length not in (None, heads):
@@ -186,7 +186,7 @@ def unpickled(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise ConfigurationError(f"{file} holds more than tensors and is not read: {str(error).splitlines()[0]}") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ConfigurationError(f"{file} can not be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+        raise ConfigurationError(f"{file} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
     if not isinstance(found, dict) or not found:
         raise ConfigurationError(f"{file} holds no tensors by name, but {type(found).__name__}")
     if others := sorted(str(name) for name, value in found.items() if not isinstance(value, torch.Tensor)):

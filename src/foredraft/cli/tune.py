@@ -250,7 +250,7 @@ def bar(share: float) -> str:
 
 def write(path: Path, found: dict[str, Any]) -> None:
     """Raises:
-    ConfigurationError: the file can not be written.
+    ConfigurationError: the file cannot be written.
     """
     try:
         path.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")

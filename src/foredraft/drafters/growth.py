@@ -28,7 +28,7 @@ Expand = Callable[[TokenTree, int], Tensor]
 asked about the nodes before ``first`` already, in trees with the same beginning."""
 Offer = Callable[[TokenTree, int, Tensor, int], tuple[Tensor, Tensor]]
 """``offer(tree, first, above, depth)`` gives k children of each node from ``first`` on, at ``depth``, whose paths have log-probability
-``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability of their paths likewise, -inf for those that can not be."""
+``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability of their paths likewise, -inf for those that cannot be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,7 @@ def offered(request: DraftRequest, k: int, expand: Expand) -> Offer:
 
 def below(request: DraftRequest, scores: Tensor, above: Tensor, k: int, *, first: int, depth: int) -> tuple[Tensor, Tensor]:
     """k children of each of n nodes, whose paths have log-probability ``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability
-    of their paths likewise, -inf for those that can not be."""
+    of their paths likewise, -inf for those that cannot be."""
     possible: Tensor | None = None
     if request.proposal == "iid":
         q = request.sampler.distribution(scores)

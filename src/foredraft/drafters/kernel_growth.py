@@ -17,7 +17,7 @@ def greedy(request: DraftRequest) -> bool:
 
 
 def grow_by(kernel: Grower, request: DraftRequest) -> Growth | None:
-    """What ``kernel`` grows for a request that is :func:`greedy`; None where it can not go on with that text."""
+    """What ``kernel`` grows for a request that is :func:`greedy`; None where it cannot go on with that text."""
     shape, ids = request.shape, request.rows[0].ids
     if isinstance(shape, DynamicShape):
         grown = kernel.grow(ids, shape, depth=request.depth, vocab_size=request.vocab_size)

@@ -129,7 +129,7 @@ class NGram(Drafter):
             return
         if isinstance(self._made_from[0], NGramModel):
             raise ConfigurationError(
-                "ngram was given a model to teach, and can not tell what it taught; save the model first, and give the file"
+                "ngram was given a model to teach, and cannot tell what it taught; save the model first, and give the file"
             )
         self.model = self._load(*self._made_from)
         self._counted.clear()

@@ -141,7 +141,7 @@ class Suffix(Drafter):
             return
         if isinstance(self._made_from[0], SuffixStore):
             raise ConfigurationError(
-                "suffix was given a store to add to, and can not tell what it added; save the store first, and give the file"
+                "suffix was given a store to add to, and cannot tell what it added; save the store first, and give the file"
             )
         vocab_size, self.store = self.store.vocab_size, _store(*self._made_from)
         if vocab_size is not None:

@@ -59,7 +59,7 @@ def save(
         target: where other readers find the target; None for the name that the head remembers.
 
     Raises:
-        ConfigurationError: an unknown format, or one that can not carry this head.
+        ConfigurationError: an unknown format, or one that cannot carry this head.
     """
     folder = Path(folder).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -220,7 +220,7 @@ def _downloaded(repo_id: str, revision: str | None) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, ValueError) as error:
         asked = repo_id if revision is None else f"{repo_id} at {revision}"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigurationError(f"there is no folder {repo_id!r}, and {asked!r} can not be had from the hub: {reason}") from error
+        raise ConfigurationError(f"there is no folder {repo_id!r}, and {asked!r} cannot be had from the hub: {reason}") from error
     return folder
 
 

@@ -63,7 +63,7 @@ class Layer:
     ids: Tensor | None  # [Vd] the target's ids of the draft vocabulary; None if it is the target's
     input_norm: Tensor | None = None
     fc_norms: tuple[Tensor, ...] = ()
-    kv: Tensor | None = None  # the part of qkv that makes keys and values, where it can not be cut from it
+    kv: Tensor | None = None  # the part of qkv that makes keys and values, where it cannot be cut from it
     products: Mapping[str, Product] = field(default_factory=dict)  # what stands in for weights that are packed
     rotary: Rotary = field(init=False)
 
@@ -235,10 +235,10 @@ def frequencies_of(config: Eagle3Config) -> tuple[Tensor, float]:
 
 
 def check_rope(parameters: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for rotary positions that a head can not have."""
+    """Raises ConfigurationError for rotary positions that a head cannot have."""
     kind = parameters.get("rope_type", "default")
     if kind not in ROPE_TYPES:
-        raise ConfigurationError(f"an EAGLE-3 head can not have rope_type {kind!r}; it takes {', '.join(ROPE_TYPES)}")
+        raise ConfigurationError(f"an EAGLE-3 head cannot have rope_type {kind!r}; it takes {', '.join(ROPE_TYPES)}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigurationError(
             f"an EAGLE-3 head turns whole heads; partial_rotary_factor {parameters['partial_rotary_factor']} is not supported"

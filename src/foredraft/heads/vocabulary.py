@@ -95,7 +95,7 @@ def configured(made: type[Config], kind: str, model: PreTrainedModel, options: M
     """A configuration for ``model``: ``options`` as given, ``found`` as seen in the model.
 
     Raises:
-        ConfigurationError: an unknown option, or a target whose LM head such a head can not stand in for.
+        ConfigurationError: an unknown option, or a target whose LM head such a head cannot stand in for.
     """
     known = [each.name for each in fields(made) if each.name not in FOUND]
     if unknown := sorted(options.keys() - set(known)):

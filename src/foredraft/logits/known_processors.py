@@ -69,7 +69,7 @@ class Kind:
         rebase: attributes to replace for one row; None means that every row can share the processor.
         active: for ``reads="length"``, whether it changes any score at this length.
         alike: for ``reads="length"``, it does the same at all lengths at which it is active, so one call serves them.
-        padding: for ``reads="tokens"``, how one call can serve histories of different lengths; None where it can not.
+        padding: for ``reads="tokens"``, how one call can serve histories of different lengths; None where it cannot.
         guarded: it calls the user's code, so it must only see histories that decoding can reach.
         strict: it raises on NaN scores.
         call: a quicker way to the same scores, called with the processor and its arguments.

@@ -145,7 +145,7 @@ def features_of(
 
     Raises:
         ConfigurationError: a number that the model has no hidden state for.
-        UnsupportedModelError: a hidden state that can not be caught, or is no vector of the model's hidden size per token.
+        UnsupportedModelError: a hidden state that cannot be caught, or is no vector of the model's hidden size per token.
     """
     last = len(taps) - 1
     if wrong := [number for number in numbers if not LAST <= number <= last]:
@@ -159,7 +159,7 @@ def features_of(
         if tap is None or tap.width != size:
             what = "does not come by any module of it" if tap is None else f"has {tap.width} numbers per token, not {size}"
             raise UnsupportedModelError(
-                f"hidden state {number} of {describe(model)} can not be handed to a drafter: it {what}; use a drafter that reads none"
+                f"hidden state {number} of {describe(model)} cannot be handed to a drafter: it {what}; use a drafter that reads none"
             )
         found.append(tap)
     return Features(plain, whole=whole, taps=found, device=device, dtype=model.dtype)

@@ -82,7 +82,7 @@ def chains_only(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     name = describe(model)
     if config.model_type in REPLAYED:
-        return f"{name} keeps a recurrent state, which reads tokens one after the other and can not branch"
+        return f"{name} keeps a recurrent state, which reads tokens one after the other and cannot branch"
     if config.model_type in SLOT_POSITIONS:
         return f"{name} computes {SLOT_POSITIONS[config.model_type]} from cache slots, which are no positions once a tree branches"
     if config.model_type == "falcon" and getattr(config, "alibi", False):

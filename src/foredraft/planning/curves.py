@@ -124,7 +124,7 @@ class Curve:
         return anchor
 
     def _order(self, rows: int, size: float) -> None:
-        """Forget what was seen of sizes long ago where it contradicts: more can not take less."""
+        """Forget what was seen of sizes long ago where it contradicts: more cannot take less."""
         seen, anchors = self._level(rows, size), self._anchors[rows]
         for other in [each for each, anchor in anchors.items() if self.observations - anchor.last > STALE]:
             if (self._level(rows, other) - seen) * (other - size) < 0:

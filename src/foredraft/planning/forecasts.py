@@ -125,7 +125,7 @@ class Forecaster:
         self._records: dict[int, batches.RowRecord] = {}  # by slot
 
     def begin(self, *, own: bool, catches_up: bool, filler: int = 0) -> None:
-        """Other rows than before. ``filler`` nodes are scored besides those that a draft proposes; rows can not pay for their own then,
+        """Other rows than before. ``filler`` nodes are scored besides those that a draft proposes; rows cannot pay for their own then,
         as they do in chains alone."""
         self.own, self.catches_up, self._filler = own and not filler, catches_up, filler
         self._seen.clear()

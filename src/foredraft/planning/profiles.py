@@ -1,7 +1,7 @@
 """Measured costs, kept between runs: one JSON file for each model, drafter, machine, dtype, device, threads and version of torch.
 
 They lie in ``$FOREDRAFT_CACHE``, or else in ``foredraft`` under ``$XDG_CACHE_HOME`` or ``~/.cache``; ``FOREDRAFT_CACHE=off`` keeps
-none. A file that can not be used is measured anew, with a note in the log.
+none. A file that cannot be used is measured anew, with a note in the log.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Profile:
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("the cost profile %s can not be used, costs are measured anew: %s", self.path, error)
+            log.warning("the cost profile %s cannot be used, costs are measured anew: %s", self.path, error)
             return False
         return True
 
@@ -66,7 +66,7 @@ class Profile:
                 os.unlink(name)
                 raise
         except OSError as error:
-            log.warning("the cost profile %s can not be written: %s", self.path, error)
+            log.warning("the cost profile %s cannot be written: %s", self.path, error)
             return False
         return True
 

@@ -95,7 +95,7 @@ class Target:
 
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
-        ConfigurationError: an execution or an attention that the model can not have.
+        ConfigurationError: an execution or an attention that the model cannot have.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Target:
 
         Raises:
             ConfigurationError: a number that there is no hidden state for.
-            UnsupportedModelError: a hidden state that can not be handed out.
+            UnsupportedModelError: a hidden state that cannot be handed out.
         """
         found: Features | None = None
         if features:
@@ -366,7 +366,7 @@ class Target:
             why = kernels.refused
             self.kernels = kernels if why is None else None
         if why is not None and execution != "auto":
-            raise ConfigurationError(f"{describe(self.model)} can not be packed: {why}; use execution='auto'")
+            raise ConfigurationError(f"{describe(self.model)} cannot be packed: {why}; use execution='auto'")
         return why
 
     def _compile(self) -> None:
@@ -376,7 +376,7 @@ class Target:
             why = self.compilation.refused
         if why is not None:
             self.compilation = None
-            raise ConfigurationError(f"{describe(self.model)} can not be compiled: {why}; use execution='auto'")
+            raise ConfigurationError(f"{describe(self.model)} cannot be compiled: {why}; use execution='auto'")
 
     @torch.inference_mode()
     def _every_kind(self) -> list[Tensor]:
@@ -405,7 +405,7 @@ class Target:
             return None
         self._replay(None)
         if execution == "graphs":
-            raise ConfigurationError(f"passes of {describe(self.model)} can not be replayed: {why}; use execution='auto'")
+            raise ConfigurationError(f"passes of {describe(self.model)} cannot be replayed: {why}; use execution='auto'")
         return why
 
     def _replay(self, graphs: Graphs | None) -> None:
@@ -442,7 +442,7 @@ class Target:
             why = attention_test(self, self._execution, flex) if flex.forced and test else None
             self.flex = self._execution.flex = flex if why is None else None
         if why is not None and attention == "flex":
-            raise ConfigurationError(f"{describe(self.model)} can not attend through FlexAttention: {why}; use attention='auto'")
+            raise ConfigurationError(f"{describe(self.model)} cannot attend through FlexAttention: {why}; use attention='auto'")
         return why
 
     def _hints(self, execution: str) -> tuple[int, ...]:
@@ -450,7 +450,7 @@ class Target:
         missing = native.refusal(self.model.dtype)
         if execution == "native":
             if missing is not None:
-                raise ConfigurationError(f"the native kernels can not be used: {missing}; use execution='auto'")
+                raise ConfigurationError(f"the native kernels cannot be used: {missing}; use execution='auto'")
             return (NATIVE,)
         return HINTS if execution == "packed" or missing is not None else (*HINTS, NATIVE)
 

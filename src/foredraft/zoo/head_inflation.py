@@ -37,7 +37,7 @@ def inflate_medusa(head: MedusaHead, model: PreTrainedModel, *, seed: int = 0) -
     ratio, rest = divmod(shape.hidden_size, small.hidden_size)
     if rest or not ratio or shape.vocab_size != small.vocab_size:
         raise ConfigurationError(
-            f"a head for {small.hidden_size} hidden units and {small.vocab_size} tokens can not be inflated to {shape.hidden_size} and "
+            f"a head for {small.hidden_size} hidden units and {small.vocab_size} tokens cannot be inflated to {shape.hidden_size} and "
             f"{shape.vocab_size}; give the model that its target was inflated to"
         )
     inflated = MedusaHead(replace(head.config, target=shape, rank=head.config.rank * ratio))

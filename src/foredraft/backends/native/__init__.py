@@ -116,7 +116,7 @@ def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
     """The kernels for ``dtype``, with weights of eight bits or of that dtype: the functions of ``layer.c``.
 
     Raises:
-        Unavailable: they can not be had here.
+        Unavailable: they cannot be had here.
     """
     _check_machine(dtype)
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
@@ -234,7 +234,7 @@ def _folder() -> Path:
             (kept / "kernels").mkdir(parents=True, exist_ok=True, mode=0o700)
             return kept / "kernels"
         except OSError:
-            pass  # a home that can not be written to: compile anew each time
+            pass  # a home that cannot be written to: compile anew each time
     return Path(_temporary().name)
 
 

@@ -87,7 +87,7 @@ class Format(ABC):
         """``target`` is where other readers find the target.
 
         Raises:
-            ConfigurationError: the format can not carry this head.
+            ConfigurationError: the format cannot carry this head.
         """
 
     def spelled(self, name: str) -> str:

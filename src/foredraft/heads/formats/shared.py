@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def same_weights(ours: Tensor, theirs: Tensor) -> bool | None:
-    """Whether two matrices are the same, but that one may have been rounded to the other's dtype; None if one can not be looked at, because
+    """Whether two matrices are the same, but that one may have been rounded to the other's dtype; None if one cannot be looked at, because
     the target's weights were packed away for its passes."""
     if ours.is_meta or theirs.is_meta:
         return None

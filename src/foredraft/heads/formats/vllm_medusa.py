@@ -88,7 +88,7 @@ class VllmMedusa(Format):
 
 
 def _refuse_the_unknown(stored: Stored, tensors: Mapping[str, Tensor]) -> None:
-    """What vLLM can do with such heads, and we can not."""
+    """What vLLM can do with such heads, and we cannot."""
     vocabulary = stored.config.get("vocab_size")
     if "token_map" in tensors or stored.config.get("truncated_vocab_size") not in (None, vocabulary):
         raise ConfigurationError(
