@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from benchmarks.prompts import PYTHON
 from foredraft import ConfigurationError, Speculator, zoo
-from foredraft.drafters import suffix_experts as module
+from foredraft.drafters import copy_strategies as module
 from foredraft.drafters import suffix_files
+from foredraft.drafters.copy_strategies import LONGEST, SHORT, CopyStrategies, OwnText
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.drafters.suffix import PastTexts, Suffix
 from foredraft.drafters.suffix_automaton import ROOT, SuffixAutomaton
-from foredraft.drafters.suffix_experts import FIRM, LONGEST, SAME, SHORT, Experts, OwnText, SameSource
 from foredraft.drafters.suffix_store import END, SuffixStore
 from foredraft.loading import fingerprint
 from foredraft.shapes import TreeShape
@@ -157,25 +157,6 @@ def test_counting_is_bounded_in_a_text_that_repeats_itself():
 # -- who drafts ---------------------------------------------------------------------------------------------------------
 
 
-def naive_source(text, source, token) -> int | None:
-    """Where the same source goes on behind ``token``, the next one of ``text``."""
-    if source is None:
-        return None
-    near = [place for place in range(source, min(source + module.AHEAD, len(text))) if text[place] == token]
-    return near[0] + 1 if near else source
-
-
-def naive_hold(text, most, first, recent, source) -> int | None:
-    """The place that a firm match copies from."""
-    firm, context = min(FIRM, most), naive_match(text, first)
-    while context and ends(text[:-1], context) == []:
-        context = context[1:]
-    if len(context) < firm:
-        return source
-    (token,) = naive_chain(text, most, 1, first, recent)
-    return max(end for end in ends(text[:-1], context) if text[end] == token)
-
-
 @settings(deadline=None, max_examples=300)
 @given(
     text=st.lists(st.integers(0, 2), min_size=3, max_size=60),
@@ -185,42 +166,28 @@ def naive_hold(text, most, first, recent, source) -> int | None:
     short=st.integers(1, 5),
     memory=st.sampled_from([0.5, 1.0]),
 )
-def test_experts_and_their_records(text, prompt, steps, most, short, memory):
-    """Every expert says what brute force says, and is judged by what it would have said at every token."""
-    experts, short = Experts(most, short, memory), min(short, most)
+def test_copy_strategies_and_their_records(text, prompt, steps, most, short, memory):
+    """Both strategies propose what brute force proposes, and every token tests what they would have proposed."""
+    strategies, short = CopyStrategies(most, short, memory), min(short, most)
     ways = {LONGEST: (most, float("inf")), SHORT: (short, module.RECENT)}
-    right, judged, source, known = [0.0] * 3, 0.0, None, min(prompt, len(text))
-    experts.read(text[:known])
+    right, known = [0.0, 0.0], min(prompt, len(text))
+    strategies.read(text[:known])
     for step in (*steps, len(text)):
         ids = text[:known]
-        found = experts.sources(ids, 1)
-        said = {}
-        for each, _ in found:
-            which = SAME if isinstance(each, SameSource) else LONGEST if each.recent == float("inf") else SHORT
-            said[which] = each.chain(4)[0]
-        wanted = {which: naive_chain(ids, most, 4, *way) for which, way in ways.items() if naive_match(ids, way[0])}
-        if source is not None and (right[SAME] + 1) / (judged + 2) >= module.WORTH:
-            wanted[SAME] = [*ids[source:], *(ids[source:] * 4)][:4]
-        assert said == wanted
-        standing = {which: right[which] - module.LEAD * (which == SAME) for which in said}
-        order = sorted(said, key=lambda which: (-standing[which], which))
+        found = strategies.sources(1)
+        said = {LONGEST if each.recent == float("inf") else SHORT: each.chain(4)[0] for each, _ in found}
+        assert said == {which: naive_chain(ids, most, 4, *way) for which, way in ways.items() if naive_match(ids, way[0])}
+        order = sorted(said, key=lambda which: (-right[which], which))
         assert list(said) == order
-        trusts = [trust for _, trust in found]
-        shares = [module.BRANCH * min(1.0, (right[which] + 1) / (right[order[0]] + 1)) for which in order]
-        assert trusts == pytest.approx([1.0, *shares[1:]] if order else [])
-        if order and order[0] != SAME:
-            source = naive_hold(ids, most, *ways[order[0]], source)
-        assert experts.source == source
+        shares = [module.BRANCH * (right[which] + 1) / (right[order[0]] + 1) for which in order]
+        assert [trust for _, trust in found] == pytest.approx([1.0, *shares[1:]] if order else [])
         for token in text[known : known + step]:
             guesses = [(naive_chain(text[:known], most, 1, *ways[which]) or [None])[0] for which in (LONGEST, SHORT)]
-            guesses.append(guesses[0] if source is None else text[source])
-            if len(set(guesses)) > 1:
-                judged = memory * judged + 1
+            if guesses[LONGEST] != guesses[SHORT]:
                 right = [memory * share + (guess == token) for share, guess in zip(right, guesses)]
-            source = naive_source(text[:known], source, token)
             known += 1
-        experts.read(text[:known])
-        assert (experts.right, experts.judged, experts.source) == (pytest.approx(right), pytest.approx(judged), source)
+        strategies.read(text[:known])
+        assert strategies.right == pytest.approx(right)
         if known == len(text):
             break
 
@@ -293,33 +260,6 @@ def test_records_are_of_one_row():
     drafter.reset()
     rows[0] = conversation(0)
     assert asked(drafter, rows[0], three) == three.stale[:3]
-
-
-def test_a_copy_goes_on_behind_what_was_put_into_it():
-    source = [*range(40)]
-    drafter, row = Suffix(), Row([*source, 119])
-    drafter.begin([row])
-
-    def goes_on(tokens) -> list[int]:
-        row.ids += tokens
-        return drafted(drafter.draft(request([row], depth=3)))[0]
-
-    assert goes_on(source[:10]) == source[10:13]
-    assert goes_on([100]) == source[10:13], "nothing is like it"
-    assert goes_on([source[10], 5]) == source[6:9], "a match of one token"
-    assert goes_on(source[11:14]) == source[14:17]
-    assert goes_on([101]) == source[14:17]
-    assert goes_on([source[14], 5]) == source[15:18], "twice it went on where it had been left"
-    assert goes_on(source[15:18]) == source[18:21]
-    for token in (102, 103, 104, 105):
-        assert goes_on([token]) == source[18:21]
-    assert goes_on(source[21:24]) == source[24:27], "three tokens were left out"
-    assert goes_on([106]) == source[24:27]
-    tree = drafter.draft(tree_request([row], "product(2,2,1)"))
-    assert set(source[24:27]) <= set(tree.tokens[0].tolist())
-    for token in range(107, 119):
-        last = goes_on([token])
-    assert last == [], "it was wrong too often"
 
 
 def test_a_tree_begins_with_who_was_right():

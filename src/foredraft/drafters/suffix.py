@@ -2,7 +2,7 @@
 
 The text of a row is read by a suffix automaton, which knows the longest suffix that occurred before and counts what followed it; past
 texts lie in a store that finds the longest suffix in any of them. A chain follows the row's own text, in the way that was right of late
-(:mod:`foredraft.drafters.suffix_experts`), or the past, whichever promises more. A tree holds the continuations of all of them
+(:mod:`foredraft.drafters.copy_strategies`), or the past, whichever promises more. A tree holds the continuations of all of them
 that are most likely by their counts, as many as the length of the match is good for.
 
 A count says less than it seems to where the context is short. The probability of a continuation seen c times in n, after a context
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
-from foredraft.drafters.suffix_experts import Experts, Place, Source
+from foredraft.drafters.copy_strategies import CopyStrategies, Place, Source
 from foredraft.drafters.suffix_store import END, REACH, SuffixStore
 from foredraft.drafters.tries import Trie, tree_of
 from foredraft.errors import ConfigurationError
@@ -90,7 +90,7 @@ class Suffix(Drafter):
         self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
         self._known = self.store.tokenizer is not None and self.store.tokenizer == _name(tokenizer)
-        self._texts: dict[int, Experts] = {}
+        self._texts: dict[int, CopyStrategies] = {}
         self._matched: dict[int, int] = {}  # by slot, of the newest draft
 
     def save(self, path: str | Path) -> None:
@@ -149,10 +149,10 @@ class Suffix(Drafter):
 
     # -- drafting -------------------------------------------------------------------------------------------------------
 
-    def _read(self, row: Row) -> Experts:
+    def _read(self, row: Row) -> CopyStrategies:
         text = self._texts.get(row.slot)
         if text is None:
-            text = self._texts[row.slot] = Experts(self.max_match, self.short_match, self.memory)
+            text = self._texts[row.slot] = CopyStrategies(self.max_match, self.short_match, self.memory)
         text.read(row.ids)
         return text
 
@@ -169,7 +169,7 @@ class Suffix(Drafter):
     def _chain(self, row: Row, limit: int) -> list[int]:
         if limit < 1:
             return []
-        own = self._read(row).sources(row.ids, self.min_match)[:1]
+        own = self._read(row).sources(self.min_match)[:1]
         best: list[int] = []
         score, self._matched[row.slot] = -1.0, 0
         for source in (*(each for each, _ in own), *self._past(row, limit)):
@@ -183,7 +183,7 @@ class Suffix(Drafter):
         trie = Trie()
         if depth < 1:
             return trie
-        sources = self._read(row).sources(row.ids, self.min_match) + [(past, 1.0) for past in self._past(row, depth)]
+        sources = self._read(row).sources(self.min_match) + [(past, 1.0) for past in self._past(row, depth)]
         longest = self._matched[row.slot] = max((source.length for source, _ in sources), default=0)
         nodes = min(nodes, self._budget(longest) if sources else 0)
         heap: list[tuple[float, int, int, int, Source, Place]] = []
