@@ -21,8 +21,8 @@ JOBS ?= 2
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) install -q $(CONSTRAINTS) -e .
+$(VENV)/.installed: $(BIN)/python pyproject.toml zoo/pyproject.toml constraints.txt
+	$(PIP) install -q $(CONSTRAINTS) -e . -e ./zoo
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
@@ -53,8 +53,8 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 check: $(VENV)/.installed-check docs
-	$(BIN)/ruff check src benchmarks tests examples
-	$(BIN)/ruff format --check src benchmarks tests examples
+	$(BIN)/ruff check src benchmarks recipes tests examples
+	$(BIN)/ruff format --check src benchmarks recipes tests examples
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed

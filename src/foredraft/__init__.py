@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TargetOutputError,
         UnsupportedModelError,
     )
+    from foredraft.inflation import inflate
     from foredraft.logits.logprobs import LogProbs
     from foredraft.rows import Commit, RowParameters
     from foredraft.session import Session
@@ -49,6 +50,7 @@ _HOMES = {
     "Interrupted": "foredraft.errors:Interrupted",
     "TargetOutputError": "foredraft.errors:TargetOutputError",
     "UnsupportedModelError": "foredraft.errors:UnsupportedModelError",
+    "inflate": "foredraft.inflation:inflate",
     "LogProbs": "foredraft.logits.logprobs:LogProbs",
     "Commit": "foredraft.rows:Commit",
     "RowParameters": "foredraft.rows:RowParameters",
@@ -102,6 +104,7 @@ __all__ = [
     "audit",
     "custom_generate",
     "drafters",
+    "inflate",
     "rules",
     "zoo",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foredraft import zoo
 from foredraft.errors import ConfigurationError
 from foredraft.quantization import check_quantization, check_quantized, config_for_loading, quantize
 
@@ -36,14 +37,10 @@ def load_model(
         ConfigurationError: ``source`` is no model; the message says what was tried.
     """
     check_quantization(quantization, source)
-    if source.startswith("zoo:"):
-        from foredraft import zoo
-
-        if source == zoo.PREFIX + zoo.NGRAM:
-            raise ConfigurationError(f"{source} is an n-gram table, not a model; use it as drafter 'ngram:{source}'")
+    if source.startswith(zoo.PREFIX):
         if quantization is None:
             return zoo.load(source, dtype=parse_dtype(dtype), device=device)
-        embedded: PreTrainedModel = zoo.load(source, dtype=parse_dtype(dtype))
+        embedded = zoo.load(source, dtype=parse_dtype(dtype))
         quantize(embedded)
         return embedded.to(device)
     _check_path(source)
@@ -67,9 +64,7 @@ def load_tokenizer(source: str, *, local: bool = False) -> Any:
     Raises:
         ConfigurationError: there is none.
     """
-    if source.startswith("zoo:"):
-        from foredraft import zoo
-
+    if source.startswith(zoo.PREFIX):
         return zoo.load_tokenizer(source)
     _check_path(source)
     from transformers import AutoTokenizer

@@ -259,10 +259,10 @@ def test_settings_that_can_not_be_are_refused():
 
 
 def test_zeros_are_told_apart_and_the_function_stays():
-    from foredraft import zoo
+    from foredraft import inflate, zoo
 
     small = zoo.load("python-8m", dtype=torch.float32)
-    model = zoo.inflate(small, hidden_size=256, layers=10)
+    model = inflate(small, hidden_size=256, layers=10)
     ids = torch.arange(5, 25)[None]
     before = model(ids).logits
     assert checkpoints.told_apart(model) == 4  # two layers more, each with two silent matrices

@@ -23,7 +23,8 @@ from foredraft.cli import app, demo_report, printers
 from foredraft.cli.demo import Demo, Difference, Setting
 from foredraft.cli.detokenizer import UNFINISHED, Detokenizer
 from foredraft.cli.figures import combine, figures_line
-from foredraft.cli.generation import Configuration, parse_options
+from foredraft.cli.generation import parse_options
+from foredraft.cli.settings import Configuration
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.stats import Stats
 

@@ -13,19 +13,20 @@ from helpers import alone, eagle3_head, generate, padded, prompts, tiny
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from foredraft import ConfigurationError, Speculator, drafters, zoo
+from foredraft import ConfigurationError, Speculator, drafters, inflate, zoo
 from foredraft.drafters.base import DraftRequest, Feedback
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.heads.base import Batch
-from foredraft.heads.eagle3 import Eagle3Config, Eagle3Head, default_layers, draft_vocabulary
+from foredraft.heads.eagle3 import Eagle3Head, default_layers, draft_vocabulary
+from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.heads.eagle3_layer import ELSEWHERE
+from foredraft.heads.inflation import inflate as inflate_head
 from foredraft.logits.noise import Noise
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.tree import TokenTree
-from foredraft.zoo.eagle3_inflation import inflate_eagle3
 
 COUNTS = torch.arange(128) * 37 % 128  # no two tokens are as frequent
 FAVOURITES = [token for token in range(128) if COUNTS[token] >= 78]  # the 50 most frequent
@@ -542,8 +543,8 @@ def test_what_the_drafter_refuses():
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "positions" not in name])
 def test_an_inflated_head_says_the_same_of_the_inflated_target(variant):
     small, ids = made(variant), torch.tensor(prompts((12,)))
-    model = zoo.inflate(tiny(), hidden_size=128, layers=5)
-    head = inflate_eagle3(small, model)
+    model = inflate(tiny(), hidden_size=128, layers=5)
+    head = inflate_head(small, model)
     assert head.features == tuple(layer * 5 // 2 for layer in small.features)
     assert head.config.num_attention_heads == 4 * small.config.num_attention_heads
     assert sum(each.numel() for each in head.midlayer.parameters()) > 10 * sum(each.numel() for each in small.midlayer.parameters())
@@ -557,15 +558,15 @@ def test_an_inflated_head_says_the_same_of_the_inflated_target(variant):
 
 
 def test_an_inflated_head_drafts_the_same_and_in_bfloat16_its_weights_are_exact():
-    model = zoo.inflate(tiny(), hidden_size=128, layers=5)
+    model = inflate(tiny(), hidden_size=128, layers=5)
     text = prompts([12] * 2, seed=6)
     outputs = []
-    for target, head in ((tiny(), trained()), (model, inflate_eagle3(trained(), model))):
+    for target, head in ((tiny(), trained()), (model, inflate_head(trained(), model))):
         speculator = Speculator(target, drafter=Eagle3(head), shape="product(2,2,1)")
         outputs.append(speculator.generate(**padded(text), pad_token_id=0, max_new_tokens=16, do_sample=False))
         speculator.close()
     assert torch.equal(outputs[0].sequences, outputs[1].sequences) and outputs[0].stats.accepted == outputs[1].stats.accepted > 0
-    half = inflate_eagle3(copy.deepcopy(trained()).to(torch.bfloat16), copy.deepcopy(model).to(torch.bfloat16))
+    half = inflate_head(copy.deepcopy(trained()).to(torch.bfloat16), copy.deepcopy(model).to(torch.bfloat16))
     for name, weight in half.state_dict().items():
         old = trained().state_dict()[name].to(torch.bfloat16)
         assert weight.dtype == torch.bfloat16
@@ -575,6 +576,6 @@ def test_an_inflated_head_drafts_the_same_and_in_bfloat16_its_weights_are_exact(
 
 def test_what_is_no_inflation():
     with pytest.raises(ConfigurationError, match="4096 tokens"):
-        inflate_eagle3(eagle3_head(), zoo.load("python-1m"))
+        inflate_head(eagle3_head(), zoo.load("python-1m"))
     with pytest.raises(ConfigurationError, match="no inflation of the head's target"):
-        inflate_eagle3(inflate_eagle3(eagle3_head(), zoo.inflate(tiny(), hidden_size=128, layers=5)), tiny())
+        inflate_head(inflate_head(eagle3_head(), inflate(tiny(), hidden_size=128, layers=5)), tiny())

@@ -15,6 +15,7 @@ from foredraft import Speculator, zoo
 from foredraft.backends.native_growth import MISSED
 from foredraft.drafters.eagle3 import Eagle3
 from foredraft.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
+from foredraft.heads import checkpoints
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.tree import TokenTree
 
@@ -45,7 +46,7 @@ def prompt() -> list[int]:
 
 def head(variant) -> Eagle3Head:
     if variant == "embedded":
-        return zoo.load_head("python-8m-eagle3", model())
+        return checkpoints.load("zoo:python-8m-eagle3", model())
     options = VARIANTS[variant]
     counts = {"counts": torch.arange(4096) * 37 % 4096} if "draft_vocab_size" in options else {}
     return shaken(Eagle3Head.for_target(model(), **options, **counts))

@@ -305,7 +305,7 @@ def test_the_law_is_the_targets(siblings, rule, shape):
 )
 def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, layers, counted, successors):
     model = zoo.load("python-8m", dtype=torch.float32)
-    embedded = zoo.load_head("python-8m-medusa", model)
+    embedded = checkpoints.load("zoo:python-8m-medusa", model)
     ids = zoo.load_tokenizer("python-8m")(["def area(radius):\n    return radius\n\ndef area(radius):\n"], return_tensors="pt")
     written = model.generate(**ids, max_new_tokens=48, do_sample=False, pad_token_id=0)[0].tolist()
     head = embedded

@@ -9,18 +9,18 @@ import pytest
 import torch
 from helpers import SMALL_IDS, alone, generate, make_drafter, padded, prompts, repetitive, small_llama, taught_head, tiny
 
-from foredraft import ConfigurationError, Speculator, zoo
+from foredraft import ConfigurationError, Speculator, inflate
 from foredraft.drafters.medusa import Medusa
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.drafters.several import Several
 from foredraft.heads import find
 from foredraft.heads.base import LAST
 from foredraft.heads.calibration import best_tree, calibrate, likeliest_nodes
+from foredraft.heads.inflation import inflate as inflate_head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.planning.acceptance import KNOWN, Acceptance
 from foredraft.planning.tree_costs import tree_costs
 from foredraft.target import Target
-from foredraft.zoo.head_inflation import inflate_medusa
 
 RATES = ((0.6, 0.15, 0.1), (0.5, 0.2, 0.05), (0.3, 0.25, 0.2))
 
@@ -219,13 +219,13 @@ def test_a_chain_as_the_calibrated_tree(calibrated):
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_an_inflated_head_says_the_same_of_the_inflated_target(ratio, options):
     model = small_llama()
-    large = zoo.inflate(model, hidden_size=32 * ratio, layers=5)
+    large = inflate(model, hidden_size=32 * ratio, layers=5)
     head, generator = MedusaHead.for_target(model, **options), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     before = {name: value.clone() for name, value in head.state_dict().items()}
-    inflated = inflate_medusa(head, large)
+    inflated = inflate_head(head, large)
     with torch.no_grad():
         small = model(SMALL_IDS, output_hidden_states=True).hidden_states[LAST]
         wide = large(SMALL_IDS, output_hidden_states=True).hidden_states[LAST]
@@ -240,8 +240,8 @@ def test_an_inflated_head_says_the_same_of_the_inflated_target(ratio, options):
 
 def test_a_head_for_something_else_is_not_inflated():
     head = find("medusa").for_target(small_llama())
-    with pytest.raises(ConfigurationError, match="cannot be inflated"):
-        inflate_medusa(head, tiny())
+    with pytest.raises(ConfigurationError, match="no inflation of the head's target"):
+        inflate_head(head, tiny())
 
 
 def test_a_target_alone_can_be_read():

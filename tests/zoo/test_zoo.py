@@ -1,4 +1,4 @@
-"""The embedded models are there, are what they say, and the recipe's parts hold what its text promises."""
+"""The embedded models are what the catalogue and their cards say."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from typer.testing import CliRunner
 
 from foredraft import zoo
+from foredraft.cli.commands import app
 from foredraft.drafters.ngram_model import NGramModel
-from foredraft.zoo import corpus, evaluation, fit, recipe, tokenization
-from foredraft.zoo.corpus import SourceFile
+from foredraft.heads import checkpoints
 
 SOURCE = 'import json\n\n\ndef load(path):\n    with open(path, encoding="utf-8") as file:\n        return json.load('
 MODELS = [zoo.TARGET, zoo.DRAFT]
 
 
-# The embedded models
+def table() -> NGramModel:
+    return NGramModel.load(zoo.path("python-ngram") / "ngram.safetensors")
 
 
 def test_names_with_and_without_prefix():
     assert zoo.names()[:4] == ["python-8m", "python-1m", "python-300m", "python-ngram"]
-    assert set(zoo.names()[4:]) <= {name for name, _ in zoo.HEADS.values()}
+    assert zoo.names()[4:] == ["python-8m-medusa", "python-8m-eagle3"]
     assert zoo.path("zoo:python-8m") == zoo.path("python-8m")
     with pytest.raises(ValueError, match=r"no embedded model 'zoo:python-9m'.*zoo:python-8m.*zoo:python-ngram"):
         zoo.load("zoo:python-9m")
@@ -58,17 +58,24 @@ def test_architecture_converts_to_other_engines(name):
 @pytest.mark.parametrize("name", [*MODELS, zoo.INFLATED, zoo.NGRAM])
 def test_descriptions_are_true(name):
     row = next(row for row in zoo.describe() if row.name == name)
-    model = zoo.load(name)
-    size = model.ngrams if name == zoo.NGRAM else model.num_parameters()
-    assert row.parameters == size
+    assert row.parameters == (table().ngrams if name == zoo.NGRAM else zoo.load(name).num_parameters())
     assert row.kind == {zoo.INFLATED: "inflated", zoo.NGRAM: "ngram", zoo.TARGET: "target", zoo.DRAFT: "draft"}[name]
     assert ("benchmark instrument" in row.description) == (name == zoo.INFLATED)
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_descriptions_of_heads_are_true(kind):
+    row = zoo.find(f"python-8m-{kind}")
+    head = checkpoints.load(f"zoo:{row.name}")
+    assert (head.kind, row.kind, row.drafter) == (kind, "head", kind)
+    assert row.parameters == sum(weight.numel() for weight in head.parameters()) and row.bits_per_byte is None
+    assert zoo.path(f"python-300m-{kind}") == row.path
+
+
 def test_sizes():
-    files = [file for file in zoo.MODELS.rglob("*") if file.is_file()]
+    files = [file for file in zoo.root().rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 40_000_000
-    assert zoo.path("python-ngram").joinpath("ngram.safetensors").stat().st_size <= recipe.NGRAM_BYTES
+    assert zoo.path("python-ngram").joinpath("ngram.safetensors").stat().st_size <= 4_000_000
     target, draft = (zoo.load(name).num_parameters() for name in MODELS)
     assert 6e6 < target < 9e6 and 7 < target / draft < 13
 
@@ -85,7 +92,7 @@ def test_the_target_is_far_below_the_ngram_baseline_and_the_draft_between():
 @pytest.mark.parametrize("name", [*MODELS, zoo.NGRAM])
 def test_model_cards_name_data_split_and_recipe(name):
     card = (zoo.path(name) / "README.md").read_text()
-    for words in ("Held out", "rich", "`asyncio`", "python -m foredraft.zoo.train", "bits per byte"):
+    for words in ("Held out", "rich", "`asyncio`", "python -m recipes.zoo", "bits per byte"):
         assert words in card
 
 
@@ -128,142 +135,20 @@ def test_options_reach_the_model():
     model = zoo.load("python-1m", dtype=torch.float32, device="cpu", attn_implementation="eager")
     assert model.dtype == torch.float32 and model.config._attn_implementation == "eager" and not model.training
     assert zoo.load("python-1m").dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="takes no dtype"):
-        zoo.load("python-ngram", dtype=torch.float32)
+    with pytest.raises(ValueError, match="is an n-gram table, not a model; use it as drafter 'ngram:zoo:python-ngram'"):
+        zoo.load("python-ngram")
 
 
 def test_ngram_table_completes_python():
-    tokenizer, table = zoo.load_tokenizer("python-ngram"), zoo.load("python-ngram")
-    assert isinstance(table, NGramModel) and table.vocab_size == 4096
-    assert tokenizer.decode([table.predict(tokenizer("if __name__ == '__main").input_ids)]) == "__"
-    assert tokenizer.decode([table.predict(tokenizer("for i in").input_ids)]) == " range"
+    tokenizer, found = zoo.load_tokenizer("python-ngram"), table()
+    assert found.vocab_size == 4096
+    assert tokenizer.decode([found.predict(tokenizer("if __name__ == '__main").input_ids)]) == "__"
+    assert tokenizer.decode([found.predict(tokenizer("for i in").input_ids)]) == " range"
 
 
-# The recipe
-
-
-def paragraph(seed: int, words: int = 400) -> str:
-    vocabulary = [f"name_{i}" for i in range(300)]
-    chosen = np.random.default_rng(seed).choice(vocabulary, (words // 10, 10))
-    return "\n".join(map(" ".join, chosen))
-
-
-def test_near_duplicates_are_found_and_different_texts_are_not():
-    first, second = paragraph(0), paragraph(1)
-    edited = first.replace("name_7", "name_8")
-    assert list(corpus.near_duplicates([first, second, edited, second, "", "x"])) == [False, False, True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("def f(x):\n    return x + 1\n" * 20, None),
-        ("x = 1\n", "size"),
-        ("word = word\n" * 50 + "x = " + "'a' + " * 100, "long lines"),
-        ("TABLE = [\n" + "    (0x1F600, 17, 3.5),\n" * 50 + "]\n", "table"),
-        ("NAMES = {\n" + "    'grinning': 'smile',\n" * 50 + "}\n", "table"),
-    ],
-)
-def test_files_that_teach_little_are_left_out(text, reason):
-    assert corpus.rejection(text) == reason
-
-
-def test_discovery_finds_the_library_and_skips_tests_and_vendored_copies():
-    found = {path: package for package, path, _ in corpus.discover()}
-    assert found["stdlib/json/decoder.py"] == "stdlib:json" and found["stdlib/heapq.py"] == "stdlib:heapq"
-    assert found["transformers/generation/utils.py"] == "transformers"
-    assert not [path for path in found if "/tests/" in path or "/_vendor/" in path or path.startswith("..")]
-
-
-def test_held_out_packages_stay_out_of_training(monkeypatch, tmp_path):
-    files = {
-        "h11/a.py": ("h11", paragraph(0)),
-        "click/copy.py": ("click", paragraph(0)),  # a copy of a held-out file: must not train
-        "click/b.py": ("click", paragraph(1)),
-        "stdlib/json/c.py": ("stdlib:json", paragraph(2)),
-    }
-    for path, (_, text) in files.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    monkeypatch.setattr(corpus, "discover", lambda: [(package, path, tmp_path / path) for path, (package, _) in files.items()])
-    built = corpus.build()
-    assert [file.path for file in built.train] == ["click/b.py"]
-    assert {file.path for file in built.held_out} == {"h11/a.py", "stdlib/json/c.py"}
-    assert built.manifest["dropped"] == {"near-duplicate": 1}
-    built.save(tmp_path / "saved")
-    assert corpus.Corpus.load(tmp_path / "saved") == built
-
-
-def test_bits_per_byte_counts_every_token_once():
-    """Against a model that knows nothing: log2(V) bits for each token, whatever the windows."""
-    lengths = [1, 2, 130, evaluation.WINDOW, evaluation.WINDOW + 1, 3 * evaluation.WINDOW]
-    starts = np.cumsum([0, *(length + 1 for length in lengths)])
-    held_out = tokenization.Encoded(np.zeros(starts[-1], np.uint16), starts, np.array(lengths) * 2)
-
-    class Uniform(torch.nn.Module):
-        def forward(self, input_ids, use_cache):
-            return type("Output", (), {"logits": torch.zeros(*input_ids.shape, 8)})
-
-    score = evaluation.score_model(Uniform(), held_out)
-    assert score.bits_per_byte == pytest.approx(3 / 2) and score.nats_per_token == pytest.approx(math.log(8))
-
-
-def test_schedule_warms_up_holds_and_cools_down():
-    schedule = fit.Schedule(budget=10_000_000)
-    rates = [schedule.rate(tokens) for tokens in range(0, 10_000_001, 100_000)]
-    assert rates[0] < 0.01 and rates[5] == 1.0 == rates[80] and rates[-1] == 0.0
-    assert rates[80:] == sorted(rates[80:], reverse=True)
-
-
-def test_groups_cover_an_epoch_once_and_resume_where_they_stopped():
-    tokens = np.arange(9 * recipe.CONTEXT + 1, dtype=np.uint16)
-    stream = fit.groups(tokens, 2, 0)
-    seen = [next(stream) for _ in range(10)]
-    first_epoch = torch.cat([group[:, 0] for group in seen[:4]])
-    assert len(set(first_epoch.tolist())) == 8  # four groups of two of the nine blocks
-    assert torch.equal(next(fit.groups(tokens, 2, 6)), seen[6])
-
-
-def test_blocked_attention_is_attention():
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 4, 600, 8), torch.randn(2, 2, 600, 8), torch.randn(2, 2, 600, 8)
-    blocked, _ = fit.blocked_attention(None, query, key, value, None, scaling=0.3)
-    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(blocked.transpose(1, 2), plain, atol=1e-5, rtol=0)
-
-
-def test_a_run_learns_stops_and_resumes(tmp_path, monkeypatch):
-    monkeypatch.setattr(fit, "CONTEXT", 64)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    tokens = np.tile(np.arange(16, dtype=np.uint16), 600)
-    config = recipe.llama_config(hidden=64, heads=1, kv_heads=1, layers=1, intermediate=64)
-    batch = fit.Batch(rows=4, lengths=(16, 32, 64), micro_tokens=64)
-
-    def run(budget: int, resume: bool) -> fit.Run:
-        run = fit.Run(config, tmp_path, batch=batch, rates=fit.Rates())
-        if resume:
-            run.resume()
-        run.train(tokens, tokens, fit.Schedule(budget, warmup=500))
-        return run
-
-    assert run(2_000, resume=False).progress.tokens == 2_048
-    assert run(12_000, resume=True).progress.tokens == 12_032
-    losses = [json.loads(line)["held_out_nats_per_token"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
-    assert losses[1] < losses[0] < 9
-    assert fit.load_weights(tmp_path).config._attn_implementation == "sdpa"
-
-
-def test_recipe_command_line(tmp_path):
-    from foredraft.zoo.train import app
-
-    listing = CliRunner().invoke(app, ["--help"])
-    assert listing.exit_code == 0
-    for command in ("corpus", "tokenizer", "target", "draft", "ngram", "evaluate", "package", "all"):
-        assert command in listing.output
-    refused = CliRunner().invoke(app, ["target", "--out", str(tmp_path)])
-    assert refused.exit_code == 2 and "foredraft.zoo.train tokenizer" in refused.output
-
-
-def test_every_held_out_name_is_a_known_package():
-    assert {name for name in corpus.HELD_OUT if not name.startswith("stdlib:")} <= set(corpus.DISTRIBUTIONS)
-    assert isinstance(SourceFile("rich", "rich/a.py", "é").size, int) and SourceFile("rich", "a", "é").held_out
+@pytest.mark.parametrize("arguments", ["demo", "generate x", "audit", "tune", "models", "generate x --target zoo:python-1m"])
+def test_without_the_distribution_one_line_says_how_to_get_it(arguments, monkeypatch):
+    monkeypatch.setitem(sys.modules, "foredraft_zoo", None)  # as if it were not installed
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 2 and not result.stdout
+    assert result.stderr == "error: the embedded models (zoo:NAME) are not installed: pip install 'foredraft[zoo]'\n"

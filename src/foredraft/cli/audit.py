@@ -9,8 +9,9 @@ from typing import Any
 
 from foredraft.auditing import AuditReport, ExactPart, KeyedPart, StatisticalPart, audit
 from foredraft.cli.failures import quiet
-from foredraft.cli.generation import Configuration, load_speculator
+from foredraft.cli.generation import load_speculator
 from foredraft.cli.prompts import read_prompts
+from foredraft.cli.settings import Configuration
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 

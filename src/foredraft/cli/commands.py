@@ -192,7 +192,8 @@ def generate(
             note("note: --top-k and --top-p change nothing at temperature 0, which is greedy decoding")
         with Progress(f"loading {target}") as progress:
             printer = make_printer(progress, count=len(texts), show=show, as_json=as_json, logprobs=logprobs is not None)
-            from foredraft.cli.generation import Configuration, Decoding, generate
+            from foredraft.cli.generation import generate
+            from foredraft.cli.settings import Configuration, Decoding
 
             configuration = Configuration(
                 target, drafter, drafter_option or (), rule, shape, draft_length, not lossy, dtype, device, threads, quantization
@@ -286,7 +287,7 @@ def audit(
     with exit_codes():
         with Progress(f"auditing {target}"):
             from foredraft.cli import audit as auditing
-            from foredraft.cli.generation import Configuration, Decoding
+            from foredraft.cli.settings import Configuration, Decoding
 
             configuration = Configuration(
                 target, drafter, drafter_option or (), rule, shape, None, False, dtype, device, threads, quantization
@@ -391,10 +392,11 @@ def tune(
 
 @app.command()
 def models() -> None:
-    """List the models inside this package. Use them as zoo:NAME; they need no network."""
+    """List the embedded models (pip install 'foredraft[zoo]'). Use them as zoo:NAME; they need no network."""
     from foredraft.cli import tables
 
-    tables.console().print(tables.models())
+    with exit_codes():
+        tables.console().print(tables.models())
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft import zoo
 from foredraft.cli.failures import exit_codes, note, quiet
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
@@ -130,8 +131,6 @@ def serving(head: Head, folder: Path, target: str | None, length: int | None) ->
 
 def _where(target: str) -> tuple[str, tuple[str, ...]]:
     """What another engine calls the target."""
-    from foredraft import zoo
-
     if not target:
         return "TARGET", ("the head does not say which target it belongs to: put it in place of TARGET",)
     if not target.startswith(zoo.PREFIX):

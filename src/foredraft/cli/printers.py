@@ -18,7 +18,7 @@ from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from foredraft.cli.generation import Outcome, Result
+    from foredraft.cli.settings import Outcome, Result
 
 Pieces = Sequence[tuple[str, bool]]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline

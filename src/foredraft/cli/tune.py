@@ -22,9 +22,10 @@ from rich.text import Text
 from foredraft import zoo
 from foredraft.auditing.prompts import PYTHON
 from foredraft.cli.failures import quiet
-from foredraft.cli.generation import PAIRED, Configuration, load_speculator, make_drafter
+from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode, read_prompts
+from foredraft.cli.settings import PAIRED, Configuration
 from foredraft.cli.tables import add_row, new_table
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer

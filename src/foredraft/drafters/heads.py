@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from foredraft import zoo
 from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import Expand, Growth, grow
@@ -93,7 +94,6 @@ class HeadDrafter(Drafter):
 
     def _load(self, source: str | None, target: Target) -> Head:
         """The head at ``source``, or the one that is embedded for the target."""
-        from foredraft import zoo
         from foredraft.heads import checkpoints
 
         embedded = zoo.head_for(target.model, self.kind) if source is None else source

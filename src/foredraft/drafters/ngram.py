@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft import zoo
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import grow
 from foredraft.drafters.ngram_model import NGramModel
@@ -250,10 +251,8 @@ class NGram(Drafter):
             return NGramModel(4 if order is None else order)
         if isinstance(source, NGramModel):
             return source
-        if str(source).startswith("zoo:"):
-            from foredraft import zoo
-
-            source = Path(zoo.path(str(source))) / "ngram.safetensors"
+        if str(source).startswith(zoo.PREFIX):
+            source = zoo.path(str(source)) / "ngram.safetensors"
         path = Path(source)
         if not path.is_file():
             raise ConfigurationError(f"there is no file {str(path)!r} to load or count an n-gram model from")

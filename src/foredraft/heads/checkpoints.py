@@ -1,4 +1,4 @@
-"""Storing heads and reading them back: folders, repositories of a hub, and the heads inside this package.
+"""Storing heads and reading them back: folders, repositories of a hub, and embedded heads.
 
     checkpoints.save(head, "my-medusa", about={"texts": 20000})
     head = checkpoints.load("my-medusa", model)             # a folder, owner/name on a hub, or zoo:NAME
@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foredraft import heads
+from foredraft import heads, zoo
 from foredraft.errors import ConfigurationError
 from foredraft.files import replacing
 from foredraft.heads import formats
 from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.formats import OURS, Contents, Format
 from foredraft.heads.formats.folders import PICKLED, read, read_config, refusal, write
+from foredraft.heads.inflation import inflate
 from foredraft.heads.successors import Successors
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.loading import parse_dtype
@@ -35,7 +36,6 @@ from foredraft.loading import parse_dtype
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ZOO = "zoo:"
 SUCCESSORS = "successors/table.safetensors"
 UNSET = -(1 << 62)  # what whole numbers are filled with, where floating point takes NaN
 
@@ -133,13 +133,10 @@ def load(
         ConfigurationError: there is no head, it is damaged, or it belongs to another target; the message names what is wrong.
     """
     source = str(source)
-    if source.startswith(ZOO):
-        from foredraft import zoo
-
+    if source.startswith(zoo.PREFIX):
         if revision is not None:
-            raise ConfigurationError(f"{source} is part of this package and has no revision {revision!r}")
-        found = zoo.load_head(source, model)
-        return found if dtype is None else found.to(parse_dtype(dtype))
+            raise ConfigurationError(f"{source} is embedded and has no revision {revision!r}")
+        return _load_embedded(source, model, dtype)
     return load_folder(local_folder(source, revision=revision), model, dtype=dtype)
 
 
@@ -176,12 +173,7 @@ def push_to_hub(
 def describe(source: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     """What is stored under ``foredraft`` in the ``config.json`` of a head of ours: ``kind``, ``config``, ``about``. {} for another's."""
     source = str(source)
-    if source.startswith(ZOO):
-        from foredraft import zoo
-
-        folder = zoo.path(source)
-    else:
-        folder = local_folder(source, revision=revision)
+    folder = zoo.path(source) if source.startswith(zoo.PREFIX) else local_folder(source, revision=revision)
     found = read_config(folder).get(OURS, {})
     return dict(found) if isinstance(found, dict) else {}
 
@@ -242,6 +234,17 @@ def load_folder(folder: Path, model: PreTrainedModel | None = None, *, dtype: st
     elif wanted is not None:
         head.to(wanted)
     return head.eval()
+
+
+def _load_embedded(source: str, model: PreTrainedModel | None, dtype: str | torch.dtype | None) -> Head:
+    entry = zoo.find(source)
+    if entry.kind != "head":
+        known = ", ".join(zoo.PREFIX + each.name for each in zoo.describe() if each.kind == "head")
+        raise ConfigurationError(f"{source} is no draft head; the embedded heads are {known}")
+    if model is None or not zoo.is_inflated(model):
+        return load_folder(entry.path, model, dtype=dtype)
+    head = inflate(load_folder(entry.path, dtype=model.dtype), model)
+    return head if dtype is None else head.to(parse_dtype(dtype))
 
 
 def _filled(contents: Contents, format: Format, where: str) -> Head:

@@ -15,16 +15,11 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from foredraft.backends import native
 from foredraft.backends.packing import NATIVE, UNIT, Product, Rows
-from foredraft.errors import ConfigurationError
 from foredraft.quantization import quantized
 
 if TYPE_CHECKING:
-    from foredraft.heads.eagle3 import Eagle3Config
+    from foredraft.heads.eagle3_config import Eagle3Config
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length of the text
-ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-ROPE_KEYS = {"rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}
-ROPE_KEYS |= {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 MATRICES = ("fc", "o", "gate_up", "down", "lm_head")
 ELSEWHERE = -1e30  # a logit outside the draft vocabulary: probability 0 exactly, unless the processors leave nothing else
 
@@ -232,25 +227,3 @@ def frequencies_of(config: Eagle3Config) -> tuple[Tensor, float]:
     )
     rotary = LlamaRotaryEmbedding(known)
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
-
-
-def check_rope(parameters: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for rotary positions that a head cannot have."""
-    kind = parameters.get("rope_type", "default")
-    if kind not in ROPE_TYPES:
-        raise ConfigurationError(f"an EAGLE-3 head cannot have rope_type {kind!r}; it takes {', '.join(ROPE_TYPES)}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigurationError(
-            f"an EAGLE-3 head turns whole heads; partial_rotary_factor {parameters['partial_rotary_factor']} is not supported"
-        )
-    theta = parameters.get("rope_theta")
-    if not isinstance(theta, (int, float)) or theta <= 0:
-        raise ConfigurationError(f"rope_parameters of an EAGLE-3 head need a positive rope_theta, got {theta!r}")
-
-
-def rope_like(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What a head for a target with the rotary ``parameters`` begins with: the same where it can have them, or else plain ones."""
-    if parameters.get("rope_type") in ROPE_TYPES and parameters.get("rope_theta") and parameters.get("partial_rotary_factor", 1.0) == 1.0:
-        return {name: value for name, value in parameters.items() if name in ROPE_KEYS}
-    theta = parameters.get("rope_theta")
-    return {**ROPE, **({"rope_theta": float(theta)} if theta else {})}

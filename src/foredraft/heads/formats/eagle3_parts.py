@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.eagle3 import Eagle3Config, Eagle3Head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.heads.formats.shared import same_weights
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.eagle3 import Eagle3Config, Eagle3Head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.heads.formats import OURS, Contents, Format, Stored, block, from_block_as, needs_target
 from foredraft.heads.formats.eagle3_parts import config_from, layer_config, tensors_in, tensors_of, tree_is_lost
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from foredraft.zoo.corpus import SourceFile
-from foredraft.zoo.recipe import CONTEXT, END_OF_TEXT, PAD, VOCABULARY
+from recipes.zoo.corpus import SourceFile
+from recipes.zoo.recipe import CONTEXT, END_OF_TEXT, PAD, VOCABULARY
 
 
 def train(files: Sequence[SourceFile]) -> PreTrainedTokenizerFast:

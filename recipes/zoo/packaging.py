@@ -13,9 +13,9 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft.drafters.ngram_model import NGramModel
-from foredraft.zoo import DRAFT, MODELS, NGRAM, TARGET
-from foredraft.zoo.evaluation import ROUNDING_SAMPLE
-from foredraft.zoo.recipe import NGRAM_ORDER
+from foredraft.zoo import DRAFT, NGRAM, TARGET, root
+from recipes.zoo.evaluation import ROUNDING_SAMPLE
+from recipes.zoo.recipe import NGRAM_ORDER
 
 VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
 
@@ -53,7 +53,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def _fresh(name: str) -> Path:
-    folder = MODELS / name
+    folder = root() / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
@@ -134,11 +134,11 @@ Rounding the weights: on every {ROUNDING_SAMPLE}th document {sample["float32"]["
 ## Recipe
 
 ```
-python -m foredraft.zoo.train corpus --out RUN
-python -m foredraft.zoo.train tokenizer --out RUN
-python -m foredraft.zoo.train {command} --out RUN
-python -m foredraft.zoo.train evaluate --out RUN
-python -m foredraft.zoo.train package --out RUN
+python -m recipes.zoo corpus --out RUN
+python -m recipes.zoo tokenizer --out RUN
+python -m recipes.zoo {command} --out RUN
+python -m recipes.zoo evaluate --out RUN
+python -m recipes.zoo package --out RUN
 ```
 
 {trained["tokens"]:,} training tokens ({trained["epochs"]:.2f} epochs) in {trained["seconds"] / 60:.0f} minutes on \
@@ -167,9 +167,9 @@ On the held-out packages the most likely next token is right {figures["held_out"
 ## Recipe
 
 ```
-python -m foredraft.zoo.train corpus --out RUN
-python -m foredraft.zoo.train tokenizer --out RUN
-python -m foredraft.zoo.train ngram --out RUN
-python -m foredraft.zoo.train package --out RUN
+python -m recipes.zoo corpus --out RUN
+python -m recipes.zoo tokenizer --out RUN
+python -m recipes.zoo ngram --out RUN
+python -m recipes.zoo package --out RUN
 ```
 """

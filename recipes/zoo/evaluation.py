@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from foredraft.drafters.ngram_model import NGramModel
-from foredraft.zoo.tokenization import Encoded
+from recipes.zoo.tokenization import Encoded
 
 WINDOW = 1024  # tokens a model sees at once
 ROUNDING_SAMPLE = 8  # float32 and bfloat16 weights are compared on every eighth document: float32 is six times slower

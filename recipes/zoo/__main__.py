@@ -1,6 +1,6 @@
 """The recipe behind the embedded models.
 
-    python -m foredraft.zoo.train all --out RUN
+    python -m recipes.zoo all --out RUN
 
 does everything from the installed packages to the folders in the package, in about four hours on two cores. Each step is also a
 command of its own, reads what the earlier ones left in RUN, and can be repeated. Training can be interrupted at any time and
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.zoo import recipe
+from recipes.zoo import recipe
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-    from foredraft.zoo.fit import Schedule
-    from foredraft.zoo.tokenization import Encoded
+    from recipes.zoo.fit import Schedule
+    from recipes.zoo.tokenization import Encoded
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -39,7 +39,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's che
 @app.command()
 def corpus(out: Out) -> None:
     """Collect Python source from this machine and split it by package (half a minute)."""
-    from foredraft.zoo.corpus import build
+    from recipes.zoo.corpus import build
 
     built = build()
     built.save(out / "corpus")
@@ -52,8 +52,8 @@ def corpus(out: Out) -> None:
 @app.command()
 def tokenizer(out: Out) -> None:
     """Learn the byte-level BPE and encode both halves of the corpus (half a minute)."""
-    from foredraft.zoo import tokenization
-    from foredraft.zoo.corpus import Corpus
+    from recipes.zoo import tokenization
+    from recipes.zoo.corpus import Corpus
 
     source = Corpus.load(_needed(out / "corpus", "corpus"))
     learnt = tokenization.train(source.train)
@@ -67,7 +67,7 @@ def tokenizer(out: Out) -> None:
 @app.command()
 def target(out: Out, budget: Budget = recipe.TARGET_BUDGET, cooldown: Cooldown = recipe.TARGET_COOLDOWN, resume: Resume = False) -> None:
     """Train the target on the corpus (an hour and more)."""
-    from foredraft.zoo import fit
+    from recipes.zoo import fit
 
     _fit(
         out,
@@ -83,7 +83,7 @@ def target(out: Out, budget: Budget = recipe.TARGET_BUDGET, cooldown: Cooldown =
 @app.command()
 def draft(out: Out, budget: Budget = recipe.DRAFT_BUDGET, cooldown: Cooldown = recipe.DRAFT_COOLDOWN, resume: Resume = False) -> None:
     """Train the draft on the corpus (a quarter of an hour)."""
-    from foredraft.zoo import fit
+    from recipes.zoo import fit
 
     _fit(
         out,
@@ -100,7 +100,7 @@ def draft(out: Out, budget: Budget = recipe.DRAFT_BUDGET, cooldown: Cooldown = r
 def ngram(out: Out) -> None:
     """Count the n-gram table, prune it to its size limit, and measure the n-gram baseline (a few minutes)."""
     from foredraft.drafters.ngram_model import NGramModel
-    from foredraft.zoo import evaluation
+    from recipes.zoo import evaluation
 
     _keep_freed_memory()
     train, held_out = _tokens(out)
@@ -132,7 +132,7 @@ def evaluate(out: Out) -> None:
     """Measure bits per byte on the held-out packages, with bfloat16 weights; float32 ones on a sample (minutes)."""
     import torch
 
-    from foredraft.zoo import evaluation, fit
+    from recipes.zoo import evaluation, fit
 
     _keep_freed_memory()
     _, held_out = _tokens(out)
@@ -153,7 +153,8 @@ def package(out: Out) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from foredraft.drafters.ngram_model import NGramModel
-    from foredraft.zoo import DRAFT, TARGET, fit, packaging
+    from foredraft.zoo import DRAFT, TARGET
+    from recipes.zoo import fit, packaging
 
     manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
     learnt = PreTrainedTokenizerFast.from_pretrained(_needed(out / "tokenizer", "tokenizer"))
@@ -172,7 +173,7 @@ def package(out: Out) -> None:
 @app.command()
 def texts(out: Out) -> None:
     """Let the embedded target write the texts that heads learn from (a quarter of an hour)."""
-    from foredraft.zoo import heads
+    from recipes.zoo import heads
 
     _needed(out / "corpus", "corpus")
     typer.echo(heads.write_texts(out))
@@ -193,7 +194,7 @@ def eagle3(out: Out, resume: Resume = False) -> None:
 @app.command()
 def package_heads(out: Out) -> None:
     """Write the heads that were trained, with figures and model cards, into the package."""
-    from foredraft.zoo import heads
+    from recipes.zoo import heads
 
     manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
     for kind in recipe.HEADS:
@@ -219,7 +220,7 @@ def everything(out: Out) -> None:
 
 def _head(out: Path, kind: str, resume: bool) -> None:
     from foredraft.cli.train import show
-    from foredraft.zoo import heads
+    from recipes.zoo import heads
 
     _needed(heads.folder(out, "data"), "texts")
     _keep_freed_memory()
@@ -236,7 +237,7 @@ def _fit(
     schedule: Schedule,
     resume: bool,
 ) -> None:
-    from foredraft.zoo import fit
+    from recipes.zoo import fit
 
     _keep_freed_memory()
     folder = out / name
@@ -271,7 +272,7 @@ def _keep_freed_memory() -> None:
 
 
 def _tokens(out: Path) -> tuple[Encoded, Encoded]:
-    from foredraft.zoo.tokenization import Encoded
+    from recipes.zoo.tokenization import Encoded
 
     folder = _needed(out / "tokens", "tokenizer")
     return Encoded.load(folder / "train.npz"), Encoded.load(folder / "held_out.npz")
@@ -279,7 +280,7 @@ def _tokens(out: Path) -> tuple[Encoded, Encoded]:
 
 def _needed(path: Path, step: str) -> Path:
     if not path.exists():
-        raise typer.BadParameter(f"{path} is missing: run `python -m foredraft.zoo.train {step} --out …` first")
+        raise typer.BadParameter(f"{path} is missing: run `python -m recipes.zoo {step} --out …` first")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Trains one small causal language model on a CPU: the loop behind `python -m foredraft.zoo.train target` and `draft`.
+"""Trains one small causal language model on a CPU: the loop behind `python -m recipes.zoo target` and `draft`.
 
 What makes an hour on two cores count:
 
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from foredraft.zoo.recipe import CONTEXT, SEED, Batch, Rates
+from recipes.zoo.recipe import CONTEXT, SEED, Batch, Rates
 
 QUERY_BLOCK = 256
 CHECKPOINT = "checkpoint.pt"

@@ -21,7 +21,8 @@ from foredraft.training.journal import Journal
 from foredraft.training.options import Options
 from foredraft.training.runs import RUN, run
 from foredraft.training.trees import calibrated
-from foredraft.zoo import HEADS, MODELS, PREFIX, TARGET, load, load_tokenizer, packaging, recipe
+from foredraft.zoo import CATALOGUE, PREFIX, TARGET, load, load_tokenizer, root
+from recipes.zoo import packaging, recipe
 
 Figures = dict[str, Any]
 
@@ -89,8 +90,8 @@ def train(out: Path, kind: str, *, resume: bool, report: Callable[[Mapping[str, 
 
 
 def package(out: Path, kind: str, manifest: Figures) -> Path:
-    """Weights, configuration, figures and model card, as ``foredraft.zoo.load_head`` reads them."""
-    trained, name = folder(out, kind), HEADS[kind][0]
+    """Weights, configuration, figures and model card, as Foredraft reads them."""
+    trained, name = folder(out, kind), f"{TARGET}-{kind}"
     model, data = load(TARGET), [Texts(folder(out, name)) for name in recipe.TEXTS[kind]]
     head = checkpoints.load(trained, model)  # type: ignore[arg-type]
     others = Texts(folder(out, "held_out"))
@@ -127,7 +128,7 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
             "answers": [dict(each.manifest.settings) for each in data],
         },
     }
-    destination = MODELS / name
+    destination = root() / name
     shutil.rmtree(destination, ignore_errors=True)
     destination.mkdir(parents=True)
     for file in ("config.json", "model.safetensors", checkpoints.SUCCESSORS):
@@ -207,7 +208,7 @@ Beside it lie successors: {found["listed"][0]:,} tokens behind {found["contexts"
     quality = "\n".join(steps)
     return f"""# {name}
 
-{HEADS[kind][1]}: `--drafter {kind}` with `--target {PREFIX}{TARGET}` takes it by itself.
+{CATALOGUE[name].description}: `--drafter {kind}` with `--target {PREFIX}{TARGET}` takes it by itself.
 
 {figures["parameters"]:,} parameters in bfloat16; options {options}.
 {beside}
@@ -236,9 +237,9 @@ other work at times). Time to quality, on {training["options"]["held_out"]} held
 {quality}
 
 ```
-python -m foredraft.zoo.train corpus --out RUN
-python -m foredraft.zoo.train texts --out RUN
-python -m foredraft.zoo.train {kind} --out RUN
-python -m foredraft.zoo.train package-heads --out RUN
+python -m recipes.zoo corpus --out RUN
+python -m recipes.zoo texts --out RUN
+python -m recipes.zoo {kind} --out RUN
+python -m recipes.zoo package-heads --out RUN
 ```
 """

@@ -1,0 +1,1 @@
+"""The recipe of the embedded models: ``python -m recipes.zoo --help``."""

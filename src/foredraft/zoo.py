@@ -1,0 +1,193 @@
+"""The embedded models: small models of Python source that need no network, from the distribution ``foredraft-zoo``.
+
+    pip install 'foredraft[zoo]'
+
+    model = foredraft.zoo.load("python-8m")
+    tokenizer = foredraft.zoo.load_tokenizer("python-8m")
+
+Wherever Foredraft takes a model, ``"zoo:python-8m"`` means the same. The ``README.md`` beside the weights is the model card.
+
+``python-300m`` is not a better model. It is ``python-8m`` inflated (:mod:`foredraft.inflation`) to the size and cost of a model of 300
+million parameters, with the same function: an instrument that shows real acceptance at a realistic price on any machine.
+
+Draft heads for ``python-8m`` are included (``python-8m-medusa``, ``python-8m-eagle3``); :func:`foredraft.heads.checkpoints.load` loads
+them, and inflates them where the target is ``python-300m``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foredraft.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Embedded", "describe", "find", "head_for", "is_inflated", "load", "load_tokenizer", "names", "path", "root"]
+
+PREFIX = "zoo:"
+TARGET, DRAFT, NGRAM, INFLATED = "python-8m", "python-1m", "python-ngram", "python-300m"
+INFLATED_SIZE = {"hidden_size": 1024, "layers": 24}
+INFLATED_PARAMETERS = 306_234_368
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """An entry of the zoo; one line of ``foredraft models``.
+
+    Attributes:
+        kind: "target", "draft", "inflated", "ngram" or "head".
+        folder: the folder of its files below :func:`root`; an inflated model has that of the model that it is built from.
+        drafter: the drafter that runs a head, or an n-gram table.
+    """
+
+    name: str
+    kind: str
+    description: str
+    folder: str
+    drafter: str = ""
+
+    @property
+    def path(self) -> Path:
+        return root() / self.folder
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What was measured when it was made."""
+        found: dict[str, Any] = json.loads((self.path / "metrics.json").read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def parameters(self) -> int:
+        """Their number; for an n-gram table, the number of n-grams."""
+        return INFLATED_PARAMETERS if self.kind == "inflated" else int(self.figures["parameters"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of weights on disk; an inflated model has none of its own."""
+        return 0 if self.kind == "inflated" else sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """On held-out packages, with the weights as stored; None for what is no language model."""
+        value = self.figures.get("held_out", {}).get("bfloat16", {}).get("bits_per_byte")
+        return None if value is None else float(value)
+
+
+CATALOGUE = {
+    each.name: each
+    for each in (
+        Embedded(TARGET, "target", "target: a llama-architecture model of Python source", TARGET),
+        Embedded(DRAFT, "draft", f"draft for {TARGET}: same corpus, same tokenizer", DRAFT),
+        Embedded(INFLATED, "inflated", f"benchmark instrument: {TARGET} at the cost of 300 M parameters", TARGET),
+        Embedded(NGRAM, "ngram", "n-gram table of the same corpus, for the ngram drafter", NGRAM, "ngram"),
+        Embedded(f"{TARGET}-medusa", "head", f"Medusa heads for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-medusa", "medusa"),
+        Embedded(f"{TARGET}-eagle3", "head", f"EAGLE-3 head for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-eagle3", "eagle3"),
+    )
+}
+
+
+def root() -> Path:
+    """The folder of the distribution ``foredraft-zoo``.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    try:
+        return Path(str(files("foredraft_zoo")))
+    except ModuleNotFoundError as error:
+        raise ConfigurationError("the embedded models (zoo:NAME) are not installed: pip install 'foredraft[zoo]'") from error
+
+
+def names() -> list[str]:
+    """The names of what is installed."""
+    return [each.name for each in describe()]
+
+
+def describe() -> list[Embedded]:
+    """What is installed. Reads no weights."""
+    return [each for each in CATALOGUE.values() if each.path.is_dir()]
+
+
+def find(name: str) -> Embedded:
+    """The entry of ``name``, with or without the prefix ``zoo:``. ``python-300m-medusa`` names the head ``python-8m-medusa``.
+
+    Raises:
+        ConfigurationError: there is no such entry, or the zoo is not installed.
+    """
+    bare = name.removeprefix(PREFIX)
+    bare = bare.replace(f"{INFLATED}-", f"{TARGET}-")
+    if bare not in (known := names()):
+        raise ConfigurationError(f"there is no embedded model {name!r}; there are {', '.join(PREFIX + each for each in known)}")
+    return CATALOGUE[bare]
+
+
+def path(name: str) -> Path:
+    """The folder with the files of an embedded model, n-gram table or head.
+
+    Raises:
+        ConfigurationError: an unknown name, or an inflated model, which has no files.
+    """
+    found = find(name)
+    if found.kind == "inflated":
+        raise ConfigurationError(f"{found.name} has no files: it is built from {found.folder} when foredraft.zoo.load loads it")
+    return found.path
+
+
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """An embedded model, in evaluation mode.
+
+    Args:
+        dtype: bfloat16, as stored, unless given.
+        device: the CPU unless given.
+        attn_implementation: the choice of transformers unless given.
+
+    Raises:
+        ConfigurationError: an unknown name, or that of a head or an n-gram table; the message says how to use it.
+    """
+    found = find(name)
+    if found.drafter:
+        what = "a draft head" if found.kind == "head" else "an n-gram table"
+        raise ConfigurationError(f"{PREFIX}{found.name} is {what}, not a model; use it as drafter '{found.drafter}:{PREFIX}{found.name}'")
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(found.path, local_files_only=True, dtype=dtype or "auto", **options)
+    if found.kind == "inflated":
+        from foredraft.inflation import inflate
+
+        model = inflate(model, **INFLATED_SIZE)
+    model.name_or_path = model.config._name_or_path = PREFIX + found.name
+    return model.to(device).eval()
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of an embedded model; all of them share one."""
+    from transformers import AutoTokenizer
+
+    find(name)
+    return AutoTokenizer.from_pretrained(path(TARGET), local_files_only=True, padding_side="left")
+
+
+def head_for(model: PreTrainedModel, drafter: str) -> str | None:
+    """The embedded head of ``drafter`` for ``model``, as a source: ``zoo:NAME``; None if there is none."""
+    if model.name_or_path not in (PREFIX + TARGET, PREFIX + INFLATED):
+        return None
+    return next((PREFIX + each.name for each in describe() if each.kind == "head" and each.drafter == drafter), None)
+
+
+def is_inflated(model: PreTrainedModel) -> bool:
+    """Whether ``model`` has the size of the inflated one."""
+    config = model.config
+    return (config.hidden_size, config.num_hidden_layers) == (INFLATED_SIZE["hidden_size"], INFLATED_SIZE["layers"])
