@@ -17,7 +17,7 @@ from foredraft.cli.train import train
 PROMPTS, MODELS, SPECULATION, SAMPLING, OUTPUT = "Prompts", "Models", "Speculation", "Decoding", "Output"
 
 app = typer.Typer(
-    help="Speculative decoding: text from an unmodified Hugging Face model, faster, with the same output distribution.",
+    help="Faster text generation with unmodified Hugging Face models, with the same output distribution (speculative decoding).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,7 +35,7 @@ Dtype = Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, 
 Quantization = Annotated[
     str | None,
     typer.Option(
-        help="int8 loads it with weights of eight bits (torchao): another model, with a law of its own.",
+        help="int8 loads the model with int8 weights (torchao). That is another model, with its own output distribution.",
         show_default="as in the checkpoint",
         rich_help_panel=MODELS,
     ),
@@ -43,7 +43,7 @@ Quantization = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        help="cpu, cuda, cuda:1, …, or auto to spread it over what there is.",
+        help="cpu, cuda, cuda:1, …, or auto to spread the model over all devices.",
         show_default="cuda if there is one, else cpu",
         rich_help_panel=MODELS,
     ),
@@ -86,7 +86,7 @@ def generate(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Run so many prompts at a time, at most.", rich_help_panel=PROMPTS)] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Most prompts per batch.", rich_help_panel=PROMPTS)] = 8,
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a user's message; apply the chat template.", rich_help_panel=PROMPTS)
     ] = False,
@@ -99,7 +99,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME[:SOURCE]",
-            help="What proposes tokens (see foredraft drafters); none is plain decoding.",
+            help="The drafter (see foredraft drafters); none is plain decoding.",
             show_default="prompt-lookup; for zoo:python-300m, draft-model:zoo:python-1m",
             rich_help_panel=SPECULATION,
         ),
@@ -109,29 +109,29 @@ def generate(
         typer.Option(
             metavar="KEY=VALUE",
             show_default=False,
-            help="An option of the drafter; may be repeated. A value is read as a number, true, false or none where it can be.",
+            help="An option of the drafter; repeat for more. Values may be numbers, true, false, none or text.",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
     rule: Annotated[
-        str, typer.Option(help="What decides on proposed tokens: auto, or a name (see foredraft rules).", rich_help_panel=SPECULATION)
+        str, typer.Option(help="The verification rule: auto, or a name (see foredraft rules).", rich_help_panel=SPECULATION)
     ] = "auto",
     shape: Annotated[
         str | None,
         typer.Option(
             help="The largest tree per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16), opt(total=16), or "
-            "auto: chosen anew in every round by measured costs.",
+            "auto, which chooses in every round by measured costs.",
             show_default="auto",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
     draft_length: Annotated[
-        int | None, typer.Option(min=0, help="Short for --shape 'chain(N)'.", show_default=False, rich_help_panel=SPECULATION)
+        int | None, typer.Option(min=0, help="The same as --shape 'chain(N)'.", show_default=False, rich_help_panel=SPECULATION)
     ] = None,
     lossy: Annotated[
-        bool, typer.Option("--lossy", help="Accept a rule that changes the distribution of the text.", rich_help_panel=SPECULATION)
+        bool, typer.Option("--lossy", help="Allow a rule that changes the output distribution.", rich_help_panel=SPECULATION)
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.", rich_help_panel=SAMPLING)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens per prompt.", rich_help_panel=SAMPLING)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="Above 0, sample; at 0, decode greedily.", rich_help_panel=SAMPLING)] = 0.0,
     top_k: Annotated[
         int | None,
@@ -147,7 +147,7 @@ def generate(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Sample from the likeliest tokens that hold this much probability.",
+            help="Sample from the most likely tokens whose probabilities sum to this.",
             show_default="the model's",
             rich_help_panel=SAMPLING,
         ),
@@ -156,14 +156,12 @@ def generate(
         int | None,
         typer.Option(
             min=0,
-            help="The same seed gives the same text; with a rule other than match, for the same --shape, which auto is not.",
+            help="The same seed gives the same text. With rules other than match this needs a fixed --shape.",
             show_default="drawn, and shown at the end",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="Set off tokens that were drafted and accepted from the target's own.", rich_help_panel=OUTPUT)
-    ] = False,
+    show: Annotated[bool, typer.Option("--show", help="Highlight accepted draft tokens.", rich_help_panel=OUTPUT)] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document with texts, tokens and statistics.", rich_help_panel=OUTPUT)
     ] = False,
@@ -173,14 +171,14 @@ def generate(
             metavar="K",
             min=0,
             show_default=False,
-            help="With --json: the target's own log-probability of every token, and of the K likeliest at its place.",
+            help="With --json: the target's log-probability of every token, and of the K most likely tokens at its position.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> None:
-    """Continue a prompt, or many. Text goes to stdout as it is committed, figures to stderr.
+    """Generate text for one or more prompts. Text is streamed to stdout; statistics go to stderr.
 
-    Exit codes: 0 done, 1 failed while running, 2 cannot work as asked, 130 Ctrl-C (with what was generated).
+    Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C (what was generated is printed).
     """
     from foredraft.cli.printers import make_printer
     from foredraft.cli.progress import Progress
@@ -222,7 +220,9 @@ def audit(
     ] = None,
     dtype: Annotated[
         str,
-        typer.Option(help="auto, float32, bfloat16 or float16. Below float32, rounding alone moves the law.", rich_help_panel=MODELS),
+        typer.Option(
+            help="auto, float32, bfloat16 or float16. Below float32, rounding alone can look like a fault.", rich_help_panel=MODELS
+        ),
     ] = "float32",
     quantization: Quantization = None,
     device: Device = None,
@@ -231,7 +231,7 @@ def audit(
         str | None,
         typer.Option(
             metavar="NAME[:SOURCE]",
-            help="What proposes tokens (see foredraft drafters).",
+            help="The drafter (see foredraft drafters).",
             show_default="as in foredraft generate",
             rich_help_panel=SPECULATION,
         ),
@@ -239,13 +239,13 @@ def audit(
     drafter_option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="KEY=VALUE", show_default=False, help="An option of the drafter; may be repeated.", rich_help_panel=SPECULATION
+            metavar="KEY=VALUE", show_default=False, help="An option of the drafter; repeat for more.", rich_help_panel=SPECULATION
         ),
     ] = None,
     rule: Annotated[str, typer.Option(help="auto, or a name (see foredraft rules).", rich_help_panel=SPECULATION)] = "auto",
     shape: Annotated[
         str | None,
-        typer.Option(help="The largest tree proposed per round, or auto.", show_default="auto", rich_help_panel=SPECULATION),
+        typer.Option(help="The largest tree per round, or auto.", show_default="auto", rich_help_panel=SPECULATION),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Above 0, sample; at 0, decode greedily.", rich_help_panel=SAMPLING)] = 1.0,
     top_k: Annotated[
@@ -254,33 +254,43 @@ def audit(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Sample from so much probability.", show_default="the model's", rich_help_panel=SAMPLING),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the most likely tokens whose probabilities sum to this.",
+            show_default="the model's",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.", rich_help_panel=SAMPLING)] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt, compared token for token.", rich_help_panel=SAMPLING)] = 48,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random draws.", rich_help_panel=SAMPLING)] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per prompt in the comparison with plain decoding.", rich_help_panel=SAMPLING)
+    ] = 48,
     samples: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Continuations that are tested statistically.",
-            show_default="as many as find a total variation of 1 % per token",
+            help="Continuations for the statistical tests.",
+            show_default="enough to find a total variation of 1 % per token",
             rich_help_panel=SAMPLING,
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Draw so many of them at a time.", rich_help_panel=SAMPLING)] = 256,
-    significance: Annotated[float, typer.Option(help="How often a correct configuration may be accused.", rich_help_panel=SAMPLING)] = 1e-3,
+    batch_size: Annotated[int, typer.Option(min=1, help="Continuations that are drawn together.", rich_help_panel=SAMPLING)] = 256,
+    significance: Annotated[
+        float, typer.Option(help="Probability that a correct configuration is reported as a fault.", rich_help_panel=SAMPLING)
+    ] = 1e-3,
     part: Annotated[
         list[str] | None,
-        typer.Option(help="exact, keyed or statistical; may be repeated.", show_default="those that matter", rich_help_panel=OUTPUT),
+        typer.Option(help="exact, keyed or statistical; repeat for more.", show_default="all that apply", rich_help_panel=OUTPUT),
     ] = None,
     as_json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write everything to this file.", show_default=False, rich_help_panel=OUTPUT),
+        typer.Option("--json", metavar="FILE", help="Write the full report to this file.", show_default=False, rich_help_panel=OUTPUT),
     ] = None,
 ) -> None:
-    """Check that a configuration keeps the target's distribution exactly, and say how sure that is.
+    """Check that a configuration keeps the target's output distribution, and report how large a bias would be found.
 
-    Exit codes: 0 exact; 1 a fault, a lossy rule, or a part that matters left out; 2 cannot work as asked.
+    Exit codes: 0 exact; 1 a fault, a lossy rule, or a necessary part left out; 2 invalid arguments.
     """
     from foredraft.cli.progress import Progress
 
@@ -309,7 +319,7 @@ def demo(
         list[str] | None,
         typer.Option(
             metavar="NAME[:SOURCE]",
-            help="Compare this drafter with plain decoding; may be repeated.",
+            help="Compare this drafter with plain decoding; repeat for more.",
             show_default="prompt-lookup; for zoo targets draft-model:zoo:python-1m too",
             rich_help_panel=SPECULATION,
         ),
@@ -318,11 +328,11 @@ def demo(
     device: Device = None,
     threads: Threads = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=SAMPLING)] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per prompt and drafter; their median counts.", rich_help_panel=SAMPLING)] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per prompt and drafter; the median is reported.", rich_help_panel=SAMPLING)] = 3,
 ) -> None:
-    """Decode three prompts plainly and speculatively, side by side: texts, speed, acceptance.
+    """Compare plain and speculative decoding of three prompts: text, speed, acceptance.
 
-    The default target, zoo:python-300m, is a benchmark instrument: the 8 M model inflated to the cost of 300 M parameters.
+    The default target, zoo:python-300m, computes the same as zoo:python-8m at the cost of a model with 300 million parameters.
     """
     from foredraft.cli.progress import Progress
 
@@ -341,7 +351,7 @@ def tune(
         list[str] | None,
         typer.Option(
             metavar="NAME[:SOURCE]",
-            help="Choose among these; may be repeated.",
+            help="A candidate; repeat for more.",
             show_default="prompt-lookup; for zoo targets draft-model:zoo:python-1m too",
             rich_help_panel=SPECULATION,
         ),
@@ -350,7 +360,7 @@ def tune(
     quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows that are decoded together.", rich_help_panel=PROMPTS)] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are decoded together.", rich_help_panel=PROMPTS)] = 1,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -362,16 +372,16 @@ def tune(
     ] = None,
     as_json: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", help="Write everything to this file.", show_default=False, rich_help_panel=OUTPUT),
+        typer.Option("--json", metavar="FILE", help="Write the full report to this file.", show_default=False, rich_help_panel=OUTPUT),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Draw it (needs matplotlib).", show_default=False, rich_help_panel=OUTPUT),
+        typer.Option(metavar="FILE.png", help="Write a chart (needs matplotlib).", show_default=False, rich_help_panel=OUTPUT),
     ] = None,
 ) -> None:
-    """Measure what drafting costs and brings here, name the best drafter and shape, and check the prediction against plain decoding.
+    """Measure drafters on this machine, recommend a drafter and a shape, and check the prediction against plain decoding.
 
-    Costs are kept, and --shape auto uses them from then on.
+    The measured costs are saved; --shape auto uses them from then on.
     """
     from foredraft.cli.progress import Progress
 
@@ -401,9 +411,9 @@ def models() -> None:
 
 @app.command()
 def drafters(
-    name: Annotated[str | None, typer.Argument(help="Tell everything about this one.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="Show the options of this drafter.", show_default=False)] = None,
 ) -> None:
-    """List drafters, what they do, and their options with defaults."""
+    """List drafters; with a name, show its options and their defaults."""
     from foredraft.cli import tables
 
     with exit_codes():
@@ -412,7 +422,7 @@ def drafters(
 
 @app.command()
 def rules() -> None:
-    """List verification rules, and for which proposals each keeps the target's distribution exactly."""
+    """List verification rules, and the drafts for which each of them is exact."""
     from foredraft.cli import tables
 
     with exit_codes():

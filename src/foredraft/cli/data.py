@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foredraft.training.data import Manifest
     from foredraft.training.generation import Count
 
-app = typer.Typer(help="Texts that a target writes itself, for heads to learn from (foredraft train).", no_args_is_help=True)
+app = typer.Typer(help="Make training data for foredraft train: texts that the target itself generates.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where the shards go.", show_default=False, file_okay=False)]
 
@@ -36,37 +36,42 @@ def generate(
     windows: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", show_default=False, help="N prompts cut from random places of the texts, rather than each text's beginning."
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Cut N prompts from random places of the texts instead of taking each text's beginning.",
         ),
     ] = None,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="The first so many tokens of each text are its prompt.", show_default="all; 64 with --windows"),
+        typer.Option(min=1, help="Tokens at the beginning of each text that form the prompt.", show_default="all; 64 with --windows"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Of an answer, at most; 0 keeps texts as they are.")] = 256,
-    temperature: Annotated[str, typer.Option(help="0 is greedy; several as 0,1: prompts take them in turns.", metavar="T[,T...]")] = "0",
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens per answer; 0 writes the texts as they are.")] = 256,
+    temperature: Annotated[str, typer.Option(help="0 is greedy; 0,1 alternates between prompts.", metavar="T[,T...]")] = "0",
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens.", show_default="all")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from so much probability.", show_default="all")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Leave out tokens below this share of the likeliest.", show_default="none")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the most likely tokens whose probabilities sum to this.", show_default="all")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Leave out tokens less likely than this share of the most likely one.", show_default="none")
+    ] = None,
     top_k_probabilities: Annotated[
-        int, typer.Option(min=0, metavar="K", help="Record the K likeliest tokens at every place, with the target's log-probabilities.")
+        int, typer.Option(min=0, metavar="K", help="Record the K most likely tokens at every position, with log-probabilities.")
     ] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of windows and answers.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows that are answered together.")] = 64,
-    shard_size: Annotated[int, typer.Option(min=1, help="Prompts per file; a run that is killed loses at most one file's work.")] = 1024,
-    part: Annotated[
-        str, typer.Option(metavar="I/N", help="Make every N-th file only, beginning with the I-th: one of N processes on one folder.")
-    ] = "1/1",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of windows and answers.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 64,
+    shard_size: Annotated[int, typer.Option(min=1, help="Prompts per file. A killed run loses at most one file.")] = 1024,
+    part: Annotated[str, typer.Option(metavar="I/N", help="Make part I of N, so that N processes can share one folder.")] = "1/1",
     dtype: Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….", show_default="cuda if there is one, else cpu")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice")] = None,
     execution: Annotated[
-        str, typer.Option(help="As of a Speculator; others than eager may pick kernels by timing, so that a restart may round differently.")
+        str, typer.Option(help="As in Speculator. Values other than eager choose kernels by timing, so a restart may round differently.")
     ] = "eager",
 ) -> None:
-    """Let the target answer prompts, and write what it says as token ids.
+    """Let the target answer prompts, and store the answers as token ids.
 
-    The same command goes on where it stopped, however it stopped. Exit codes: 0 done, 1 failed while running, 2 cannot work as asked, 130
+    The same command goes on where it stopped, however it stopped. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130
     Ctrl-C.
     """
     with exit_codes():
@@ -116,13 +121,13 @@ def hidden(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Made by foredraft data generate.")],
     target: Annotated[str, typer.Option(help="The model that wrote the texts.", show_default=False)],
     features: Annotated[
-        str, typer.Option(metavar="N[,N...]", help="Which: 0 the embeddings, i the output of layer i, -1 behind the final norm.")
+        str, typer.Option(metavar="N[,N...]", help="0 is the embeddings, i the output of layer i, -1 the output of the final norm.")
     ] = "-1",
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per pass.")] = 8192,
     dtype: Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….", show_default="cuda if there is one, else cpu")] = None,
 ) -> None:
-    """Store the target's hidden states of the texts, for foredraft train --stored-hidden. They take 2 bytes x width x features per token in
+    """Store the target's hidden states for foredraft train --stored-hidden. They take 2 bytes x width x features per token in
     bfloat16: 1.5 KB for width 256 and three features."""
     with exit_codes():
         from foredraft.cli.generation import pick_device
@@ -145,7 +150,7 @@ def info(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="Made by foredraft data generate.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Say what a folder of texts holds."""
+    """Summarize a folder of texts."""
     with exit_codes():
         from foredraft.training.data import Texts
 

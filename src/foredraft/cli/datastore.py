@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64  # documents that are tokenized together
 
-app = typer.Typer(help="Make and look at datastores, which the drafter rest:PATH retrieves continuations from.", no_args_is_help=True)
+app = typer.Typer(help="Build and inspect datastores for the drafter rest:PATH.", no_args_is_help=True)
 
 
 @app.command()
@@ -29,7 +29,7 @@ def build(
         typer.Argument(
             metavar="FILES...",
             show_default=False,
-            help='Texts, a document each; in a .jsonl file, one JSON object with a "text" per line is a document.',
+            help='One document per file; in a .jsonl file, one per line, a JSON object with a "text".',
         ),
     ],
     target: Annotated[
@@ -38,13 +38,11 @@ def build(
             "--target", "--tokenizer", help="The model whose tokenizer makes the ids: a path, a hub id, or zoo:NAME.", show_default=False
         ),
     ],
-    out: Annotated[
-        Path, typer.Option(metavar="PATH", help="Where to write it; what is there is replaced in one step.", show_default=False)
-    ],
+    out: Annotated[Path, typer.Option(metavar="PATH", help="Where to write it; an existing file is replaced.", show_default=False)],
 ) -> None:
-    """Make a datastore of texts, for drafting with --drafter rest:PATH.
+    """Build a datastore for --drafter rest:PATH.
 
-    Exit codes: 0 done, 2 cannot work as asked. An interrupted run leaves what was at PATH as it was.
+    Exit codes: 0 success, 2 invalid arguments. An interrupted run leaves what was at PATH as it was.
     """
     with exit_codes():
         with Progress(f"loading the tokenizer of {target}") as progress:
@@ -76,7 +74,7 @@ def info(
     path: Annotated[Path, typer.Argument(metavar="PATH", show_default=False, help="A file made by foredraft datastore build.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Say what a datastore holds."""
+    """Summarize a datastore."""
     with exit_codes():
         from foredraft.drafters.rest import load
 

@@ -33,24 +33,24 @@ def export(
         typer.Option(
             metavar="FORMAT",
             show_default=False,
-            help="vllm; speculators (EAGLE-3); medusa and eagle3, as their authors published such heads.",
+            help="vllm, speculators (EAGLE-3), medusa or eagle3 (the formats of the authors).",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write it.", show_default=False)],
     target: Annotated[
         str | None,
-        typer.Option(help="Its target: a path, a hub id, or zoo:NAME.", show_default="the one that the head remembers, where it is needed"),
+        typer.Option(help="Its target: a path, a hub id, or zoo:NAME.", show_default="the one named in the head"),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto (the target's or the head's own), float32, bfloat16 or float16.")] = "auto",
     draft_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens that vLLM drafts in a row.", show_default="all of a Medusa head's, 5 of an EAGLE-3 head's"),
+        typer.Option(min=1, help="Tokens per draft in vLLM.", show_default="all of a Medusa head's, 5 of an EAGLE-3 head's"),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="A branch, tag or commit of the hub.", show_default=False)] = None,
 ) -> None:
     """Write a head in another engine's format, and print the command that serves it there.
 
-    Exit codes: 0 done, 2 cannot work as asked.
+    Exit codes: 0 success, 2 invalid arguments.
     """
     with exit_codes():
         with Progress(f"loading {drafter}") as progress:
@@ -148,9 +148,9 @@ def convert(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write config.json and safetensors.", show_default=False)],
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Its configuration.", show_default="config.json beside it")] = None,
 ) -> None:
-    """Make safetensors of a pickled head, which is read without running the code in it.
+    """Convert a pickled head to safetensors without running code from the pickle.
 
-    Exit codes: 0 done, 2 cannot work as asked.
+    Exit codes: 0 success, 2 invalid arguments.
     """
     with exit_codes():
         from foredraft.heads.formats import folders

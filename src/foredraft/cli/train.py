@@ -16,60 +16,67 @@ DATA, LENGTH, OPTIMISER, MEASURE, BACKBONE, MACHINE = "Data", "Length", "Optimis
 
 def train(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle3 or rnn.", show_default=False)],
-    target: Annotated[str, typer.Option(help="The model that drafts are for: a path, a hub id, or zoo:NAME.", show_default=False)],
+    target: Annotated[str, typer.Option(help="The model to draft for: a path, a hub id, or zoo:NAME.", show_default=False)],
     data: Annotated[
         list[Path],
-        typer.Option(metavar="FOLDER", help="Made by foredraft data generate; may be repeated.", show_default=False, rich_help_panel=DATA),
+        typer.Option(
+            metavar="FOLDER", help="A folder made by foredraft data generate; repeat for more.", show_default=False, rich_help_panel=DATA
+        ),
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the head, checkpoints, log and curves go.", show_default=False)],
     head_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", show_default=False, help="An option of the head, such as heads=4; may be repeated."),
+        typer.Option(metavar="KEY=VALUE", show_default=False, help="An option of the head, such as heads=4; repeat for more."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in FOLDER, exactly.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Take the shards that are there.", rich_help_panel=DATA)] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in FOLDER.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Accept incomplete data.", rich_help_panel=DATA)] = False,
     other_target: Annotated[
         bool, typer.Option("--other-target", help="Accept texts that another model wrote.", rich_help_panel=DATA)
     ] = False,
     stored_hidden: Annotated[
-        bool, typer.Option("--stored-hidden", help="Read hidden states that foredraft data hidden stored.", rich_help_panel=DATA)
+        bool, typer.Option("--stored-hidden", help="Read hidden states stored by foredraft data hidden.", rich_help_panel=DATA)
     ] = False,
     count_prompts: Annotated[
-        bool, typer.Option("--count-prompts", help="Learn to predict prompts too, not only answers.", rich_help_panel=DATA)
+        bool, typer.Option("--count-prompts", help="Train on prompts too, not only on answers.", rich_help_panel=DATA)
     ] = False,
     successors: Annotated[
         bool,
         typer.Option(
             "--successors/--no-successors",
-            help="Count what follows what in the texts, and store it beside a Medusa head: its drafts become better.",
+            help="Count n-grams in the texts and store their log-odds with a Medusa head, which improves its drafts.",
             rich_help_panel=DATA,
         ),
     ] = True,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Cut texts off behind so many tokens.", show_default="whole texts", rich_help_panel=DATA)
+        int | None, typer.Option(min=2, help="Cut longer texts to this many tokens.", show_default="whole texts", rich_help_panel=DATA)
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, show_default="as --epochs says", rich_help_panel=LENGTH)] = None,
-    epochs: Annotated[float, typer.Option(help="Times that every text is read.", rich_help_panel=LENGTH)] = 1.0,
+    steps: Annotated[int | None, typer.Option(min=1, show_default="from --epochs", rich_help_panel=LENGTH)] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.", rich_help_panel=LENGTH)] = 1.0,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, per process.", rich_help_panel=LENGTH)] = 4096,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step, per process.", rich_help_panel=LENGTH)] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Peak, of AdamW.", rich_help_panel=OPTIMISER)] = 1e-3,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps until then; afterwards it falls as a cosine.", rich_help_panel=OPTIMISER)] = 100,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of AdamW.", rich_help_panel=OPTIMISER)] = 1e-3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps until the peak; a cosine follows.", rich_help_panel=OPTIMISER)] = 100,
     weight_decay: Annotated[float, typer.Option(min=0.0, rich_help_panel=OPTIMISER)] = 0.0,
-    clip: Annotated[float, typer.Option(help="Largest norm of a gradient.", rich_help_panel=OPTIMISER)] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the order of the texts.", rich_help_panel=OPTIMISER)] = 0,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm.", rich_help_panel=OPTIMISER)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the order of texts.", rich_help_panel=OPTIMISER)] = 0,
     evaluate_every: Annotated[
-        int, typer.Option(min=1, help="Steps between measurements; the head with the longest is kept.", rich_help_panel=MEASURE)
+        int,
+        typer.Option(
+            min=1, help="Steps between evaluations. The head with the longest acceptance length is kept.", rich_help_panel=MEASURE
+        ),
     ] = 500,
     patience: Annotated[
-        int, typer.Option(min=0, help="Stop after so many measurements without a longer one; 0 is never.", rich_help_panel=MEASURE)
+        int, typer.Option(min=0, help="Stop after this many evaluations without improvement; 0 is never.", rich_help_panel=MEASURE)
     ] = 0,
     held_out: Annotated[
         int,
-        typer.Option(min=1, help="Prompts to measure on: the last ones of the data, which are not trained on.", rich_help_panel=MEASURE),
+        typer.Option(min=1, help="Prompts to evaluate on: the last ones of the data, which are not trained on.", rich_help_panel=MEASURE),
     ] = 32,
     held_out_data: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Take the first of these prompts instead.", show_default=False, rich_help_panel=MEASURE),
+        typer.Option(
+            metavar="FOLDER", help="Evaluate on the first prompts of this folder instead.", show_default=False, rich_help_panel=MEASURE
+        ),
     ] = None,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=MEASURE)] = 64,
     tree_nodes: Annotated[
@@ -77,25 +84,25 @@ def train(
         typer.Option(
             min=1,
             help="Nodes of the tree that is stored with the head.",
-            show_default="as many as pay on this machine",
+            show_default="chosen by measured costs",
             rich_help_panel=MEASURE,
         ),
     ] = None,
     backbone: Annotated[
         str,
         typer.Option(
-            help="frozen; lora or full train the target too, by adapters or as a whole: drafts are then for that changed target.",
+            help="frozen, lora or full. lora and full also train the target, and the changed target then verifies the drafts.",
             rich_help_panel=BACKBONE,
         ),
     ] = "frozen",
     backbone_rate: Annotated[
-        float | None, typer.Option(help="Its learning rate.", show_default="a quarter of the heads'", rich_help_panel=BACKBONE)
+        float | None, typer.Option(help="Learning rate of the backbone.", show_default="a quarter of the heads'", rich_help_panel=BACKBONE)
     ] = None,
     head_weight: Annotated[
-        float, typer.Option(help="What the heads' loss counts beside the target's own, once warm.", rich_help_panel=BACKBONE)
+        float, typer.Option(help="Weight of the heads' loss relative to the target's, after warm-up.", rich_help_panel=BACKBONE)
     ] = 0.2,
-    head_warmup: Annotated[float, typer.Option(help="Share of the steps until then.", rich_help_panel=BACKBONE)] = 0.2,
-    lora_rank: Annotated[int, typer.Option(min=1, help="Of the adapters.", rich_help_panel=BACKBONE)] = 16,
+    head_warmup: Annotated[float, typer.Option(help="Share of the steps that warm it up.", rich_help_panel=BACKBONE)] = 0.2,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.", rich_help_panel=BACKBONE)] = 16,
     precision: Annotated[
         str, typer.Option(help="bf16: products in bfloat16 over float32 weights; or float32.", rich_help_panel=MACHINE)
     ] = "bf16",
@@ -107,10 +114,10 @@ def train(
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.", rich_help_panel=MACHINE)] = 200,
     report_every: Annotated[int, typer.Option(min=1, help="Steps between lines of the log.", rich_help_panel=MACHINE)] = 20,
 ) -> None:
-    """Train a head that drafts for a target, on texts that the target wrote; use it as --drafter KIND:FOLDER.
+    """Train a head for a target, on texts that the target generated. Use it as --drafter KIND:FOLDER.
 
     On several devices: torchrun --nproc-per-node N -m foredraft train …. Ctrl-C or SIGTERM saves; the same command with --resume goes on
-    exactly. Exit codes: 0 done, 1 failed while running, 2 cannot work as asked, 130 stopped and saved.
+    exactly. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 stopped and saved.
     """
     from foredraft.training.options import Options
 

@@ -64,7 +64,7 @@ class Eagle3(HeadDrafter):
     """
 
     name = kind = "eagle3"
-    summary = "one decoder layer that reads hidden states of the target and feeds on its own; chains and trees"
+    summary = "a one-layer decoder over the target's hidden states, run autoregressively; chains and trees"
 
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
         super().__init__(source, siblings=siblings, quantization=quantization)

@@ -15,7 +15,7 @@ from foredraft.tree import TokenTree
 class Hydra(HeadDrafter):
     __doc__ = HeadDrafter.__doc__
     name = kind = "hydra"
-    summary = "heads on the target's last hidden state that also read what was drafted so far; chains and trees"
+    summary = "heads on the target's last hidden state that also read the tokens drafted so far; chains and trees"
 
     def _max_depth(self) -> int | None:
         head: HydraHead = self.head

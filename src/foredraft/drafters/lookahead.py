@@ -55,7 +55,7 @@ class Lookahead(Drafter):
     """
 
     name = "lookahead"
-    summary = "n-grams that the target makes for itself in a Jacobi window beside what it verifies"
+    summary = "n-grams from a Jacobi window that the target scores beside the draft"
     info = DrafterInfo(branches=True, needs_logits=True)
 
     def __init__(

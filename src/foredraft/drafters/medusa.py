@@ -46,7 +46,7 @@ class Medusa(HeadDrafter):
     """
     )
     name = kind = "medusa"
-    summary = "heads on the target's last hidden state, each a token further ahead; one pass of them per round"
+    summary = "heads on the target's last hidden state, one per position ahead; chains and trees"
     _packing: Packing | None = None  # of the head's weights, where the target's are packed too
     _kernel: MedusaGrowth | None = None  # for whole drafts of greedy rows
     _successors: Successors | None = None

@@ -29,7 +29,7 @@ class Rest(Drafter):
     """
 
     name = "rest"
-    summary = "what followed the last tokens most often in a datastore of texts"
+    summary = "the most frequent continuations of the last tokens in a datastore of texts"
     # auto_branches: a copy's second guesses bring less than a tree's pass costs in a batch
     info = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
 

@@ -26,7 +26,7 @@ class Rnn(HeadDrafter):
     window: of a prompt no more than so many last tokens are read, where the network begins at no hidden state.
     """
     name = kind = "rnn"
-    summary = "a small recurrent network on tokens and the target's last hidden state; chains and trees"
+    summary = "a small recurrent network that starts at the target's last hidden state; chains and trees"
 
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, window: int = 512):
         super().__init__(source, siblings=siblings, quantization=quantization)

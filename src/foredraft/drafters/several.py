@@ -124,7 +124,7 @@ class Several(Drafter):
     """
 
     name = "several"
-    summary = "merges what several drafters propose into one tree; asks a model only where it pays"
+    summary = "merges the drafts of several drafters into one tree"
     info = DrafterInfo(proposals=("mixed",), branches=True)
 
     def __init__(

@@ -49,7 +49,7 @@ class TokenRecycling(Drafter):
     """
 
     name = "token-recycling"
-    summary = "the target's likeliest successors of each token, as they were the last time, as a tree"
+    summary = "a tree of the tokens that the target predicted after each token the last time"
     info = DrafterInfo(branches=True, needs_logits=True)
 
     def __init__(self, *, source: str | Path | None = None, k: int | None = None):

@@ -22,7 +22,7 @@ from foredraft.verification.ratios import ComparesWithQ, at_node, chain_ratios, 
 
 class Block(ComparesWithQ):
     name = "block"
-    summary = "judges the whole draft at once; keeps at least what rejection keeps; exact for sampled chains"
+    summary = "judges the whole draft; accepts at least as much as rejection on average; exact for sampled chains"
     proposals = ("iid",)
     chains_only = True
 

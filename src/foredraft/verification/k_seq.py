@@ -25,7 +25,7 @@ BISECTIONS = 20  # leaves ρ at most (k - 1) / 2^20 above its root
 
 class KSeq(ComparesWithQ):
     name = "k-seq"
-    summary = "one threshold for all k siblings (SpecTr); exact for i.i.d. trees"
+    summary = "judges k siblings against one threshold (SpecTr); exact for i.i.d. trees"
     proposals = ("iid",)
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:

@@ -23,7 +23,7 @@ from foredraft.verification.base import Rule, Verdict, path_to, walk
 
 class Match(Rule):
     name = "match"
-    summary = "the target's own choice at every node, greedy or with keyed noise; exact for every proposal"
+    summary = "accepts what the target itself chooses, greedily or with keyed noise; exact for every draft"
     proposals = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
 
     def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:

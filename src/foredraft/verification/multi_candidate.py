@@ -24,7 +24,7 @@ from foredraft.verification.ratios import ComparesWithQ, Remainder, any_row, at_
 
 class MultiCandidate(ComparesWithQ):
     name = "multi-candidate"
-    summary = "tries siblings one after the other against what is left of p; exact for sampled trees"
+    summary = "tries siblings one after the other against the residual of p; exact for sampled trees"
     proposals = ("without-replacement", "iid")
 
     def compare(self, tree: TokenTree, p: Tensor, q: Tensor, noise: Randomness) -> Verdict:

@@ -22,7 +22,7 @@ from foredraft.verification.ratios import residual as left_of
 
 class Rejection(ComparesWithQ):
     name = "rejection"
-    summary = "accept with probability min(1, p/q), else resample from the residual; exact for sampled chains"
+    summary = "accepts with probability min(1, p/q), else samples from the residual; exact for sampled chains"
     proposals = ("iid",)
     chains_only = True
 

@@ -28,7 +28,7 @@ class Typical(Rule):
     """Args: ``epsilon``, a probability that is always enough; ``delta``, the share of exp(-H), a typical token's probability, that is."""
 
     name = "typical"
-    summary = "takes any token that the target finds likely enough (Medusa); changes what is generated"
+    summary = "accepts tokens above an entropy-dependent threshold (Medusa); changes the output distribution"
     proposals = ("mixed", "deterministic", "without-replacement", "iid", "keyed")
     lossless = False
 
