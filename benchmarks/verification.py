@@ -24,10 +24,10 @@ from benchmarks.report import Table
 from benchmarks.verdicts import Claim, Spread
 from foredraft import verification
 from foredraft.errors import ConfigurationError
-from foredraft.judgement import judge
 from foredraft.logits.noise import Noise, Purpose, row_key
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
+from foredraft.outcome import decide
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
 
@@ -194,11 +194,11 @@ def measure(entrant: Entrant, shape: StaticShape, logits: Logits, settings: Sett
         return time.perf_counter() - begin, result
 
     seconds: dict[str, float] = {}
-    seconds["verification"], judgement = timed(lambda fresh: judge(rule, tree, target, fresh))
+    seconds["verification"], outcome = timed(lambda fresh: decide(rule, tree, target, fresh))
     seconds["processors"], scores = timed(lambda fresh: fresh.scores(target, tree))
     seconds["softmax"], p = timed(lambda fresh: fresh.distribution(scores))
     seconds["rule"], _ = timed(lambda fresh: rule.verify(tree, p, noise_of(settings, repeat)))
-    accepted = sum(line.accepted for line in judgement.lines) / tree.rows
+    accepted = sum(line.accepted for line in outcome.rows) / tree.rows
     return Measurement(entrant.name, repeat, seconds, accepted)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.masking_utils import create_masks_for_generate
 
-from foredraft import judgement
+from foredraft import outcome
 from foredraft.drafters import growth
 from foredraft.drafters.base import DraftRequest
 from foredraft.logits.noise import Noise
@@ -105,16 +105,16 @@ def sampler_of(rows: int) -> Sampler:
     return Sampler([Pipeline()] * rows, [False] * rows, [3] * rows, None, lambda: torch.zeros(1, 1))
 
 
-def in_tensors(tree: TokenTree, logits: Tensor, monkeypatch: pytest.MonkeyPatch) -> judgement.Judgement:
+def in_tensors(tree: TokenTree, logits: Tensor, monkeypatch: pytest.MonkeyPatch) -> outcome.Outcome:
     with monkeypatch.context() as patched:
-        patched.setattr(judgement, "match_on_host", lambda *_: None)
-        return judgement.judge(Match(), afresh(tree), logits, sampler_of(tree.rows))
+        patched.setattr(outcome, "decide_on_host", lambda *_: None)
+        return outcome.decide(Match(), afresh(tree), logits, sampler_of(tree.rows))
 
 
-def assert_judged_alike(ours: judgement.Judgement, theirs: judgement.Judgement) -> None:
-    assert len(ours.lines) == len(theirs.lines) and (ours.path is None) == (theirs.path is None)
+def assert_judged_alike(ours: outcome.Outcome, theirs: outcome.Outcome) -> None:
+    assert len(ours.rows) == len(theirs.rows) and (ours.path is None) == (theirs.path is None)
     assert ours.path is None or (torch.equal(ours.path, theirs.path) and ours.path.dtype == theirs.path.dtype)
-    for mine, other in zip(ours.lines, theirs.lines):
+    for mine, other in zip(ours.rows, theirs.rows):
         assert (mine.outside, mine.broken, list(mine.path)) == (other.outside, other.broken, list(other.path))
         assert (list(mine.tokens), list(mine.drafted)) == (list(other.tokens), list(other.drafted))
         if not mine.outside:  # with a token that is none the round ends, whatever was accepted
@@ -135,21 +135,21 @@ def test_a_greedy_walk(tree: TokenTree, data: st.DataObject):
         logits[torch.rand(logits.shape[:2], generator=generator) < 0.3] = odd
     monkeypatch = pytest.MonkeyPatch()
     theirs = in_tensors(tree, logits, monkeypatch)
-    ours = judgement.match_on_host(tree, logits)
+    ours = outcome.decide_on_host(tree, logits)
     if ours is None:
-        at_fault = any(line.broken or line.outside or any(line.faults) for line in theirs.lines)
+        at_fault = any(line.broken or line.outside or any(line.faults) for line in theirs.rows)
         assert at_fault or odd is not None
     else:
         assert_judged_alike(ours, theirs)
-        assert_judged_alike(judgement.judge(Match(), tree, logits, sampler_of(tree.rows)), theirs)
+        assert_judged_alike(outcome.decide(Match(), tree, logits, sampler_of(tree.rows)), theirs)
 
 
 def test_of_equal_siblings_the_one_that_leads_deeper_is_walked(monkeypatch: pytest.MonkeyPatch):
     tree = TokenTree(torch.tensor([[0, 2, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]))
     logits = torch.zeros(1, 4, VOCAB)
     logits[0, torch.arange(4), torch.tensor([2, 3, 3, 1])] = 1.0
-    ours = judgement.match_on_host(tree, logits)
-    assert ours is not None and ours.lines[0].accepted == 2 and list(ours.lines[0].path)[:3] == [0, 2, 3]
+    ours = outcome.decide_on_host(tree, logits)
+    assert ours is not None and ours.rows[0].accepted == 2 and list(ours.rows[0].path)[:3] == [0, 2, 3]
     assert_judged_alike(ours, in_tensors(tree, logits, monkeypatch))
 
 
@@ -158,8 +158,8 @@ def test_of_equal_leaves_the_first_that_is_no_filler_is_kept(valid: list[bool] |
     tree = TokenTree(torch.tensor([[0, 2, 2]]), torch.tensor([[-1, 0, 0]]), None if valid is None else torch.tensor([valid]))
     logits = torch.zeros(1, 3, VOCAB)
     logits[0, torch.arange(3), torch.tensor([2, 3, 4])] = 1.0
-    ours = judgement.match_on_host(tree, logits)
-    assert ours is not None and ours.lines[0].bonus == 2 + node and list(ours.lines[0].path)[ours.lines[0].accepted] == node
+    ours = outcome.decide_on_host(tree, logits)
+    assert ours is not None and ours.rows[0].bonus == 2 + node and list(ours.rows[0].path)[ours.rows[0].accepted] == node
     assert_judged_alike(ours, in_tensors(tree, logits, monkeypatch))
 
 
@@ -167,10 +167,10 @@ def test_only_nodes_on_the_way_are_read():
     tree = TokenTree(torch.tensor([[0, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]))
     logits = torch.full((1, 4, VOCAB), float("nan"))
     logits[0, 0], logits[0, 2] = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])
-    judged = judgement.match_on_host(tree, logits)
-    assert judged is not None and (judged.lines[0].accepted, judged.lines[0].bonus) == (1, 4)
+    judged = outcome.decide_on_host(tree, logits)
+    assert judged is not None and (judged.rows[0].accepted, judged.rows[0].bonus) == (1, 4)
     logits[0, 2, 0] = float("nan")
-    assert judgement.match_on_host(tree, logits) is None
+    assert outcome.decide_on_host(tree, logits) is None
 
 
 # -- growth -----------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ LAYERS = [
     {"backends"},
     {"target"},
     {"heads"},
-    {"judgement", "rows"},
+    {"outcome", "rows"},
     {"drafters"},
     {"planning", "checks"},
     {"session", "testing"},

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from foredraft.drafters.base import DraftRequest
 from foredraft.errors import DrafterError, TargetOutputError
-from foredraft.judgement import EMPTY, INFINITE, NAN, OVERFLOW, Judgement
+from foredraft.outcome import EMPTY, INFINITE, NAN, OVERFLOW, Outcome
 from foredraft.rows import SessionRow
 from foredraft.target import Target
 from foredraft.tree import TokenTree
@@ -14,7 +14,7 @@ from foredraft.verification import Rule
 
 
 def check_tree(tree: TokenTree, request: DraftRequest, name: str, target: Target, rule: Rule) -> None:
-    """What can be said of a tree of drafter ``name`` without reading values; :func:`check_lines` says the rest.
+    """What can be said of a tree of drafter ``name`` without reading values; :func:`check_rows` says the rest.
 
     Raises:
         DrafterError: it does not answer the ``request``, or the ``rule`` is not exact for it.
@@ -38,7 +38,7 @@ def check_tree(tree: TokenTree, request: DraftRequest, name: str, target: Target
         raise DrafterError(f"{drafter} returned no q, and rule {rule.name!r} compares with the draft's own distribution")
 
 
-def check_lines(rows: Sequence[SessionRow], tree: TokenTree, judgement: Judgement, name: str, vocab_size: int) -> None:
+def check_rows(rows: Sequence[SessionRow], tree: TokenTree, outcome: Outcome, name: str, vocab_size: int) -> None:
     """What the verdicts on a tree of drafter ``name`` say of it and of the target's scores, before anything is committed.
 
     Raises:
@@ -46,7 +46,7 @@ def check_lines(rows: Sequence[SessionRow], tree: TokenTree, judgement: Judgemen
         TargetOutputError: no token can be chosen from the scores on an accepted path.
     """
     drafter = f"drafter {name!r}"
-    for row, line in zip(rows, judgement.lines):
+    for row, line in zip(rows, outcome.rows):
         if line.broken:
             try:
                 tree.check(vocab_size)

@@ -13,14 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.checks import check_lines, check_tree
+from foredraft.checks import check_rows, check_tree
 from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.errors import ConfigurationError, ForedraftError
-from foredraft.judgement import Judgement, judge
 from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
 from foredraft.logits.sampler import Sampler
+from foredraft.outcome import Outcome, decide
 from foredraft.planning import AUTO, AutomaticPlanner, CostModel, FixedPlanner, Planner, Round
 from foredraft.planning.costs import LEVEL, LOOK_UP, timed_beforehand
 from foredraft.planning.forecasts import GROWN_DEPTH
@@ -206,11 +206,11 @@ class Session:
             self._committed = None
             tree = TokenTree.root(to_device([row.ids[-1] for row in rows], self.target.device))
             sampler = self._sampler(rows)
-            judgement = judge(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))
+            outcome = decide(self.rule, tree, logits, sampler, record=self.record, top=self._top(rows))
         self.stats.seconds["prefill"] -= sampler.watch.seconds
         self.stats.target_passes += self.target.passes - passes
-        check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
-        commits = self._settle(rows, judgement)
+        check_rows(rows, tree, outcome, self.drafter.name, self.target.vocab_size)
+        commits = self._settle(rows, outcome)
         if self.drafter.info.features:
             assert self.target.prompt_hidden is not None, "the drafter has features and asked the target for none"
             self.drafter.read(rows, self.target.prompt_hidden)
@@ -232,16 +232,16 @@ class Session:
         drafted, asked, passes = clock(), sampler.watch.seconds, self.target.passes
         logits = self.target.score(tree.with_safe_parents())
         scored = clock()
-        judgement = judge(self._rule(shape), tree, logits, sampler, record=self.record, top=self._top(rows))  # on a GPU waits for the pass
+        outcome = decide(self._rule(shape), tree, logits, sampler, record=self.record, top=self._top(rows))  # on a GPU waits for the pass
         judged = clock()
         self.stats.target_passes += self.target.passes - passes
-        accepted = [line.accepted for line in judgement.lines]
-        self.target.commit(judgement.path, [count + 1 for count in accepted])
-        check_lines(rows, tree, judgement, self.drafter.name, self.target.vocab_size)
-        commits = self._settle(rows, judgement, counted=True)
+        accepted = [line.accepted for line in outcome.rows]
+        self.target.commit(outcome.path, [count + 1 for count in accepted])
+        check_rows(rows, tree, outcome, self.drafter.name, self.target.vocab_size)
+        commits = self._settle(rows, outcome, counted=True)
         settled = clock()
         raw, hidden = logits if self.drafter.info.needs_logits else None, self.target.hidden if self.drafter.info.features else None
-        self.drafter.observe(rows, Feedback(tree, accepted, judgement.path, raw, hidden))
+        self.drafter.observe(rows, Feedback(tree, accepted, outcome.path, raw, hidden))
         end = clock()
         draft = drafted - planned + end - settled - asked
         target = judged - drafted - (sampler.watch.seconds - asked) if logits.is_cuda else scored - drafted
@@ -249,7 +249,7 @@ class Session:
         seconds["target"] += target
         if self.planner.learns and not (request is None and self.planner.passes_over(len(rows))):
             spent = draft, target, end - begin - draft - target
-            self.planner.observe(rows, self._done(request, tree, judgement, *spent, split=not logits.is_cuda, greedy=sampler.greedy))
+            self.planner.observe(rows, self._done(request, tree, outcome, *spent, split=not logits.is_cuda, greedy=sampler.greedy))
         self._depart()
         self.stats.clock()
         return commits
@@ -258,7 +258,7 @@ class Session:
         self,
         request: DraftRequest | None,
         tree: TokenTree,
-        judgement: Judgement,
+        outcome: Outcome,
         draft: float,
         target: float,
         rest: float,
@@ -267,7 +267,7 @@ class Session:
         greedy: bool,
     ) -> Round:
         """The round as the planner sees it."""
-        lines, known = judgement.lines, tree.static_parents is not None and not tree.chain
+        lines, known = outcome.rows, tree.static_parents is not None and not tree.chain
         return Round(
             shape=NOTHING if request is None else request.shape,
             asked=[0] * len(lines) if request is None else request.limits,
@@ -355,19 +355,19 @@ class Session:
         check_tree(tree, request, self.drafter.name, self.target, self.rule)
         return tree.truncate(request.limits)
 
-    def _settle(self, rows: Sequence[SessionRow], judgement: Judgement, *, counted: bool = False) -> list[Commit]:
+    def _settle(self, rows: Sequence[SessionRow], outcome: Outcome, *, counted: bool = False) -> list[Commit]:
         """Append to every row what its verdict keeps; ``counted`` says that the pass is a row-pass of the statistics."""
         now = self.stats.clock()
         if self.stats.time_to_first_token is None:
             self.stats.time_to_first_token = now
-        for name, vectors in judgement.vectors.items():  # along whole paths; `_append` cuts them to what is returned
+        for name, vectors in outcome.vectors.items():  # along whole paths; `_append` cuts them to what is returned
             for row, along in zip(rows, vectors):
                 getattr(row, name).extend(along.unbind(0))
         commits = []
-        for index, (row, line) in enumerate(zip(rows, judgement.lines)):
+        for index, (row, line) in enumerate(zip(rows, outcome.rows)):
             commit = self._append(row, [*line.tokens[1 : line.accepted + 1], line.bonus], line.accepted)
-            if judgement.logprobs is not None and row.parameters.logprobs is not None:
-                row.logprobs.append(judgement.logprobs[index].cut(len(commit.tokens), row.parameters.logprobs))
+            if outcome.logprobs is not None and row.parameters.logprobs is not None:
+                row.logprobs.append(outcome.logprobs[index].cut(len(commit.tokens), row.parameters.logprobs))
                 commit = replace(commit, logprobs=row.logprobs[-1])
             row.stats.token_times += [now] * len(commit.tokens)
             self._count(row, commit, line.drafted, counted)

@@ -380,6 +380,20 @@ def depths_of(parents: Sequence[int]) -> list[int]:
     return depths
 
 
+def children_of(parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The children of every node of ``parents``, in the order of the nodes."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(node)
+    return tuple(map(tuple, children))
+
+
+@lru_cache(maxsize=256)
+def static_children(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return children_of(parents)
+
+
 @lru_cache(maxsize=256)
 def static_height(parents: tuple[int, ...]) -> int:
     return max(depths_of(parents))

@@ -16,7 +16,7 @@ from foredraft.verification import Rule, create, names
 from foredraft.verification import k_seq as k_seq_module
 from foredraft.verification import match as match_module
 from foredraft.verification import traversal as traversal_module
-from foredraft.verification.match import follow, level_by_level
+from foredraft.verification.match import Keyed, follow, match
 from foredraft.verification.ratios import at_node
 
 VOCAB = 3
@@ -262,13 +262,14 @@ def test_who_keeps_most():
         assert law_of(create("traversal"), pair, proposal)[1] > law_of(create("multi-candidate"), pair, proposal)[1]
 
 
-def test_match_follows_the_longer_of_two_equal_siblings():
+def test_match_follows_the_longer_of_two_equal_siblings(monkeypatch: pytest.MonkeyPatch):
     """Both say the same text, so that either may be kept; the first alone would end the round a token early."""
+    monkeypatch.setattr(match_module, "ALONE", 1)
     tokens = torch.tensor([[0, 1, 1, 2]])
     tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2]]), proposal="iid")
     for choices in (
         follow(tree, torch.tensor([[1, 2, 2, 0]])),
-        level_by_level(tree, certain_of([1, 2, 2, 0]), Enumeration([World({})]).noise()),
+        match(tree, Keyed(certain_of([1, 2, 2, 0]), Enumeration([World({})]).noise())),
     ):
         assert (choices.accepted.tolist(), choices.path[0, :3].tolist(), choices.next_token.tolist()) == ([2], [0, 2, 3], [0])
 

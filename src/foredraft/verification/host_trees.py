@@ -6,13 +6,14 @@ parents are read once. What is filler is told by ``valid`` on the device, and co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from foredraft.tree import TokenTree
+from foredraft.tree import TokenTree, children_of, depths_of, static_children
 
 Parents = tuple[int, ...]
 
@@ -56,6 +57,36 @@ def all_parents(tree: TokenTree) -> list[Parents]:
     return rows[:1] if len(set(rows)) == 1 else rows
 
 
+@dataclass(frozen=True, eq=False)
+class HostRows:
+    """The trees of R rows as lists, for rules that walk them on the host.
+
+    Attributes:
+        tokens: per row, of every node.
+        children: per row and node; children come after their parents.
+        valid: per row, whether a node is real; None where all are.
+    """
+
+    tokens: list[list[int]]
+    children: Sequence[Sequence[Sequence[int]]]
+    valid: list[list[bool]] | None
+
+    @staticmethod
+    def of(tree: TokenTree) -> HostRows:
+        """``tree`` on a CPU, whose :attr:`~foredraft.tree.TokenTree.parent_lists` are known."""
+        shared = shared_parents(tree)
+        if shared is None:
+            assert tree.parent_lists is not None
+            children: Sequence[Sequence[Sequence[int]]] = [children_of(parents) for parents in tree.parent_lists]
+        else:
+            children = (static_children(shared),) * tree.rows
+        return HostRows(tree.tokens.tolist(), children, None if tree.valid is None else tree.valid.tolist())
+
+    @staticmethod
+    def of_chains(tokens: list[list[int]], valid: list[list[bool]] | None) -> HostRows:
+        return HostRows(tokens, (static_children(tuple(range(-1, len(tokens[0]) - 1))),) * len(tokens), valid)
+
+
 def common(tree: TokenTree) -> Common:
     """The tree that holds every row's tree."""
     rows = all_parents(tree)
@@ -91,9 +122,7 @@ def real(tree: TokenTree) -> Tensor | None:
 @lru_cache(maxsize=256)
 def visits(parents: Parents) -> tuple[Visit, ...]:
     """Depth first, children in draw order; the root is left last and never entered."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents[1:], 1):
-        children[parent].append(node)
+    children = children_of(parents)
     found: list[Visit] = []
     stack = [Visit(0, 0, not children[0], leaving=False)]
     while stack:
@@ -135,11 +164,7 @@ def trials(tree: TokenTree) -> Trials:
 
 @lru_cache(maxsize=256)
 def _trials_of(parents: Parents, device: torch.device) -> Trials:
-    children: list[list[int]] = [[] for _ in parents]
-    depths = [0] * len(parents)
-    for node, parent in enumerate(parents[1:], 1):
-        children[parent].append(node)
-        depths[node] = depths[parent] + 1
+    children, depths = children_of(parents), depths_of(parents)
     most = max(1, *map(len, children))
     widths = [max(len(below) for below, at in zip(children, depths) if at == depth) for depth in range(max(depths))]
     table = [[*below, *[-1] * (most - len(below))] for below in children]

@@ -1,24 +1,37 @@
 """The match rule: the target chooses its own token at every node; a drafted token survives iff it is that choice.
 
-Greedy decoding, and sampling with keyed noise: y = argmin_v E[position, v] / p(v) with E ~ Exp(1) has law p, and is
-emitted whatever was drafted, so the output law is the target's for any proposal that does not depend on the verifier's
-noise; and for proposals that share the noise (``keyed``) the text is a function of the seed alone (Daliri et al. 2024,
-"Coupling without Communication and Drafter-Invariant Speculative Decoding").
+Greedy decoding takes the likeliest token. Sampling takes y = argmin_v E[position, v] / p(v) with keyed noise E ~ Exp(1): y has the
+distribution p and is emitted whatever was drafted, so the output distribution is the target's for any proposal that does not
+depend on the verifier's noise. For proposals that share the noise (``keyed``) the text is a function of the seed alone (Daliri et
+al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding").
 
 Conditions: none on how nodes were chosen, dropped or merged, as long as the verifier's noise had no part in it other than
 through ``keyed``. Expected acceptance: children whose tokens make up the set S let a node go on with probability p(S), which no
 rule betters where S is deterministic. A keyed child does with sum_j 1 / sum_i max(p_i / p_j, q_i / q_j), j over the common
 support, at least (1 - TV) / (1 + TV); an independent draw from q only with sum_x p(x) q(x).
+
+The rule is :func:`match`: it takes the target's choices, :class:`Greedy` or :class:`Keyed`, and follows them down the tree. Where a choice is
+cheap to ask for one by one, on a CPU, :func:`match_on_host` asks only at nodes that the walk reaches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+
 import torch
 from torch import Tensor
 
-from foredraft.logits.noise import ALONE, Randomness
+from foredraft.logits.noise import ALONE, Randomness, argmax
+from foredraft.logits.sampler import widened
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict, path_to, walk
+from foredraft.verification.host_trees import HostRows
+
+Level = Sequence[Sequence[int]]
+"""Per row, the nodes at one depth that the target's choices lead to; none where its walk has ended."""
 
 
 class Match(Rule):
@@ -27,44 +40,128 @@ class Match(Rule):
     proposals = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
 
     def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
-        if p.device.type == "cpu" and p.shape[-1] >= ALONE:
-            return level_by_level(tree, p, noise)
-        return follow(tree, noise.race(p, tree.depths))
+        return match(tree, Keyed(p, noise))
 
 
-def level_by_level(tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
-    """As :func:`follow`, racing only at nodes that the walk comes to, until the last row has left its draft.
+@dataclass(frozen=True, eq=False)
+class Greedy:
+    """The likeliest token at every node, by ``scores`` ``[R, N, V]``: logits, or what processors made of them."""
 
-    Over a large vocabulary a race costs more than looking, where looking needs no wait for a device. Nodes that are reached
-    at one depth say the same text, so that the first of them speaks for all.
+    scores: Tensor
+    one_by_one: bool = False
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        return argmax(self.scores)
+
+    @property
+    def best(self) -> Tensor:
+        """``[R, N]`` the score of each choice."""
+        return self.scores.gather(-1, self.tokens[..., None])[..., 0]
+
+    def everywhere(self, tree: TokenTree) -> Tensor:
+        return self.tokens
+
+    def at(self, level: Level, depth: int) -> list[list[int]] | None:
+        found: list[list[int]] = []
+        for row, nodes in enumerate(level):
+            tokens = []
+            for node in nodes:
+                values = widened(self.scores[row, node]).numpy()
+                token = int(values.argmax())
+                if not isfinite(values.item(token)):  # an argmax finds NaN, +inf, and -inf where there is nothing else
+                    return None
+                tokens.append(token)
+            found.append(tokens)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Greedy choices that came from a device, ``tokens`` and whether their scores are ``finite``, per row and node."""
+
+    tokens: Sequence[Sequence[int]]
+    finite: Sequence[Sequence[int]]
+
+    def at(self, level: Level, depth: int) -> list[list[int]] | None:
+        if not all(self.finite[row][node] for row, nodes in enumerate(level) for node in nodes):
+            return None
+        return [[self.tokens[row][node] for node in nodes] for row, nodes in enumerate(level)]
+
+
+@dataclass(frozen=True, eq=False)
+class Keyed:
+    """The winner of the race of ``p`` ``[R, N, V]`` with ``noise``.
+
+    Over a large vocabulary on a CPU a race costs more than looking whether the next one is needed.
     """
-    rows, parents = torch.arange(tree.rows), tree.parents.clamp(min=0)
-    reached = torch.zeros_like(tree.tokens, dtype=torch.bool)
-    reached[:, 0] = True  # and then the nodes reached at one depth
-    going = torch.ones_like(reached[:, 0])
-    last = torch.zeros_like(tree.tokens[:, 0])
-    choice = last
-    for depth in range(tree.height + 1):
-        last = torch.where(going, reached.int().argmax(1), last)
-        first = int(last[0])
-        p_at = p[:, first] if bool((last == first).all()) else p[rows, last]
-        drawn = noise.race(p_at[:, None], torch.full_like(last, depth)[:, None])[:, 0]
-        choice = torch.where(going, drawn, choice)
-        reached = reached.gather(1, parents) & (tree.tokens == choice[:, None])
-        reached[:, 0] = False
-        if tree.valid is not None:
-            reached &= tree.valid
-        going = reached.any(1)
-        if not bool(going.any()):
-            break
-    if tree.chain:
-        return Verdict(tree.depths, last, choice)
-    path, accepted = path_to(tree, last)
-    return Verdict(path, accepted, choice)
+
+    p: Tensor
+    noise: Randomness
+
+    @property
+    def one_by_one(self) -> bool:
+        return self.p.device.type == "cpu" and self.p.shape[-1] >= ALONE
+
+    def everywhere(self, tree: TokenTree) -> Tensor:
+        return self.noise.race(self.p, tree.depths)
+
+    def at(self, level: Level, depth: int) -> list[list[int]]:
+        """Nodes of one level that the walk reaches hold the same text, so the first of them decides for all."""
+        first = [nodes[0] if nodes else -1 for nodes in level]
+        reached = {node for node in first if node >= 0}
+        p = self.p[:, reached.pop()] if len(reached) == 1 else self.p[torch.arange(len(first)), torch.tensor(first).clamp(min=0)]
+        tokens = self.noise.race(p[:, None], torch.full((len(first), 1), depth))[:, 0].tolist()
+        return [[token] * len(nodes) for token, nodes in zip(tokens, level)]
+
+
+def match(tree: TokenTree, choices: Greedy | Keyed) -> Verdict:
+    """Follow the target's ``choices`` from the root of every row, as far as they were drafted."""
+    if not choices.one_by_one:
+        return follow(tree, choices.everywhere(tree))
+    ends = match_on_host(HostRows.of(tree), choices)
+    assert ends is not None, "races have no scores that are not finite"
+    last = torch.tensor([end.node for end in ends])
+    path, accepted = (tree.depths, last) if tree.chain else path_to(tree, last)
+    return Verdict(path, accepted, torch.tensor([end.next_token for end in ends]))
+
+
+@dataclass(frozen=True)
+class End:
+    """Where the walk through a row's tree ended: the last ``node`` kept, and the target's token that follows it."""
+
+    node: int
+    next_token: int
+
+
+def match_on_host(rows: HostRows, choices: Known | Greedy | Keyed) -> list[End] | None:
+    """The walk of :func:`follow`, level by level in lists, without a choice at any node that it does not reach. None if a score that
+    counts is not finite."""
+    count = len(rows.tokens)
+    level: list[list[int]] = [[0]] * count
+    last, following, depth = [0] * count, [0] * count, 0
+    while any(level):
+        chosen = choices.at(level, depth)
+        if chosen is None:
+            return None
+        below: list[list[int]] = [[] for _ in level]
+        for row, nodes in enumerate(level):
+            if not nodes:
+                continue
+            wanted, tokens, children = chosen[row], rows.tokens[row], rows.children[row]
+            last[row], following[row] = nodes[0], wanted[0]
+            for node, token in zip(nodes, wanted):
+                for child in children[node]:
+                    if tokens[child] == token and (rows.valid is None or rows.valid[row][child]):
+                        below[row].append(child)
+            if len(below[row]) > 1:
+                below[row].sort()  # of several at one depth the first one counts
+        level, depth = below, depth + 1
+    return [End(*pair) for pair in zip(last, following)]
 
 
 def follow(tree: TokenTree, choices: Tensor) -> Verdict:
-    """Walk from the root along the drafted tokens that equal the target's ``choices`` ``[R, N]``."""
+    """Walk from the root along the drafted tokens that equal the target's ``choices`` ``[R, N]``, on any device without waiting."""
     chosen = choices.roll(1, 1) if tree.chain else choices.gather(1, tree.parents.clamp(min=0))
     verdict = walk(tree, tree.tokens == chosen)
     last = verdict.accepted[:, None] if tree.chain else verdict.path.gather(1, verdict.accepted[:, None])

@@ -1,0 +1,187 @@
+"""How a round ended, as the host knows it: from the target's logits to what every row keeps. The round's one synchronisation.
+
+Everything that the host has to know travels together: what was accepted, the tokens, and whether a token could be chosen from the
+scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from foredraft.logits.logprobs import LogProbs, log_probabilities
+from foredraft.logits.sampler import Sampler
+from foredraft.tree import TokenTree
+from foredraft.verification.base import Rule, Verdict
+from foredraft.verification.host_trees import HostRows
+from foredraft.verification.match import End, Greedy, Known, match, match_on_host
+
+NAN, INFINITE, EMPTY, OVERFLOW = 1, 2, 4, 8  # what can be wrong with a node's scores: the first two raw, the others after the processors
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """One row: how many drafted tokens were ``accepted`` and how many there were at each depth, the ``bonus`` token, the
+    ``tokens`` along the path and the ``faults`` of the scores there, whether any token of the tree is ``outside`` the vocabulary, and
+    whether the tree is ``broken``: its parents make no tree, or its q is no distribution. ``path`` holds the path's nodes where the tree
+    is no chain."""
+
+    accepted: int
+    bonus: int
+    drafted: Sequence[int]
+    outside: bool
+    tokens: Sequence[int]
+    faults: Sequence[int]
+    broken: bool = False
+    path: Sequence[int] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """How R rows ended; ``path`` ``[R, D]`` unless paths are in node order; ``vectors`` ``[R, D, V]`` asked for by name;
+    ``logprobs`` per row along its whole path, the bonus token included."""
+
+    rows: list[RowOutcome]
+    path: Tensor | None = None
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    logprobs: Sequence[LogProbs] | None = None
+
+
+def decide(
+    rule: Rule, tree: TokenTree, logits: Tensor, sampler: Sampler, *, record: frozenset[str] = frozenset(), top: int | None = None
+) -> Outcome:
+    """Apply ``rule``, or greedy matching if no row samples, to ``logits`` ``[R, N, V]`` at the nodes of ``tree``, parents made
+    safe; those that are ``extra`` are left out.
+
+    ``record`` names vectors to keep along the paths: ``scores`` (processed) and ``logits`` (raw). ``top`` asks for log-probabilities,
+    with so many of the likeliest tokens.
+    """
+    if tree.extra:
+        tree = tree.proposed
+        logits = logits[:, : tree.nodes]
+    if sampler.greedy and sampler.plain and not record and top is None:
+        outcome = decide_on_host(tree, logits)
+        if outcome is not None:
+            return outcome
+    logits = logits.to(tree.tokens.device)
+    inside = replace(tree.with_safe_parents(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # faults are reported, not read
+    scores = sampler.scores(logits, inside)
+    verdict, best = verify(rule, inside, scores, sampler)
+    best = torch.stack([logits.amax(-1).to(best.dtype), best], -1)
+    rows = to_host(tree, inside, verdict, best, uses_q=rule.needs_q and not sampler.greedy)
+    values = {"scores": scores, "logits": logits}
+    vectors = {name: values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])) for name in record}
+    logprobs = None if top is None else log_probabilities(inside, verdict.path, verdict.accepted, verdict.next_token, logits, top)
+    return Outcome(rows, None if tree.chain else verdict.path, vectors, logprobs)
+
+
+def decide_on_host(tree: TokenTree, logits: Tensor) -> Outcome | None:
+    """Greedy matching by raw logits, the common case: comparing a few integers is quicker here than two dozen tensor calls.
+
+    None for what takes a closer look: a tree that may be malformed or holds a token outside the vocabulary, a score that counts and is
+    not finite, and branches on a device that would have to be waited for.
+    """
+    choices: Greedy | Known
+    if logits.device.type == "cpu":
+        if not tree.known_well_formed:
+            return None
+        rows, choices = HostRows.of(tree), Greedy(logits)
+    elif tree.chain:
+        rows, choices = chains_from_device(tree, logits)
+    else:
+        return None
+    ends = match_on_host(rows, choices)
+    return None if ends is None else outcome_of(tree, rows, ends, logits.shape[-1])
+
+
+def chains_from_device(tree: TokenTree, logits: Tensor) -> tuple[HostRows, Known]:
+    """Chains and the likeliest tokens at their nodes, in one copy to the host."""
+    choices = logits.argmax(-1)
+    best = logits.gather(-1, choices[..., None])[..., 0]
+    columns = torch.cat([tree.tokens, choices.to(tree.tokens.device), best.isfinite().to(tree.tokens.device), tree.drafted[:, None]], 1)
+    count, packets = tree.nodes, columns.tolist()
+    valid = None if tree.valid is None else [[node <= packet[-1] for node in range(count)] for packet in packets]
+    rows = HostRows.of_chains([packet[:count] for packet in packets], valid)
+    return rows, Known([packet[count : 2 * count] for packet in packets], [packet[2 * count : 3 * count] for packet in packets])
+
+
+def outcome_of(tree: TokenTree, rows: HostRows, ends: Sequence[End], vocab_size: int) -> Outcome | None:
+    """What the walks through ``rows``, which are those of ``tree``, came to; None if a branching tree holds a token outside the
+    vocabulary."""
+    outcomes, paths, longest = [], [], tree.height + 1
+    faults = [0] * longest
+    for row, (end, drafts) in enumerate(zip(ends, rows.tokens)):
+        valid = None if rows.valid is None else rows.valid[row]
+        proposed = drafts if valid is None else [token for token, real in zip(drafts, valid) if real]
+        outside = min(proposed) < 0 or max(proposed) >= vocab_size
+        if tree.chain:
+            outcomes.append(RowOutcome(end.node, end.next_token, [1] * (len(proposed) - 1), outside, drafts, faults))
+            continue
+        if outside:
+            return None
+        assert tree.parent_lists is not None and tree.depth_lists is not None
+        counts = [0] * longest
+        for node, depth in enumerate(tree.depth_lists[row]):
+            counts[depth] += valid is None or valid[node]
+        path = [end.node]
+        while path[-1]:
+            path.append(tree.parent_lists[row][path[-1]])
+        accepted = len(path) - 1
+        path = path[::-1] + [tree.nodes - 1] * (longest - len(path))
+        paths.append(path)
+        outcomes.append(RowOutcome(accepted, end.next_token, counts[1:], False, [drafts[node] for node in path], faults, path=path))
+    return Outcome(outcomes, None if tree.chain else torch.tensor(paths))
+
+
+def verify(rule: Rule, tree: TokenTree, scores: Tensor, sampler: Sampler) -> tuple[Verdict, Tensor]:
+    """The verdict, and ``[R, N]`` the largest score of each node."""
+    if sampler.greedy:
+        choices = Greedy(scores)
+        return match(tree, choices), choices.best
+    assert sampler.noise is not None
+    return rule.verify(tree, sampler.distribution(scores), sampler.noise), scores.amax(-1)
+
+
+def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor, *, uses_q: bool) -> list[RowOutcome]:
+    """``verdict`` on ``inside``, which is ``tree`` made safe, with the largest raw and processed scores ``best`` ``[R, N, 2]``; these
+    tell NaN, infinity and empty support."""
+    tokens = tree.tokens
+    outside = tokens != inside.tokens
+    if tree.valid is not None:
+        outside = outside & tree.valid
+    broken = tree.malformed
+    if uses_q and tree.q is not None:
+        broken = broken | inside.wrong_q.any(1)
+    raw, processed = best.unbind(-1)
+    over = processed.isnan() | (processed == float("inf"))
+    faults = raw.isnan() * NAN + raw.isinf() * INFINITE + processed.isneginf() * EMPTY + over * OVERFLOW  # [R, N]
+    if not tree.chain:
+        tokens, faults = tokens.gather(1, verdict.path), faults.gather(1, verdict.path)
+    columns = [levels(inside), tokens, faults] if tree.chain else [levels(inside), tokens, faults, verdict.path]
+    head = torch.stack([verdict.accepted, verdict.next_token, outside.any(1), broken], 1)
+    depth, below = tokens.shape[1], 1 if tree.chain else inside.height
+    return [
+        RowOutcome(
+            accepted,
+            bonus,
+            [1] * rest[0] if tree.chain else rest[:below],
+            bool(out),
+            rest[below : below + depth],
+            rest[below + depth : below + 2 * depth],
+            bool(bad),
+            rest[below + 2 * depth :],
+        )
+        for accepted, bonus, out, bad, *rest in torch.cat([head, *columns], 1).tolist()
+    ]
+
+
+def levels(tree: TokenTree) -> Tensor:
+    """``[R, height]`` drafted nodes at each depth from 1 on; of chains, whose levels hold one at most, ``[R, 1]`` how many there are."""
+    if tree.chain:
+        return tree.drafted[:, None]
+    counts = torch.zeros(tree.rows, tree.height + 1, dtype=torch.long, device=tree.tokens.device)
+    real = torch.ones_like(tree.tokens) if tree.valid is None else tree.valid.long()
+    return counts.scatter_add(1, tree.depths, real)[:, 1:]
