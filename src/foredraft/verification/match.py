@@ -10,8 +10,8 @@ through ``keyed``. Expected acceptance: children whose tokens make up the set S 
 rule betters where S is deterministic. A keyed child does with sum_j 1 / sum_i max(p_i / p_j, q_i / q_j), j over the common
 support, at least (1 - TV) / (1 + TV); an independent draw from q only with sum_x p(x) q(x).
 
-The rule is :func:`match`: it takes the target's choices, :class:`Greedy` or :class:`Keyed`, and follows them down the tree. Where a choice is
-cheap to ask for one by one, on a CPU, :func:`match_on_host` asks only at nodes that the walk reaches.
+The rule is :func:`match`: it takes the target's choices, :class:`Greedy` or :class:`Keyed`, and follows them down the tree. On a CPU,
+where nothing waits for a device, :func:`match_on_host` makes choices only at nodes that the walk reaches.
 """
 
 from __future__ import annotations
