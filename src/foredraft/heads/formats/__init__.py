@@ -1,4 +1,4 @@
-"""Formats that heads are stored in, each in a file of its own: what they are recognised by, and how they spell the tensors.
+"""The formats that heads are stored in: how each is recognised, and how it names the tensors.
 
 A format translates both ways between a checkpoint (:class:`~foredraft.heads.formats.folders.Stored`) and what a head is made of
 (:class:`Contents`): its kind, its configuration, and its tensors by the names of the head's ``state_dict``. It neither builds heads nor
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from foredraft import heads
@@ -30,29 +31,14 @@ if TYPE_CHECKING:
     from foredraft.heads.base import Head, TargetShape
 
 OURS, VERSION = "foredraft", 1
+PREFIX = "foredraft-"  # of the model types of our own layout
 REGISTRY = {
-    "vllm": "foredraft.heads.formats.vllm_medusa:VllmMedusa",
-    "medusa": "foredraft.heads.formats.published_medusa:PublishedMedusa",
-    "speculators": "foredraft.heads.formats.speculators:Speculators",
-    "eagle3": "foredraft.heads.formats.published_eagle3:PublishedEagle3",
-    "foredraft": "foredraft.heads.formats.own:Own",
+    "vllm": "foredraft.heads.formats.medusa:VllmMedusa",
+    "medusa": "foredraft.heads.formats.medusa:PublishedMedusa",
+    "speculators": "foredraft.heads.formats.eagle3:Speculators",
+    "eagle3": "foredraft.heads.formats.eagle3:PublishedEagle3",
+    "foredraft": "foredraft.heads.formats:Own",
 }
-
-
-__all__ = [
-    "OURS",
-    "Contents",
-    "Format",
-    "Stored",
-    "block",
-    "find",
-    "from_block",
-    "from_block_as",
-    "names",
-    "needs_target",
-    "recognise",
-    "usual",
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,9 +153,9 @@ Config = TypeVar("Config", bound=HeadConfig)
 
 
 def from_block_as(wanted: type[Config], stored: Stored) -> Config | None:
-    """:func:`from_block` for a format that holds one kind of heads."""
+    """:func:`from_block` for a format that stores one kind of head."""
     found = from_block(stored)
-    if found is not None and not isinstance(found, wanted):
+    if found is not None and type(found) is not wanted:
         raise ConfigurationError(
             f"{stored.where}: {OURS!r} in config.json is about another kind of head, {type(found).__name__}, than the rest of it"
         )
@@ -177,7 +163,44 @@ def from_block_as(wanted: type[Config], stored: Stored) -> Config | None:
 
 
 def needs_target(stored: Stored, model: PreTrainedModel | None) -> TargetShape:
-    """The shape of the target, which a foreign file does not say."""
+    """The shape of the target, which a file from another project does not give."""
     if model is None:
         raise ConfigurationError(f"{stored.where} does not say which target it belongs to; load it with its target (--target)")
     return shape_of(model)
+
+
+def check_size(where: str, name: str, theirs: Any, shape: TargetShape) -> None:
+    """Raise ConfigurationError if a file gives the size ``name`` of its target and ``shape`` has another."""
+    ours = getattr(shape, name.removeprefix("target_"))
+    if theirs is not None and theirs != ours:
+        raise ConfigurationError(f"{where} is for a target with {name} {theirs}; {shape.name or 'this target'} has {ours}")
+
+
+def same_weights(ours: Tensor, theirs: Tensor) -> bool | None:
+    """Whether two matrices are equal once both have the narrower of their dtypes; None if the values of one are not available,
+    because the target's weights were packed away for its passes."""
+    if ours.is_meta or theirs.is_meta:
+        return None
+    if ours.shape != theirs.shape:
+        return False
+    dtype = min((ours.dtype, theirs.dtype), key=lambda dtype: torch.finfo(dtype).bits)
+    return torch.equal(ours.detach().to("cpu", dtype), theirs.detach().to("cpu", dtype))
+
+
+class Own(Format):
+    """Our own layout, for heads that no other engine reads: the tensors under the names of the head's ``state_dict``."""
+
+    name = "foredraft"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return str(config.get("model_type", "")).startswith(PREFIX)
+
+    def read(self, stored: Stored, model: PreTrainedModel | None) -> Contents:
+        found = from_block(stored)
+        if found is None:
+            raise ConfigurationError(f"{stored.where}: config.json lacks {OURS!r}, which says what the head is")
+        return Contents(stored.config[OURS]["kind"], found, dict(stored.tensors))
+
+    def write(self, head: Head, about: Mapping[str, Any], target: str) -> Stored:
+        config = {"model_type": PREFIX + head.kind, "architectures": [type(head).__name__], OURS: block(head, about)}
+        return Stored(config, dict(head.state_dict()))

@@ -1,8 +1,14 @@
-"""What the formats of EAGLE-3 heads share: the configuration of the decoder layer, and how its tensors are spelled."""
+"""The two formats of EAGLE-3 heads: as their authors published them, and as speculators and vLLM read them.
+
+Published files have a llama's ``config.json`` and call the decoder layer ``midlayer``. Speculators has head, decoder layer and target in
+one ``config.json``, and calls the layer ``layers.0``. Readers disagree about the default of some fields (``norm_before_residual`` is true
+to one and false to another), so every field is written.
+"""
 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +18,18 @@ from torch import Tensor
 from foredraft.errors import ConfigurationError
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_config import Eagle3Config
-from foredraft.heads.formats.shared import same_weights
+from foredraft.heads.formats import OURS, Contents, Format, block, check_size, from_block_as, needs_target, same_weights
+from foredraft.heads.formats.folders import Stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.heads.base import TargetShape
-    from foredraft.heads.formats import Stored
+    from foredraft.heads.base import Head, TargetShape
 
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+AUX = "eagle_aux_hidden_state_layer_ids"
+SPECULATORS_DEFAULTS = {"norm_before_residual": True}  # what vLLM takes a missing field for
+TOKENS = 5  # drafted in a row, at most, where nobody says otherwise
 EMBEDDINGS, OUT_BIAS = "embed_tokens.weight", "midlayer.self_attn.o_proj.bias"
 FIXED = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "logit_scale": 1.0}  # what we compute, under llama's names
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
@@ -84,15 +94,8 @@ def _refuse_the_unknown(layer: Mapping[str, Any], outer: Mapping[str, Any], shap
     for name, wanted in FIXED.items():
         if layer.get(name, wanted) not in (wanted, None):
             raise ConfigurationError(f"{where} has {name} {layer[name]!r}; only {wanted!r} is supported")
-    sizes = {
-        "hidden_size": layer.get("hidden_size"),
-        "vocab_size": layer.get("vocab_size"),
-        "target_hidden_size": outer.get("target_hidden_size"),
-    }
-    for name, theirs in sizes.items():
-        ours = getattr(shape, name.removeprefix("target_"))
-        if theirs is not None and theirs != ours:
-            raise ConfigurationError(f"{where} is for a target with {name} {theirs}; {shape.name or 'this target'} has {ours}")
+    for found, name in ((layer, "hidden_size"), (layer, "vocab_size"), (outer, "target_hidden_size")):
+        check_size(where, name, found.get(name), shape)
 
 
 def _rope(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,13 +120,10 @@ def tensors_in(stored: Stored, config: Eagle3Config, model: PreTrainedModel | No
         own = tensors.pop(EMBEDDINGS)
         same = None if model is None else same_weights(own, model.get_input_embeddings().weight)
         if not same:
-            why = (
-                "they differ from its target's"
-                if same is False
-                else "to see whether they are, load it with its target as that was loaded (--target)"
-            )
+            unknown = "to see whether they are, load it with its target as that was loaded (--target)"
             raise ConfigurationError(
-                f"{stored.where} holds embeddings, {EMBEDDINGS}; only a head that uses its target's is supported: {why}"
+                f"{stored.where} holds embeddings, {EMBEDDINGS}; only a head that uses its target's is supported: "
+                + ("they differ from its target's" if same is False else unknown)
             )
     if OUT_BIAS in tensors and config.attention_bias and not tensors[OUT_BIAS].any():
         del tensors[OUT_BIAS]  # readers of attention_bias want one
@@ -163,5 +163,97 @@ def tensors_of(head: Eagle3Head) -> dict[str, Tensor]:
     return tensors
 
 
-def tree_is_lost(head: Eagle3Head) -> list[str]:
-    return ["the calibrated tree stays behind: other engines draft chains"] if head.config.tree else []
+def own_fields(config: Eagle3Config) -> dict[str, Any]:
+    """The fields that both formats have beside the decoder layer's."""
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    sizes = {"draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target.hidden_size}
+    return {**sizes, **{name: getattr(config, name) for name in flags}}
+
+
+class Eagle3Format(Format):
+    """What both formats share: how a checkpoint becomes contents, and what is lost."""
+
+    kinds = ("eagle3",)
+
+    @abstractmethod
+    def foreign(self, stored: Stored, shape: TargetShape) -> Eagle3Config:
+        """The configuration of a head that was not stored by us."""
+
+    def read(self, stored: Stored, model: PreTrainedModel | None) -> Contents:
+        config = from_block_as(Eagle3Config, stored) or self.foreign(stored, needs_target(stored, model))
+        return Contents("eagle3", config, tensors_in(stored, config, model))
+
+    def losses(self, head: Head) -> list[str]:
+        return ["the calibrated tree stays behind: other engines draft chains"] if head.config.tree else []
+
+
+class PublishedEagle3(Eagle3Format):
+    name = "eagle3"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        architectures = config.get("architectures") or ()
+        return "speculators_model_type" not in config and (
+            "draft_vocab_size" in config or any(each in ARCHITECTURES for each in architectures)
+        )
+
+    def foreign(self, stored: Stored, shape: TargetShape) -> Eagle3Config:
+        config, eagle = stored.config, stored.config.get("eagle_config") or {}
+        return config_from(config, {**config, **eagle}, config.get(AUX) or eagle.get(AUX), {}, shape, stored.where)
+
+    def write(self, head: Head, about: Mapping[str, Any], target: str) -> Stored:
+        assert isinstance(head, Eagle3Head)
+        ours = head.config
+        config = {
+            "architectures": [ARCHITECTURES[0]],
+            **layer_config(ours, head.fc.weight.dtype),
+            **own_fields(ours),
+            "eagle_config": {AUX: list(ours.aux_layers), "use_aux_hidden_state": True, "norm_before_fc": ours.norm_before_fc},
+            OURS: block(head, about),
+        }
+        return Stored(config, tensors_of(head))
+
+
+class Speculators(Eagle3Format):
+    name = "speculators"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return "speculators_model_type" in config
+
+    def read(self, stored: Stored, model: PreTrainedModel | None) -> Contents:
+        if (kind := stored.config["speculators_model_type"]) != "eagle3":
+            raise ConfigurationError(f"{stored.where} is a speculator of type {kind!r}; only 'eagle3' is supported")
+        return super().read(stored, model)
+
+    def foreign(self, stored: Stored, shape: TargetShape) -> Eagle3Config:
+        layer = stored.config.get("transformer_layer_config")
+        if not isinstance(layer, Mapping):
+            raise ConfigurationError(f"{stored.where}: config.json lacks transformer_layer_config")
+        return config_from(layer, stored.config, stored.config.get(AUX), SPECULATORS_DEFAULTS, shape, stored.where)
+
+    def write(self, head: Head, about: Mapping[str, Any], target: str) -> Stored:
+        assert isinstance(head, Eagle3Head)
+        ours = head.config
+        proposal = {"proposal_type": "greedy", "speculative_tokens": min(TOKENS, ours.steps)}
+        proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+        config = {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.3.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": target, "architectures": []},
+            },
+            "transformer_layer_config": layer_config(ours, head.fc.weight.dtype),
+            **own_fields(ours),
+            AUX: list(ours.aux_layers),
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+            "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+            OURS: block(head, about),
+        }
+        return Stored(config, {self.spelled(name): tensor for name, tensor in tensors_of(head).items()})
+
+    def spelled(self, name: str) -> str:
+        return re.sub(r"^midlayer\.", "layers.0.", name)
