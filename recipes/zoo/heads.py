@@ -12,7 +12,7 @@ from typing import Any
 from foredraft.drafters.medusa import Medusa
 from foredraft.errors import ConfigurationError
 from foredraft.heads import checkpoints
-from foredraft.heads.successors import Successors
+from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.speculator import Speculator
 from foredraft.training import generation, prompts
 from foredraft.training.acceptance import Held
@@ -100,7 +100,7 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
         checkpoints.save(head, trained, about=about_training(trained))
     shapes = {"chain": None} | ({"tree": head.config.tree} if head.config.tree else {})
     held_out = {}
-    successors = getattr(head, "successors", None)
+    successors = getattr(head, "log_odds", None)
     for label, shape in shapes.items():
         said = {} if shape is None else {"shape": shape, "nodes": _nodes(shape)}
         if successors is not None:
@@ -131,7 +131,7 @@ def package(out: Path, kind: str, manifest: Figures) -> Path:
     destination = root() / name
     shutil.rmtree(destination, ignore_errors=True)
     destination.mkdir(parents=True)
-    for file in ("config.json", "model.safetensors", checkpoints.SUCCESSORS):
+    for file in ("config.json", "model.safetensors", checkpoints.LOG_ODDS):
         if (trained / file).exists():
             (destination / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(trained / file, destination / file)
@@ -144,7 +144,7 @@ def by_itself(head: Any) -> Medusa:
     return Medusa(head, successors="off")
 
 
-def _facts(successors: Successors) -> Figures:
+def _facts(successors: NgramLogOdds) -> Figures:
     return {
         "contexts": [len(each.contexts) for each in successors.lists],
         "listed": [len(each.tokens) for each in successors.lists],

@@ -109,8 +109,8 @@ def test_texts_of_several_folders_and_without_answers(place, tmp_path):
     assert both.exit_code == 0, both.output
     about = json.loads((tmp_path / "both" / "config.json").read_text())["foredraft"]["about"]
     assert [each["max_new_tokens"] for each in about["data"]] == [16, 0]
-    assert "successors are stored with it" in both.stdout
-    assert checkpoints.load(tmp_path / "both", load_model(str(place / "target"))).successors is not None
+    assert "log-odds are stored with it" in both.stdout
+    assert checkpoints.load(tmp_path / "both", load_model(str(place / "target"))).log_odds is not None
     without = train(place, tmp_path / "without", "--no-successors")
     assert without.exit_code == 0 and not (tmp_path / "without" / "successors").exists()
     stored = train(place, tmp_path / "stored", "--data", plain, "--stored-hidden")

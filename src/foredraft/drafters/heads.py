@@ -189,9 +189,9 @@ def fitted(head: VocabularyHead, target: Target) -> VocabularyHead:
     device, dtype = target.model.get_input_embeddings().weight.device, target.model.dtype
     if any(parameter.device != device or parameter.dtype != dtype for parameter in head.parameters()):
         state = {name: value.detach().to(device=device, dtype=dtype, copy=True) for name, value in head.state_dict().items()}
-        successors, head = head.successors, type(head)(head.config)
+        successors, head = head.log_odds, type(head)(head.config)
         head.load_state_dict(state, assign=True)
-        head.successors = successors
+        head.log_odds = successors
     head.attach(target.model)
     return head
 

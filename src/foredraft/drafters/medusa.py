@@ -1,6 +1,6 @@
 """Medusa (Cai et al. 2024) as the drafter: one pass of all heads per round, from the hidden state that the root was chosen from.
 
-Head k knows nothing of the tokens that were drafted before its own. What those make likelier is added (:mod:`foredraft.heads.successors`).
+Head k does not see the tokens drafted before its own. What those make likelier is added (:mod:`foredraft.heads.ngram_log_odds`).
 Without that all nodes of a level have the same q, and where siblings are the most likely tokens, or those that lead the target's own race,
 the same siblings too: they are ranked once per level, and a tree of any shape is filled by looking them up.
 """
@@ -24,7 +24,7 @@ from foredraft.drafters.medusa_growth import MedusaGrowth
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.successors import PATH, REACH, REMEMBERED, Successors, heeded
+from foredraft.heads.ngram_log_odds import PATH, REACH, REMEMBERED, NgramLogOdds, mix_in_text
 from foredraft.logits.noise import argmax
 from foredraft.logits.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, StaticShape
@@ -49,7 +49,7 @@ class Medusa(HeadDrafter):
     summary = "heads on the target's last hidden state, one per position ahead; chains and trees"
     _packing: Packing | None = None  # of the head's weights, where the target's are packed too
     _kernel: MedusaGrowth | None = None  # for whole drafts of greedy rows
-    _successors: Successors | None = None
+    _successors: NgramLogOdds | None = None
 
     def __init__(
         self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, successors: str = "auto"
@@ -67,7 +67,7 @@ class Medusa(HeadDrafter):
     def bind(self, target: Target) -> None:
         super().bind(target)
         head: MedusaHead = self.head
-        self._successors = None if self.successors == "off" or head.successors is None else head.successors.to(target.device)
+        self._successors = None if self.successors == "off" or head.log_odds is None else head.log_odds.to(target.device)
         if target.kernels is None:
             return
         hidden = torch.zeros(1, head.config.target.hidden_size, dtype=head.dtype)
@@ -136,7 +136,7 @@ class Medusa(HeadDrafter):
             said = logits[:, level, None].expand(-1, tree.nodes - first, -1)
             if self._successors is not None:
                 said = self._successors.added(said, paths[-1][..., -REACH:], level)
-            return heeded(said, paths[-1], texts) if self._heeds else said
+            return mix_in_text(said, paths[-1], texts) if self._heeds else said
 
         return expand
 

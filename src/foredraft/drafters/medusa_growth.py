@@ -14,7 +14,7 @@ from foredraft.backends import native
 from foredraft.backends.native_growth import WIDEST, Grower
 from foredraft.backends.packing import NATIVE, Packing, Product, padded_size
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.successors import SHARES, Successors
+from foredraft.heads.ngram_log_odds import SHARES, NgramLogOdds
 
 
 class MedusaGrowth(Grower):
@@ -30,7 +30,7 @@ class MedusaGrowth(Grower):
     """
 
     def __init__(
-        self, head: MedusaHead, layers: Sequence[native.Matrix], lm_heads: Sequence[Product], successors: Successors | None, *, heed: bool
+        self, head: MedusaHead, layers: Sequence[native.Matrix], lm_heads: Sequence[Product], successors: NgramLogOdds | None, *, heed: bool
     ):
         config = head.config
         size = config.target.hidden_size
@@ -76,7 +76,7 @@ class MedusaGrowth(Grower):
         return head.config.lm_head == "own" and padded_size(size) == size
 
     @staticmethod
-    def of(head: MedusaHead, packing: Packing | None, successors: Successors | None, *, heed: bool) -> MedusaGrowth | None:
+    def of(head: MedusaHead, packing: Packing | None, successors: NgramLogOdds | None, *, heed: bool) -> MedusaGrowth | None:
         """For ``head``, or None if its sizes, options or packed weights are not those that the kernel is made for."""
         if packing is None or not MedusaGrowth.fits(head):
             return None

@@ -20,7 +20,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Batch, refuse_another_target
 from foredraft.heads.losses import AT_ONCE
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.successors import Successors
+from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.shapes import Path, StaticShape, TreeShape
 
@@ -163,18 +163,17 @@ def likeliest_nodes(accuracies: Sequence[Sequence[float]], most: int) -> Iterato
     return shapes.likeliest_nodes([[min(line[: rank + 1]) for rank in range(len(line))] for line in accuracies], most)
 
 
-# -- successors ---------------------------------------------------------------------------------------------------------------
+# -- n-gram log-odds ----------------------------------------------------------------------------------------------------------
 
 WEIGHTS = tuple(step / 10 for step in range(16))  # that are tried
 
 
 @torch.inference_mode()
-def weigh_successors(
+def weigh_log_odds(
     head: MedusaHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], *, answers: Sequence[int] | None = None
-) -> Successors:
-    """The successors of ``head`` with the weight for each of its heads under which ``texts`` are likeliest; arguments as of
-    :func:`calibrate`."""
-    counted = head.successors
+) -> NgramLogOdds:
+    """The n-gram log-odds of ``head``, with the weight per head under which ``texts`` are likeliest; arguments as of :func:`calibrate`."""
+    counted = head.log_odds
     assert counted is not None
     spent = torch.zeros(head.config.heads, len(WEIGHTS), dtype=torch.float64)
     whole = counted.weighed([1.0] * head.config.heads)

@@ -29,14 +29,14 @@ from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.formats import OURS, Contents, Format
 from foredraft.heads.formats.folders import PICKLED, read, read_config, refusal, write
 from foredraft.heads.inflation import inflate
-from foredraft.heads.successors import Successors
+from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.loading import parse_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SUCCESSORS = "successors/table.safetensors"
+LOG_ODDS = "successors/table.safetensors"
 UNSET = -(1 << 62)  # what whole numbers are filled with, where floating point takes NaN
 
 
@@ -48,8 +48,8 @@ def save(
     format: str | None = None,
     target: str | None = None,
 ) -> Path:
-    """Write ``config.json`` and the weights of ``head`` into ``folder``, and its successors below it unless a ``format`` is given; the same
-    head makes the same bytes.
+    """Write ``config.json`` and the weights of ``head`` into ``folder``, and its n-gram log-odds below it unless a ``format`` is given.
+    The same head makes the same bytes.
 
     Args:
         head: what is stored; a format that holds the target's LM head too needs it attached.
@@ -75,17 +75,17 @@ def save(
         raise ConfigurationError(f"the head holds NaN or infinity in {', '.join(sorted(poor))}; it is not stored")
     try:
         write(stored, folder)
-        write_successors(head if format is None else None, folder)
+        write_log_odds(head if format is None else None, folder)
     except OSError as error:
         raise ConfigurationError(f"cannot write {str(folder)!r}: {error.strerror or error}") from error
     return folder
 
 
-def write_successors(head: Head | None, folder: Path) -> None:
+def write_log_odds(head: Head | None, folder: Path) -> None:
     """Those of ``head`` below ``folder``, where engines do not look for weights; none where there are none."""
     from safetensors.torch import save
 
-    found, path = getattr(head, "successors", None), folder / SUCCESSORS
+    found, path = getattr(head, "log_odds", None), folder / LOG_ODDS
     if found is None:
         path.unlink(missing_ok=True)
         return
@@ -94,7 +94,7 @@ def write_successors(head: Head | None, folder: Path) -> None:
         new.write_bytes(save(*found.tensors()))
 
 
-def read_successors(folder: Path) -> Successors | None:
+def read_log_odds(folder: Path) -> NgramLogOdds | None:
     """Those below ``folder``, or None.
 
     Raises:
@@ -102,7 +102,7 @@ def read_successors(folder: Path) -> Successors | None:
     """
     from safetensors import SafetensorError, safe_open
 
-    path = folder / SUCCESSORS
+    path = folder / LOG_ODDS
     if not path.is_file():
         return None
     try:
@@ -110,7 +110,7 @@ def read_successors(folder: Path) -> Successors | None:
             said, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigurationError(f"{path} is no safetensors file that can be read: {error}") from error
-    return Successors.of(tensors, said, str(path))
+    return NgramLogOdds.of(tensors, said, str(path))
 
 
 def load(
@@ -223,9 +223,9 @@ def load_folder(folder: Path, model: PreTrainedModel | None = None, *, dtype: st
     contents = format.read(stored, model)
     head = _filled(contents, format, stored.where)
     if isinstance(head, VocabularyHead):
-        head.successors = read_successors(folder)
-        if head.successors is not None and head.successors.vocab_size != head.config.target.vocab_size:
-            raise ConfigurationError(f"the successors in {stored.where} were counted for another vocabulary; delete {SUCCESSORS}")
+        head.log_odds = read_log_odds(folder)
+        if head.log_odds is not None and head.log_odds.vocab_size != head.config.target.vocab_size:
+            raise ConfigurationError(f"the n-gram log-odds in {stored.where} were counted for another vocabulary; delete {LOG_ODDS}")
     wanted = parse_dtype(dtype)
     if model is not None:
         refuse_another_target(head.config, model)

@@ -53,7 +53,7 @@ def inflate(head: Head, model: PreTrainedModel, *, seed: int = 0) -> Head:
     state = {name: _extended(name, source[name], slot.shape, ratio, features, generator) for name, slot in inflated.state_dict().items()}
     inflated.load_state_dict(state, assign=True)
     if isinstance(head, VocabularyHead) and isinstance(inflated, VocabularyHead):
-        inflated.successors = head.successors
+        inflated.log_odds = head.log_odds
     inflated.to(device=model.device, dtype=model.dtype).attach(model)
     return inflated.train(head.training)
 

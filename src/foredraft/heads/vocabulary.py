@@ -14,7 +14,7 @@ from torch.nn import functional
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Batch, Head, HeadConfig, Losses, shape_of
 from foredraft.heads.losses import cross_entropy
-from foredraft.heads.successors import Successors
+from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.shapes import TreeShape
 
 if TYPE_CHECKING:
@@ -119,10 +119,10 @@ class VocabularyHead(Head):
     A head made of its configuration alone has no weights yet (they are on the meta device): they come from :meth:`for_target` or from a
     checkpoint, by ``load_state_dict(..., assign=True)``. What it shares with the target comes by :meth:`attach`.
 
-    ``successors``, where they were counted (Medusa's heads), are what its drafter adds to the logits. They are no part of the network.
+    ``log_odds`` are counts of n-grams that the drafter adds to the logits, where there are some (Medusa's heads). They are not weights.
     """
 
-    successors: Successors | None = None
+    log_odds: NgramLogOdds | None = None
 
     config: VocabularyConfig
     config_class: ClassVar[type[VocabularyConfig]]
@@ -167,10 +167,10 @@ class VocabularyHead(Head):
         return self._together(states)
 
     def guessed(self, states: Tensor, k: int, before: Tensor) -> Tensor:
-        """The logits ``[M, V]`` that a draft of head ``k`` follows, successors and all, with the tokens ``before`` ``[M, 2]`` it, the last
-        one last, drafted or not; -1 where there was none."""
+        """The logits ``[M, V]`` that head ``k`` drafts from, n-gram log-odds included, after the tokens ``before`` ``[M, 2]``, drafted or
+        not, the last one last; -1 for none."""
         logits = self.logits(states, k)
-        return logits if self.successors is None else self.successors.added(logits, before, k)
+        return logits if self.log_odds is None else self.log_odds.added(logits, before, k)
 
     def all_logits(self, states: Sequence[Tensor]) -> Tensor:
         """``[..., K, V]`` of heads 0 to K - 1 from ``states`` ``[..., d]`` of each; one product where they share an LM head."""

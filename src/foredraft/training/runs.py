@@ -81,7 +81,7 @@ def store(
     *,
     successors: bool = True,
 ) -> list[str]:
-    """The head with its tree and its successors, how it came about, and the target where that has changed."""
+    """Store the head with its tree, its n-gram log-odds and how it was made, and the target where that was trained too."""
     from foredraft.heads import checkpoints
 
     state, kind = outcome.state, trainer.options.kind
@@ -95,7 +95,7 @@ def store(
         found = counted(outcome.head, trainer.model, trainer.held, trainer.texts)
         checkpoints.save(outcome.head, out, about=about)
         listed = sum(len(each.tokens) for each in found.lists)
-        said += [f"{listed:,} successors are stored with it; weights {', '.join(map(str, found.weights))}"]
+        said += [f"{listed:,} n-gram log-odds are stored with it; weights {', '.join(map(str, found.weights))}"]
     try:
         tree = calibrated(outcome.head, trainer.model, trainer.held, nodes=tree_nodes)
     except ConfigurationError as error:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foredraft.heads.base import Head
-from foredraft.heads.calibration import Calibration, calibrate, weigh_successors
+from foredraft.heads.calibration import Calibration, calibrate, weigh_log_odds
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.successors import Successors
+from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.planning.tree_costs import tree_costs
 from foredraft.speculator import Speculator
@@ -21,7 +21,7 @@ from foredraft.training.data import Texts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-COUNTED = 1 << 26  # tokens of texts that successors are counted in
+COUNTED = 1 << 26  # tokens of the texts that n-grams are counted in
 
 
 def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | None = None) -> Calibration | None:
@@ -40,15 +40,15 @@ def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | N
     return found
 
 
-def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts) -> Successors:
+def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts) -> NgramLogOdds:
     """Count what follows what in ``texts``, as many as ``COUNTED`` tokens, and put that beside the head, weighed by the answers to the
     held-out prompts."""
     many = int(np.searchsorted(np.cumsum(texts.lengths), COUNTED)) + 1
     lines = [texts[index] for index in range(min(many, len(texts)))]
-    head.successors = Successors.count(lines, head.config.target.vocab_size, heads=head.config.heads)
+    head.log_odds = NgramLogOdds.count(lines, head.config.target.vocab_size, heads=head.config.heads)
     answered, firsts = held.answers(model, head)
-    head.successors = weigh_successors(head, model, answered, answers=firsts)
-    return head.successors
+    head.log_odds = weigh_log_odds(head, model, answered, answers=firsts)
+    return head.log_odds
 
 
 def costs(head: Head, model: PreTrainedModel) -> Callable[[int], float]:

@@ -90,8 +90,8 @@ def refuse_bias(head: MedusaHead, readers: str) -> None:
 
 def tree_is_lost(head: Head, because: str) -> list[str]:
     found = [f"the calibrated tree stays behind: {because}"] if head.config.tree else []
-    if getattr(head, "successors", None) is not None:
-        found.append("its successors stay behind: other engines draft by the heads alone, and accept less")
+    if getattr(head, "log_odds", None) is not None:
+        found.append("its n-gram log-odds stay behind: other engines draft by the heads alone, and accept less")
     return found
 
 

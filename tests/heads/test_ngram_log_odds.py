@@ -1,4 +1,4 @@
-"""Successors beside Medusa's heads: what is counted, what is added to logits, and drafts that leave the target's law as it is."""
+"""NgramLogOdds beside Medusa's heads: what is counted, what is added to logits, and drafts that leave the target's law as it is."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from foredraft.backends import native
 from foredraft.drafters import medusa as drafting
 from foredraft.drafters.medusa import Medusa
 from foredraft.heads import checkpoints
-from foredraft.heads import successors as counting
-from foredraft.heads.calibration import WEIGHTS, calibrate, weigh_successors
+from foredraft.heads import ngram_log_odds as counting
+from foredraft.heads.calibration import WEIGHTS, calibrate, weigh_log_odds
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.successors import Successors
+from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.testing import ProbabilityTable, TableTarget
 
 VOCABULARY = 11
@@ -62,7 +62,7 @@ def everything(monkeypatch):
 @pytest.mark.usefixtures("everything")
 def test_what_is_added_makes_of_single_tokens_the_interpolated_probabilities():
     found = texts()
-    made = Successors.count(found, VOCABULARY, heads=1, listed=(VOCABULARY, VOCABULARY))
+    made = NgramLogOdds.count(found, VOCABULARY, heads=1, listed=(VOCABULARY, VOCABULARY))
     contexts = [[-1, 4], [3, 7], [0, 0], [10, 2], [9, 9]]
     alone_ = torch.tensor(interpolated(found, [])).log().expand(len(contexts), -1)
     p = torch.softmax(made.added(alone_, torch.tensor(contexts), 0), -1)
@@ -75,7 +75,7 @@ def test_what_is_added_makes_of_single_tokens_the_interpolated_probabilities():
 def test_tokens_that_are_not_listed_share_what_is_left():
     """Two listed per context: the listed have their interpolated probabilities, and the others keep their proportions."""
     found = texts()
-    made = Successors.count(found, VOCABULARY, heads=1, listed=(2,))
+    made = NgramLogOdds.count(found, VOCABULARY, heads=1, listed=(2,))
     plain = torch.tensor(interpolated(found, [])).log()
     p = torch.softmax(made.added(plain[None], torch.tensor([[5, 4]]), 0), -1)[0]
     expected = interpolated(found, [4])
@@ -91,7 +91,7 @@ def test_tokens_that_are_not_listed_share_what_is_left():
 
 
 def test_contexts_end_where_texts_do_and_weights_scale_what_is_added():
-    made = Successors.count([[1, 2, 3]] * 9 + [[4], [5, 1]] * 9, 6, heads=2)
+    made = NgramLogOdds.count([[1, 2, 3]] * 9 + [[4], [5, 1]] * 9, 6, heads=2)
     zeros = torch.zeros(1, 6)
     assert made.added(zeros, torch.tensor([[-1, 4]]), 0).abs().sum() == 0  # nothing follows 4: the next text is another one
     whole = made.added(zeros, torch.tensor([[1, 2]]), 1)
@@ -105,16 +105,16 @@ def test_contexts_end_where_texts_do_and_weights_scale_what_is_added():
 def test_no_more_is_listed_than_is_meant_to_be(monkeypatch):
     monkeypatch.setattr(counting, "SEEN", (1, 1))
     monkeypatch.setattr(counting, "MOST", 30)
-    made = Successors.count(texts(), VOCABULARY, heads=1, listed=(3, 2))
+    made = NgramLogOdds.count(texts(), VOCABULARY, heads=1, listed=(3, 2))
     assert made.lists[0].longest == 3 and 0 < len(made.lists[1].tokens) <= 30
 
 
 def test_texts_that_can_not_be_counted_are_refused():
     with pytest.raises(ConfigurationError, match="no text"):
-        Successors.count([[]], 5, heads=1)
+        NgramLogOdds.count([[]], 5, heads=1)
     with pytest.raises(ConfigurationError, match="outside the vocabulary of 5"):
-        Successors.count([[1, 5]], 5, heads=1)
-    assert not sum(len(each.tokens) for each in Successors.count([[1], [2]], 5, heads=1).lists)
+        NgramLogOdds.count([[1, 5]], 5, heads=1)
+    assert not sum(len(each.tokens) for each in NgramLogOdds.count([[1], [2]], 5, heads=1).lists)
 
 
 def mixed(q, path, text):
@@ -153,7 +153,7 @@ def test_what_followed_in_the_text_is_mixed_in(matches, monkeypatch):
             path = (text + more)[-counting.PATH :]
             paths[row, place, counting.PATH - len(path) :] = torch.tensor(path)
     texts_ = torch.tensor([[-2] * (60 - len(text)) + text for text in rows])
-    q = torch.softmax(counting.heeded(logits, paths, texts_), -1)
+    q = torch.softmax(counting.mix_in_text(logits, paths, texts_), -1)
     changed = 0
     for row, text in enumerate(rows):
         for place, more in enumerate(drafted):
@@ -175,27 +175,27 @@ def test_the_latest_tokens_of_a_text_are_remembered(monkeypatch):
 # -- files ------------------------------------------------------------------------------------------------------------------
 
 
-def with_successors(head, rows=None, weights=(1.0, 0.7, 0.5)):
+def with_log_odds(head, rows=None, weights=(1.0, 0.7, 0.5)):
     model = tiny()
     rows = rows or [row + alone(model, row, max_new_tokens=30) for row in repetitive()]
-    head.successors = Successors.count(rows * 8, head.config.target.vocab_size, heads=head.config.predictions).weighed(weights)
+    head.log_odds = NgramLogOdds.count(rows * 8, head.config.target.vocab_size, heads=head.config.predictions).weighed(weights)
     return head
 
 
 def test_they_are_stored_beside_the_head_and_left_out_of_exports(tmp_path):
-    head = with_successors(shaken_medusa().float())
+    head = with_log_odds(shaken_medusa().float())
     checkpoints.save(head, tmp_path / "a")
-    back = checkpoints.load(tmp_path / "a", tiny()).successors
+    back = checkpoints.load(tmp_path / "a", tiny()).log_odds
     logits, tokens = torch.zeros(5, head.config.target.vocab_size), torch.tensor(repetitive()[0][:6]).unfold(0, 2, 1)
     for k in range(4):
-        expected = head.successors.added(logits, tokens, k)
+        expected = head.log_odds.added(logits, tokens, k)
         assert expected.abs().sum() > 0 and torch.equal(back.added(logits, tokens, k), expected)
     checkpoints.save(head, tmp_path / "b", format="vllm")
     assert not (tmp_path / "b" / "successors").exists()
-    assert any("successors" in line for line in checkpoints.formats.find("vllm").losses(head))
-    head.successors = None
+    assert any("log-odds" in line for line in checkpoints.formats.find("vllm").losses(head))
+    head.log_odds = None
     checkpoints.save(head, tmp_path / "a")
-    assert checkpoints.load(tmp_path / "a", tiny()).successors is None
+    assert checkpoints.load(tmp_path / "a", tiny()).log_odds is None
 
 
 @pytest.mark.parametrize(
@@ -205,19 +205,19 @@ def test_they_are_stored_beside_the_head_and_left_out_of_exports(tmp_path):
         (lambda tensors, said: tensors.update(lengths_1=tensors["lengths_1"] + 1), "do not fit"),
         (lambda tensors, said: tensors.update(contexts_1=tensors["contexts_1"].long().flip(0)), "do not fit"),
         (lambda tensors, said: tensors.update(contexts_3=tensors["contexts_1"].clone()), "contexts of 3 tokens"),
-        (lambda tensors, said: said.update(version="0"), "no successors of version 1"),
+        (lambda tensors, said: said.update(version="0"), "no n-gram log-odds of version 1"),
         (lambda tensors, said: said.update(vocab_size="9999"), "another vocabulary"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, change, message):
-    head = with_successors(shaken_medusa().float())
+    head = with_log_odds(shaken_medusa().float())
     checkpoints.save(head, tmp_path)
-    tensors, said = head.successors.tensors()
+    tensors, said = head.log_odds.tensors()
     change(tensors, said)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / checkpoints.SUCCESSORS, said)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / checkpoints.LOG_ODDS, said)
     with pytest.raises(ConfigurationError, match=message):
         checkpoints.load(tmp_path, tiny())
-    (tmp_path / checkpoints.SUCCESSORS).write_bytes(b"no such file")
+    (tmp_path / checkpoints.LOG_ODDS).write_bytes(b"no such file")
     with pytest.raises(ConfigurationError, match="no safetensors file"):
         checkpoints.load(tmp_path, tiny())
 
@@ -238,13 +238,13 @@ def test_the_weights_are_those_that_make_texts_likeliest():
     """A head that says nothing of its own needs all that is counted; one whose guesses know the token before already needs none."""
     model, rows = tiny(), repetitive()
     answered = [row + alone(model, row, max_new_tokens=30) for row in rows]
-    head = with_successors(mute())
-    found = weigh_successors(head, model, answered, answers=[len(row) for row in rows])
+    head = with_log_odds(mute())
+    found = weigh_log_odds(head, model, answered, answers=[len(row) for row in rows])
     assert all(weight in WEIGHTS for weight in found.weights) and min(found.weights) >= 0.5
     vocabulary = head.config.target.vocab_size
     never = next(token for token in range(vocabulary) if not any(token in row for row in answered))
-    head.successors = Successors.count([[token, never] for token in range(vocabulary)] * 8, vocabulary, heads=4)  # a lie
-    assert set(weigh_successors(head, model, answered).weights) == {0.0}
+    head.log_odds = NgramLogOdds.count([[token, never] for token in range(vocabulary)] * 8, vocabulary, heads=4)  # a lie
+    assert set(weigh_log_odds(head, model, answered).weights) == {0.0}
 
 
 def test_calibration_asks_for_what_is_drafted():
@@ -252,7 +252,7 @@ def test_calibration_asks_for_what_is_drafted():
     answered, firsts = [row + alone(model, row, max_new_tokens=30) for row in rows], [len(row) for row in rows]
     head = mute()
     without = calibrate(head, model, answered, cost=lambda count: 1.0, answers=firsts)
-    with_ = calibrate(with_successors(head), model, answered, cost=lambda count: 1.0, answers=firsts)
+    with_ = calibrate(with_log_odds(head), model, answered, cost=lambda count: 1.0, answers=firsts)
     assert with_.accuracies[0][0] > 0.8 > without.accuracies[0][0]
 
 
@@ -262,7 +262,7 @@ def test_calibration_asks_for_what_is_drafted():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_texts_stay_what_they_are_and_drafts_get_better(shape):
     model = clone(tiny())
-    head, rows = with_successors(copy(taught_head("medusa", steps=6))), repetitive()
+    head, rows = with_log_odds(copy(taught_head("medusa", steps=6))), repetitive()
     expected = [alone(model, row, max_new_tokens=16) for row in rows]
     lengths = []
     for successors in ("off", "stored", "auto"):
@@ -293,7 +293,7 @@ def test_the_law_is_the_targets(siblings, rule, shape):
     target = TableTarget(ProbabilityTable.random(3, seed=1))
     head = table_head()
     drafter = on_table(Medusa, head, target, siblings)
-    drafter._successors = Successors.count([[0, 1, 2, 0, 2, 1, 1, 0]] * 20, 3, heads=2).weighed([1.0, 0.5])
+    drafter._successors = NgramLogOdds.count([[0, 1, 2, 0, 2, 1, 1, 0]] * 20, 3, heads=2).weighed([1.0, 0.5])
     assert drafter.successors == "auto"  # what follows in the text counts too
     assert off_by(drafter, target, rule, shape) < 1e-9
 
@@ -315,7 +315,7 @@ def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, layers, counted
         with torch.no_grad():
             for weight in head.parameters():  # heads that are alike are a tie wherever one looks
                 weight += 0.02 * torch.randn(weight.shape, generator=generator)
-    head.successors = Successors.count([written] * 9, 4096, heads=4).weighed([0.5, 0.6, 0.7, 0.8]) if counted else None
+    head.log_odds = NgramLogOdds.count([written] * 9, 4096, heads=4).weighed([0.5, 0.6, 0.7, 0.8]) if counted else None
     seen = []
     for kernel in (True, False):
         drafter = Medusa(head, successors=successors)

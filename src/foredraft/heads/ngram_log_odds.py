@@ -1,19 +1,22 @@
-"""What follows what: how much likelier tokens are behind a certain token, or two, than they are anywhere.
+"""N-gram log-odds: how much likelier tokens are after a certain token, or after two, than they are anywhere.
 
-Medusa's heads guess a token from a state that saw none of the tokens before it that were drafted meanwhile, not even the root. Counts of
-short n-grams know just that, and nothing else: their log-odds, added to a head's logits, make guesses that fit each other (rescoring
-with an n-gram model: Kim et al. 2024, *Exploring and Improving Drafts in Blockwise Parallel Decoding*). What comes out are logits like
-any others, so that drafting, every rule and the law of the text stay what they are.
+Medusa's heads guess a token from a state that saw none of the tokens drafted before it, not even the root. Counts of short n-grams know
+exactly that. Their log-odds, added to a head's logits, make guesses that fit each other (rescoring with an n-gram model: Kim et al. 2024,
+*Exploring and Improving Drafts in Blockwise Parallel Decoding*). The result is logits, so drafting, the rules and the output distribution
+do not change.
 
-With n_c(y) how often y followed context c, N_c its sum and T_c how many different tokens did, the interpolation is Witten and Bell's,
+With n_c(y) the number of times that y followed context c, N_c their sum and T_c the number of different tokens among them, the
+interpolation is Witten and Bell's,
 
     p(y | x c) = (n(y) + T p(y | c)) / (N + T),
 
-down to p(y), how often y occurs at all. Tokens that are not listed behind a context share what the listed ones leave, in proportion to
-p(y | c); relative to them a listed token has the log-odds of its own, log(1 + n(y) / ((N - n_listed + T) p(y | c))). So every list holds
-what its context *adds*, and whatever is in no list gets 0: a constant for all of them would change no distribution.
+down to p(y), the frequency of y. Tokens that are not listed after a context share what the listed ones leave, in proportion to
+p(y | c). Relative to them a listed token has log-odds log(1 + n(y) / ((N - n_listed + T) p(y | c))). So every list holds what its
+context adds, and a token in no list gets 0.
 
-A text is also its own source: :func:`heeded` mixes in what followed the last two, three and four tokens earlier in the same text.
+The text so far counts too: :func:`mix_in_text` mixes in what followed the last two, three and four tokens earlier in the same text.
+
+In files this is called ``successors``, its first name.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ class Lists:
 
 
 @dataclass(frozen=True, eq=False)
-class Successors:
+class NgramLogOdds:
     """Lists for contexts of one token, of two, and so on; ``weights`` ``[K]`` say what log-odds count for head k, relative to its logits.
 
     ``vocab_size`` is the target's.
@@ -80,39 +83,37 @@ class Successors:
     vocab_size: int
 
     @classmethod
-    def count(cls, texts: Sequence[Array], vocab_size: int, *, heads: int, listed: Sequence[int] = LISTED) -> Successors:
-        """Of texts as arrays of token ids; no context reaches across two of them. Weights are 1; see :meth:`weighed`."""
+    def count(cls, texts: Sequence[Array], vocab_size: int, *, heads: int, listed: Sequence[int] = LISTED) -> NgramLogOdds:
+        """Count n-grams in texts, arrays of token ids; none spans two texts. Weights are 1; see :meth:`weighed`."""
         if not sum(map(len, texts)):
             raise ConfigurationError("there is no text whose tokens could be counted")
         stream = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
         if stream.min() < 0 or stream.max() >= vocab_size:
             raise ConfigurationError(f"the texts hold tokens outside the vocabulary of {vocab_size}")
         lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-        history = np.arange(len(stream)) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # tokens in front of each, in its text
+        history = np.arange(len(stream)) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # tokens before each, in its text
         anywhere = (np.bincount(stream, minlength=vocab_size) + 1.0) / (len(stream) + vocab_size)
-        lower = _Lower(anywhere, vocab_size)
-        found = []
+        levels: list[_Level] = []
         for reach, (most, least) in enumerate(zip(listed, SEEN), 1):
             places = np.flatnonzero(history >= reach)
             context = np.zeros(len(places), np.int64)
             for back in range(reach, 0, -1):
                 context = context * vocab_size + stream[places - back]
             while True:
-                level = _counted(context, stream[places], lower, most, least, vocab_size)
+                level = _counted(context, stream[places], _Lower(anywhere, vocab_size, levels), most, least)
                 if reach == 1 or len(level.tokens) <= MOST:
                     break
                 least *= 2
-            lower.levels.append(level)
-            found.append(level.lists())
-        return cls(tuple(found), (1.0,) * heads, vocab_size)
+            levels.append(level)
+        return cls(tuple(level.lists() for level in levels), (1.0,) * heads, vocab_size)
 
-    def to(self, device: torch.device) -> Successors:
-        return Successors(tuple(each.to(device) for each in self.lists), self.weights, self.vocab_size)
+    def to(self, device: torch.device) -> NgramLogOdds:
+        return NgramLogOdds(tuple(each.to(device) for each in self.lists), self.weights, self.vocab_size)
 
     def added(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-        """``logits`` ``[..., V]`` of head ``k`` and what the tokens before add, ``[..., REACH]`` with the last one last; -1 for none.
+        """``logits`` ``[..., V]`` of head ``k`` plus the log-odds after ``tokens`` ``[..., REACH]``, the last one last; -1 for none.
 
-        V may be smaller than the vocabulary; what is listed beyond it is left out. Nothing waits for the device after the first time.
+        V may be smaller than the vocabulary; listed tokens beyond it are left out. After the first call nothing waits for the device.
         """
         weight = self.weights[min(k, len(self.weights) - 1)]
         if not weight:
@@ -137,13 +138,11 @@ class Successors:
             logits.scatter_add_(1, torch.where(inside, tokens_there, 0), odds)
         return logits.view(shape)
 
-    def weighed(self, weights: Sequence[float]) -> Successors:
-        return Successors(self.lists, tuple(map(float, weights)), self.vocab_size)
-
-    # -- files ----------------------------------------------------------------------------------------------------------------
+    def weighed(self, weights: Sequence[float]) -> NgramLogOdds:
+        return NgramLogOdds(self.lists, tuple(map(float, weights)), self.vocab_size)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What is stored, and what is said of it; log-odds are rounded to a ``UNITS``-th, 15.9 at most."""
+        """What a file holds, and its metadata; log-odds are rounded to a ``UNITS``-th, 15.9 at most."""
         small = torch.uint16 if self.vocab_size <= 1 << 16 else torch.int32
         number = torch.uint32 if self.vocab_size ** len(self.lists) <= 1 << 32 else torch.int64
         found = {"weights": torch.tensor(self.weights, dtype=torch.float32)}
@@ -155,20 +154,20 @@ class Successors:
         return found, {"format": FORMAT, "version": VERSION, "vocab_size": str(self.vocab_size)}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], said: Mapping[str, str], where: str) -> Successors:
-        """What :meth:`tensors` gave.
+    def of(cls, tensors: Mapping[str, Tensor], said: Mapping[str, str], where: str) -> NgramLogOdds:
+        """The inverse of :meth:`tensors`.
 
         Raises:
-            ConfigurationError: something else, or of another version, or damaged.
+            ConfigurationError: the file is something else, of another version, or damaged.
         """
         if current_name(said.get("format")) != FORMAT or said.get("version") != VERSION:
-            raise ConfigurationError(f"{where} holds no successors of version {VERSION}; count them again (foredraft train)")
+            raise ConfigurationError(f"{where} holds no n-gram log-odds of version {VERSION}; count them again (foredraft train)")
         reaches = range(1, 1 + sum(name.startswith("contexts_") for name in tensors))
         expected = {"weights", *(f"{name}_{reach}" for name in ("contexts", "lengths", "tokens", "odds") for reach in reaches)}
         if len(reaches) > REACH:
             raise ConfigurationError(f"{where} has lists for contexts of {len(reaches)} tokens; this version reads up to {REACH}")
         if differing := sorted(expected ^ tensors.keys()):
-            raise ConfigurationError(f"{where} is damaged: {', '.join(differing)} missing or unknown; count successors again")
+            raise ConfigurationError(f"{where} is damaged: {', '.join(differing)} missing or unknown; count n-grams again")
         vocab_size, found = int(said.get("vocab_size", 0)), []
         for reach in reaches:
             contexts, lengths = tensors[f"contexts_{reach}"].long(), tensors[f"lengths_{reach}"].long()
@@ -182,9 +181,11 @@ class Successors:
         return cls(tuple(found), tuple(tensors["weights"].tolist()), vocab_size)
 
 
-def heeded(logits: Tensor, paths: Tensor, texts: Tensor) -> Tensor:
-    """``logits`` ``[R, n, V]`` with what followed the same tokens in the text so far: q <- (1 - w) q + w f for the shares f of what
-    followed the last two tokens, then the last three, then four, as far as they were seen, and w of :data:`SHARES`.
+def mix_in_text(logits: Tensor, paths: Tensor, texts: Tensor) -> Tensor:
+    """``logits`` ``[R, n, V]`` mixed with what followed the same tokens in the text so far.
+
+    q <- (1 - w) q + w f, for the shares f of what followed the last two tokens, then three, then four, as far as they were seen, and w
+    of :data:`SHARES`.
 
     Args:
         paths: ``[R, n, PATH]`` the last tokens before each place, drafted ones included, the last one last; -1 for none.
@@ -224,7 +225,7 @@ def heeded(logits: Tensor, paths: Tensor, texts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Lists while they are counted: besides, the share of each context's probability that its listed tokens leave to the others."""
+    """Lists while they are counted, and per context the share of its probability that is left to tokens that are not listed."""
 
     contexts: Array
     first: Array
@@ -241,15 +242,16 @@ class _Level:
         return Lists(torch.from_numpy(self.contexts), torch.from_numpy(self.first).int(), torch.from_numpy(self.tokens), odds)
 
 
+@dataclass(frozen=True, eq=False)
 class _Lower:
     """p(y | c) of the levels that are counted already."""
 
-    def __init__(self, anywhere: Array, vocab_size: int):
-        self.anywhere, self.vocab_size = anywhere, vocab_size
-        self.levels: list[_Level] = []
+    anywhere: Array  # [V]
+    vocab_size: int
+    levels: Sequence[_Level]
 
     def __call__(self, contexts: Array, tokens: Array) -> Array:
-        """``[n]`` for contexts, as numbers, of a length one above that of the newest level: their last tokens count."""
+        """``[n]`` for contexts, as numbers, one token longer than those of the newest level."""
         p = self.anywhere[tokens]
         for reach, level in enumerate(self.levels, 1):
             shorter = contexts % self.vocab_size**reach
@@ -262,9 +264,9 @@ class _Lower:
         return p
 
 
-def _counted(context: Array, token: Array, lower: _Lower, most: int, least: int, vocab_size: int) -> _Level:
+def _counted(context: Array, token: Array, lower: _Lower, most: int, least: int) -> _Level:
     """The ``most`` tokens that followed each context most often, ``least`` times at least."""
-    empty = np.zeros(0, np.int64)
+    vocab_size, empty = lower.vocab_size, np.zeros(0, np.int64)
     nothing = _Level(np.full(1, -1), np.zeros(2, np.int64), np.full((1, 2), -1), empty, empty.astype(float), np.ones(1))
     if not len(context):
         return nothing
