@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Embedded", "describe", "find", "head_for", "is_inflated", "load", "load_tokenizer", "names", "path", "root"]
+__all__ = ["Embedded", "describe", "find", "head_for", "is_inflated", "load", "load_tokenizer", "names", "path", "prompts", "root"]
 
 PREFIX = "zoo:"
 TARGET, DRAFT, NGRAM, INFLATED = "python-8m", "python-1m", "python-ngram", "python-300m"
@@ -178,6 +178,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     find(name)
     return AutoTokenizer.from_pretrained(path(TARGET), local_files_only=True, padding_side="left")
+
+
+def prompts(name: str) -> list[str]:
+    """Beginnings of Python files that the embedded models have not seen: "audit", "demo" or "benchmarks"."""
+    lines = (root() / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
 
 
 def head_for(model: PreTrainedModel, drafter: str) -> str | None:

@@ -35,8 +35,10 @@ def cli(*arguments):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """Fewer tokens and repeats, and a cache of its own."""
-    for name, value in (("NEW", 10), ("TRIALS", 1), ("REPEATS", 1), ("PYTHON", tune.PYTHON[:2])):
+    for name, value in (("NEW", 10), ("TRIALS", 1), ("REPEATS", 1)):
         monkeypatch.setattr(tune, name, value)
+    prompts = zoo.prompts("audit")[:2]
+    monkeypatch.setattr(zoo, "prompts", lambda name: prompts)
     monkeypatch.setattr("foredraft.planning.planner.BUDGET", 0.2)
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
 

@@ -9,16 +9,6 @@ from foredraft import zoo
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 
-PYTHON = (
-    "def mean(values):\n    total = 0\n    for value in values:\n",
-    "import os\nimport sys\n\n\ndef main(",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(",
-    "with open(path) as file:\n    for line in file:\n        ",
-    'if __name__ == "__main__":\n    ',
-    "try:\n    value = int(text)\nexcept ValueError",
-)
-
-
 def name_of(model: Any) -> str:
     """What it was loaded from, ``zoo:NAME`` for an embedded model; empty for one made in memory."""
     return str(getattr(model.config, "_name_or_path", "") or model.name_or_path)
@@ -33,7 +23,7 @@ def token_ids(model: Any, prompts: Sequence[str | Sequence[int]] | None) -> list
     if prompts is None:
         if not name_of(model).startswith(zoo.PREFIX):
             raise ConfigurationError("give prompts=[...], texts or token ids; only the embedded models have prompts of their own")
-        prompts = PYTHON
+        prompts = zoo.prompts("audit")
     if isinstance(prompts, str) or not prompts:
         raise ConfigurationError(f"prompts must be a list of texts or of token id lists, with at least one, got {prompts!r}")
     tokenizer: Any = None

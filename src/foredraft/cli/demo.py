@@ -24,36 +24,6 @@ from foredraft.stats import Stats
 PLAIN = "none"
 WARM_UP = 8  # tokens
 ROUNDING = 8  # units in the last place by which rounding may move two logits past each other
-PROMPTS = (
-    '''class Inventory:
-    """Counts what is in stock."""
-
-    def __init__(self):
-        self.items = {}
-
-    def add(self, name, count):
-        self.items[name] = self.items.get(name, 0) + count
-
-    def remove(self, name, count):
-''',
-    """import argparse
-
-
-def build_parser():
-    parser = argparse.ArgumentParser(description="Resize pictures.")
-    parser.add_argument("--width", type=int, default=640, help="width in pixels")
-    parser.add_argument("--height", type=int, default=480, help="height in pixels")
-    parser.add_argument(""",
-    """import unittest
-
-
-class TestSlug(unittest.TestCase):
-    def test_lower_case(self):
-        self.assertEqual(slug("Hello"), "hello")
-
-    def test_spaces(self):
-""",
-)
 
 
 @dataclass(frozen=True)
@@ -123,7 +93,7 @@ class Demo:
         quiet()
         if setting.threads is not None:
             torch.set_num_threads(setting.threads)
-        self.setting = setting
+        self.setting, self.prompts = setting, zoo.prompts("demo")
         self.tokenizer = load_tokenizer(setting.target)
         drafters = {way: make_drafter(way, {}, self.tokenizer) for way in setting.ways}
         # Every run reads its prompt afresh: a cache kept from the run before would flatter whoever comes second.
@@ -139,8 +109,8 @@ class Demo:
     def compare(self) -> Iterator[Comparison]:
         """One comparison after another; the ways take turns within each."""
         for way in self.setting.ways:
-            self._generate(way, PROMPTS[0], max_new_tokens=WARM_UP)
-        for prompt in PROMPTS:
+            self._generate(way, self.prompts[0], max_new_tokens=WARM_UP)
+        for prompt in self.prompts:
             runs: dict[str, list[Run]] = {way: [] for way in self.setting.ways}
             for _ in range(self.setting.repeats):
                 for way, done in runs.items():

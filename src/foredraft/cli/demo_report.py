@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from foredraft import zoo
-from foredraft.cli.demo import PLAIN, PROMPTS, Comparison, Demo, Difference
+from foredraft.cli.demo import PLAIN, Comparison, Demo, Difference
 from foredraft.cli.figures import counted, number
 from foredraft.cli.progress import Progress
 from foredraft.cli.tables import add_row, console, new_table
@@ -27,8 +27,8 @@ def show(demo: Demo, progress: Progress) -> bool:
     for index, comparison in enumerate(demo.compare(), 1):
         comparisons.append(comparison)
         progress.clear()
-        report(out, index, comparison)
-        if index < len(PROMPTS):
+        report(out, f"prompt {index} of {len(demo.prompts)}", comparison)
+        if index < len(demo.prompts):
             progress.show(f"prompt {index + 1}")
     conclude(out, comparisons)
     return all(difference.explained for comparison in comparisons for difference in comparison.differences)
@@ -41,13 +41,13 @@ def introduce(out: Console, demo: Demo) -> None:
     dtype, device = str(demo.model.dtype).removeprefix("torch."), demo.model.device
     threads = f", {counted(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     out.print(Text(f"Target {setting.target}{label}, {dtype}, {device}{threads}, torch {torch.__version__}."))
-    job = f"{counted(len(PROMPTS), 'prompt')} of Python, {counted(setting.max_new_tokens, 'new token')} each, greedy."
+    job = f"{counted(len(demo.prompts), 'prompt')} of Python, {counted(setting.max_new_tokens, 'new token')} each, greedy."
     out.print(Text(f"{job} The drafters take turns, after a warm-up; figures are medians of {setting.repeats}, prefill included."))
 
 
-def report(out: Console, index: int, comparison: Comparison) -> None:
+def report(out: Console, label: str, comparison: Comparison) -> None:
     out.print()
-    out.print(Text(f"── prompt {index} of {len(PROMPTS)}", style="bold"))
+    out.print(Text(f"── {label}", style="bold"))
     out.print(Text.assemble((comparison.prompt, "dim"), comparison.text.rstrip()), soft_wrap=True)
     out.print()
     _table(out, [comparison])

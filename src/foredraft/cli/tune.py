@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from foredraft import zoo
-from foredraft.auditing.prompts import PYTHON
 from foredraft.cli.failures import quiet
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
@@ -108,7 +107,7 @@ class Tuning:
         self.tokenizer = load_tokenizer(setting.target)
         if setting.prompts is None and not setting.target.startswith(zoo.PREFIX):
             raise ConfigurationError("give --prompts FILE; only the embedded models have prompts of their own")
-        texts = list(PYTHON) if setting.prompts is None else read_prompts(None, setting.prompts)
+        texts = zoo.prompts("audit") if setting.prompts is None else read_prompts(None, setting.prompts)
         rows = encode(self.tokenizer, texts, chat=False, target=setting.target)
         self.batches = [
             [rows[(start + offset) % len(rows)] for offset in range(setting.batch_size)]
