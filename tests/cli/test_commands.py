@@ -509,7 +509,7 @@ def test_demo_shows_text_speed_and_acceptance():
 
 def test_demo_labels_the_benchmark_instrument(capsys):
     model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
-    demo_report.introduce(Console(width=200), SimpleNamespace(setting=Setting(), model=model))
+    demo_report.introduce(Console(width=200), SimpleNamespace(setting=Setting(), model=model, prompts=["a", "b"]))
     assert "benchmark instrument: the same 8 M model inflated to the cost of 300 M" in capsys.readouterr().out
 
 

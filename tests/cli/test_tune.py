@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from foredraft import zoo
 from foredraft.cli import app, tune
 from foredraft.cli.tune import Candidate, Setting
 

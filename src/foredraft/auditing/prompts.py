@@ -9,6 +9,7 @@ from foredraft import zoo
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 
+
 def name_of(model: Any) -> str:
     """What it was loaded from, ``zoo:NAME`` for an embedded model; empty for one made in memory."""
     return str(getattr(model.config, "_name_or_path", "") or model.name_or_path)
