@@ -70,7 +70,7 @@ class Settings(speed_plan.Settings):
             raise ConfigurationError(f"unknown drafters {', '.join(unknown)}; choose from {', '.join(DRAFTERS)}")
         wrong = [each for each in self.members if each not in DRAFTERS or each == SEVERAL]
         if wrong or len(self.members) < 2:
-            raise ConfigurationError(f"several merges two or more of {', '.join(DRAFTERS[:-1])}; got {', '.join(self.members)}")
+            raise ConfigurationError(f"several asks two or more of {', '.join(DRAFTERS[:-1])}; got {', '.join(self.members)}")
         if any(each != VLLM for each in self.peers):
             raise ConfigurationError(f"only vllm has drafters of the same kinds; got peers {', '.join(self.peers)}")
 
@@ -87,8 +87,8 @@ class Settings(speed_plan.Settings):
         """Drafters that keep something from text to text, and what."""
         found = {name: what for name, what in KEEPS.items() if name in self.drafters}
         inner = [KEEPS[name] for name in self.members if name in KEEPS]
-        if SEVERAL in self.drafters:
-            found[SEVERAL] = ", ".join([*inner, "how often each member was right"])
+        if SEVERAL in self.drafters and inner:
+            found[SEVERAL] = ", ".join(inner)
         return found
 
 

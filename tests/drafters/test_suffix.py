@@ -711,14 +711,3 @@ def test_a_text_as_the_source(tmp_path):
 def test_options(options, message):
     with pytest.raises(ConfigurationError, match=message):
         Suffix(**options)
-
-
-@pytest.mark.parametrize("shape", ["chain(3)", "product(2,1)"])
-def test_it_tells_how_long_its_match_is(shape):
-    drafter = Suffix()
-    for text, expected in (([1, 2, 3, 4, 9, 1, 2, 3], 3), ([1, 2, 3, 4, 9, 7, 3], 1), ([1, 2, 3], 0)):
-        rows = [Row(text, slot=5)]
-        drafter.draft(tree_request(rows, shape))
-        assert drafter.matched(rows) == [expected]
-        drafter.end(rows)
-        assert drafter.matched(rows) == [0]

@@ -78,7 +78,7 @@ def drafters(folder: Path) -> dict[str, tuple[str, dict[str, object], tuple[str,
         "hydra": (f"hydra:{folder / 'hydra'}", {}, every, True),
         "rnn": (f"rnn:{folder / 'rnn'}", {}, every, True),
         "eagle3": ("eagle3:zoo:python-8m-eagle3", {}, every, True),
-        "several": (f"several:prompt-lookup,suffix,draft-model:{DRAFT}", {"ask": "always"}, (CHAIN, TREE), False),
+        "several": (f"several:prompt-lookup,suffix,draft-model:{DRAFT}", {}, (CHAIN, TREE), False),
     }
 
 

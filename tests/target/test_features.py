@@ -493,7 +493,7 @@ def test_members_of_several_get_their_share(others):
     """Those that read are told of the merged tree, whatever they proposed."""
     first, second = ReadingLookup().reading((LAST,)), ReadingLookup().reading((1, LAST, 0), whole=True)
     model = DraftModel(draft_of("llama"))
-    several = Several([first, second, model, *others], ask="always")
+    several = Several([first, second, model, *others])
     speculator = Speculator(clone(tiny()), several, shape="product(2,1,1)")
     assert speculator.target.features == several.info.features == (LAST, 1, 0) and several.info.whole_prompt
     rows = repetitive((23, 9))

@@ -105,10 +105,6 @@ class NGram(Drafter):
         nodes = request.shape.nodes
         return tree_of(request, [self._trie(row.ids, limit, nodes, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
 
-    def matched(self, rows: Sequence[Row]) -> list[int]:
-        """How many of each row's last tokens were seen in a row."""
-        return [self.model.matched(row.ids[1 - self.model.order :]) for row in rows]
-
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         """Nothing: what was committed is counted when it is drafted for, or when its row ends."""
 

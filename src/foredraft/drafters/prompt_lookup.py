@@ -16,8 +16,6 @@ from foredraft.drafters.tries import Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.tree import TokenTree
 
-FAR = 32  # tokens that a match is followed back at most, to tell how long it is
-
 
 class PromptLookup(Drafter):
     """Options:
@@ -48,10 +46,6 @@ class PromptLookup(Drafter):
             return request.chains([self._indices[row.slot].lookup(row.ids, limit) for row, limit in zip(request.rows, request.limits)])
         budget = request.shape.nodes
         return tree_of(request, [self._trie(row, limit, budget) for row, limit in zip(request.rows, request.limits)])
-
-    def matched(self, rows: Sequence[Row]) -> list[int]:
-        """How long the match is that each row's draft copies from; 0 without one."""
-        return [self._indices[row.slot].matched(row.ids) for row in rows]
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -122,16 +116,6 @@ class SuffixIndex:
                 found[end] = None
                 end = before[end - size]
         return list(found)
-
-    def matched(self, ids: Sequence[int]) -> int:
-        """How many of the last tokens of ``ids`` are those in front of what :meth:`lookup` copies, ``FAR`` at most."""
-        end = self._last(ids)
-        if end is None:
-            return 0
-        length = 0
-        while length < min(end, FAR) and ids[end - 1 - length] == ids[-1 - length]:
-            length += 1
-        return length
 
     def _last(self, ids: Sequence[int]) -> int | None:
         """Where the most recent earlier occurrence of the longest matching suffix ended."""

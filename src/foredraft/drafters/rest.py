@@ -5,7 +5,6 @@ The corpus is a :class:`~foredraft.drafters.datastore.Datastore`, made by ``fore
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,6 @@ class Rest(Drafter):
         self.source = "the datastore" if isinstance(source, Datastore) else f"the datastore {str(source)!r}"
         self.store = source if isinstance(source, Datastore) else load(source)
         self.max_match, self.min_match, self.occurrences = max_match, min_match, occurrences
-        self._matched: dict[int, int] = {}  # by slot, of the newest draft
 
     def bind(self, target: Target) -> None:
         refuse_another_tokenizer(self.source, self.store.vocab_size, self.store.fingerprint, target)
@@ -52,21 +50,9 @@ class Rest(Drafter):
             request, [self._trie(row, limit, budget, chain, request.vocab_size) for row, limit in zip(request.rows, request.limits)]
         )
 
-    def matched(self, rows: Sequence[Row]) -> list[int]:
-        """How long the endings were that each row's newest draft goes on from."""
-        return [self._matched.get(row.slot, 0) for row in rows]
-
-    def end(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._matched.pop(row.slot, None)
-
-    def reset(self) -> None:
-        self._matched.clear()
-
     def _trie(self, row: Row, depth: int, budget: int, chain: bool, vocab_size: int) -> Trie:
         trie = Trie()
         found = self.store.find(row.ids[-self.max_match :], longest=self.max_match, shortest=self.min_match) if depth > 0 else None
-        self._matched[row.slot] = found.length if found else 0
         if found:
             followers = self.store.followers(found, depth, self.occurrences)
             most_frequent(trie, followers, min(self.store.separator, vocab_size), budget=budget, chain=chain)

@@ -91,7 +91,6 @@ class Suffix(Drafter):
         self.store = _store(source, capacity, tokenizer)
         self._known = self.store.tokenizer is not None and self.store.tokenizer == _name(tokenizer)
         self._texts: dict[int, CopyStrategies] = {}
-        self._matched: dict[int, int] = {}  # by slot, of the newest draft
 
     def save(self, path: str | Path) -> None:
         """Write the store, what was learned included; ``source=path`` loads it again. Texts that other processes saved there stay."""
@@ -113,23 +112,17 @@ class Suffix(Drafter):
         nodes = request.shape.nodes
         return tree_of(request, [self._tree(row, nodes, limit, floor) for row, limit in zip(request.rows, request.limits)])
 
-    def matched(self, rows: Sequence[Row]) -> list[int]:
-        """How long the match was that each row's newest draft goes on from, the longest one of a tree's."""
-        return [self._matched.get(row.slot, 0) for row in rows]
-
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         """Nothing: what was committed is read when it is drafted for."""
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._texts.pop(row.slot, None)
-            self._matched.pop(row.slot, None)
             if self.learn and len(row.ids) > row.prompt_length:
                 self.store.add(row.ids[max(0, row.prompt_length - self.max_match) :])
 
     def reset(self) -> None:
         self._texts.clear()
-        self._matched.clear()
 
     def forget(self) -> None:
         """Texts that were learned.
@@ -171,11 +164,11 @@ class Suffix(Drafter):
             return []
         own = self._read(row).sources(self.min_match)[:1]
         best: list[int] = []
-        score, self._matched[row.slot] = -1.0, 0
+        score = -1.0
         for source in (*(each for each, _ in own), *self._past(row, limit)):
             draft, expected = source.chain(min(limit, self._budget(source.length)))
             if expected > score:
-                best, score, self._matched[row.slot] = draft, expected, source.length
+                best, score = draft, expected
         return best
 
     def _tree(self, row: Row, nodes: int, depth: int, floor: float) -> Trie:
@@ -184,7 +177,7 @@ class Suffix(Drafter):
         if depth < 1:
             return trie
         sources = self._read(row).sources(self.min_match) + [(past, 1.0) for past in self._past(row, depth)]
-        longest = self._matched[row.slot] = max((source.length for source, _ in sources), default=0)
+        longest = max((source.length for source, _ in sources), default=0)
         nodes = min(nodes, self._budget(longest) if sources else 0)
         heap: list[tuple[float, int, int, int, Source, Place]] = []
         placed: dict[tuple[int, int], int] = {}
