@@ -12,9 +12,24 @@ from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
 from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, note
 from foredraft.cli.heads import convert, export
+from foredraft.cli.options import (
+    LINES,
+    MODELS,
+    OUTPUT,
+    PROMPTS,
+    SAMPLING,
+    SPECULATION,
+    Candidates,
+    Device,
+    Dtype,
+    JsonFile,
+    PromptFile,
+    Quantization,
+    Target,
+    Temperature,
+    Threads,
+)
 from foredraft.cli.train import train
-
-PROMPTS, MODELS, SPECULATION, SAMPLING, OUTPUT = "Prompts", "Models", "Speculation", "Decoding", "Output"
 
 app = typer.Typer(
     help="Faster text generation with unmodified Hugging Face models, with the same output distribution (speculative decoding).",
@@ -29,26 +44,6 @@ app.add_typer(data, name="data")
 app.command()(train)
 app.command()(export)
 app.command()(convert)
-
-Target = Annotated[str, typer.Option(help="The model: a path, a hub id, or zoo:NAME (see foredraft models).", rich_help_panel=MODELS)]
-Dtype = Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.", rich_help_panel=MODELS)]
-Quantization = Annotated[
-    str | None,
-    typer.Option(
-        help="int8 loads the model with int8 weights (torchao). That is another model, with its own output distribution.",
-        show_default="as in the checkpoint",
-        rich_help_panel=MODELS,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="cpu, cuda, cuda:1, …, or auto to spread the model over all devices.",
-        show_default="cuda if there is one, else cpu",
-        rich_help_panel=MODELS,
-    ),
-]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice", rich_help_panel=MODELS)]
 
 
 def main() -> None:
@@ -77,19 +72,9 @@ def generate(
             help="The text to continue. Without it, or with -, the whole of stdin is one prompt, exactly as it is.", show_default=False
         ),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            show_default=False,
-            help='One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.',
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most prompts per batch.", rich_help_panel=PROMPTS)] = 8,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's message; apply the chat template.", rich_help_panel=PROMPTS)
-    ] = False,
+    prompts: Annotated[Path | None, PROMPTS(metavar="FILE", show_default=False, help=LINES)] = None,
+    batch_size: Annotated[int, PROMPTS(min=1, help="Most prompts per batch.")] = 8,
+    chat: Annotated[bool, PROMPTS("--chat", help="Each prompt is a user's message; apply the chat template.")] = False,
     target: Target = "zoo:python-8m",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -97,82 +82,57 @@ def generate(
     threads: Threads = None,
     drafter: Annotated[
         str | None,
-        typer.Option(
+        SPECULATION(
             metavar="NAME[:SOURCE]",
             help="The drafter (see foredraft drafters); none is plain decoding.",
             show_default="prompt-lookup; for zoo:python-300m, draft-model:zoo:python-1m",
-            rich_help_panel=SPECULATION,
         ),
     ] = None,
     drafter_option: Annotated[
         list[str] | None,
-        typer.Option(
+        SPECULATION(
             metavar="KEY=VALUE",
             show_default=False,
             help="An option of the drafter; repeat for more. Values may be numbers, true, false, none or text.",
-            rich_help_panel=SPECULATION,
         ),
     ] = None,
-    rule: Annotated[
-        str, typer.Option(help="The verification rule: auto, or a name (see foredraft rules).", rich_help_panel=SPECULATION)
-    ] = "auto",
+    rule: Annotated[str, SPECULATION(help="The verification rule: auto, or a name (see foredraft rules).")] = "auto",
     shape: Annotated[
         str | None,
-        typer.Option(
+        SPECULATION(
             help="The largest tree per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16), opt(total=16), or "
             "auto, which chooses in every round by measured costs.",
             show_default="auto",
-            rich_help_panel=SPECULATION,
         ),
     ] = None,
-    draft_length: Annotated[
-        int | None, typer.Option(min=0, help="The same as --shape 'chain(N)'.", show_default=False, rich_help_panel=SPECULATION)
-    ] = None,
-    lossy: Annotated[
-        bool, typer.Option("--lossy", help="Allow a rule that changes the output distribution.", rich_help_panel=SPECULATION)
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens per prompt.", rich_help_panel=SAMPLING)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Above 0, sample; at 0, decode greedily.", rich_help_panel=SAMPLING)] = 0.0,
+    draft_length: Annotated[int | None, SPECULATION(min=0, help="The same as --shape 'chain(N)'.", show_default=False)] = None,
+    lossy: Annotated[bool, SPECULATION("--lossy", help="Allow a rule that changes the output distribution.")] = False,
+    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Most new tokens per prompt.")] = 128,
+    temperature: Temperature = 0.0,
     top_k: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Sample from the k most likely tokens; 0 is all.",
-            show_default="the model's, or transformers' 50",
-            rich_help_panel=SAMPLING,
-        ),
+        int | None, SAMPLING(min=0, help="Sample from the k most likely tokens; 0 is all.", show_default="the model's, or transformers' 50")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Sample from the most likely tokens whose probabilities sum to this.",
-            show_default="the model's",
-            rich_help_panel=SAMPLING,
-        ),
+        SAMPLING(min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this.", show_default="the model's"),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(
+        SAMPLING(
             min=0,
             help="The same seed gives the same text. With rules other than match this needs a fixed --shape.",
             show_default="drawn, and shown at the end",
-            rich_help_panel=SAMPLING,
         ),
     ] = None,
-    show: Annotated[bool, typer.Option("--show", help="Highlight accepted draft tokens.", rich_help_panel=OUTPUT)] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document with texts, tokens and statistics.", rich_help_panel=OUTPUT)
-    ] = False,
+    show: Annotated[bool, OUTPUT("--show", help="Highlight accepted draft tokens.")] = False,
+    as_json: Annotated[bool, OUTPUT("--json", help="One JSON document with texts, tokens and statistics.")] = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(
+        OUTPUT(
             metavar="K",
             min=0,
             show_default=False,
             help="With --json: the target's log-probability of every token, and of the K most likely tokens at its position.",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> None:
@@ -209,84 +169,40 @@ def generate(
 @app.command()
 def audit(
     target: Annotated[str, typer.Argument(help="The model: a path, a hub id, or zoo:NAME (see foredraft models).")] = "zoo:python-8m",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.',
-            show_default="six beginnings of Python, for the embedded models",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
+    prompts: PromptFile = None,
     dtype: Annotated[
-        str,
-        typer.Option(
-            help="auto, float32, bfloat16 or float16. Below float32, rounding alone can look like a fault.", rich_help_panel=MODELS
-        ),
+        str, MODELS(help="auto, float32, bfloat16 or float16. Below float32, rounding alone can look like a fault.")
     ] = "float32",
     quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
     drafter: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME[:SOURCE]",
-            help="The drafter (see foredraft drafters).",
-            show_default="as in foredraft generate",
-            rich_help_panel=SPECULATION,
-        ),
+        SPECULATION(metavar="NAME[:SOURCE]", help="The drafter (see foredraft drafters).", show_default="as in foredraft generate"),
     ] = None,
     drafter_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", show_default=False, help="An option of the drafter; repeat for more.", rich_help_panel=SPECULATION
-        ),
+        list[str] | None, SPECULATION(metavar="KEY=VALUE", show_default=False, help="An option of the drafter; repeat for more.")
     ] = None,
-    rule: Annotated[str, typer.Option(help="auto, or a name (see foredraft rules).", rich_help_panel=SPECULATION)] = "auto",
-    shape: Annotated[
-        str | None,
-        typer.Option(help="The largest tree per round, or auto.", show_default="auto", rich_help_panel=SPECULATION),
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Above 0, sample; at 0, decode greedily.", rich_help_panel=SAMPLING)] = 1.0,
+    rule: Annotated[str, SPECULATION(help="auto, or a name (see foredraft rules).")] = "auto",
+    shape: Annotated[str | None, SPECULATION(help="The largest tree per round, or auto.", show_default="auto")] = None,
+    temperature: Temperature = 1.0,
     top_k: Annotated[
-        int | None,
-        typer.Option(min=0, help="Sample from the k most likely tokens; 0 is all.", show_default="the model's", rich_help_panel=SAMPLING),
+        int | None, SAMPLING(min=0, help="Sample from the k most likely tokens; 0 is all.", show_default="the model's")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Sample from the most likely tokens whose probabilities sum to this.",
-            show_default="the model's",
-            rich_help_panel=SAMPLING,
-        ),
+        SAMPLING(min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this.", show_default="the model's"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all random draws.", rich_help_panel=SAMPLING)] = 0,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per prompt in the comparison with plain decoding.", rich_help_panel=SAMPLING)
-    ] = 48,
+    seed: Annotated[int, SAMPLING(min=0, help="Seed of all random draws.")] = 0,
+    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Tokens per prompt in the comparison with plain decoding.")] = 48,
     samples: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Continuations for the statistical tests.",
-            show_default="enough to find a total variation of 1 % per token",
-            rich_help_panel=SAMPLING,
-        ),
+        SAMPLING(min=1, help="Continuations for the statistical tests.", show_default="enough to find a total variation of 1 % per token"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Continuations that are drawn together.", rich_help_panel=SAMPLING)] = 256,
-    significance: Annotated[
-        float, typer.Option(help="Probability that a correct configuration is reported as a fault.", rich_help_panel=SAMPLING)
-    ] = 1e-3,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(help="exact, keyed or statistical; repeat for more.", show_default="all that apply", rich_help_panel=OUTPUT),
-    ] = None,
-    as_json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the full report to this file.", show_default=False, rich_help_panel=OUTPUT),
-    ] = None,
+    batch_size: Annotated[int, SAMPLING(min=1, help="Continuations that are drawn together.")] = 256,
+    significance: Annotated[float, SAMPLING(help="Probability that a correct configuration is reported as a fault.")] = 1e-3,
+    part: Annotated[list[str] | None, OUTPUT(help="exact, keyed or statistical; repeat for more.", show_default="all that apply")] = None,
+    as_json: JsonFile = None,
 ) -> None:
     """Check that a configuration keeps the target's output distribution, and report how large a bias would be found.
 
@@ -315,20 +231,12 @@ def audit(
 @app.command()
 def demo(
     target: Target = "zoo:python-300m",
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[:SOURCE]",
-            help="Compare this drafter with plain decoding; repeat for more.",
-            show_default="prompt-lookup; for zoo targets draft-model:zoo:python-1m too",
-            rich_help_panel=SPECULATION,
-        ),
-    ] = None,
+    drafter: Candidates = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
     threads: Threads = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=SAMPLING)] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per prompt and drafter; the median is reported.", rich_help_panel=SAMPLING)] = 3,
+    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Tokens per prompt.")] = 40,
+    repeats: Annotated[int, SAMPLING(min=1, help="Runs per prompt and drafter; the median is reported.")] = 3,
 ) -> None:
     """Compare plain and speculative decoding of three prompts: text, speed, acceptance.
 
@@ -347,37 +255,15 @@ def demo(
 @app.command()
 def tune(
     target: Target = "zoo:python-300m",
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[:SOURCE]",
-            help="A candidate; repeat for more.",
-            show_default="prompt-lookup; for zoo targets draft-model:zoo:python-1m too",
-            rich_help_panel=SPECULATION,
-        ),
-    ] = None,
+    drafter: Candidates = None,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are decoded together.", rich_help_panel=PROMPTS)] = 1,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.',
-            show_default="six beginnings of Python, for the embedded models",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    as_json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the full report to this file.", show_default=False, rich_help_panel=OUTPUT),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Write a chart (needs matplotlib).", show_default=False, rich_help_panel=OUTPUT),
-    ] = None,
+    batch_size: Annotated[int, PROMPTS(min=1, help="Prompts that are decoded together.")] = 1,
+    prompts: PromptFile = None,
+    as_json: JsonFile = None,
+    plot: Annotated[Path | None, OUTPUT(metavar="FILE.png", help="Write a chart (needs matplotlib).", show_default=False)] = None,
 ) -> None:
     """Measure drafters on this machine, recommend a drafter and a shape, and check the prediction against plain decoding.
 

@@ -31,20 +31,16 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            metavar="FORMAT",
-            show_default=False,
-            help="vllm, speculators (EAGLE-3), medusa or eagle3 (the formats of the authors).",
+            metavar="FORMAT", show_default=False, help="vllm, speculators (EAGLE-3), medusa or eagle3 (the formats of the authors)."
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write it.", show_default=False)],
     target: Annotated[
-        str | None,
-        typer.Option(help="Its target: a path, a hub id, or zoo:NAME.", show_default="the one named in the head"),
+        str | None, typer.Option(help="Its target: a path, a hub id, or zoo:NAME.", show_default="the one named in the head")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto (the target's or the head's own), float32, bfloat16 or float16.")] = "auto",
     draft_length: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per draft in vLLM.", show_default="all of a Medusa head's, 5 of an EAGLE-3 head's"),
+        int | None, typer.Option(min=1, help="Tokens per draft in vLLM.", show_default="all of a Medusa head's, 5 of an EAGLE-3 head's")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="A branch, tag or commit of the hub.", show_default=False)] = None,
 ) -> None:

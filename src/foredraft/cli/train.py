@@ -10,18 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from foredraft.cli.failures import INTERRUPTED, exit_codes, note, quiet
+from foredraft.cli.options import panel
 
-DATA, LENGTH, OPTIMISER, MEASURE, BACKBONE, MACHINE = "Data", "Length", "Optimiser", "Held-out acceptance", "Backbone", "Machine"
+DATA, LENGTH, OPTIMISER = map(panel, ("Data", "Length", "Optimiser"))
+MEASURE, BACKBONE, MACHINE = map(panel, ("Held-out acceptance", "Backbone", "Machine"))
 
 
 def train(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle3 or rnn.", show_default=False)],
     target: Annotated[str, typer.Option(help="The model to draft for: a path, a hub id, or zoo:NAME.", show_default=False)],
     data: Annotated[
-        list[Path],
-        typer.Option(
-            metavar="FOLDER", help="A folder made by foredraft data generate; repeat for more.", show_default=False, rich_help_panel=DATA
-        ),
+        list[Path], DATA(metavar="FOLDER", help="A folder made by foredraft data generate; repeat for more.", show_default=False)
     ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the head, checkpoints, log and curves go.", show_default=False)],
     head_option: Annotated[
@@ -29,90 +28,52 @@ def train(
         typer.Option(metavar="KEY=VALUE", show_default=False, help="An option of the head, such as heads=4; repeat for more."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint in FOLDER.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Accept incomplete data.", rich_help_panel=DATA)] = False,
-    other_target: Annotated[
-        bool, typer.Option("--other-target", help="Accept texts that another model wrote.", rich_help_panel=DATA)
-    ] = False,
-    stored_hidden: Annotated[
-        bool, typer.Option("--stored-hidden", help="Read hidden states stored by foredraft data hidden.", rich_help_panel=DATA)
-    ] = False,
-    count_prompts: Annotated[
-        bool, typer.Option("--count-prompts", help="Train on prompts too, not only on answers.", rich_help_panel=DATA)
-    ] = False,
+    partial: Annotated[bool, DATA("--partial", help="Accept incomplete data.")] = False,
+    other_target: Annotated[bool, DATA("--other-target", help="Accept texts that another model wrote.")] = False,
+    stored_hidden: Annotated[bool, DATA("--stored-hidden", help="Read hidden states stored by foredraft data hidden.")] = False,
+    count_prompts: Annotated[bool, DATA("--count-prompts", help="Train on prompts too, not only on answers.")] = False,
     successors: Annotated[
         bool,
-        typer.Option(
+        DATA(
             "--successors/--no-successors",
             help="Count n-grams in the texts and store their log-odds with a Medusa head, which improves its drafts.",
-            rich_help_panel=DATA,
         ),
     ] = True,
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Cut longer texts to this many tokens.", show_default="whole texts", rich_help_panel=DATA)
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, show_default="from --epochs", rich_help_panel=LENGTH)] = None,
-    epochs: Annotated[float, typer.Option(help="Passes over the data.", rich_help_panel=LENGTH)] = 1.0,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, per process.", rich_help_panel=LENGTH)] = 4096,
-    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches per step, per process.", rich_help_panel=LENGTH)] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate of AdamW.", rich_help_panel=OPTIMISER)] = 1e-3,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps until the peak; a cosine follows.", rich_help_panel=OPTIMISER)] = 100,
-    weight_decay: Annotated[float, typer.Option(min=0.0, rich_help_panel=OPTIMISER)] = 0.0,
-    clip: Annotated[float, typer.Option(help="Largest gradient norm.", rich_help_panel=OPTIMISER)] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the order of texts.", rich_help_panel=OPTIMISER)] = 0,
+    max_length: Annotated[int | None, DATA(min=2, help="Cut longer texts to this many tokens.", show_default="whole texts")] = None,
+    steps: Annotated[int | None, LENGTH(min=1, show_default="from --epochs")] = None,
+    epochs: Annotated[float, LENGTH(help="Passes over the data.")] = 1.0,
+    batch_tokens: Annotated[int, LENGTH(min=1, help="Tokens of a micro-batch, per process.")] = 4096,
+    accumulate: Annotated[int, LENGTH(min=1, help="Micro-batches per step, per process.")] = 1,
+    learning_rate: Annotated[float, OPTIMISER(help="Peak learning rate of AdamW.")] = 1e-3,
+    warmup: Annotated[int, OPTIMISER(min=0, help="Steps until the peak; a cosine follows.")] = 100,
+    weight_decay: Annotated[float, OPTIMISER(min=0.0)] = 0.0,
+    clip: Annotated[float, OPTIMISER(help="Largest gradient norm.")] = 1.0,
+    seed: Annotated[int, OPTIMISER(min=0, help="Seed of the weights and of the order of texts.")] = 0,
     evaluate_every: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Steps between evaluations. The head with the longest acceptance length is kept.", rich_help_panel=MEASURE
-        ),
+        int, MEASURE(min=1, help="Steps between evaluations. The head with the longest acceptance length is kept.")
     ] = 500,
-    patience: Annotated[
-        int, typer.Option(min=0, help="Stop after this many evaluations without improvement; 0 is never.", rich_help_panel=MEASURE)
-    ] = 0,
-    held_out: Annotated[
-        int,
-        typer.Option(min=1, help="Prompts to evaluate on: the last ones of the data, which are not trained on.", rich_help_panel=MEASURE),
-    ] = 32,
+    patience: Annotated[int, MEASURE(min=0, help="Stop after this many evaluations without improvement; 0 is never.")] = 0,
+    held_out: Annotated[int, MEASURE(min=1, help="Prompts to evaluate on: the last ones of the data, which are not trained on.")] = 32,
     held_out_data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Evaluate on the first prompts of this folder instead.", show_default=False, rich_help_panel=MEASURE
-        ),
+        Path | None, MEASURE(metavar="FOLDER", help="Evaluate on the first prompts of this folder instead.", show_default=False)
     ] = None,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.", rich_help_panel=MEASURE)] = 64,
+    answer_tokens: Annotated[int, MEASURE(min=1, help="Tokens per prompt.")] = 64,
     tree_nodes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Nodes of the tree that is stored with the head.",
-            show_default="chosen by measured costs",
-            rich_help_panel=MEASURE,
-        ),
+        int | None, MEASURE(min=1, help="Nodes of the tree that is stored with the head.", show_default="chosen by measured costs")
     ] = None,
     backbone: Annotated[
-        str,
-        typer.Option(
-            help="frozen, lora or full. lora and full also train the target, and the changed target then verifies the drafts.",
-            rich_help_panel=BACKBONE,
-        ),
+        str, BACKBONE(help="frozen, lora or full. lora and full also train the target, and the changed target then verifies the drafts.")
     ] = "frozen",
-    backbone_rate: Annotated[
-        float | None, typer.Option(help="Learning rate of the backbone.", show_default="a quarter of the heads'", rich_help_panel=BACKBONE)
-    ] = None,
-    head_weight: Annotated[
-        float, typer.Option(help="Weight of the heads' loss relative to the target's, after warm-up.", rich_help_panel=BACKBONE)
-    ] = 0.2,
-    head_warmup: Annotated[float, typer.Option(help="Share of the steps that warm it up.", rich_help_panel=BACKBONE)] = 0.2,
-    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.", rich_help_panel=BACKBONE)] = 16,
-    precision: Annotated[
-        str, typer.Option(help="bf16: products in bfloat16 over float32 weights; or float32.", rich_help_panel=MACHINE)
-    ] = "bf16",
-    dtype: Annotated[str, typer.Option(help="The target's: auto, float32, bfloat16 or float16.", rich_help_panel=MACHINE)] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, ….", show_default="the process's GPU if there is one", rich_help_panel=MACHINE)
-    ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice", rich_help_panel=MACHINE)] = None,
-    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.", rich_help_panel=MACHINE)] = 200,
-    report_every: Annotated[int, typer.Option(min=1, help="Steps between lines of the log.", rich_help_panel=MACHINE)] = 20,
+    backbone_rate: Annotated[float | None, BACKBONE(help="Learning rate of the backbone.", show_default="a quarter of the heads'")] = None,
+    head_weight: Annotated[float, BACKBONE(help="Weight of the heads' loss relative to the target's, after warm-up.")] = 0.2,
+    head_warmup: Annotated[float, BACKBONE(help="Share of the steps that warm it up.")] = 0.2,
+    lora_rank: Annotated[int, BACKBONE(min=1, help="Rank of the adapters.")] = 16,
+    precision: Annotated[str, MACHINE(help="bf16: products in bfloat16 over float32 weights; or float32.")] = "bf16",
+    dtype: Annotated[str, MACHINE(help="The target's: auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, MACHINE(help="cpu, cuda, ….", show_default="the process's GPU if there is one")] = None,
+    threads: Annotated[int | None, MACHINE(min=1, help="CPU threads.", show_default="torch's choice")] = None,
+    save_every: Annotated[int, MACHINE(min=1, help="Steps between checkpoints.")] = 200,
+    report_every: Annotated[int, MACHINE(min=1, help="Steps between lines of the log.")] = 20,
 ) -> None:
     """Train a head for a target, on texts that the target generated. Use it as --drafter KIND:FOLDER.
 
