@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,9 +23,6 @@ import typer
 from recipes.zoo import recipe
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
-    from recipes.zoo.fit import Schedule
     from recipes.zoo.tokenization import Encoded
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -65,35 +62,15 @@ def tokenizer(out: Out) -> None:
 
 
 @app.command()
-def target(out: Out, budget: Budget = recipe.TARGET_BUDGET, cooldown: Cooldown = recipe.TARGET_COOLDOWN, resume: Resume = False) -> None:
+def target(out: Out, budget: Budget = recipe.TARGET.budget, cooldown: Cooldown = recipe.TARGET.cooldown, resume: Resume = False) -> None:
     """Train the target on the corpus (an hour and more)."""
-    from recipes.zoo import fit
-
-    _fit(
-        out,
-        "target",
-        recipe.target_config(),
-        recipe.TARGET_BATCH,
-        recipe.TARGET_RATES,
-        fit.Schedule(int(budget * 1e6), cooldown=cooldown),
-        resume,
-    )
+    _fit(out, "target", replace(recipe.TARGET, budget=budget, cooldown=cooldown), resume)
 
 
 @app.command()
-def draft(out: Out, budget: Budget = recipe.DRAFT_BUDGET, cooldown: Cooldown = recipe.DRAFT_COOLDOWN, resume: Resume = False) -> None:
-    """Train the draft on the corpus (a quarter of an hour)."""
-    from recipes.zoo import fit
-
-    _fit(
-        out,
-        "draft",
-        recipe.draft_config(),
-        recipe.DRAFT_BATCH,
-        recipe.DRAFT_RATES,
-        fit.Schedule(int(budget * 1e6), cooldown=cooldown),
-        resume,
-    )
+def draft(out: Out, budget: Budget = recipe.DRAFT.budget, cooldown: Cooldown = recipe.DRAFT.cooldown, resume: Resume = False) -> None:
+    """Train the draft model on the corpus (a quarter of an hour)."""
+    _fit(out, "draft", replace(recipe.DRAFT, budget=budget, cooldown=cooldown), resume)
 
 
 @app.command()
@@ -176,7 +153,8 @@ def texts(out: Out) -> None:
     from recipes.zoo import heads
 
     _needed(out / "corpus", "corpus")
-    typer.echo(heads.write_texts(out))
+    for line in heads.write_texts(out):
+        typer.echo(line)
 
 
 @app.command()
@@ -205,17 +183,8 @@ def package_heads(out: Out) -> None:
 @app.command(name="all")
 def everything(out: Out) -> None:
     """All steps in order, with the budgets of the recipe."""
-    corpus(out)
-    tokenizer(out)
-    ngram(out)
-    target(out)
-    draft(out)
-    evaluate(out)
-    package(out)
-    texts(out)
-    medusa(out)
-    eagle3(out)
-    package_heads(out)
+    for step in (corpus, tokenizer, ngram, target, draft, evaluate, package, texts, medusa, eagle3, package_heads):
+        step(out)
 
 
 def _head(out: Path, kind: str, resume: bool) -> None:
@@ -228,15 +197,7 @@ def _head(out: Path, kind: str, resume: bool) -> None:
     typer.echo("\n".join(said or ["stopped and saved; go on with --resume"]))
 
 
-def _fit(
-    out: Path,
-    name: str,
-    config: LlamaConfig,
-    batch: recipe.Batch,
-    rates: recipe.Rates,
-    schedule: Schedule,
-    resume: bool,
-) -> None:
+def _fit(out: Path, name: str, chosen: recipe.Recipe, resume: bool) -> None:
     from recipes.zoo import fit
 
     _keep_freed_memory()
@@ -244,7 +205,8 @@ def _fit(
     if not resume and (folder / fit.CHECKPOINT).exists():
         raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
     train, held_out = _tokens(out)
-    run = fit.Run(config, folder, batch=batch, rates=rates)
+    schedule = fit.Schedule(int(chosen.budget * 1e6), cooldown=chosen.cooldown)
+    run = fit.Run(recipe.llama_config(**chosen.architecture), folder, batch=chosen.batch, rates=chosen.rates)
     if resume:
         run.resume()
     typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")
@@ -255,7 +217,7 @@ def _fit(
         "seconds": run.progress.seconds,
         "budget": schedule.budget,
         "cooldown": schedule.cooldown,
-        "lengths": batch.lengths,
+        "lengths": chosen.batch.lengths,
         "machine": f"{os.cpu_count()} cores ({platform.machine()})",
     }
     _write(folder / "training.json", account)

@@ -24,7 +24,7 @@ Figures = dict[str, Any]  # what becomes JSON
 
 def package_model(name: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, figures: Figures, manifest: Figures) -> Path:
     """Writes bfloat16 weights and what belongs beside them."""
-    folder = _fresh(name)
+    folder = fresh(name)
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=1)
     model.save_pretrained(folder)
@@ -35,7 +35,7 @@ def package_model(name: str, model: LlamaForCausalLM, tokenizer: PreTrainedToken
 
 
 def package_ngram(model: NGramModel, figures: Figures, manifest: Figures) -> Path:
-    folder = _fresh(NGRAM)
+    folder = fresh(NGRAM)
     model.save(folder / "ngram.safetensors")
     figures = {"parameters": model.ngrams, "contexts": model.contexts, **figures}
     finish(folder, _ngram_card(figures, manifest), figures, manifest)
@@ -52,7 +52,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _fresh(name: str) -> Path:
+def fresh(name: str) -> Path:
     folder = root() / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

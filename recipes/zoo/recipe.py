@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,14 +38,6 @@ def llama_config(*, hidden: int, heads: int, kv_heads: int, layers: int, interme
     )
 
 
-def target_config() -> LlamaConfig:
-    return llama_config(hidden=256, heads=4, kv_heads=2, layers=8, intermediate=768)
-
-
-def draft_config() -> LlamaConfig:
-    return llama_config(hidden=128, heads=2, kv_heads=1, layers=2, intermediate=352)
-
-
 @dataclass(frozen=True)
 class Batch:
     rows: int = 16
@@ -62,33 +55,60 @@ class Rates:
     weight_decay: float = 0.1
 
 
-TARGET_BATCH, TARGET_RATES = Batch(), Rates()
-TARGET_BUDGET, TARGET_COOLDOWN = 16.5, 0.13  # million tokens, and the share of them that the cool-down takes
-DRAFT_BATCH, DRAFT_RATES = Batch(lengths=(512, 2048, 2048)), Rates(matrices=0.015, rest=4e-3)
-DRAFT_BUDGET, DRAFT_COOLDOWN = 16.0, 0.3
+@dataclass(frozen=True)
+class Recipe:
+    """One model: its architecture, as :func:`llama_config` takes it, and how it is trained.
+
+    Attributes:
+        budget: million tokens.
+        cooldown: the share of them over which the learning rate falls to zero.
+    """
+
+    architecture: Mapping[str, int]
+    batch: Batch
+    rates: Rates
+    budget: float
+    cooldown: float
+
+
+TARGET = Recipe({"hidden": 256, "heads": 4, "kv_heads": 2, "layers": 8, "intermediate": 768}, Batch(), Rates(), 16.5, 0.13)
+DRAFT = Recipe(
+    {"hidden": 128, "heads": 2, "kv_heads": 1, "layers": 2, "intermediate": 352},
+    Batch(lengths=(512, 2048, 2048)),
+    Rates(matrices=0.015, rest=4e-3),
+    16.0,
+    0.3,
+)
 
 NGRAM_ORDER = 4
 NGRAM_SUCCESSORS = 4  # kept per context
 NGRAM_BYTES = 4_000_000  # the largest table that is packaged
 
-# Heads for the target: its own answers to beginnings of lines from the corpus, half of them greedy, windows of the corpus as they are, and
-# how heads learn from them.
-HEAD_WINDOWS, HELD_OUT_WINDOWS, WINDOW = 20_000, 256, 64
-ANSWER, HELD_OUT_ANSWER = 192, 64
-TEXTS_SEED, HELD_OUT_SEED = 1, 2
-CORPUS_WINDOWS, CORPUS_WINDOW, CORPUS_SEED, CORPUS_SHARD = 60_000, 256, 3, 4096
-TEXTS = {"medusa": ("data", "corpus_texts"), "eagle3": ("data",)}  # what heads of a kind learn from
-_HEADS = {"count_prompts": True, "batch_tokens": 2048, "warmup": 100, "evaluate_every": 250}
-HEADS = {
-    "medusa": {
-        **_HEADS,
-        "kind": "medusa",
-        "head": {"heads": 4, "layers": 2, "labels": "target"},
-        "accumulate": 2,
-        "learning_rate": 2e-3,
-        "evaluate_every": 500,
-        "save_every": 250,
-    },
-    "eagle3": {**_HEADS, "kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}, "epochs": 1.2, "learning_rate": 1e-3},
+
+@dataclass(frozen=True)
+class TextSet:
+    """Windows of one half of the corpus, from the beginnings of lines, that the target continues; with ``answer=0`` as they are."""
+
+    half: str
+    windows: int
+    tokens: int  # of a window
+    answer: int  # tokens of the target
+    temperatures: tuple[float, ...]  # window i is continued at the (i mod n)-th
+    seed: int
+    per_shard: int = 1024
+
+
+TEXT_SETS = {
+    "data": TextSet("train", 20_000, 64, 192, (0.0, 1.0), seed=1),
+    "held_out": TextSet("held_out", 256, 64, 64, (0.0,), seed=2),
+    "corpus_texts": TextSet("train", 60_000, 256, 0, (0.0,), seed=3, per_shard=4096),
 }
-TREE_NODES = 16  # of the tree that is stored with a head that has one: by its guesses alone, so that it is the same on every machine
+TEXTS = {"medusa": ("data", "corpus_texts"), "eagle3": ("data",)}  # what heads of a kind learn from
+_HEADS = {"count_prompts": True, "batch_tokens": 2048, "warmup": 100}
+_MEDUSA = {"kind": "medusa", "head": {"heads": 4, "layers": 2, "labels": "target"}}
+_EAGLE3 = {"kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}}
+HEADS = {  # the options of their training
+    "medusa": {**_HEADS, **_MEDUSA, "accumulate": 2, "learning_rate": 2e-3, "evaluate_every": 500, "save_every": 250},
+    "eagle3": {**_HEADS, **_EAGLE3, "epochs": 1.2, "learning_rate": 1e-3, "evaluate_every": 250},
+}
+TREE_NODES = 16  # of the tree that is stored with a head that has one
