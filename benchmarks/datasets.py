@@ -103,7 +103,7 @@ def from_file(path: Path) -> list[Prompt]:
             raise ConfigurationError(f"{where}: {prompt}")
         found.append(prompt)
     if not found:
-        raise ConfigurationError(f"{str(path)!r} holds no prompt")
+        raise ConfigurationError(f"{str(path)!r} contains no prompt")
     return found
 
 
@@ -111,7 +111,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: no JSON: {error.msg} (column {error.colno})") from error
+        raise ConfigurationError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
     if not isinstance(entry, dict):
         raise ConfigurationError(f"{where}: expected an object, got {type(entry).__name__}")
     return entry

@@ -76,9 +76,9 @@ def test_bad_prompts(inputs, message):
 @pytest.mark.parametrize("length", [60, 61, 90])
 def test_a_prompt_longer_than_the_context(length):
     speculator = Speculator(small(60), drafter="prompt-lookup")
-    with pytest.raises(ConfigurationError, match=f"prompt has {length} tokens.*context holds 60"):
+    with pytest.raises(ConfigurationError, match=f"prompt has {length} tokens.*context holds only 60"):
         generate(speculator, prompts((length,)), max_new_tokens=3)
-    with pytest.raises(ConfigurationError, match="context holds 60"):
+    with pytest.raises(ConfigurationError, match="context holds only 60"):
         generate(speculator, [ROWS[1], prompts((length,))[0]], max_new_tokens=3)
     assert usable(speculator, small(60))
 
@@ -238,10 +238,10 @@ class Nothing(LogitsProcessor):
 def test_processors_that_leave_no_token(name, options):
     speculator = Speculator(tiny(), drafter=make_drafter(name), rule="match")
     for length, position in ((5, 9), (26, 26)):
-        with pytest.raises(TargetOutputError, match=f"no token possible for row 0, position {position}"):
+        with pytest.raises(TargetOutputError, match=f"forbid every token for row 0, position {position}"):
             generate(speculator, ROWS[1:2] if length == 5 else ROWS[:1], max_new_tokens=NEW, logits_processor=[Nothing(length)], **options)
     everything = list(range(128))
-    with pytest.raises(TargetOutputError, match="no token possible for row 0"):
+    with pytest.raises(TargetOutputError, match="forbid every token for row 0"):
         generate(speculator, ROWS, max_new_tokens=NEW, suppress_tokens=everything, **options)
     assert usable(speculator)
 
@@ -286,7 +286,7 @@ def test_a_sampled_draft_is_refused_for_a_rule_it_does_not_fit():
 def test_a_path_that_is_no_model(source, tmp_path):
     with pytest.raises(ValueError, match=source or "model"):
         Speculator(source, drafter="none")
-    with pytest.raises(ConfigurationError, match="no causal language model"):
+    with pytest.raises(ConfigurationError, match="cannot be loaded as a causal language model"):
         Speculator(str(tmp_path), drafter="none")
     with pytest.raises(ConfigurationError, match="flot32"):
         Speculator("zoo:python-8m", drafter="none", dtype="flot32")

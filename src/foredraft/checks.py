@@ -33,9 +33,9 @@ def check_tree(tree: TokenTree, request: DraftRequest, name: str, target: Target
         return
     refusal = rule.refusal(tree.proposal, chain=tree.chain, pruned=tree.pruned)
     if refusal:
-        raise DrafterError(f"{drafter} proposed what the rule cannot verify: {refusal}")
+        raise DrafterError(f"{drafter} made a draft that the rule cannot verify: {refusal}")
     if request.needs_q and tree.q is None:
-        raise DrafterError(f"{drafter} returned no q, and rule {rule.name!r} compares with the draft's own distribution")
+        raise DrafterError(f"{drafter} returned no q, and rule {rule.name!r} needs the draft's distribution q")
 
 
 def check_rows(rows: Sequence[SessionRow], tree: TokenTree, outcome: Outcome, name: str, vocab_size: int) -> None:
@@ -72,9 +72,9 @@ def check_scores(row: SessionRow, faults: Sequence[int]) -> None:
         if fault & (NAN | INFINITE) and not row.parameters.pipeline.removes_invalid:
             raise TargetOutputError(
                 f"the target's logits are {'NaN' if fault & NAN else 'infinite'} for {where}; try a wider dtype (float32 or "
-                "bfloat16), or remove_invalid_values=True to accept that they are patched"
+                "bfloat16), or remove_invalid_values=True to replace them"
             )
         if fault & EMPTY:
-            raise TargetOutputError(f"the logits processors leave no token possible for {where}; loosen the constraints")
+            raise TargetOutputError(f"the logits processors forbid every token for {where}; loosen the constraints")
         if fault & OVERFLOW:
             raise TargetOutputError(f"the logits processors made scores infinite or NaN for {where}; is the temperature too small?")

@@ -52,7 +52,7 @@ def load_model(
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{source!r} is no causal language model that can be loaded: {_first_line(error)}") from error
+        raise ConfigurationError(f"{source!r} cannot be loaded as a causal language model: {_first_line(error)}") from error
     if quantization is not None:
         check_quantized(model, source)
     return model.eval() if device in (None, "auto") else model.to(device).eval()
@@ -72,7 +72,7 @@ def load_tokenizer(source: str, *, local: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, local_files_only=local)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{source!r} has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise ConfigurationError(f"{source!r} has no loadable tokenizer: {_first_line(error)}") from error
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

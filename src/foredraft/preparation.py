@@ -78,7 +78,7 @@ class Prepared:
         prompts = unpad(input_ids, mask)
         check_positions(model_kwargs.get("position_ids"), mask)
         if streamer is not None and len(prompts) > 1:
-            raise ConfigurationError("a streamer takes one row; use Speculator.stream for a batch")
+            raise ConfigurationError("a streamer works for one row only; use Speculator.stream for a batch")
         width, lengths = input_ids.shape[1], [len(prompt) for prompt in prompts]
         pipelines = row_pipelines(
             logits_processor,
@@ -121,7 +121,7 @@ def prepare(
     """Let transformers prepare a call of ``model.generate`` and stop it before the first pass."""
     for name, why in REFUSED_ARGUMENTS.items():
         if arguments.get(name) is not None and arguments[name] is not False:
-            raise ConfigurationError(f"{name} is not taken here: {why}")
+            raise ConfigurationError(f"{name} is not supported: {why}")
     check_shape(arguments.get("input_ids") if inputs is None else inputs)
     arguments = with_stop_strings(model, arguments, tokenizer)
 
@@ -158,11 +158,11 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
     if config.use_cache is False and model.generation_config.use_cache is not False:  # as a model's own default it was not asked for
         raise ConfigurationError("use_cache=False is not supported: Foredraft verifies drafts against its cache")
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise ConfigurationError(f"past_key_values is not taken here: {REFUSED_ARGUMENTS['past_key_values']}")
+        raise ConfigurationError(f"past_key_values is not supported: {REFUSED_ARGUMENTS['past_key_values']}")
     odd = sorted(name for name, value in model_kwargs.items() if name not in EXPECTED_KWARGS and value is not None and value is not False)
     if odd:
         why = REFUSED_ARGUMENTS.get(odd[0], "it would have to reach every pass of the model")
-        raise ConfigurationError(f"{', '.join(odd)} is not taken here: {why}")
+        raise ConfigurationError(f"{', '.join(odd)} is not supported: {why}")
 
 
 def check_shape(input_ids: Any) -> None:
@@ -181,10 +181,10 @@ def with_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> 
     if stop_strings is None:
         return arguments
     if tokenizer is None:
-        raise ConfigurationError("stop_strings need the tokenizer: pass tokenizer=...")
+        raise ConfigurationError("stop_strings needs the tokenizer: pass tokenizer=...")
     if model.generation_config.stop_strings is not None:
         raise ConfigurationError(
-            "the model's generation_config names stop_strings, which transformers cannot hand to custom decoding; set "
+            "the model's generation_config has stop_strings, which transformers cannot pass to custom decoding; set "
             "model.generation_config.stop_strings = None and pass stop_strings=..."
         )
     arguments = {name: value for name, value in arguments.items() if name != "stop_strings"}
@@ -225,7 +225,7 @@ def check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
     usual = torch.arange(position_ids.shape[-1], device=position_ids.device)[None] if mask is None else (mask.long().cumsum(-1) - 1)
     real = torch.ones_like(usual, dtype=torch.bool) if mask is None else mask.bool()
     if not bool(((position_ids == usual) | ~real).all()):
-        raise ConfigurationError(f"position_ids is not taken here: {REFUSED_ARGUMENTS['position_ids']}")
+        raise ConfigurationError(f"position_ids is not supported: {REFUSED_ARGUMENTS['position_ids']}")
 
 
 def split_criteria(criteria: StoppingCriteriaList) -> tuple[frozenset[int], list[Any]]:

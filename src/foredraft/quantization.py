@@ -34,7 +34,7 @@ def check_quantization(kind: str | None, model: object) -> None:
         raise ConfigurationError(f"unknown quantization {kind!r}; choose {', '.join(KINDS)}, or None for weights as they are")
     if not isinstance(model, str):
         raise ConfigurationError(
-            "quantization says how to load a model by name; a model that is given is used as it is: quantise it yourself, with "
+            "quantization says how to load a model by name; a model object is used as it is: quantize it yourself, with "
             "torchao.quantization.quantize_, or load it with transformers' TorchAoConfig"
         )
     _torchao_config()
@@ -77,9 +77,9 @@ def check_quantized(model: PreTrainedModel, source: str) -> None:
         ConfigurationError: a checkpoint that was quantised already, or a model without linear layers.
     """
     if getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False):
-        raise ConfigurationError(f"the checkpoint {source!r} is quantised already; leave quantization out to load it as it is")
+        raise ConfigurationError(f"the checkpoint {source!r} is already quantized; leave quantization out to load it as it is")
     if not any(type(parameter).__module__.startswith("torchao") for parameter in model.parameters()):
-        raise ConfigurationError(f"{source!r} has no linear layers that could be quantised ({type(model).__name__})")
+        raise ConfigurationError(f"{source!r} has no linear layers that could be quantized ({type(model).__name__})")
 
 
 def _torchao_config() -> Any:

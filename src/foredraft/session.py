@@ -111,7 +111,7 @@ class Session:
             wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
             raise ConfigurationError(f"prompt token {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
         if context is not None and len(ids) >= context:
-            raise ConfigurationError(f"the prompt has {len(ids)} tokens and the model's context holds {context}; shorten the prompt")
+            raise ConfigurationError(f"the prompt has {len(ids)} tokens, but the model's context holds only {context}; shorten the prompt")
         check_logprobs(parameters.logprobs, self.target.vocab_size)
         if parameters.max_new_tokens < 1:
             raise ConfigurationError(f"max_new_tokens must be at least 1, got {parameters.max_new_tokens}")
@@ -188,7 +188,7 @@ class Session:
         if self.target.owner is self and self.drafter.owner is self:
             return
         if self.rows:
-            raise ForedraftError("another generation began on this Speculator, which serves one at a time; this one ended there")
+            raise ForedraftError("another generation was started on this Speculator, which runs one at a time, so this one was stopped")
         self.target.reset()
         self.drafter.reset()
         self.target.owner = self.drafter.owner = self

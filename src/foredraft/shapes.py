@@ -134,7 +134,7 @@ class TreeShape:
         except (TypeError, ValueError) as error:
             if isinstance(error, ConfigurationError):
                 raise
-            raise ConfigurationError(f"shape {shape!r} does not read: {error}; write {EXAMPLES}") from error
+            raise ConfigurationError(f"cannot parse shape {shape!r}: {error}; write {EXAMPLES}") from error
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def _dotted(path: Sequence[int]) -> str:
 
 def _whole(shape: str, name: str, value: object, *, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{shape}: {name} must be a whole number from {least} on, got {value!r}")
+        raise ConfigurationError(f"{shape}: {name} must be a whole number of at least {least}, got {value!r}")
 
 
 def _bounded(nodes: int, shape: str) -> None:

@@ -121,7 +121,7 @@ class Speculator:
     ):
         wanted = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
-            raise ConfigurationError("dtype and device say how to load a model by name; a model that is given is used as it is")
+            raise ConfigurationError("dtype and device say how to load a model by name; a model object is used as it is")
         check_quantization(quantization, model)
         self.drafter = _drafter(drafter, drafter_options)
         if wanted is None and self.drafter.name == NoDrafter.name:
@@ -317,7 +317,7 @@ def custom_generate(
         nonlocal speculator
         refuse_arguments(model, generation_config, model_kwargs)
         if output_logprobs is not None and not generation_config.return_dict_in_generate:
-            raise ConfigurationError("output_logprobs come with return_dict_in_generate=True; without it only the ids are returned")
+            raise ConfigurationError("output_logprobs needs return_dict_in_generate=True")
         if speculator is None or speculator.model is not model:
             speculator = Speculator(model, drafter, **options)
         given = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
@@ -334,9 +334,9 @@ def choose_shape(shape: TreeShape | str | None, draft_length: int | None) -> Tre
         shape = DEFAULT_SHAPE if shape is None else shape
         return None if shape == AUTO else TreeShape.parse(shape)
     if shape is not None:
-        raise ConfigurationError(f"draft_length={draft_length!r} means shape='chain({draft_length})'; give one of draft_length and shape")
+        raise ConfigurationError(f"draft_length={draft_length!r} means shape='chain({draft_length})'; pass either draft_length or shape")
     if isinstance(draft_length, bool) or not isinstance(draft_length, int) or draft_length < 0:
-        raise ConfigurationError(f"draft_length must be a whole number from 0 on, got {draft_length!r}")
+        raise ConfigurationError(f"draft_length must be a whole number of at least 0, got {draft_length!r}")
     return TreeShape.chain(draft_length)
 
 
@@ -365,9 +365,7 @@ def choose_rule(rule: Rule | str, drafter: Drafter, shape: TreeShape | None, *, 
     if not isinstance(chosen, Rule):
         raise ConfigurationError(f"rule must be 'auto', one of {', '.join(verification.names())}, or a Rule; got {rule!r}")
     if lossless and not chosen.lossless:
-        raise ConfigurationError(
-            f"rule {chosen.name!r} is lossy: it changes the distribution of the text; pass lossless=False to accept that"
-        )
+        raise ConfigurationError(f"rule {chosen.name!r} is lossy: it changes the output distribution; pass lossless=False to allow that")
     for proposal in chosen.proposals:
         if proposal in offered and chosen.refusal(proposal, chain=chain, pruned=pruned) is None:
             return chosen, proposal
@@ -390,10 +388,12 @@ def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
     if target.chains_only and not drafter.makes_chains(shape):
         raise ConfigurationError(f"the target can only verify chains: {target.chains_only}; use shape='chain({shape.depth})'")
     if target.context is not None and shape.nodes >= target.context:
-        raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes and the model's context holds {target.context}; draft fewer")
+        raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes, but the model's context holds only {target.context}; draft fewer")
     siblings = 1 + max((max(level.ranks) for level in shape.levels), default=0) if isinstance(shape, StaticShape) else 1
     if siblings > target.vocab_size:
-        raise ConfigurationError(f"shape {shape} wants {siblings} different siblings and the vocabulary holds {target.vocab_size} tokens")
+        raise ConfigurationError(
+            f"shape {shape} needs {siblings} different siblings, but the vocabulary has only {target.vocab_size} tokens"
+        )
 
 
 def _drafter(drafter: Drafter | str, options: dict[str, Any] | None) -> Drafter:
@@ -402,5 +402,5 @@ def _drafter(drafter: Drafter | str, options: dict[str, Any] | None) -> Drafter:
     if not isinstance(drafter, Drafter):
         raise ConfigurationError(f"drafter must be a Drafter, a name or 'NAME:SOURCE', got {type(drafter).__name__}")
     if options:
-        raise ConfigurationError("drafter_options go with a drafter given by name; set them on the instance instead")
+        raise ConfigurationError("drafter_options need a drafter given by name; pass the options to the drafter's constructor instead")
     return drafter

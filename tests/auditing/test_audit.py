@@ -414,7 +414,7 @@ def test_a_report_is_plain_data():
         ({"prompts": None}, "only the embedded models"),
         ({"prompts": [[]]}, "empty"),
         ({"prompts": []}, "at least one"),
-        ({"rule": "block"}, "has its drafter"),
+        ({"rule": "block"}, "already has a drafter"),
         ({"samples": 0}, "samples"),
         ({"batch_size": 0}, "batch_size"),
         ({"max_new_tokens": 0}, "max_new_tokens"),

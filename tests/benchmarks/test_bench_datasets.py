@@ -45,7 +45,7 @@ def test_blank_lines_are_no_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([{"prompt": "a"}, "{"], r"file\.jsonl:2: no JSON"),
+        ([{"prompt": "a"}, "{"], r"file\.jsonl:2: not JSON"),
         ([{"prompt": "a"}, {"text": "b"}], r'file\.jsonl:2: expected "prompt"'),
         ([{"prompt": ""}], r'file\.jsonl:1: expected "prompt"'),
         ([["a"]], r"file\.jsonl:1: expected an object, got list"),
@@ -53,7 +53,7 @@ def test_blank_lines_are_no_prompts(tmp_path):
         ([{"category": "c", "turns": "t"}], r'file\.jsonl:1: expected "turns"'),
         ([{"turns": ["t"]}], r'file\.jsonl:1: expected "category"'),
         ([{"question": 3}], r'file\.jsonl:1: expected "question"'),
-        ([""], "holds no prompt"),
+        ([""], "contains no prompt"),
     ],
 )
 def test_malformed_files(tmp_path, entries, said):

@@ -114,7 +114,7 @@ def test_texts_of_several_folders_and_without_answers(place, tmp_path):
     without = train(place, tmp_path / "without", "--no-successors")
     assert without.exit_code == 0 and not (tmp_path / "without" / "successors").exists()
     stored = train(place, tmp_path / "stored", "--data", plain, "--stored-hidden")
-    assert stored.exit_code == 2 and "one folder" in stored.stderr
+    assert stored.exit_code == 2 and "single --data folder" in stored.stderr
     arguments = ["train", "medusa", "--target", str(place / "target"), "--data", plain, "--out", str(tmp_path / "none"), "--held-out", "2"]
     nothing = CliRunner().invoke(app, arguments)
     assert nothing.exit_code == 2 and "--count-prompts" in nothing.stderr

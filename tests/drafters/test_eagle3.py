@@ -577,5 +577,5 @@ def test_an_inflated_head_drafts_the_same_and_in_bfloat16_its_weights_are_exact(
 def test_what_is_no_inflation():
     with pytest.raises(ConfigurationError, match="4096 tokens"):
         inflate_head(eagle3_head(), zoo.load("python-1m"))
-    with pytest.raises(ConfigurationError, match="no inflation of the head's target"):
+    with pytest.raises(ConfigurationError, match="was not inflated from the head's target"):
         inflate_head(inflate_head(eagle3_head(), inflate(tiny(), hidden_size=128, layers=5)), tiny())

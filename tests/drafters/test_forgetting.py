@@ -74,7 +74,7 @@ def test_rows_that_live_go_on(name: str):
     "drafter", [NGram(source=NGramModel(3), learn=True), Suffix(source=SuffixStore(100), learn=True)], ids=["ngram", "suffix"]
 )
 def test_what_was_given_to_be_taught_has_no_other_copy(drafter):
-    with pytest.raises(ConfigurationError, match="give the file"):
+    with pytest.raises(ConfigurationError, match="pass the file"):
         drafter.forget()
 
 

@@ -303,5 +303,5 @@ def test_a_shape_that_grows_beyond_the_drafts_context_is_refused():
     config.max_position_embeddings = 64
     draft = type(perturbed())(config).eval()
     Speculator(tiny(), drafter=DraftModel(draft), shape="dynamic(depth=5,k=14,total=16)")
-    with pytest.raises(ConfigurationError, match="grows 70 nodes and the draft model's context holds 64"):
+    with pytest.raises(ConfigurationError, match="grows 70 nodes, but the draft model's context holds only 64"):
         Speculator(tiny(), drafter=DraftModel(draft), shape="dynamic(depth=6,k=14,total=16)")

@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_refused():
         Speculator(tiny(), "medusa")
     with pytest.raises(ConfigurationError, match="siblings"):
         Medusa(head, siblings="most")
-    with pytest.raises(ConfigurationError, match="belongs to no Speculator"):
+    with pytest.raises(ConfigurationError, match="is not bound to a Speculator"):
         Medusa(head).head  # noqa: B018
     assert set(drafters.options("medusa")) == {"quantization", "siblings", "source", "successors"}
 

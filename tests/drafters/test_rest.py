@@ -265,7 +265,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path):
         Rest(path)
     for content in (b"", b"no tensors here, not at all", b"\xff" * 40, (20).to_bytes(8, "little") + b'{"a": 3}            '):
         path.write_bytes(content)
-        with pytest.raises(ConfigurationError, match="no safetensors file"):
+        with pytest.raises(ConfigurationError, match="not a safetensors file"):
             Rest(path)
     save_file({"weight": np.zeros(1, np.int64)}, path)
     with pytest.raises(ConfigurationError, match="not written by"):
@@ -403,8 +403,8 @@ def test_what_can_not_be_built(tmp_path: Path):
         ((tmp_path / "missing",), "cannot read"),
         ((tmp_path,), "is a folder"),
         ((good, tmp_path / "bad.jsonl"), 'line 2: a line of a .jsonl file must be a JSON object with a "text"'),
-        ((tmp_path / "worse.jsonl",), "line 1: this is no JSON"),
-        ((tmp_path / "binary",), "no UTF-8 text"),
+        ((tmp_path / "worse.jsonl",), "line 1: this is not JSON"),
+        ((tmp_path / "binary",), "not UTF-8 text"),
         ((tmp_path / "empty",), "no tokens"),
     ):
         result = cli("build", *files, *target)

@@ -126,7 +126,7 @@ def test_what_can_not_be_merged(source: str, options: dict, message: str):
 
 def test_the_same_drafter_twice_is_refused():
     drafter = DraftModel(perturbed())
-    with pytest.raises(ConfigurationError, match="same drafter twice"):
+    with pytest.raises(ConfigurationError, match="same drafter object twice"):
         Several([drafter, drafter])
 
 

@@ -700,7 +700,7 @@ def test_a_text_as_the_source(tmp_path):
         ({"memory": 0}, "memory"),
         ({"memory": 1.1}, "memory"),
         ({"factor": -1}, "factor"),
-        ({"factor": 0, "offset": 0.5}, "one at least"),
+        ({"factor": 0, "offset": 0.5}, "one must be positive"),
         ({"min_probability": 1}, "min_probability"),
         ({"min_probability": -0.1}, "min_probability"),
         ({"capacity": 0}, "capacity"),

@@ -260,7 +260,7 @@ def test_a_damaged_file_is_refused(tmp_path):
 
     path = tmp_path / "matrix.safetensors"
     path.write_bytes(b"nothing of the kind")
-    with pytest.raises(ConfigurationError, match="no safetensors file"):
+    with pytest.raises(ConfigurationError, match="not a safetensors file"):
         TokenRecycling(source=path)
     about = {"format": token_recycling.FORMAT, "version": token_recycling.VERSION, "vocab_size": "4", "k": "2"}
     good = torch.tensor([[1, 2], [0, -1], [-1, -1], [3, 0]], dtype=torch.int32)

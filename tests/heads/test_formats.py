@@ -416,7 +416,7 @@ def test_sharded_files(tmp_path: Path):
     with pytest.raises(ConfigurationError, match=r"names 'model-9.safetensors', which is not there"):
         checkpoints.load(tmp_path, tiny())
     index.write_text(json.dumps({"weight_map": {**placed, "fc.weight": "../model-0.safetensors"}}))
-    with pytest.raises(ConfigurationError, match="no safetensors file beside it"):
+    with pytest.raises(ConfigurationError, match="not a safetensors file beside it"):
         checkpoints.load(tmp_path, tiny())
     index.write_text(json.dumps({"weight_map": {name: each for name, each in placed.items() if name != "fc.weight"}}))
     with pytest.raises(ConfigurationError, match=r"disagree about 'fc.weight'"):
@@ -432,15 +432,15 @@ def test_folders_that_hold_no_head(tmp_path: Path):
     with pytest.raises(ConfigurationError, match="there are no weights"):
         checkpoints.load(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"no head that can be read: its config.json says 'llama'"):
+    with pytest.raises(ConfigurationError, match=r"not a readable head: its config.json says 'llama'"):
         checkpoints.load(tmp_path)
     with pytest.raises(ConfigurationError, match="is a file; a head is a folder"):
         checkpoints.load(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{")
-    with pytest.raises(ConfigurationError, match="no safetensors file that can be read"):
+    with pytest.raises(ConfigurationError, match="not a readable safetensors file"):
         checkpoints.load(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConfigurationError, match="no JSON object"):
+    with pytest.raises(ConfigurationError, match="not a JSON object"):
         checkpoints.load(tmp_path)
 
 
@@ -576,7 +576,7 @@ def test_embedded_heads(embedded):
     assert row.kind == "head" and row.parameters == 7 and row.size > 0
     with pytest.raises(ConfigurationError, match=f"is a draft head, not a model; use it as drafter '{kind}:zoo:{name}'"):
         zoo.load(name)
-    with pytest.raises(ConfigurationError, match="python-1m is no draft head; the embedded heads are .*zoo:" + name):
+    with pytest.raises(ConfigurationError, match="python-1m is not a draft head; the embedded heads are .*zoo:" + name):
         checkpoints.load("zoo:python-1m", target)
     with pytest.raises(ConfigurationError, match="hidden_size"):
         checkpoints.load(f"zoo:{name}", zoo.load("python-1m"))

@@ -240,7 +240,7 @@ def test_an_inflated_head_says_the_same_of_the_inflated_target(ratio, options):
 
 def test_a_head_for_something_else_is_not_inflated():
     head = find("medusa").for_target(small_llama())
-    with pytest.raises(ConfigurationError, match="no inflation of the head's target"):
+    with pytest.raises(ConfigurationError, match="was not inflated from the head's target"):
         inflate_head(head, tiny())
 
 

@@ -336,7 +336,7 @@ def test_an_audit_takes_a_configuration_that_plans(name: str):
 
 
 def test_shape_and_draft_length_are_refused_together_and_auto_is_a_shape():
-    with pytest.raises(ConfigurationError, match="one of draft_length and shape"):
+    with pytest.raises(ConfigurationError, match="either draft_length or shape"):
         Speculator(tiny(), "prompt-lookup", shape="auto", draft_length=3)
     with pytest.raises(ConfigurationError, match="unknown shape 'automatic'"):
         Speculator(tiny(), "prompt-lookup", shape="automatic")

@@ -127,19 +127,19 @@ def test_what_can_not_be_done_is_refused(checkpoint, tmp_path):
         Speculator("zoo:python-1m", quantization="int3")
     with pytest.raises(ConfigurationError, match="unknown quantization 'int3'; choose int8"):
         Speculator("zoo:python-1m", "draft-model:zoo:python-1m", drafter_options={"quantization": "int3"})
-    with pytest.raises(ConfigurationError, match=r"a model that is given .*quantise it yourself.*TorchAoConfig"):
+    with pytest.raises(ConfigurationError, match=r"a model object .*quantize it yourself.*TorchAoConfig"):
         Speculator(plain(), quantization="int8")
-    with pytest.raises(ConfigurationError, match=r"a model that is given .*quantise it yourself"):
+    with pytest.raises(ConfigurationError, match=r"a model object .*quantize it yourself"):
         DraftModel(plain(), quantization="int8")
     load_model(checkpoint, quantization="int8").save_pretrained(tmp_path / "eight")
     with (
-        pytest.raises(ConfigurationError, match="is quantised already; leave quantization out"),
+        pytest.raises(ConfigurationError, match="is already quantized; leave quantization out"),
         pytest.warns(UserWarning, match="quantization_config"),
     ):
         load_model(str(tmp_path / "eight"), quantization="int8")
     assert is_int8(load_model(str(tmp_path / "eight")).model.layers[0].mlp.up_proj.weight)
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ConfigurationError, match="no linear layers that could be quantised"):
+    with pytest.raises(ConfigurationError, match="no linear layers that could be quantized"):
         load_model(str(tmp_path / "gpt2"), quantization="int8")
 
 

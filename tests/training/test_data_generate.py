@@ -180,7 +180,7 @@ def test_a_changed_setting_is_refused_by_name(data, changed, message):
         ({"top_p": 1.5}, "top_p"),
         ({"batch": 0}, "batch"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
-        ({"max_new_tokens": 0, "top": 3}, "probabilities are recorded of answers"),
+        ({"max_new_tokens": 0, "top": 3}, "probabilities are recorded for answers"),
     ],
 )
 def test_settings_that_are_none(changed, message):
@@ -227,7 +227,7 @@ def test_folders_that_are_none(tmp_path, data):
         Texts(tmp_path)
     (tmp_path / "manifest.json").write_bytes((data / "manifest.json").read_bytes())
     shard_file(tmp_path, 0).write_bytes(shard_file(data, 0).read_bytes()[:-100])
-    with pytest.raises(ConfigurationError, match=r"texts-00000.safetensors' is no shard of texts"):
+    with pytest.raises(ConfigurationError, match=r"texts-00000.safetensors' is not a shard of texts"):
         Texts(tmp_path, partial=True)
 
 
@@ -258,7 +258,7 @@ def test_prompts_are_read_and_encoded(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "no JSON"), ("[]", 'a text "prompt"'), ('{"prompt": 3}', 'a text "prompt"'), ('{"other": "x"}', 'a text "prompt"')],
+    [("{", "not JSON"), ("[]", 'a text "prompt"'), ('{"prompt": 3}', 'a text "prompt"'), ('{"other": "x"}', 'a text "prompt"')],
 )
 def test_lines_that_are_no_prompts(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n' + line + "\n")

@@ -82,7 +82,7 @@ def audit(
             raise ConfigurationError(f"{name} must be at least 1, got {value!r}")
     if isinstance(target, Speculator):
         if rule != "auto" or any(each is not None for each in (drafter, shape, drafter_options, dtype, device)):
-            raise ConfigurationError("a Speculator has its drafter, rule, shape, dtype and device already; leave them out")
+            raise ConfigurationError("a Speculator already has a drafter, rule, shape, dtype and device; leave them out")
         speculator = target
     else:
         speculator = Speculator(
@@ -186,5 +186,5 @@ def check_options(parts: Sequence[str] | None, significance: float, bias: float,
             raise ConfigurationError(f"{name} must lie between 0 and 0.5, got {value!r}")
     if taken := sorted(OWN & sampling.keys()):
         raise ConfigurationError(
-            f"{', '.join(taken)} is not taken here: an audit makes its own batches; pass prompts=[...] and max_new_tokens"
+            f"{', '.join(taken)} is not supported: audit builds its own batches; pass prompts=[...] and max_new_tokens instead"
         )

@@ -23,7 +23,7 @@ def token_ids(model: Any, prompts: Sequence[str | Sequence[int]] | None) -> list
     """
     if prompts is None:
         if not name_of(model).startswith(zoo.PREFIX):
-            raise ConfigurationError("give prompts=[...], texts or token ids; only the embedded models have prompts of their own")
+            raise ConfigurationError("give prompts=[...], texts or token ids; only the embedded models have default prompts")
         prompts = zoo.prompts("audit")
     if isinstance(prompts, str) or not prompts:
         raise ConfigurationError(f"prompts must be a list of texts or of token id lists, with at least one, got {prompts!r}")

@@ -46,7 +46,7 @@ class Reference:
             eos, others = split_criteria(stopping_criteria)
             if others:
                 name = type(others[0]).__name__
-                raise ConfigurationError(f"an audit takes no stopping criteria ({name}); they change no token, leave them out")
+                raise ConfigurationError(f"audit does not support stopping criteria ({name}); leave them out")
             return Reference(model, list(prompt), logits_processor, bool(generation_config.do_sample), eos)
 
         ids = torch.tensor([list(prompt)], device=model.device)

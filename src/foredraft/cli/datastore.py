@@ -60,7 +60,7 @@ def build(
             try:
                 store = Datastore.build(encoded, vocab_size=_ids(tokenizer), fingerprint=fingerprint(tokenizer))
             except ValueError as error:
-                raise ConfigurationError(f"no datastore can be made of these files: {error}") from None
+                raise ConfigurationError(f"cannot build a datastore from these files: {error}") from None
             progress.show(f"writing {out}")
             try:
                 store.save(out)
@@ -99,7 +99,7 @@ def documents(files: list[Path]) -> Iterator[str]:
         except OSError as error:
             raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise ConfigurationError(f"{str(path)!r} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+            raise ConfigurationError(f"{str(path)!r} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         if path.suffix != ".jsonl":
             yield text
             continue
@@ -112,7 +112,7 @@ def _text_of(line: str, where: str) -> str:
     try:
         found: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: this is no JSON: {error.msg}") from None
+        raise ConfigurationError(f"{where}: this is not JSON: {error.msg}") from None
     if not isinstance(found, dict) or not isinstance(found.get("text"), str):
         raise ConfigurationError(f'{where}: a line of a .jsonl file must be a JSON object with a "text"')
     return str(found["text"])

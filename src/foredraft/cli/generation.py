@@ -64,7 +64,7 @@ def load_speculator(configuration: Configuration, tokenizer: Any) -> Speculator:
     if configuration.threads is not None:
         torch.set_num_threads(configuration.threads)
     if configuration.lossless and configuration.rule in verification.names() and not verification.create(configuration.rule).lossless:
-        raise ConfigurationError(f"rule {configuration.rule!r} is lossy: it changes the distribution of the text; --lossy accepts that")
+        raise ConfigurationError(f"rule {configuration.rule!r} is lossy: it changes the output distribution; pass --lossy to allow that")
     drafter = make_drafter(configuration.drafter_name, parse_options(configuration.drafter_options), tokenizer)
     return Speculator(
         configuration.target,

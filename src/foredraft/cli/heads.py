@@ -119,7 +119,7 @@ def serving(head: Head, folder: Path, target: str | None, length: int | None) ->
     """
     heads = getattr(head.config, "heads", None)
     if head.kind == "medusa" and length not in (None, heads):
-        raise ConfigurationError(f"vLLM drafts a token with every head, {heads} here, not {length}; leave --draft-length out")
+        raise ConfigurationError(f"vLLM drafts one token per head, here {heads}, not {length}; leave --draft-length out")
     tokens = length or heads or min(TOKENS, int(getattr(head.config, "steps", TOKENS)))
     name, notes = _where(target or head.config.target.name)
     return Line(name, {"method": head.kind, "model": str(folder.expanduser().absolute()), "num_speculative_tokens": tokens}, notes)

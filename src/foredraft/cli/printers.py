@@ -194,9 +194,9 @@ def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool, l
     ConfigurationError: ``show`` and ``as_json`` exclude each other, and ``logprobs`` needs ``as_json``.
     """
     if logprobs and not as_json:
-        raise ConfigurationError("--logprobs is for machines; it goes with --json")
+        raise ConfigurationError("--logprobs needs --json")
     if as_json and show:
-        raise ConfigurationError("--show is for reading; with --json, stats hold what was drafted and accepted")
+        raise ConfigurationError("--show does not work with --json; the stats say what was drafted and accepted")
     if as_json:
         return JsonPrinter(progress)
     return StreamPrinter(progress, show=show) if count == 1 else BatchPrinter(progress, count=count, show=show)

@@ -47,7 +47,7 @@ def _from_file(path: Path) -> list[str]:
     parse = _from_json if path.suffix == ".jsonl" else _as_it_is
     prompts = [parse(line.rstrip("\r"), f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
-        raise ConfigurationError(f"{str(path)!r} holds no prompt")
+        raise ConfigurationError(f"{str(path)!r} contains no prompt")
     return prompts
 
 
@@ -59,7 +59,7 @@ def _from_json(line: str, where: str) -> str:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: no JSON: {error.msg}") from error
+        raise ConfigurationError(f"{where}: not JSON: {error.msg}") from error
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise ConfigurationError(f'{where}: expected an object with a text "prompt"')
     return str(entry["prompt"])
@@ -85,7 +85,7 @@ def encode(tokenizer: Any, prompts: list[str], *, chat: bool, target: str) -> li
         rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for prompt, row in zip(prompts, rows):
         if not row:
-            raise ConfigurationError(f"the tokenizer of {target!r} makes no token of the prompt {prompt!r}")
+            raise ConfigurationError(f"the tokenizer of {target!r} produces no tokens for the prompt {prompt!r}")
     return rows
 
 

@@ -106,7 +106,7 @@ class Tuning:
         self.setting, self.progress = setting, progress
         self.tokenizer = load_tokenizer(setting.target)
         if setting.prompts is None and not setting.target.startswith(zoo.PREFIX):
-            raise ConfigurationError("give --prompts FILE; only the embedded models have prompts of their own")
+            raise ConfigurationError("give --prompts FILE; only the embedded models have default prompts")
         texts = zoo.prompts("audit") if setting.prompts is None else read_prompts(None, setting.prompts)
         rows = encode(self.tokenizer, texts, chat=False, target=setting.target)
         self.batches = [

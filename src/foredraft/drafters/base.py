@@ -53,7 +53,7 @@ class DraftRequest:
         depth: how deep to draft at most.
         limits: the same per row, at most ``depth``; a row close to its length limit drafts less.
         proposal: how tokens are to be chosen, one of the drafter's proposals.
-        needs_q: the rule compares with the draft's own distribution, so the tree must carry ``q``.
+        needs_q: the rule needs the draft's distribution q, so the tree must carry ``q``.
         vocab_size: of the target; every token must lie below it.
         device: where the tree is wanted.
         sampler: turns logits into choices; use :meth:`choose`.

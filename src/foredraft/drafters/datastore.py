@@ -84,7 +84,7 @@ class Datastore:
                 raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size}")
             parts += [ids.astype(dtype), separator]
         if not parts:
-            raise ValueError("there are no tokens to make a datastore of")
+            raise ValueError("there are no tokens to build a datastore from")
         tokens = np.concatenate(parts)
         if len(tokens) >= 1 << 32:
             raise ValueError(f"a datastore holds fewer than 2**32 tokens, not {len(tokens)}; split it")
@@ -120,15 +120,15 @@ class Datastore:
             raise FileNotFoundError(f"there is no datastore at {path}")
         arrays, metadata = map_arrays(path)
         if current_name(metadata.get("format")) != FORMAT:
-            raise ValueError(f"{path} is no datastore: it was not written by Datastore.save")
+            raise ValueError(f"{path} is not a datastore: it was not written by Datastore.save")
         if metadata.get("version") != VERSION:
             raise ValueError(f"{path} has format version {metadata.get('version')}; this Foredraft reads version {VERSION}")
         try:
             store = cls(arrays["tokens"], arrays["suffixes"], arrays["starts"], int(metadata["vocab_size"]), metadata["tokenizer"])
         except (KeyError, ValueError) as error:
-            raise ValueError(f"{path} is no whole datastore: {error} is missing or wrong") from None
+            raise ValueError(f"{path} is not a complete datastore: {error} is missing or wrong") from None
         if len(store.starts) != store.vocab_size + 1 or int(store.starts[-1]) != len(store.suffixes) or store.documents < 1:
-            raise ValueError(f"{path} is no whole datastore: its parts do not fit together")
+            raise ValueError(f"{path} is not a complete datastore: its parts do not fit together")
         return store
 
     # -- lookups --------------------------------------------------------------------------------------------------------

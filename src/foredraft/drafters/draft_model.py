@@ -42,7 +42,7 @@ class DraftModel(Drafter):
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
     execution: how its passes are made, as in :class:`~foredraft.Speculator`.
-    dtype, device: where to load it, the target's by default; a model that is given is used as it is.
+    dtype, device: where to load it, the target's by default; a model object is used as it is.
     quantization: ``int8`` loads it with weights of eight bits (torchao); the text keeps the target's law with any draft.
     """
 
@@ -78,7 +78,7 @@ class DraftModel(Drafter):
     def model(self) -> Target:
         """The draft model behind its own cache; bound when a Speculator is built."""
         if self._target is None:
-            raise ConfigurationError("this draft model belongs to no Speculator yet; pass it as Speculator(..., drafter=...)")
+            raise ConfigurationError("this draft model is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
         return self._target
 
     def bind(self, target: Target) -> None:
@@ -104,7 +104,7 @@ class DraftModel(Drafter):
             return f"the draft model can only draft chains: {self.model.chains_only}; use shape='chain({shape.depth})'"
         grown = max(shape.nodes, shape.k * (shape.levels - 1)) if isinstance(shape, DynamicShape) else shape.nodes
         if self.model.context is not None and grown >= self.model.context:
-            return f"shape {shape} grows {grown} nodes and the draft model's context holds {self.model.context}; draft fewer"
+            return f"shape {shape} grows {grown} nodes, but the draft model's context holds only {self.model.context}; draft fewer"
         return None
 
     def begin(self, rows: Sequence[Row]) -> None:

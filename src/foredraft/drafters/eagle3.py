@@ -83,13 +83,13 @@ class Eagle3(HeadDrafter):
     def layer(self) -> Layer:
         """The head's weights as they were when it was bound, in the target's dtype and on its device."""
         if self._layer is None:
-            raise ConfigurationError("this eagle3 head belongs to no Speculator yet; pass it as Speculator(..., drafter=...)")
+            raise ConfigurationError("this eagle3 head is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
         return self._layer
 
     def bind(self, target: Target) -> None:
         head = self.source if isinstance(self.source, Head) else self._load(self.source, target)
         if not isinstance(head, Eagle3Head):
-            raise ConfigurationError(f"{self.source!r} holds a head of kind {head.kind}; use drafter '{head.kind}:{self.source}'")
+            raise ConfigurationError(f"{self.source!r} is a {head.kind} head; use drafter '{head.kind}:{self.source}'")
         refuse_another_target(head.config, target.model)
         head.attach(target.model)
         with torch.inference_mode():

@@ -43,9 +43,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
         if not isinstance(source, (str, find(self.kind), type(None))):
-            raise ConfigurationError(
-                f"drafter {self.name!r} takes a {self.kind} head or where one is stored, not a {type(source).__name__}"
-            )
+            raise ConfigurationError(f"drafter {self.name!r} takes a {self.kind} head, a path or a name, not a {type(source).__name__}")
         check_quantization(quantization, source or "")
         self.source, self.quantization = source, quantization
         self.offer = offered(siblings, SHARED)
@@ -59,13 +57,13 @@ class HeadDrafter(Drafter):
     def head(self) -> Any:
         """The head, as it drafts; bound when a Speculator is built."""
         if self._head is None:
-            raise ConfigurationError(f"this {self.kind} head belongs to no Speculator yet; pass it as Speculator(..., drafter=...)")
+            raise ConfigurationError(f"this {self.kind} head is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
         return self._head
 
     def bind(self, target: Target) -> None:
         head = self.source if isinstance(self.source, Head) else self._load(self.source, target)
         if not isinstance(head, find(self.kind)):
-            raise ConfigurationError(f"{self.source!r} holds a head of kind {head.kind}; use drafter '{head.kind}:{self.source}'")
+            raise ConfigurationError(f"{self.source!r} is a {head.kind} head; use drafter '{head.kind}:{self.source}'")
         refuse_another_target(head.config, target.model)
         assert isinstance(head, VocabularyHead)
         fit = fitted(head, target)

@@ -90,7 +90,8 @@ class Lookahead(Drafter):
         self.info = replace(self.info, extra_nodes=extra)
         if self.chains_only and not self.text:
             raise ConfigurationError(
-                f"the target can only verify chains ({target.chains_only}), so that there is no window, and with text=False no pool either"
+                f"the target can only verify chains ({target.chains_only}), so lookahead has no window, and with text=False "
+                "no n-grams; use text=True or another drafter"
             )
 
     def makes_chains(self, shape: TreeShape) -> bool:

@@ -125,9 +125,7 @@ class NGram(Drafter):
         if not self.learn:
             return
         if isinstance(self._made_from[0], NGramModel):
-            raise ConfigurationError(
-                "ngram was given a model to teach, and cannot tell what it taught; save the model first, and give the file"
-            )
+            raise ConfigurationError("ngram cannot forget what it added to an NGramModel object; save the model first and pass the file")
         self.model = self._load(*self._made_from)
         self._counted.clear()
 

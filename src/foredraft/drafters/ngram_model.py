@@ -246,9 +246,9 @@ class NGramModel:
                 metadata = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is no n-gram model: not a safetensors file ({error})") from None
+            raise ValueError(f"{path} is not an n-gram model: not a safetensors file ({error})") from None
         if current_name(metadata.get("format")) != FORMAT:
-            raise ValueError(f"{path} is no n-gram model: it was not written by NGramModel.save")
+            raise ValueError(f"{path} is not an n-gram model: it was not written by NGramModel.save")
         if metadata.get("version") != VERSION:
             raise ValueError(f"{path} has format version {metadata.get('version')}; this Foredraft reads version {VERSION}")
         model = cls(int(metadata["order"]), int(metadata["vocab_size"]) if metadata["vocab_size"] else None)

@@ -31,7 +31,7 @@ class Rnn(HeadDrafter):
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, window: int = 512):
         super().__init__(source, siblings=siblings, quantization=quantization)
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ConfigurationError(f"window must be a whole number from 1 on, got {window!r}")
+            raise ConfigurationError(f"window must be a whole number of at least 1, got {window!r}")
         self.window = window
         self._states: Tensor | None = None  # [R, state_size] after the first so many tokens of each row:
         self._lengths: list[int] = []

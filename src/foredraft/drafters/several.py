@@ -43,7 +43,7 @@ class Several(Drafter):
             raise ConfigurationError("several needs the drafters to ask, for instance 'several:prompt-lookup,ngram'")
         self.drafters = [_made(each) for each in given]
         if len({id(each) for each in self.drafters}) < len(self.drafters):
-            raise ConfigurationError("several was given the same drafter twice, which keeps the state of one; make two")
+            raise ConfigurationError("several was given the same drafter object twice; make two objects")
         infos = [drafter.info for drafter in self.drafters]
         branches = any(info.auto_branches for info in infos)  # copies alone are followed as chains
         self.info = replace(

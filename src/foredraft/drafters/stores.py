@@ -34,7 +34,7 @@ def map_arrays(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, str
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is no safetensors file, or cut short.
+        ValueError: it is not a safetensors file, or cut short.
     """
     path = Path(path)
     with path.open("rb") as file:  # opened once: under its name another file may lie a moment later
@@ -47,7 +47,7 @@ def map_arrays(path: str | Path) -> tuple[dict[str, NDArray[Any]], dict[str, str
             metadata = header.pop("__metadata__", {})
             arrays = {name: _mapped(file, name, about, 8 + length, size) for name, about in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path} is no safetensors file: {error}") from None
+            raise ValueError(f"{path} is not a safetensors file: {error}") from None
     return arrays, metadata
 
 
@@ -64,7 +64,7 @@ def refuse_another_tokenizer(what: str, vocab_size: int | None, made_with: str |
     tokenizers' fingerprints where both are known, and by the numbers of ids."""
     if vocab_size is not None and vocab_size > target.vocab_size:
         raise ConfigurationError(
-            f"{what} has {vocab_size} token ids, the target {target.vocab_size}; make it anew with the target's tokenizer"
+            f"{what} has {vocab_size} token ids, the target {target.vocab_size}; make it again with the target's tokenizer"
         )
     if made_with:
         theirs = fingerprint_of(target.model)

@@ -80,7 +80,7 @@ class Suffix(Drafter):
             raise ConfigurationError(f"memory must be above 0 and at most 1, got {memory}")
         if not (factor >= 0 and offset >= 0 and factor * max_match + offset >= 1):
             raise ConfigurationError(
-                f"suffix drafts factor * match + offset tokens, neither negative and one at least; got {factor} and {offset}"
+                f"suffix drafts factor * match + offset tokens; neither may be negative and one must be positive, got {factor} and {offset}"
             )
         if not 0 <= min_probability < 1:
             raise ConfigurationError(f"min_probability must be from 0 to below 1, got {min_probability}")
@@ -133,9 +133,7 @@ class Suffix(Drafter):
         if not self.learn:
             return
         if isinstance(self._made_from[0], SuffixStore):
-            raise ConfigurationError(
-                "suffix was given a store to add to, and cannot tell what it added; save the store first, and give the file"
-            )
+            raise ConfigurationError("suffix cannot forget what it added to a SuffixStore object; save the store first and pass the file")
         vocab_size, self.store = self.store.vocab_size, _store(*self._made_from)
         if vocab_size is not None:
             self.store.bind(vocab_size, known=self._known)

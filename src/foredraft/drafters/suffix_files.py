@@ -51,14 +51,14 @@ def read(path: str | Path) -> Held:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ConfigurationError(f"{str(path)!r} is no store of past texts: not a safetensors file ({error})") from None
+        raise ConfigurationError(f"{str(path)!r} is not a store of past texts: not a safetensors file ({error})") from None
     if current_name(metadata.get("format")) != FORMAT:
-        raise ConfigurationError(f"{str(path)!r} is no store of past texts: the suffix drafter did not save it")
+        raise ConfigurationError(f"{str(path)!r} is not a store of past texts: the suffix drafter did not save it")
     if metadata.get("version") != VERSION:
         raise ConfigurationError(f"{str(path)!r} has format version {metadata.get('version')}; this Foredraft reads version {VERSION}")
     tokens, lengths = arrays["tokens"].astype(np.uint32, copy=False), arrays["lengths"].astype(np.int64)
     if lengths.sum() != len(tokens) or lengths.min(initial=0) < 0:
-        raise ConfigurationError(f"{str(path)!r} is damaged: its lengths do not add up; save it anew")
+        raise ConfigurationError(f"{str(path)!r} is damaged: its lengths do not add up; save it again")
     vocab_size = int(metadata["vocab_size"]) if metadata.get("vocab_size") else None
     sequences = np.split(tokens, lengths.cumsum()[:-1]) if len(lengths) else []
     return Held(sequences, vocab_size, metadata.get("tokenizer") or None)

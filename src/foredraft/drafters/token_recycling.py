@@ -54,7 +54,7 @@ class TokenRecycling(Drafter):
 
     def __init__(self, *, source: str | Path | None = None, k: int | None = None):
         if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-            raise ConfigurationError(f"token-recycling remembers k >= 1 successors of a token, got k={k!r}")
+            raise ConfigurationError(f"token-recycling needs k >= 1 successors per token, got k={k!r}")
         self.source = source
         self.k = K if k is None else k
         self.matrix: Tensor | None = None
@@ -92,7 +92,7 @@ class TokenRecycling(Drafter):
 
         known = self._loaded if self.matrix is None else self.matrix[:-1]
         if known is None:
-            raise ConfigurationError("there is nothing to save: this token-recycling drafter belongs to no Speculator yet")
+            raise ConfigurationError("there is nothing to save: this token-recycling drafter is not bound to a Speculator yet")
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "version": VERSION, "vocab_size": str(len(known)), "k": str(self.k)}
@@ -246,7 +246,7 @@ def load(path: str | Path) -> Tensor:
                 raise ConfigurationError(f"{str(path)!r} was not written by TokenRecycling.save of this version of Foredraft")
             matrix: Tensor = file.get_tensor("successors")
     except SafetensorError as error:
-        raise ConfigurationError(f"{str(path)!r} is no safetensors file ({error}); token-recycling loads what it saved") from error
+        raise ConfigurationError(f"{str(path)!r} is not a safetensors file ({error}); token-recycling loads what it saved") from error
     said = about.get("vocab_size"), about.get("k")
     if matrix.ndim != 2 or matrix.dtype != torch.int32 or tuple(map(str, matrix.shape)) != said:
         raise ConfigurationError(f"{str(path)!r} is damaged: its matrix is {list(matrix.shape)} {matrix.dtype}, it says {said}")

@@ -85,7 +85,7 @@ def calibrate(
     refuse_another_target(head.config, target)
     measured, tokens = measure_accuracies(head, target, _batches(head, target, texts, answers, new_tokens), ranks)
     if not tokens:
-        raise ConfigurationError("the texts hold no token that the head could predict; give longer ones, or new_tokens")
+        raise ConfigurationError("the texts are too short for the head to predict a token; pass longer texts or new_tokens")
     levels = measured[:depth] + [measured[-1]] * (0 if depth is None else max(0, depth - len(measured)))
     accuracies = tuple(tuple(round(rate, 5) for rate in line) for line in levels)
     tree, expected, gain = best_tree(accuracies, cost, most_nodes)
@@ -148,7 +148,7 @@ def best_tree(accuracies: Sequence[Sequence[float]], cost: Callable[[int], float
         paths.append(path)
         expected.append(expected[-1] + probability)
     if not paths:
-        raise ConfigurationError("no guess of the head was right, so that no tree can help; train it on such texts")
+        raise ConfigurationError("no guess of the head was right on these texts, so no tree helps; train the head on similar texts")
     nodes = max(range(1, len(expected)), key=lambda count: expected[count] / cost(count))
     gain = expected[nodes] / cost(nodes) * cost(0)
     chain = all(rank == 0 for path in paths[:nodes] for rank in path)

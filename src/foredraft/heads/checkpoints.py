@@ -109,7 +109,7 @@ def read_log_odds(folder: Path) -> NgramLogOdds | None:
         with safe_open(path, "pt") as file:
             said, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no safetensors file that can be read: {error}") from error
+        raise ConfigurationError(f"{path} is not a readable safetensors file: {error}") from error
     return NgramLogOdds.of(tensors, said, str(path))
 
 
@@ -240,7 +240,7 @@ def _load_embedded(source: str, model: PreTrainedModel | None, dtype: str | torc
     entry = zoo.find(source)
     if entry.kind != "head":
         known = ", ".join(zoo.PREFIX + each.name for each in zoo.describe() if each.kind == "head")
-        raise ConfigurationError(f"{source} is no draft head; the embedded heads are {known}")
+        raise ConfigurationError(f"{source} is not a draft head; the embedded heads are {known}")
     if model is None or not zoo.is_inflated(model):
         return load_folder(entry.path, model, dtype=dtype)
     head = inflate(load_folder(entry.path, dtype=model.dtype), model)
@@ -257,7 +257,7 @@ def _filled(contents: Contents, format: Format, where: str) -> Head:
         raise ConfigurationError(f"{where} is damaged: {names} {_holds(spoiled)} NaN or infinity")
     fill(head, contents.tensors)
     if unset := unset_in(head):
-        raise RuntimeError(f"{where}: reading a {contents.kind} head left {', '.join(unset)} unset; that is a defect of Foredraft")
+        raise RuntimeError(f"{where}: reading a {contents.kind} head left {', '.join(unset)} unset; this is a bug in Foredraft")
     return head
 
 

@@ -118,7 +118,7 @@ class Eagle3Head(Head):
         target, rows = shape_of(model), model.get_output_embeddings().weight.detach()
         if rows.is_meta:
             raise ConfigurationError(
-                "the target's weights were packed away for its passes; make a head before the Speculator, or of a model loaded for it"
+                "the target's weights were packed for its kernels; make the head before the Speculator, or from a freshly loaded model"
             )
         config = Eagle3Config(target=target, **{**defaults_for(model, target), **options})
         if config.draft_vocab_size < target.vocab_size and (counts is None or counts.shape != (target.vocab_size,)):
@@ -149,7 +149,7 @@ class Eagle3Head(Head):
         if embeddings.weight.shape[-1] != self.config.target.hidden_size:
             raise ConfigurationError(
                 f"the target's embeddings are {embeddings.weight.shape[-1]} wide and its hidden states {self.config.target.hidden_size}; "
-                "an EAGLE-3 head reads both and needs them to be alike: use another drafter"
+                "an EAGLE-3 head reads both and needs equal widths; use another drafter"
             )
         self._embeddings = (embeddings,)
 

@@ -34,7 +34,7 @@ def inflate(head: Head, model: PreTrainedModel, *, seed: int = 0) -> Head:
     attached to it. ``head`` is left as it is.
 
     Raises:
-        ConfigurationError: the model is no inflation of the head's target, or there is no inflation of heads of this kind.
+        ConfigurationError: the model was not inflated from the head's target, or there is no inflation of heads of this kind.
     """
     if head.kind not in INFLATED_CONFIGS:
         raise ConfigurationError(f"{head.kind} heads cannot be inflated; only {' and '.join(INFLATED_CONFIGS)} heads can")
@@ -42,7 +42,7 @@ def inflate(head: Head, model: PreTrainedModel, *, seed: int = 0) -> Head:
     ratio, rest = divmod(target.hidden_size, small.hidden_size)
     if rest or ratio < 1 or 4 ** round(math.log(ratio, 4)) != ratio or target.layers < small.layers:
         raise ConfigurationError(
-            f"{target.name or 'the model'} is no inflation of the head's target: {target.layers} layers of {target.hidden_size} against "
+            f"{target.name or 'the model'} was not inflated from the head's target: {target.layers} layers of {target.hidden_size} against "
             f"{small.layers} of {small.hidden_size}; the width must be larger by a power of four"
         )
     if target.vocab_size != small.vocab_size:

@@ -83,7 +83,7 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
 
 def whole(name: str, value: object, *, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} must be a whole number from {least} on, got {value!r}")
+        raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def yes_or_no(name: str, value: object) -> None:
@@ -103,7 +103,7 @@ def configured(made: type[Config], kind: str, model: PreTrainedModel, options: M
     shape, lm_head = shape_of(model), model.get_output_embeddings()
     if lm_head.weight.is_meta:
         raise ConfigurationError(
-            "the target's weights were packed away for its passes; make a head before the Speculator, or of a model loaded for it"
+            "the target's weights were packed for its kernels; make the head before the Speculator, or from a freshly loaded model"
         )
     if lm_head.weight.shape[1] != shape.hidden_size:
         raise ConfigurationError(

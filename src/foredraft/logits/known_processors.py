@@ -234,7 +234,7 @@ def kind_of(processor: Any) -> Kind:
             raise ConfigurationError(f"{name} is not supported: {REFUSED[cls.__name__]}")
     if type(processor).__module__ == MODULE:
         if name not in KNOWN:
-            raise ConfigurationError(f"{name} is not supported: this version of Foredraft does not know it; generate without Foredraft")
+            raise ConfigurationError(f"{name} is not supported: this version of Foredraft does not know it; use model.generate")
         return KNOWN[name]
     if not callable(processor):
         raise TypeError(f"a logits processor must be callable with (input_ids, scores), got {name}")

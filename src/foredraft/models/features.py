@@ -150,7 +150,7 @@ def features_of(
     last = len(taps) - 1
     if wrong := [number for number in numbers if not LAST <= number <= last]:
         raise ConfigurationError(
-            f"{describe(model)} has hidden states 0 to {last}, and {LAST} for the last one; {wrong[0]} is none of them"
+            f"{describe(model)} has hidden states 0 to {last}, and {LAST} for the last one; {wrong[0]} is not one of them"
         )
     plain = [LAST if number == last else number for number in numbers]
     size, found = model.config.get_text_config().hidden_size, []
@@ -159,7 +159,7 @@ def features_of(
         if tap is None or tap.width != size:
             what = "does not come by any module of it" if tap is None else f"has {tap.width} numbers per token, not {size}"
             raise UnsupportedModelError(
-                f"hidden state {number} of {describe(model)} cannot be handed to a drafter: it {what}; use a drafter that reads none"
+                f"hidden state {number} of {describe(model)} cannot be passed to a drafter: it {what}; use a drafter that reads none"
             )
         found.append(tap)
     return Features(plain, whole=whole, taps=found, device=device, dtype=model.dtype)

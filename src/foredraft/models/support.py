@@ -82,11 +82,11 @@ def chains_only(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     name = describe(model)
     if config.model_type in REPLAYED:
-        return f"{name} keeps a recurrent state, which reads tokens one after the other and cannot branch"
+        return f"{name} keeps a recurrent state, which can roll back but not branch"
     if config.model_type in SLOT_POSITIONS:
-        return f"{name} computes {SLOT_POSITIONS[config.model_type]} from cache slots, which are no positions once a tree branches"
+        return f"{name} computes {SLOT_POSITIONS[config.model_type]} from cache slots, so it can roll back but not branch"
     if config.model_type == "falcon" and getattr(config, "alibi", False):
-        return f"{name} with alibi computes its position bias from cache slots, which are no positions once a tree branches"
+        return f"{name} with alibi computes its position bias from cache slots, so it can roll back but not branch"
     return None
 
 

@@ -20,7 +20,9 @@ def unwrap(model: Any) -> PreTrainedModel:
     """
     if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
         if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
-            raise UnsupportedModelError("prompt-learning adapters put virtual tokens into the cache; use LoRA, or model.generate")
+            raise UnsupportedModelError(
+                "prompt-learning adapters put virtual tokens into the cache, which is not supported; use LoRA, or model.generate"
+            )
         return model.get_base_model()
     if not hasattr(model, "generate") or not hasattr(model, "config"):
         raise UnsupportedModelError(f"expected a transformers causal language model, got {type(model).__name__}")

@@ -315,7 +315,9 @@ class Target:
         if self.chains_only is not None and not tree.chain and tree.nodes > 1:
             raise UnsupportedModelError(f"{describe(self.model)} can only verify chains: {self.chains_only}")
         if self.context is not None and tree.nodes > self.context:
-            raise ValueError(f"the tree has {tree.nodes} nodes per row and the model's context holds {self.context}; draft fewer nodes")
+            raise ValueError(
+                f"the tree has {tree.nodes} nodes per row, but the model's context holds only {self.context}; draft fewer nodes"
+            )
         if not 0 <= first < tree.nodes:
             raise ValueError(f"first must name one of the {tree.nodes} nodes of the tree, got {first}")
         if tree.rows != len(self.lengths):

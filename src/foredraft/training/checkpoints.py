@@ -107,7 +107,7 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / STATE).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise ConfigurationError(f"{str(path)!r} is no checkpoint that can be read: {error}; delete it to begin again") from error
+        raise ConfigurationError(f"{str(path)!r} is not a readable checkpoint: {error}; delete it to start again") from error
 
 
 def _settle(folder: Path) -> None:

@@ -78,7 +78,7 @@ class Manifest:
         """Write the manifest, or see that the one that is there is the same.
 
         Raises:
-            ConfigurationError: the folder was begun with other settings; the message names them.
+            ConfigurationError: the folder was started with other settings; the message names them.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MANIFEST).exists():
@@ -88,7 +88,7 @@ class Manifest:
         changed = [f"{name} was {theirs.get(name)!r} and is now {ours.get(name)!r}" for name in ours if ours[name] != theirs.get(name)]
         if changed:
             raise ConfigurationError(
-                f"{str(folder)!r} was begun with other settings: {'; '.join(changed)}. Give the same ones, or another --out"
+                f"{str(folder)!r} was started with other settings: {'; '.join(changed)}. Give the same ones, or another --out"
             )
 
 
@@ -142,7 +142,7 @@ class Shard:
         try:
             return cls(**load_file(path))
         except (OSError, SafetensorError, TypeError) as error:
-            raise ConfigurationError(f"{str(path)!r} is no shard of texts: {error}; delete it and generate again") from error
+            raise ConfigurationError(f"{str(path)!r} is not a shard of texts: {error}; delete it and generate again") from error
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Shard:

@@ -66,7 +66,7 @@ class Answering:
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.top and not self.max_new_tokens:
-            raise ConfigurationError("probabilities are recorded of answers, and with max_new_tokens=0 there are none")
+            raise ConfigurationError("top_k_probabilities are recorded for answers, and max_new_tokens=0 makes no answers")
 
     def parameters(self, index: int, prompt: Sequence[int], eos: frozenset[int]) -> RowParameters:
         """Of prompt ``index``."""
@@ -143,7 +143,7 @@ def generate(
     """Make the shards that are missing; of n parts, each a process of its own, ``part = (i, n)`` makes every n-th.
 
     Raises:
-        ConfigurationError: the folder was begun with other settings, or a prompt that the target cannot read.
+        ConfigurationError: the folder was started with other settings, or a prompt that the target cannot read.
     """
     manifest.claim(folder)
     eos = _ends(speculator)

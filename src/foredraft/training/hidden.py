@@ -96,7 +96,7 @@ class StoredReader(Reader):
 
         safe_open: Any = safetensors.safe_open
         if len(texts.parts) > 1:
-            raise ConfigurationError("stored hidden states are read of one folder: give one --data, or leave --stored-hidden out")
+            raise ConfigurationError("stored hidden states need a single --data folder; pass one, or leave --stored-hidden out")
         there = index_of(texts.folder)
         if there["weights"] != weights_digest(model):
             raise ConfigurationError(f"the hidden states in {str(texts.folder)!r} are another target's; delete them and store this one's")

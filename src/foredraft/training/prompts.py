@@ -31,7 +31,7 @@ def read_entries(files: Sequence[Path]) -> Iterator[str | list[Any]]:
         except OSError as error:
             raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise ConfigurationError(f"{str(path)!r} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+            raise ConfigurationError(f"{str(path)!r} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         if path.suffix != ".jsonl":
             yield content
             continue
@@ -44,7 +44,7 @@ def _entry(line: str, where: str) -> str | list[Any]:
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: this is no JSON: {error.msg}") from None
+        raise ConfigurationError(f"{where}: this is not JSON: {error.msg}") from None
     key = next((key for key in KEYS if isinstance(found, dict) and key in found), None)
     if key is None or not isinstance(found[key], list if key == "messages" else str) or not found[key]:
         raise ConfigurationError(f'{where}: expected an object with a text "prompt" or "text", or a list of "messages"')
@@ -60,7 +60,7 @@ def encode(tokenizer: Any, entries: Sequence[str | list[Any]], *, longest: int |
     prompts = [_templated(tokenizer, each, target) if isinstance(each, list) else tokenizer(each)["input_ids"] for each in entries]
     for number, ids in enumerate(prompts, 1):
         if not ids:
-            raise ConfigurationError(f"the tokenizer of {target!r} makes no token of prompt {number}")
+            raise ConfigurationError(f"the tokenizer of {target!r} produces no tokens for prompt {number}")
     return [ids[:longest] for ids in prompts]
 
 
@@ -84,7 +84,7 @@ def windows(tokenizer: Any, entries: Sequence[str | list[Any]], *, count: int, t
         ConfigurationError: messages among the entries, or no text that is long enough.
     """
     if any(isinstance(each, list) for each in entries):
-        raise ConfigurationError('windows are cut from texts; "messages" are prompts as they are: leave --windows out')
+        raise ConfigurationError('--windows cuts prompts from texts and does not apply to "messages"; leave --windows out')
     texts = [str(each) for each in entries]
     ends = np.cumsum([len(text) for text in texts])
     random = np.random.default_rng((seed, count, tokens))

@@ -93,7 +93,7 @@ class Trainer:
             raise ConfigurationError(f"{len(texts)} texts, {options.held_out} of them held out, leave none to train on; generate more data")
         if not options.count_prompts and not (texts.lengths - texts.prompt_lengths)[list(members)].any():
             raise ConfigurationError(
-                "there is nothing to learn: the texts are prompts without answers; learn from those with --count-prompts"
+                "there is nothing to train on: the texts are prompts without answers; use --count-prompts to train on prompts"
             )
         self.accelerator = accelerator or make_accelerator(options, model.device)
         self.held = held or Held([texts.prompt(index) for index in range(len(members), len(texts))], options.answer_tokens)
@@ -142,7 +142,7 @@ class Trainer:
         if not stored:
             return Reader(self.model, self.head.features, train=self.options.trains_backbone)
         if self.options.trains_backbone:
-            raise ConfigurationError("stored hidden states are those of the target as it was; train a backbone without --stored-hidden")
+            raise ConfigurationError("stored hidden states are those of the unchanged target; train a backbone without --stored-hidden")
         return StoredReader(self.model, self.head.features, self.texts)
 
     def _begin(self, resume: bool) -> None:
@@ -150,7 +150,7 @@ class Trainer:
         last = checkpoints.latest(self.folder)
         if last is not None and not resume:
             raise ConfigurationError(
-                f"{str(self.folder)!r} already holds a run: go on with it (--resume), or choose another folder (--out)"
+                f"{str(self.folder)!r} already holds a run: continue it with --resume, or choose another folder (--out)"
             )
         if last is None:
             return
@@ -163,7 +163,8 @@ class Trainer:
         ]
         if changed:
             raise ConfigurationError(
-                f"the run in {str(self.folder)!r} was begun otherwise: {'; '.join(changed)}. Resume with the same settings, or begin anew"
+                f"the run in {str(self.folder)!r} was started with other settings: {'; '.join(changed)}. Resume with the same settings, "
+                "or start a new run"
             )
         self.state = checkpoints.state_of(last)
 

@@ -109,7 +109,7 @@ def recognise(stored: Stored) -> Format:
             return found
     kind = stored.config.get("model_type") or stored.config.get("architectures") or "nothing that is known"
     raise ConfigurationError(
-        f"{stored.where} is no head that can be read: its config.json says {kind!r}; a Medusa head has medusa_num_heads or model_type "
+        f"{stored.where} is not a readable head: its config.json says {kind!r}; a Medusa head has medusa_num_heads or model_type "
         "'medusa', an EAGLE-3 head speculators_model_type 'eagle3' or architectures ['LlamaForCausalLMEagle3']"
     )
 
@@ -198,7 +198,7 @@ class Own(Format):
     def read(self, stored: Stored, model: PreTrainedModel | None) -> Contents:
         found = from_block(stored)
         if found is None:
-            raise ConfigurationError(f"{stored.where}: config.json lacks {OURS!r}, which says what the head is")
+            raise ConfigurationError(f"{stored.where}: config.json lacks {OURS!r}, which describes the head")
         return Contents(stored.config[OURS]["kind"], found, dict(stored.tensors))
 
     def write(self, head: Head, about: Mapping[str, Any], target: str) -> Stored:

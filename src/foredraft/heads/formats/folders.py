@@ -35,7 +35,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The JSON of ``config.json``.
 
     Raises:
-        ConfigurationError: there is none, or it is no JSON object.
+        ConfigurationError: there is none, or it is not a JSON object.
     """
     path = folder / CONFIG
     if not folder.is_dir():
@@ -52,9 +52,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no JSON that can be read: {error}") from error
+        raise ConfigurationError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} is no JSON object")
+        raise ConfigurationError(f"{path} is not a JSON object")
     return found
 
 
@@ -62,7 +62,7 @@ def read(folder: Path) -> Stored:
     """The whole checkpoint in ``folder``.
 
     Raises:
-        ConfigurationError: a file is missing, is no safetensors file, or contradicts the index.
+        ConfigurationError: a file is missing, is not a safetensors file, or contradicts the index.
     """
     config = read_config(folder)
     index = folder / INDEX
@@ -75,7 +75,7 @@ def read(folder: Path) -> Stored:
         tensors = read_tensors(files[0])
     elif files:
         raise ConfigurationError(
-            f"{folder} holds {', '.join(each.name for each in files)}, and neither {WEIGHTS} nor {INDEX} to say which counts"
+            f"{folder} holds {', '.join(each.name for each in files)}, but neither {WEIGHTS} nor {INDEX}, so it is unclear which to read"
         )
     else:
         raise ConfigurationError(f"there are no weights in {str(folder)!r}: it has no {WEIGHTS}" + _pickled_hint(folder))
@@ -96,7 +96,7 @@ def write(stored: Stored, folder: Path) -> None:
     try:
         text = json.dumps(stored.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"what is stored about a head must be plain values, that JSON can hold: {error}") from error
+        raise ConfigurationError(f"about= must hold plain JSON values: {error}") from error
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / stored.file) as new:
@@ -106,14 +106,14 @@ def write(stored: Stored, folder: Path) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Raises ConfigurationError if ``path`` is no safetensors file, or is cut short."""
+    """Raises ConfigurationError if ``path`` is not a safetensors file, or is cut short."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no safetensors file that can be read: {error}") from error
+        raise ConfigurationError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
@@ -121,10 +121,10 @@ def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
         placed = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         names = sorted(set(map(str, placed.values())))
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{index} is no index of shards: {error}") from error
+        raise ConfigurationError(f"{index} is not an index of shards: {error}") from error
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigurationError(f"{index} names {name!r}, which is no safetensors file beside it")
+            raise ConfigurationError(f"{index} names {name!r}, which is not a safetensors file beside it")
         if not (folder / name).is_file():
             raise ConfigurationError(f"{index} names {name!r}, which is not there")
     tensors: dict[str, Tensor] = {}

@@ -59,7 +59,7 @@ def _said(stored: Stored, *names: str) -> int | None:
         if name in stored.config:
             value = stored.config[name]
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{stored.where}: {name} must be a whole number from 1 on, got {value!r}")
+                raise ConfigurationError(f"{stored.where}: {name} must be a whole number of at least 1, got {value!r}")
             return value
     return None
 
@@ -79,7 +79,7 @@ def one_lm_head(head: MedusaHead) -> Tensor:
         )
     weight = head._lm_head[0].weight
     if not isinstance(weight, Tensor) or weight.is_meta:
-        raise ConfigurationError("the target's weights were packed away for its passes; store the head with the target as it was loaded")
+        raise ConfigurationError("the target's weights were packed for its kernels; store the head with a freshly loaded target")
     return weight.detach().to(head.dtype)
 
 
