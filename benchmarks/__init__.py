@@ -1,6 +1,32 @@
-"""Benchmarks: ``python -m benchmarks SUITE``.
+"""Benchmarks: ``python -m benchmarks SUITE``, from the root of a checkout.
 
-Every suite measures both sides in one process, interleaved, after a warm-up of each, and writes one JSON document per run: command,
-versions, commit, settings, every raw figure, then what follows from them. What fails is recorded as a failure and makes the exit
-code 1; it never borrows another's time.
+A suite measures all of its sides in turns, after a warm-up of each, and writes one document per run: command, versions, commit, settings,
+every call. What fails is recorded as a failure and makes the exit code 1; it never borrows another's time.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.suite import Suite
+
+SUITES = {
+    "speed": "speed:Speed",
+    "drafters": "drafters:DraftersSuite",
+    "heads": "heads:Heads",
+    "overhead": "overhead:Overhead",
+    "trees": "trees:Trees",
+    "acceptance": "acceptance:Acceptance",
+    "verification": "verification:Verification",
+    "kernels": "kernels:Kernels",
+    "hosts": "hosts:Hosts",
+}
+
+
+def find(name: str) -> type[Suite[Any]]:
+    """The suite of that name."""
+    module, _, attribute = SUITES[name].partition(":")
+    found: type[Suite[Any]] = getattr(import_module(f"benchmarks.{module}"), attribute)
+    return found

@@ -1,4 +1,4 @@
-from benchmarks.app import app
+from benchmarks.cli import app
 
 if __name__ == "__main__":
     app(prog_name="python -m benchmarks")

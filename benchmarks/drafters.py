@@ -1,7 +1,7 @@
 """The drafters that need no training: what each is worth on four kinds of text, beside each other and beside vLLM's of the same kind.
 
-Speed is measured as in the speed suite: processes that take turns, call by call. Acceptance at equal draft length is found by replays of
-texts that plain decoding made (:mod:`benchmarks.replays`), which needs no quiet machine.
+Speed is measured as in the speed suite: processes that take turns, call by call. Acceptance at equal draft length is found by simulation
+on texts that plain decoding made (:mod:`benchmarks.simulation`), which needs no quiet machine.
 
 What a drafter has learned from one prompt it keeps for the next, as it does for a user; between repeats everything is forgotten, or else
 the second repeat would measure memory. Those that keep something are also measured with nothing kept. vLLM's methods keep nothing.
@@ -9,238 +9,314 @@ the second repeat would measure memory. Those that keep something are also measu
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from benchmarks import checkpoints, datasets, speed, speed_plan, suites
+import numpy as np
+
+from benchmarks import checkpoints, datasets, suites
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.datasets import Prompt
+from benchmarks.drafters_plan import (
+    COPIES,
+    KINDS,
+    PROMPT_LOOKUP,
+    SEVERAL,
+    SUFFIX,
+    THEIRS,
+    Settings,
+    cells,
+    datastore,
+    methods,
+    turns,
+    with_store,
+)
+from benchmarks.figures import LEVEL, RESAMPLES, Estimate, Figure, best, quotient
 from benchmarks.peer_process import FOREDRAFT
-from benchmarks.replays import Kept, Replays, with_store
-from benchmarks.speed_plan import AUTO, LOOKUP, PLAIN, RANDOM, TEXT, WILD, Cell, Contender
-from foredraft.errors import ConfigurationError
-from foredraft.loading import fingerprint, load_tokenizer
+from benchmarks.report import Table
+from benchmarks.simulation import Kept, Simulation
+from benchmarks.speed_calls import Calls
+from benchmarks.speed_plan import RANDOM, TEXT, Cell, Method
+from benchmarks.speed_runner import PeerSuite
+from benchmarks.speed_tables import (
+    OURS,
+    PLAIN_OF_OURS,
+    Comparison,
+    comparisons,
+    equality,
+    failed,
+    figures,
+    memory,
+    missing,
+    quiet,
+    ratio,
+    sides,
+    speed,
+    split,
+)
+from benchmarks.speed_tables import cells as told
+from benchmarks.suite import instrument
 
-PROMPT_LOOKUP, SUFFIX, REST, SEVERAL = "prompt-lookup", "suffix", "rest", "several"
-DRAFTERS = (PROMPT_LOOKUP, SUFFIX, "ngram", REST, "token-recycling", "lookahead", SEVERAL)
-KEEPS = {"ngram": "n-grams of earlier texts", "token-recycling": "its matrix of successors"}
-VLLM = "vllm"
-RANDOM_TEXTS = 5  # what is to be told there is a percent or two: the calls of one text are too few
-THEIRS = {PROMPT_LOOKUP: LOOKUP, SUFFIX: SUFFIX}  # vLLM's mode for the same idea
-KINDS = (datasets.EMBEDDED, *suites.SUITES)
-COPIES = ("edit",)  # copy-heavy suites
-ROOM = 2048  # tokens of a text, prompt included, that vLLM is set up for
-KNOWN, SEED = 120, 0  # files that the datastore of `rest` is made from; of random text
+WORST, MEMBERS, OVER_VLLM = 0.98, 0.98, {"bfloat16": 1.5}
+ALL = "all suites"
+WHAT = {
+    "embedded": "Python files that the embedded models have not seen",
+    "edit": f"a module and the beginning of the same with a name changed{' (copy-heavy)' if 'edit' in COPIES else ''}",
+    "completion": "a function up to its docstring",
+    "chat": "documentation asked for twice, in two turns",
+}
 
 
-@dataclass(frozen=True)
-class Settings(speed_plan.Settings):
-    """What is run, besides what the speed suite's settings say.
+class DraftersSuite(PeerSuite[Settings]):
+    """The drafters that need no training, on four kinds of text: speed, acceptance, and vLLM's methods of the same kinds beside them.
 
-    Attributes:
-        drafters: of Foredraft's; ``members`` are those that ``several`` merges. ``rest`` reads a datastore of library files.
-        suites: names of :data:`KINDS`, or files; ``limit`` turns of each at most.
-        lengths: γ of chains of equal length on both sides; every other draft is as long as the planner says.
-        replayed: whose texts acceptance is measured on, "" for not at all; ``replay_limit`` turns of each suite × ``replay_tokens``.
-        ngrams: longest matches that prompt lookup is tried with there.
+    What is not installed (make peers) is a row that says so. Exits with 1 when something that is installed failed.
     """
 
-    dtypes: tuple[str, ...] = ("bfloat16",)
-    batches: tuple[int, ...] = (1,)
-    modes: tuple[str, ...] = ()
-    drafters: tuple[str, ...] = DRAFTERS
-    peers: tuple[str, ...] = (VLLM,)
-    lengths: tuple[int, ...] = (5, 10)
-    limit: int | None = 2
-    members: tuple[str, ...] = (SUFFIX, "ngram", REST)
-    suites: tuple[str, ...] = KINDS
-    replayed: str = "zoo:python-8m"
-    replay_limit: int = 6
-    replay_tokens: int = 128
-    ngrams: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 16, 32)
+    name = "drafters"
+    title = "Drafters that need no training"
+    settings_type = Settings
+    quick: ClassVar[Mapping[str, Any]] = {"limit": 1, "tokens": 16, "repeats": 1, "worst": False, "replay_limit": 1}
+    simulated: list[Kept]
+    known: list[int]  # files and tokens of the datastore
+    keeps: dict[str, str]  # what drafters keep from text to text
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unknown = [each for each in self.drafters if each not in DRAFTERS]
-        if unknown:
-            raise ConfigurationError(f"unknown drafters {', '.join(unknown)}; choose from {', '.join(DRAFTERS)}")
-        wrong = [each for each in self.members if each not in DRAFTERS or each == SEVERAL]
-        if wrong or len(self.members) < 2:
-            raise ConfigurationError(f"several asks two or more of {', '.join(DRAFTERS[:-1])}; got {', '.join(self.members)}")
-        if any(each != VLLM for each in self.peers):
-            raise ConfigurationError(f"only vllm has drafters of the same kinds; got peers {', '.join(self.peers)}")
-
-    @property
-    def needs_datastore(self) -> bool:
-        return REST in self.drafters or (SEVERAL in self.drafters and REST in self.members)
-
-    def spec(self, drafter: str) -> str:
-        """``drafter`` as it is written; ``several`` with its members."""
-        return f"{SEVERAL}:{','.join(self.members)}" if drafter == SEVERAL else drafter
-
-    @property
-    def kept(self) -> dict[str, str]:
-        """Drafters that keep something from text to text, and what."""
-        found = {name: what for name, what in KEEPS.items() if name in self.drafters}
-        inner = [KEEPS[name] for name in self.members if name in KEEPS]
-        if SEVERAL in self.drafters and inner:
-            found[SEVERAL] = ", ".join(inner)
-        return found
-
-
-def ours(settings: Settings, drafter: str) -> list[Contender]:
-    """One drafter: as it comes, with nothing kept if it keeps something, and in chains where vLLM has the same kind."""
-    options = (("drafter", settings.spec(drafter)), ("rule", AUTO))
-    found = [Contender(FOREDRAFT, drafter, AUTO, 0, options)]
-    if drafter in settings.kept:
-        found.append(Contender(FOREDRAFT, drafter, f"{AUTO}, nothing kept", 0, options, fresh=True))
-    if drafter in THEIRS:
-        found += [
-            Contender(FOREDRAFT, drafter, f"chain({length})", length, (*options, ("shape", f"chain({length})")))
-            for length in settings.lengths
-        ]
-    return found
-
-
-def contenders(settings: Settings) -> list[Contender]:
-    """Everyone; plain ones first, and those for random text last."""
-    plain = [Contender(side, PLAIN) for side in (FOREDRAFT, *settings.peers)]
-    found = [*plain]
-    for drafter in settings.drafters:
-        found += ours(settings, drafter)
-        if drafter in THEIRS:
-            found += [Contender(side, THEIRS[drafter], f"γ={length}", length) for side in settings.peers for length in settings.lengths]
-    if settings.worst:
-        for drafter in settings.drafters:
-            options = (("drafter", settings.spec(drafter)), ("rule", AUTO))
-            found.append(Contender(FOREDRAFT, drafter, f"{AUTO}, random text", 0, options, hopeless=True, fresh=True))
-    return found
-
-
-def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Contender], vocabulary: int) -> list[Cell]:
-    """Every prompt for everyone, then random text for plain decoding and those who are there for it.
-
-    Raises:
-        ConfigurationError: a prompt that leaves no room for so many tokens.
-    """
-    main = tuple(each.name for each in everyone if not each.hopeless)
-    found = []
-    for index, (suite, ids) in enumerate(texts):
-        if settings.peers and len(ids) + settings.tokens > ROOM:
-            raise ConfigurationError(
-                f"a prompt of {suite} has {len(ids)} tokens: with {settings.tokens} more it is longer than {ROOM}; ask for fewer"
-            )
-        found.append(Cell(TEXT, index, suite, (tuple(ids),), settings.tokens, 0.0, main))
-    guessing = tuple(each.name for each in everyone if each.hopeless)
-    if guessing:
-        generator = random.Random(SEED)
-        for index in range(RANDOM_TEXTS):
-            row = tuple(generator.randrange(vocabulary) for _ in range(48))
-            found.append(Cell(RANDOM, index, RANDOM, (row,), settings.tokens, WILD, (f"{FOREDRAFT} {PLAIN}", *guessing)))
-    return found
-
-
-class Run(speed.Run):
-    """One run of the suite; see :class:`benchmarks.speed.Run`."""
-
-    settings: Settings
-
-    def __init__(self, settings: Settings, advance: Callable[[], None] = lambda: None, *, peers: Path, work: Path, **more: Any):
-        self.replays: list[Kept] = []
-        self.known: tuple[int, int] = 0, 0  # files and tokens of the datastore
-        self._stores: dict[str, Path] = {}
-        super().__init__(settings, advance, peers=peers, work=work, **more)
-
-    def read(self, limit: int | None = None) -> list[Prompt]:
+    def read_prompts(self, limit: int | None = None) -> list[Prompt]:
         """Of every suite so many turns; made ones are written as the files that they are published as, and read back."""
-        folder, made, found = self.work / "suites", False, list[Prompt]()
+        folder, found = self.settings.work_folder / "suites", list[Prompt]()
+        if set(self.settings.suites) & suites.SUITES.keys():
+            suites.write(folder)
         for name in self.settings.suites:
-            source = name
-            if name in suites.SUITES:
-                if not made:
-                    suites.write(folder)
-                    made = True
-                source = str(folder / f"{name}.jsonl")
+            source = str(folder / f"{name}.jsonl") if name in suites.SUITES else name
             kind = name if name in KINDS else Path(name).stem
             found += [replace(prompt, category=kind) for prompt in turns(datasets.read(source), limit or self.settings.limit)]
         return found
 
-    @property
-    def suites(self) -> list[str]:
-        return list(dict.fromkeys(prompt.category for prompt in self.prompts))
+    def everyone(self) -> list[Method]:
+        return methods(self.settings)
 
-    def contenders(self) -> list[Contender]:
-        return contenders(self.settings)
-
-    def cells(self, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Contender], vocabulary: int) -> list[Cell]:
+    def cells(self, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Method], vocabulary: int) -> list[Cell]:
         return cells(self.settings, texts, everyone, vocabulary)
 
-    def options(self, contender: Contender, target: Checkpoint) -> dict[str, Any]:
+    def options(self, method: Method, target: Checkpoint) -> dict[str, Any]:
         """With the datastore in place of its name."""
-        found = super().options(contender, target)
-        if "drafter" in found and target.slug in self._stores:
-            found["drafter"] = with_store(found["drafter"], self._stores[target.slug])
+        found = super().options(method, target)
+        if "drafter" in found and self.settings.needs_datastore:
+            found["drafter"] = with_store(found["drafter"], self._store(target))
         return found
+
+    def _store(self, target: Checkpoint) -> Path:
+        return (self.settings.work_folder / target.slug / "rest.store").absolute()
 
     @property
     def steps(self) -> int:
-        return super().steps + (len(Replays.settings(self.settings)) if self.settings.replayed else 0)
+        return super().steps + len(Simulation.settings(self.settings))
 
     def run(self) -> None:
-        """Replays first, which may run on any machine, then the clock.
-
-        Raises:
-            ConfigurationError: a target that cannot be loaded, or prompts that make no tokens.
-        """
-        settings = self.settings
-        for source in settings.targets if settings.needs_datastore else ():
-            target = checkpoints.written(source, self.work)
-            self._stores[target.slug] = self._datastore(str(target.path), target.slug)
-        if settings.replayed:
-            store = None
-            if settings.needs_datastore:
-                store = self._datastore(settings.replayed, checkpoints.written(settings.replayed, self.work).slug)
-            self.replays = Replays(settings, self.read(settings.replay_limit), store, self.advance).run()
+        """Simulate first, which may run on any machine, then the clock."""
+        settings, simulates = self.settings, self.settings.replayed not in ("", "none")
+        self.keeps = settings.kept
+        if settings.needs_datastore:
+            for source in dict.fromkeys([*settings.targets, *([settings.replayed] if simulates else [])]):
+                target = checkpoints.written(source, settings.work_folder)
+                self.known = list(datastore(str(target.path), self._store(target)))
+        if simulates:
+            stored = self._store(checkpoints.written(settings.replayed, settings.work_folder)) if settings.needs_datastore else None
+            self.simulated = Simulation(settings, self.read_prompts(settings.replay_limit), stored, self.advance).run()
         super().run()
 
-    def _datastore(self, source: str, slug: str) -> Path:
-        """The first files of Python's library that no suite is made from, as a datastore for ``rest``."""
-        from foredraft.drafters.datastore import Datastore
+    # -- what is reported -----------------------------------------------------------------------------------------------
 
-        tokenizer = load_tokenizer(source)
-        files = library_files()
-        texts = [tokenizer(file.read_text(encoding="utf-8", errors="replace"), verbose=False)["input_ids"] for file in files]
-        path = self.work / slug / "rest.store"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Datastore.build(texts, vocab_size=len(tokenizer), fingerprint=fingerprint(tokenizer)).save(path)
-        self.known = len(files), sum(map(len, texts))
-        return path.absolute()
+    def figures(self) -> list[Figure]:
+        """Acceptance by simulation, then for every target and dtype what the clock says."""
+        return simulation_figures(self.simulated) + [
+            figure for each in comparisons(self) for figure in Findings(self, each.target, each.dtype).figures()
+        ]
 
+    def tables(self) -> list[Table]:
+        made = [figures(self.figures())]
+        for comparison in comparisons(self):
+            where = comparison.where
+            parts = [(category, comparison.calls(category)) for category in self.categories]
+            parts += [("All suites", comparison.calls())] if len(parts) > 1 else []
+            made += [by_suite(comparison, category, calls) for category, calls in parts if calls.by_method]
+            everything = comparison.calls()
+            if everything.by_method:
+                made += [split(f"Time split, {where}", everything), equality(self, everything, where)]
+            random = comparison.calls(scenario=RANDOM)
+            if random.by_method:
+                made.append(speed(f"Random text, {where}", random))
+        return [*made, *simulation_table(self.simulated, self.settings.replayed), *failed(self)]
 
-def library_files() -> list[Path]:
-    """Modules of Python's library whose text is in no suite.
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings = self.settings
+        texts = len({each.index for each in self.measurements if each.scenario == TEXT})
+        inflated = instrument(settings.targets)
+        return [
+            f"Contenders, each side in a process and environment of its own: {sides(self) or 'none started'}.",
+            f"Target {', '.join(settings.targets)}, greedy, batch 1: {texts} prompts of {len(self.categories)} suites × {settings.tokens} "
+            f"new tokens, end of text ignored, {settings.repeats} repeats in turns after {settings.warmups} warm-up calls, "
+            f"{settings.threads} threads. `auto` is what the planner chooses; chains of γ = {', '.join(map(str, settings.lengths))} are "
+            "equally long on both sides.",
+            "Suites: "
+            + "; ".join(f"{name}: {what}" for name, what in WHAT.items() if name in self.categories)
+            + ". Those that are made are made from the source of Python's own library, so their text is that of the Python named above.",
+            f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
+            f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all contenders share, so that quotients are paired). "
+            "After the first token: without the pass over the prompt. Acceptance length is tokens over passes after that one.",
+            self._kept(),
+            self._merged(),
+            self._simulated(),
+            missing(self),
+            memory(self),
+            quiet(self),
+            f"{inflated} Its matrices of zeros were replaced by numbers of the order of 1e-12, so that no engine saves reading them."
+            if inflated
+            else "",
+        ]
 
-    Raises:
-        ConfigurationError: this Python has no source files.
-    """
-    files = [file for file in sorted(Path(os.__file__).parent.glob("*.py")) if file.stem not in suites.MODULES][:KNOWN]
-    if not files:
-        raise ConfigurationError(
-            "this Python comes without the source of its library, which the datastore of rest is made from; leave rest out"
+    def _kept(self) -> str:
+        kept = "; ".join(f"{name}: {what}" for name, what in self.keeps.items())
+        theirs = " vLLM's ngram and suffix keep nothing (no cached requests)." if self.settings.peers else ""
+        what = f"From one prompt to the next drafters keep what they do for a user ({kept}), and" if kept else "No drafter keeps texts, and"
+        return (
+            f"{what} between repeats everything that texts taught is forgotten. Rows with nothing kept forget before every call. suffix, "
+            "prompt-lookup and lookahead know the text at hand alone, rest that and its datastore. The planner keeps what it knows of "
+            f"costs and acceptance.{theirs}"
         )
-    return files
+
+    def _merged(self) -> str:
+        files, tokens = self.known or (0, 0)
+        store = f" The datastore of rest: {files} other files of Python's library, {tokens} tokens." if files else ""
+        merged = f"several merges {', '.join(self.settings.merged)}." if "several" in self.settings.drafters else ""
+        return f"{merged}{store}".strip()
+
+    def _simulated(self) -> str:
+        if not self.simulated:
+            return ""
+        count = len({(each.suite, each.prompt) for each in self.simulated})
+        return (
+            f"Acceptance by replay: plain decoding of {self.settings.replayed} in float32 made {count} texts of "
+            f"{self.settings.replay_tokens} new tokens, and each drafter was led through them by the decoding loop; no clock is involved, "
+            "and the interval is over texts. Settings of prompt lookup are its shortest and longest match."
+        )
 
 
-def turns(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
-    """The first ``limit`` turns of all ``prompts`` together."""
-    found, left = [], sum(len(prompt.turns) for prompt in prompts) if limit is None else limit
-    for prompt in prompts:
-        if left <= 0:
-            break
-        found.append(replace(prompt, turns=prompt.turns[:left]))
-        left -= len(prompt.turns)
+def by_suite(comparison: Comparison, category: str, calls: Calls) -> Table:
+    """Every method on one suite, those that failed too; ours also over vLLM's best setting of the same kind."""
+    rows, heads = [], ("tokens/s", "over own plain", "after the first token", "over vLLM's kind", "acceptance length", "passes per call")
+    columns = (*heads, "equal to plain")
+    for name, each in comparison.methods.items():
+        if not each.hopeless:
+            cells = {**told(calls, name), "over vLLM's kind": _over_theirs(comparison, calls, name)}
+            rows.append((name, *(cells[column] for column in columns)))
+    return Table(f"{category[0].upper()}{category[1:]}, {comparison.where}", ("contender", *columns), rows)
+
+
+def _over_theirs(comparison: Comparison, calls: Calls, name: str) -> str:
+    each, rate = comparison.methods[name], calls.rate(name)
+    if each.side != FOREDRAFT or each.mode not in THEIRS or rate is None:
+        return ""
+    theirs = best(comparison.names(THEIRS[each.mode], comparison.run.settings.peers), calls.rate)
+    return (rate / theirs[1]).spread.text() if theirs else "—"
+
+
+# -- by simulation --------------------------------------------------------------------------------------------------------
+
+
+def acceptance(kept: Sequence[Kept]) -> Estimate | None:
+    """Tokens over passes of several texts; the interval is over texts. Those of the same texts are paired."""
+    if not kept or not sum(each.passes for each in kept):
+        return None
+    grids = (np.array([[float(value)] for value in values]) for values in ([each.kept for each in kept], [each.passes for each in kept]))
+    return quotient(*grids)
+
+
+def simulation_figures(kept: Sequence[Kept]) -> list[Figure]:
+    """``suffix`` at its defaults against prompt lookup at its own, everywhere, and where text is copied against its best setting."""
+    found = []
+    names = {each.drafter for each in kept}
+    if not {SUFFIX, PROMPT_LOOKUP} <= names:
+        return []
+    for suite in dict.fromkeys(each.suite for each in kept):
+        for length in dict.fromkeys(each.length for each in kept):
+            mine = [each for each in kept if (each.suite, each.length) == (suite, length)]
+            by_name = {each.name: [other for other in mine if other.name == each.name] for each in mine}
+            suffix, lookup = acceptance(by_name[SUFFIX]), acceptance(by_name[PROMPT_LOOKUP])
+            name = f"{suite}, γ = {length}: acceptance length of suffix over prompt lookup's"
+            found.append(_over(name, suffix, lookup))
+            if suite in COPIES:
+                tried = {each: acceptance(rows) for each, rows in by_name.items() if each.split(", ")[0] == PROMPT_LOOKUP}
+                most = best(list(tried), tried.__getitem__)
+                if most is not None:
+                    found.append(_over(f"{name} best setting", suffix, most[1], which=f" ({most[0]})", more=True))
     return found
+
+
+def _over(name: str, ours: Estimate | None, theirs: Estimate | None, *, which: str = "", more: bool = False) -> Figure:
+    over = ratio(ours, theirs)
+    if ours is None or theirs is None or over is None:
+        return Figure(name, None, 1.0, more=more)
+    return Figure(name, over.spread, 1.0, how=f"{ours.value:.3f} over {theirs.value:.3f}{which}", more=more)
+
+
+def simulation_table(kept: Sequence[Kept], target: str) -> list[Table]:
+    """Acceptance length of every drafter and setting, by suite and draft length."""
+    if not kept:
+        return []
+    columns = list(dict.fromkeys((each.suite, each.length) for each in kept))
+    rows = []
+    for name in dict.fromkeys(each.name for each in kept):
+        cells = [acceptance([each for each in kept if (each.name, each.suite, each.length) == (name, *column)]) for column in columns]
+        rows.append((name, *("—" if cell is None else f"{cell.value:.3f}" for cell in cells)))
+    heads = ("drafter", *(f"{suite}, γ = {length}" for suite, length in columns))
+    return [Table(f"Acceptance length of chains, replayed texts of {target}", heads, rows)]
+
+
+# -- by the clock ---------------------------------------------------------------------------------------------------------
+
+
+class Findings(Comparison):
+    """What is promised of drafters that need no training, for one target in one dtype."""
+
+    def figures(self) -> list[Figure]:
+        return [*self.several(), *self.random(), *self.against()]
+
+    def several(self) -> list[Figure]:
+        """``several`` against the best of its members as they are alone, after the prompt's pass, suite by suite."""
+        if SEVERAL not in self.run.settings.drafters:
+            return []
+        found = []
+        for suite in self.run.categories:
+            members = [name for member in self.run.settings.merged for name in self.names(member, OURS, length=0)]
+            name = f"{suite}: tokens/s of several over its best member's, after the first token"
+            found.append(self.over(name, MEMBERS, self.names(SEVERAL, OURS, length=0), members, self.calls(suite).decoding_rate))
+        return found
+
+    def random(self) -> list[Figure]:
+        """Text that cannot be guessed, against plain decoding of the same."""
+        calls = self.calls(scenario=RANDOM)
+        return [
+            self.over(f"random text: tokens/s over plain, {each.mode}", WORST, [name], [PLAIN_OF_OURS], calls.rate)
+            for name, each in self.methods.items()
+            if each.hopeless
+        ]
+
+    def against(self) -> list[Figure]:
+        """vLLM's drafters of the same kinds: the best setting of each side over all suites, and acceptance at equal length."""
+        found, calls = [], self.calls()
+        low = OVER_VLLM.get(self.dtype, 1.0)
+        for drafter, mode in THEIRS.items():
+            for side in self.run.settings.peers if drafter in self.run.settings.drafters else ():
+                whom = f"{side}'s {'ngram' if mode != SUFFIX else mode}"
+                ours, theirs = self.names(drafter, OURS), self.names(mode, (side,))
+                for words, rate in (("", calls.rate), (", after the first token", calls.decoding_rate)):
+                    name = f"{ALL}: tokens/s of {drafter} over {whom}{words}"
+                    found.append(self.over(name, low, ours, theirs, rate, more=low == 1.0))
+                for length in self.run.settings.lengths:
+                    ours, theirs = (self.names(kind, (each,), length=length) for each, kind in ((FOREDRAFT, drafter), (side, mode)))
+                    name = f"{ALL}: acceptance length of {drafter} over {whom}, γ = {length}"
+                    found.append(self.over(name, 1.0, ours, theirs, calls.acceptance))
+        return found

@@ -9,7 +9,7 @@ heads alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,10 @@ import torch
 
 from benchmarks import datasets
 from benchmarks.checkpoints import Checkpoint, written
-from benchmarks.peer_process import PeerError, PeerProcess, find
+from benchmarks.figures import Figure, Spread
+from benchmarks.peer_process import PeerError, PeerProcess, PeerSettings, find
+from benchmarks.report import Table
+from benchmarks.suite import Failure, Suite, option
 from foredraft import Speculator
 from foredraft.errors import ConfigurationError
 from foredraft.heads import checkpoints
@@ -32,28 +35,25 @@ if TYPE_CHECKING:
     from foredraft.heads.base import Head
     from foredraft.tree import TokenTree
 
+TOLERANCE = 0.05
+SAME = 0.99  # of the drafts in float32, where only what is very close to a tie can be rounded the other way
 PEER = "vllm"
 LAYOUTS = {"medusa": "vllm", "eagle3": "speculators"}
 WIDTHS = (3, 2)  # of the first levels of a tree, where the head has none of its own
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is run. ``heads`` are ``KIND``, the one embedded for the target, or ``KIND:SOURCE``; ``length`` is that of an EAGLE-3 head's
-    chains, a Medusa head drafts as many tokens as it has heads; ``tree`` is a shape, "" takes the head's own."""
-
-    targets: tuple[str, ...] = ("zoo:python-8m", "zoo:python-300m")
-    heads: tuple[str, ...] = ("medusa", "eagle3")
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    length: int = 4
-    tree: str = ""
-    suite: str = datasets.EMBEDDED
-    limit: int = 5
-    tokens: int = 96
-    threads: int = 2
-    timeout: float = 120.0
-    patience: float = 900.0
-    device: str = "cpu"
+class Settings(PeerSettings):
+    targets: tuple[str, ...] = option(("zoo:python-8m", "zoo:python-300m"), "A checkpoint folder or zoo:NAME.", flag="--target")
+    heads: tuple[str, ...] = option(
+        ("medusa", "eagle3"), "As embedded for the target, or from SOURCE.", flag="--head", metavar="KIND[:SOURCE]"
+    )
+    dtypes: tuple[str, ...] = option(("float32", "bfloat16"), "bfloat16, float32.", flag="--dtype")
+    length: int = option(4, "Tokens that an EAGLE-3 head drafts; a Medusa head drafts one with each head.", least=1, flag="--gamma")
+    tree: str = option("", "A shape to draft here besides; the head's own unless given.")
+    suite: str = option(datasets.EMBEDDED, "embedded, or a file of prompts.")
+    limit: int = option(5, "Prompts of each category, at most.", least=1)
+    tokens: int = option(96, "New tokens per prompt.", least=2)
 
     def __post_init__(self) -> None:
         for each in self.heads:
@@ -85,13 +85,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Side:
-    """A text and how it came about: ``ids`` the new tokens, ``rounds`` that added ``kept`` of them, and ``drafts`` by the number of new
-    tokens that were there when they were made."""
+    """``rounds`` that added ``kept`` tokens."""
 
-    ids: tuple[int, ...]
     rounds: int
     kept: int
-    drafts: dict[int, tuple[int, ...]]
 
     @property
     def acceptance(self) -> float:
@@ -99,12 +96,25 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One prompt. ``parted`` is the first new token in which the texts differ, None for none, ``gap`` by how much the target's logits of
-    the two tokens differ there; ``shared`` rounds begin at the same place of the same text on both sides, ``alike`` of them with the same
-    draft."""
+class Text(Side):
+    """A text and how it came about: ``ids`` the new tokens, and ``drafts`` by the number of new tokens that were there when they were
+    made."""
 
-    case: Case
+    ids: tuple[int, ...]
+    drafts: dict[int, tuple[int, ...]]
+
+    @property
+    def counts(self) -> Side:
+        return Side(self.rounds, self.kept)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One prompt of a case, by its name. ``parted`` is the first new token in which the texts differ, None for none, ``gap`` by how much
+    the target's logits of the two tokens differ there; ``shared`` rounds begin at the same place of the same text on both sides, ``alike``
+    of them with the same draft."""
+
+    case: str
     prompt: str
     ours: Side
     theirs: Side
@@ -127,22 +137,24 @@ class Compared:
         return "; ".join(reasons) or "none: every draft is the same"
 
 
-@dataclass(frozen=True)
-class Failure:
-    case: Case
-    message: str
+class Heads(Suite[Settings]):
+    """Exported heads in vLLM beside the same heads here: acceptance prompt by prompt, and draft by draft.
 
+    Exits with 1 when something could not be measured; it is then listed as a failure and has no figures.
+    """
 
-class Run:
-    """One run of the suite; ``advance`` is called after each of ``steps``."""
+    name = "heads"
+    title = "Exported heads in vLLM"
+    settings_type = Settings
+    prompts: list[Compared]
+    failures: list[Failure]
+    trees: dict[str, str]  # by case
+    versions: dict[str, str]
 
-    def __init__(self, settings: Settings, advance: Callable[[], None] = lambda: None, *, peers: Path, work: Path):
-        self.settings, self.advance, self.peers, self.work = settings, advance, peers, work
-        self.cases = [Case(target, head, dtype) for target in settings.targets for head in settings.heads for dtype in settings.dtypes]
-        self.compared: list[Compared] = []
-        self.failures: list[Failure] = []
-        self.trees: dict[str, str] = {}
-        self.versions: dict[str, str] = {}
+    @property
+    def cases(self) -> list[Case]:
+        given = self.settings
+        return [Case(target, head, dtype) for target in given.targets for head in given.heads for dtype in given.dtypes]
 
     @property
     def steps(self) -> int:
@@ -152,39 +164,39 @@ class Run:
         torch.set_num_threads(self.settings.threads)
         for case in self.cases:
             try:
-                self.compared += self._case(case)
+                self.prompts += self._case(case)
             except (PeerError, ConfigurationError) as error:
-                self.failures.append(Failure(case, str(error)))
+                self.failures.append(Failure(case.name, "measurement", str(error)))
             self.advance()
 
     def _case(self, case: Case) -> list[Compared]:
-        checkpoint = written(case.target, self.work)
+        checkpoint = written(case.target, self.settings.work_folder)
         model = load_model(str(checkpoint.path), dtype=case.dtype)
         model.generation_config.eos_token_id = None
         head = checkpoints.load(case.source, model)
-        folder = self.work / checkpoint.slug / "heads" / f"{case.kind}-{case.dtype}"
+        folder = self.settings.work_folder / checkpoint.slug / "heads" / f"{case.kind}-{case.dtype}"
         exported = checkpoints.save(head, folder, format=LAYOUTS[case.kind], target=str(checkpoint.path))
-        prompts = self._prompts(checkpoint)
+        texts = self._texts(checkpoint)
         length = getattr(head.config, "heads", self.settings.length)
         tree = self.trees[case.name] = self.settings.tree or head.config.tree or usual_tree(length)
         found = []
         with self._engine(case, checkpoint, exported, length) as engine:
-            for name, ids in prompts:
+            for name, ids in texts:
                 theirs = self._theirs(engine, ids)
                 ours = decoded(model, head, ids, f"chain({length})", self.settings.tokens, alone=True)
                 grown = decoded(model, head, ids, tree, self.settings.tokens)
                 found.append(compared(case, name, ids, model, ours, theirs, grown))
         return found
 
-    def _prompts(self, checkpoint: Checkpoint) -> list[tuple[str, list[int]]]:
+    def _texts(self, checkpoint: Checkpoint) -> list[tuple[str, list[int]]]:
         tokenizer = load_tokenizer(str(checkpoint.path))
         asked = datasets.read(self.settings.suite, self.settings.limit)
         return [(each.name, next(datasets.conversation(each, tokenizer, lambda ids: None))) for each in asked]
 
     @contextmanager
     def _engine(self, case: Case, checkpoint: Checkpoint, exported: Path, length: int) -> Iterator[PeerProcess]:
-        settings, peer = self.settings, find(PEER, self.peers)
-        process = PeerProcess(peer, threads=settings.threads, log=self.work / "heads-vllm.log")
+        settings, peer = self.settings, find(PEER, self.settings.peers_folder)
+        process = PeerProcess(peer, threads=settings.threads, log=self.settings.work_folder / "heads-vllm.log")
         try:
             started = process.ask("start", limit=settings.patience, threads=settings.threads, device="cpu", folder=str(peer.folder))
             self.versions |= started["versions"]
@@ -194,7 +206,7 @@ class Run:
         finally:
             process.close()
 
-    def _theirs(self, engine: PeerProcess, ids: Sequence[int]) -> Side:
+    def _theirs(self, engine: PeerProcess, ids: Sequence[int]) -> Text:
         settings = self.settings
         asked = {"tokens": settings.tokens, "temperature": 0.0, "seed": 0}
         found = engine.ask("generate", limit=settings.timeout, name="", ids=[list(ids)], **asked)
@@ -202,14 +214,71 @@ class Run:
         for draft, gained in zip(found["drafts"], found["gained"], strict=True):
             drafts[there] = tuple(draft)
             there += gained
-        return Side(tuple(found["ids"][0]), found["rounds"], found["kept"], drafts)
+        return Text(found["rounds"], found["kept"], tuple(found["ids"][0]), drafts)
+
+    # -- what is reported -----------------------------------------------------------------------------------------------
+
+    def by_case(self) -> dict[str, list[Compared]]:
+        found: dict[str, list[Compared]] = {}
+        for each in self.prompts:
+            found.setdefault(each.case, []).append(each)
+        return found
+
+    def figures(self) -> list[Figure]:
+        """vLLM accepts what Foredraft accepts; in float32 because it drafts the same. Spreads are over prompts, medians of all together."""
+        found, figures = self.by_case(), []
+        for case in self.cases:
+            mine = found.get(case.name)
+            name = f"{case.name}: acceptance length in vLLM beside ours"
+            figures.append(Figure(name, apart(mine) if mine else None, high=TOLERANCE, noise=True))
+            if case.dtype == "float32":
+                figures.append(Figure(f"{case.name}: drafts that are the same", alike(mine) if mine else None, low=SAME, noise=True))
+        return figures
+
+    def tables(self) -> list[Table]:
+        whole, prompts = [], []
+        for name, mine in self.by_case().items():
+            sums = totals(mine)
+            drafts = f"{sum(each.alike for each in mine)} of {sum(each.shared for each in mine)}"
+            ours, theirs, tree = (f"{sums[side]:.3f}" for side in ("ours", "theirs", "tree"))
+            whole.append((name, ours, theirs, f"{sums['theirs'] / sums['ours'] - 1:+.1%}", drafts, tree, self.trees[name]))
+            for each in mine:
+                cells = [f"{side.acceptance:.3f} ({side.rounds})" for side in (each.ours, each.theirs, each.tree)]
+                prompts.append((f"{name}: {each.prompt}", *cells, f"{each.alike} of {each.shared}", each.difference))
+        figures = []
+        for one in self.figures():
+            bound = f"≤ {one.high:.0%}" if one.high is not None else f"≥ {one.low:.0%}"
+            figures.append((one.name, bound, "–" if one.spread is None else f"{one.spread.median:.1%}", one.verdict))
+        columns = ("", "Foredraft, chain", "vLLM, chain", "apart", "drafts that are the same", "Foredraft, tree", "tree")
+        by_prompt = ("", "Foredraft", "vLLM", "tree", "same drafts", "difference")
+        made = [
+            Table("Claims", ("", "bound", "found", "verdict"), figures),
+            Table("Acceptance length", columns, whole),
+            Table("By prompt: acceptance length (rounds)", by_prompt, prompts),
+        ]
+        if self.failures:
+            made.append(Table("Not measured", ("", "why"), [(each.method, each.message) for each in self.failures]))
+        return made
+
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings = self.settings
+        engine = ", ".join(f"{name} {version}" for name, version in self.versions.items()) or "not run"
+        return [
+            f"vLLM's side: {engine}.",
+            f"Greedy, {settings.tokens} new tokens per prompt, suite {settings.suite}. Acceptance length is tokens per target "
+            "pass behind the prompt's, summed over prompts and then divided. vLLM loads the folder that `foredraft export --to vllm` "
+            "writes. Drafts are compared token by token where both sides draft at the same place of the same text.",
+            "In bfloat16 the two sides round at different places, which decides near ties among drafted tokens the other way now and then; "
+            "in float32 that is rare, so that the same drafts there say that both sides compute the same. No times are taken here; the "
+            "speed suite has them.",
+        ]
 
 
 def usual_tree(depth: int) -> str:
     return f"product({','.join(map(str, [*WIDTHS, *[1] * depth][:depth]))})"
 
 
-def decoded(model: PreTrainedModel, head: Head, ids: Sequence[int], shape: str, tokens: int, *, alone: bool = False) -> Side:
+def decoded(model: PreTrainedModel, head: Head, ids: Sequence[int], shape: str, tokens: int, *, alone: bool = False) -> Text:
     """The greedy continuation of ``ids`` here; of trees the drafts are all tokens below the root. ``alone`` is without what other engines
     do not have, a Medusa head's successors."""
     options: dict[str, Any] = {"source": head, **({"successors": "off"} if alone and head.kind == "medusa" else {})}
@@ -226,17 +295,17 @@ def decoded(model: PreTrainedModel, head: Head, ids: Sequence[int], shape: str, 
     speculator.drafter.draft = watched  # type: ignore[method-assign]
     out = speculator.generate(torch.tensor([list(ids)]), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
     assert out.stats is not None
-    return Side(tuple(out.sequences[0, len(ids) :].tolist()), out.stats.row_passes, out.stats.kept, drafts)
+    return Text(out.stats.row_passes, out.stats.kept, tuple(out.sequences[0, len(ids) :].tolist()), drafts)
 
 
-def compared(case: Case, prompt: str, ids: Sequence[int], model: PreTrainedModel, ours: Side, theirs: Side, tree: Side) -> Compared:
+def compared(case: Case, prompt: str, ids: Sequence[int], model: PreTrainedModel, ours: Text, theirs: Text, tree: Text) -> Compared:
     pairs = zip(ours.ids, theirs.ids)
     parted = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
     same = len(ours.ids) if parted is None else parted  # new tokens that are the same on both sides
     shared = [there for there in sorted(ours.drafts.keys() & theirs.drafts.keys()) if there <= same]
-    alike = sum(_agree(ours.drafts[there], theirs.drafts[there]) for there in shared)
+    same_drafts = sum(_agree(ours.drafts[there], theirs.drafts[there]) for there in shared)
     gap = None if parted is None else gap_at(model, [*ids, *ours.ids[:parted]], ours.ids[parted], theirs.ids[parted])
-    return Compared(case, prompt, ours, theirs, tree, parted, gap, len(shared), alike)
+    return Compared(case.name, prompt, ours.counts, theirs.counts, tree.counts, parted, gap, len(shared), same_drafts)
 
 
 def _agree(ours: Sequence[int], theirs: Sequence[int]) -> bool:
@@ -255,3 +324,13 @@ def totals(found: Sequence[Compared]) -> dict[str, float]:
     """Acceptance lengths over all prompts of a case."""
     sides = {"ours": [each.ours for each in found], "theirs": [each.theirs for each in found], "tree": [each.tree for each in found]}
     return {name: sum(each.kept for each in mine) / max(1, sum(each.rounds for each in mine)) for name, mine in sides.items()}
+
+
+def apart(mine: Sequence[Compared]) -> Spread:
+    whole, gaps = totals(mine), [abs(each.theirs.acceptance / each.ours.acceptance - 1) for each in mine]
+    return Spread(abs(whole["theirs"] / whole["ours"] - 1), min(gaps), max(gaps))
+
+
+def alike(mine: Sequence[Compared]) -> Spread:
+    shares = [each.alike / max(1, each.shared) for each in mine]
+    return Spread(sum(each.alike for each in mine) / max(1, sum(each.shared for each in mine)), min(shares), max(shares))

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.drafters import DRAFTERS, SEVERAL, library_files
-from benchmarks.overhead import turned
-from benchmarks.overhead_report import machine
+from benchmarks.drafters_plan import DRAFTERS, SEVERAL, library_files, with_store
+from benchmarks.figures import Figure, Spread
 from benchmarks.passes import synchroniser
-from benchmarks.replays import with_store
 from benchmarks.report import Table
-from benchmarks.verdicts import Claim, Spread
+from benchmarks.suite import Suite, TargetSettings, option, turned
 from foredraft import drafters
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.drafters.datastore import Datastore
@@ -37,9 +35,6 @@ from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
 
-SCHEMA = 1
-SUITE = "hosts"
-TITLE = "What drafters take on the host, behind a long text"
 LIMIT = 0.03  # of a pass
 WARM_UPS = 4  # rounds
 ROOM = 1024  # nodes behind the text
@@ -47,24 +42,26 @@ READ = 1024  # tokens of it that are computed
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is run. ``drafters`` and ``shapes`` are separated by spaces; ``members`` are those that ``several`` merges; every round
-    ``kept`` tokens are added to a text that begins with ``context``."""
+class Settings(TargetSettings):
+    context: int = option(32768, "Tokens of the text at the beginning.", least=1)
+    drafters: str = option(" ".join(DRAFTERS), "Separated by spaces.")
+    members: str = option("suffix,ngram,rest", "What several merges.")
+    shapes: str = option("chain(5) product(3,2,1,1)", "Separated by spaces.")
+    kept: int = option(3, "Tokens that every round adds.", least=1)
+    rounds: int = option(30, "Measured rounds.", least=1)
 
-    target: str = "zoo:python-300m"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    threads: int = 2
-    context: int = 32768
-    drafters: str = " ".join(DRAFTERS)
-    members: str = "suffix,ngram,rest"
-    shapes: str = "chain(5) product(3,2,1,1)"
-    kept: int = 3
-    rounds: int = 30
+    def __post_init__(self) -> None:
+        shapes, names = self.shapes.split(), self.drafters.split()
+        if not shapes or not names or not all(TreeShape.parse(shape).nodes for shape in shapes):
+            raise ConfigurationError(
+                f"--shapes and --drafters name one each at least, and shapes have nodes; got {self.shapes!r}, {self.drafters!r}"
+            )
+        for name in (*names, *self.members.split(",")):
+            drafters.find(name)
 
 
 @dataclass(frozen=True)
-class Contender:
+class Method:
     """A drafter, as it is written, and a shape."""
 
     drafter: str
@@ -79,7 +76,7 @@ class Contender:
 class Measurement:
     """One round: seconds of the draft with what the drafter learns afterwards, and of the target's pass over what it drafted."""
 
-    contender: str
+    method: str
     round: int
     nodes: int
     host: float
@@ -100,25 +97,21 @@ class Live:
         return DraftRequest([self.row], self.shape, depth, [depth], proposal, False, target.vocab_size, target.device, sampler)
 
 
-class Run:
-    """One run of the suite; ``advance`` is called after each step of ``steps``.
+class Hosts(Suite[Settings]):
+    """What drafters that need no training take on the host behind a long text, beside a pass of the target."""
 
-    Raises:
-        ConfigurationError: no shapes, shapes without nodes, an unknown drafter, or a text that is too short.
-    """
+    name = "hosts"
+    title = "What drafters take on the host, behind a long text"
+    settings_type = Settings
+    measurements: list[Measurement]
+    known: int  # tokens of the datastore
 
-    def __init__(self, settings: Settings, advance: Callable[[], None] = lambda: None, *, clock: Callable[[], float] = time.perf_counter):
-        self.settings, self.advance, self.clock = settings, advance, clock
-        shapes, names = settings.shapes.split(), settings.drafters.split()
-        if not shapes or not names or not all(TreeShape.parse(shape).nodes for shape in shapes):
-            raise ConfigurationError(
-                f"--shapes and --drafters name one each at least, and shapes have nodes; got {settings.shapes!r}, {settings.drafters!r}"
-            )
-        for name in (*names, *settings.members.split(",")):
-            drafters.find(name)
-        self.contenders = {each.name: each for each in (Contender(name, shape) for shape in shapes for name in names)}
-        self.measurements: list[Measurement] = []
-        self.known = 0  # tokens of the datastore
+    @property
+    def methods(self) -> dict[str, Method]:
+        settings = self.settings
+        return {
+            each.name: each for each in (Method(name, shape) for shape in settings.shapes.split() for name in settings.drafters.split())
+        }
 
     @property
     def steps(self) -> int:
@@ -126,9 +119,6 @@ class Run:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Raises:
-        ConfigurationError: a target that cannot be loaded.
-        """
         settings = self.settings
         torch.set_num_threads(settings.threads)
         tokenizer = load_tokenizer(settings.target)
@@ -140,7 +130,7 @@ class Run:
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder) / "rest.store"
             Datastore.build(stored, vocab_size=len(tokenizer), fingerprint=fingerprint(tokenizer)).save(store)
-            live = {name: self._begun(each, store, target, text[: settings.context]) for name, each in self.contenders.items()}
+            live = {name: self._begun(each, store, target, text[: settings.context]) for name, each in self.methods.items()}
             lengthened(target, text[: settings.context], room)
             self.advance()
             for number in range(WARM_UPS + settings.rounds):
@@ -165,9 +155,9 @@ class Run:
         self.known = sum(map(len, stored))
         return stored, text[:needed]
 
-    def _begun(self, contender: Contender, store: Path, target: Target, text: Sequence[int]) -> Live:
-        spec = f"{SEVERAL}:{self.settings.members}" if contender.drafter == SEVERAL else contender.drafter
-        live = Live(drafters.create(with_store(spec, store), {}), TreeShape.parse(contender.shape), text)
+    def _begun(self, method: Method, store: Path, target: Target, text: Sequence[int]) -> Live:
+        spec = f"{SEVERAL}:{self.settings.members}" if method.drafter == SEVERAL else method.drafter
+        live = Live(drafters.create(with_store(spec, store), {}), TreeShape.parse(method.shape), text)
         live.drafter.bind(target)
         live.drafter.begin([live.row])
         return live
@@ -175,24 +165,54 @@ class Run:
     def _round(self, name: str, live: Live, target: Target, more: Sequence[int], number: int) -> None:
         """``number`` is below 0 in a warm-up."""
         wait, request = synchroniser(target.device), live.request(target)
-        begin = self.clock()
+        begin = time.perf_counter()
         tree = live.drafter.draft(request)
         wait()
-        drafted = self.clock()
+        drafted = time.perf_counter()
         logits = target.score(tree.with_safe_parents())
         wait()
-        scored = self.clock()
+        scored = time.perf_counter()
         path = reached(tree, more)
         live.row.ids += more
         feedback = Feedback(
             tree, [len(path) - 1], None if tree.chain else _padded(path, tree), logits if live.drafter.info.needs_logits else None
         )
-        told = self.clock()
+        told = time.perf_counter()
         live.drafter.observe([live.row], feedback)
         wait()
         if number >= 0:
-            host = drafted - begin + self.clock() - told
+            host = drafted - begin + time.perf_counter() - told
             self.measurements.append(Measurement(name, number, tree.nodes, host, scored - drafted))
+
+    # -- what is reported -----------------------------------------------------------------------------------------------
+
+    def of(self, name: str) -> list[Measurement]:
+        return [each for each in self.measurements if each.method == name]
+
+    def figures(self) -> list[Figure]:
+        return [
+            Figure(f"{name}: time on the host over that of a pass", share(self.of(name)), high=LIMIT, noise=True) for name in self.methods
+        ]
+
+    def tables(self) -> list[Table]:
+        lines = []
+        for figure, (name, method) in zip(self.figures(), self.methods.items()):
+            host, pass_, nodes = (Spread.of([getattr(each, of) for each in self.of(name)]).median for of in ("host", "target", "nodes"))
+            cells = (f"{nodes:g}", f"{host * 1e6:.0f}", f"{pass_ * 1e3:.1f}", share(self.of(name)).text(2, 100), figure.verdict)
+            lines.append((method.drafter, method.shape, *cells))
+        columns = ("drafter", "shape", "nodes scored", "host, µs", "pass, ms", "host over pass, %", f"≤ {100 * LIMIT:g} %")
+        return [Table(f"Medians per round, behind {self.settings.context} tokens", columns, lines)]
+
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings = self.settings
+        return [
+            f"{settings.target}, {settings.dtype}, one greedy row; {settings.rounds} rounds after {WARM_UPS} to warm up, in turns. Each "
+            f"adds {settings.kept} tokens of the text, which is of Python's library, to the {settings.context} there are. In brackets the "
+            "host's quartiles.",
+            f"The cache holds the first {min(READ, settings.context)} tokens again and again: what a pass takes does not depend on them.",
+            f"{SEVERAL} merges {settings.members}. The datastore of rest holds {self.known} tokens.",
+            "The host's time is that of the draft and of learning from the round, right after passes that emptied the caches.",
+        ]
 
 
 def lengthened(target: Target, text: Sequence[int], room: int) -> None:
@@ -234,69 +254,9 @@ def _no_history() -> Tensor:
     raise AssertionError("no processor reads a history here")
 
 
-# -- what is reported -----------------------------------------------------------------------------------------------------
-
-
-def rounds_of(run: Run, name: str) -> list[Measurement]:
-    return [each for each in run.measurements if each.contender == name]
-
-
 def share(rounds: Sequence[Measurement]) -> Spread:
     """Host seconds over seconds of a pass, medians; the interval is that of the host's quartiles over the median pass."""
     pass_ = Spread.of([each.target for each in rounds]).median
     ordered = sorted(each.host for each in rounds)
     quarter = len(ordered) // 4
     return Spread(Spread.of(ordered).median / pass_, ordered[quarter] / pass_, ordered[-1 - quarter] / pass_)
-
-
-def claims(run: Run) -> list[Claim]:
-    return [Claim(f"{name}: time on the host over that of a pass", LIMIT, True, share(rounds_of(run, name))) for name in run.contenders]
-
-
-def document(run: Run, *, command: str, environment: dict[str, Any]) -> dict[str, Any]:
-    """Everything about a run as plain values."""
-    return {
-        "schema": SCHEMA,
-        "suite": SUITE,
-        "command": command,
-        "environment": environment,
-        "settings": asdict(run.settings),
-        "known": run.known,
-        "claims": [each.plain() for each in claims(run)],
-        "measurements": [asdict(each) for each in run.measurements],
-    }
-
-
-def tables(run: Run) -> list[Table]:
-    lines = []
-    for claim, (name, contender) in zip(claims(run), run.contenders.items()):
-        rounds, spread = rounds_of(run, name), claim.spread
-        assert spread is not None
-        host, pass_, nodes = (Spread.of([getattr(each, field) for each in rounds]).median for field in ("host", "target", "nodes"))
-        lines.append(
-            (
-                contender.drafter,
-                contender.shape,
-                f"{nodes:g}",
-                f"{host * 1e6:.0f}",
-                f"{pass_ * 1e3:.1f}",
-                f"{100 * spread.median:.2f} ({100 * spread.low:.2f}–{100 * spread.high:.2f})",
-                claim.verdict,
-            )
-        )
-    columns = ("drafter", "shape", "nodes scored", "host, µs", "pass, ms", "host over pass, %", f"≤ {100 * LIMIT:g} %")
-    return [Table(f"Medians per round, behind {run.settings.context} tokens", columns, lines)]
-
-
-def notes(run: Run, *, command: str, environment: dict[str, Any]) -> Sequence[str]:
-    settings = run.settings
-    return [
-        f"`{command}`",
-        machine(environment),
-        f"{settings.target}, {settings.dtype}, one greedy row; {settings.rounds} rounds after {WARM_UPS} to warm up, in turns. Each adds "
-        f"{settings.kept} tokens of the text, which is of Python's library, to the {settings.context} there are. In brackets the host's "
-        "quartiles.",
-        f"The cache holds the first {min(READ, settings.context)} tokens again and again: what a pass takes does not depend on them.",
-        f"{SEVERAL} merges {settings.members}. The datastore of rest holds {run.known} tokens.",
-        "The host's time is that of the draft and of learning from the round, right after passes that emptied the caches.",
-    ]

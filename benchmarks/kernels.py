@@ -7,25 +7,22 @@ repeat. Large reads beside them say how fast memory was at the time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.overhead import turned
-from benchmarks.overhead_report import machine
+from benchmarks import suite
+from benchmarks.figures import Spread
 from benchmarks.passes import synchroniser
 from benchmarks.report import Table
-from benchmarks.verdicts import Spread
+from benchmarks.suite import Suite, option, turned
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model
 from foredraft.target import Target
 from foredraft.tree import TokenTree
 
-SCHEMA = 1
-SUITE = "kernels"
-TITLE = "Passes by execution and kind of weights"
 READ = 400 << 20  # bytes of the large read
 CONFIGURATIONS = (
     "float32/eager float32/packed float32/auto bfloat16/eager bfloat16/packed bfloat16/auto int8,float32/auto int8,bfloat16/eager "
@@ -34,17 +31,32 @@ CONFIGURATIONS = (
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is run. ``configurations`` are WEIGHTS/EXECUTION, weights a dtype or ``int8,`` and the dtype of everything else; ``passes``
-    are ROWSxNODES, chains behind each of ``contexts`` tokens."""
+class Settings(suite.Settings):
+    target: str = option("zoo:python-300m", "A path, a hub id or zoo:NAME.")
+    configurations: str = option(CONFIGURATIONS, "WEIGHTS/EXECUTION, separated by spaces; int8,DTYPE for weights of eight bits.")
+    passes: str = option("1x1 1x6 1x17 1x64 4x1 4x4 16x1 16x3", "ROWSxNODES, separated by spaces: chains.")
+    contexts: str = option("64 400", "Tokens in front, separated by spaces.")
+    repeats: int = option(7, "Measured repeats, after the warm-up.", least=1)
 
-    target: str = "zoo:python-300m"
-    configurations: str = CONFIGURATIONS
-    passes: str = "1x1 1x6 1x17 1x64 4x1 4x4 16x1 16x3"
-    contexts: str = "64 400"
-    device: str = "cpu"
-    threads: int = 2
-    repeats: int = 7
+    def __post_init__(self) -> None:
+        try:
+            given = self.sizes, self.lengths
+        except ValueError as error:
+            raise ConfigurationError(f"passes are ROWSxNODES such as 16x3, and contexts numbers of tokens: {error}") from None
+        if not (all(given) and self.parsed):
+            raise ConfigurationError("--passes, --contexts and --configurations name one each at least")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(int(rows), int(nodes)) for rows, nodes in (each.split("x") for each in self.passes.split())]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [int(each) for each in self.contexts.split()]
+
+    @property
+    def parsed(self) -> dict[str, Configuration]:
+        return {text: Configuration.parse(text) for text in self.configurations.split()}
 
 
 @dataclass(frozen=True)
@@ -79,40 +91,32 @@ class Measurement:
     seconds: float
 
 
-class Run:
-    """One run of the suite; ``advance`` is called after each step of ``steps``.
+class Kernels(Suite[Settings]):
+    """What a pass takes in each execution and kind of weights, side by side."""
 
-    Raises:
-        ConfigurationError: passes, contexts or configurations that do not read, or a target that cannot have them.
-    """
-
-    def __init__(self, settings: Settings, advance: Callable[[], None] = lambda: None, *, clock: Callable[[], float] = time.perf_counter):
-        self.settings, self.advance, self.clock = settings, advance, clock
-        try:
-            self.contexts = [int(each) for each in settings.contexts.split()]
-            self.passes = [(int(rows), int(nodes)) for rows, nodes in (each.split("x") for each in settings.passes.split())]
-        except ValueError as error:
-            raise ConfigurationError(f"passes are ROWSxNODES such as 16x3, and contexts numbers of tokens: {error}") from None
-        self.configurations = {text: Configuration.parse(text) for text in settings.configurations.split()}
-        self.measurements: list[Measurement] = []
-        self.reads: list[float] = []
-        self.executions: dict[str, str] = {}
+    name = "kernels"
+    title = "Passes by execution and kind of weights"
+    settings_type = Settings
+    measurements: list[Measurement]
+    reads: list[float]  # bytes per second
+    executions: dict[str, str]  # in use, by configuration
 
     @property
     def steps(self) -> int:
-        return len(self.configurations) + len(self.contexts) * len({rows for rows, _ in self.passes})
+        settings = self.settings
+        return len(settings.parsed) + len(settings.lengths) * len({rows for rows, _ in settings.sizes})
 
     @torch.inference_mode()
     def run(self) -> None:
-        torch.set_num_threads(self.settings.threads)
-        targets = {}
-        for name, each in self.configurations.items():
-            model = load_model(self.settings.target, dtype=each.dtype, device=self.settings.device, quantization=each.quantization)
+        settings, targets = self.settings, {}
+        torch.set_num_threads(settings.threads)
+        for name, each in settings.parsed.items():
+            model = load_model(settings.target, dtype=each.dtype, device=settings.device, quantization=each.quantization)
             targets[name] = Target(model, execution=each.execution, owned=True, reuse_prefix=False)
             self.executions[name] = targets[name].execution
             self.advance()
-        for context in self.contexts:
-            for rows in dict.fromkeys(rows for rows, _ in self.passes):
+        for context in settings.lengths:
+            for rows in dict.fromkeys(rows for rows, _ in settings.sizes):
                 self._measure(targets, context, rows)
                 self.advance()
         for target in targets.values():
@@ -124,9 +128,9 @@ class Run:
         generator = torch.Generator().manual_seed(0)
         for name, target in targets.items():
             texts = torch.randint(0, target.vocab_size, (rows, context), generator=generator).tolist()
-            target.open(texts, reserve=[context + max(nodes for _, nodes in self.passes) + 1] * rows)
+            target.open(texts, reserve=[context + max(nodes for _, nodes in self.settings.sizes) + 1] * rows)
             self._timed(wait, name, rows, 0, context, 0, lambda target=target, texts=texts: target.prefill(texts, first=0))  # type: ignore[misc]
-        for nodes in (nodes for each, nodes in self.passes if each == rows):
+        for nodes in (nodes for each, nodes in self.settings.sizes if each == rows):
             tree = TokenTree.from_chain(torch.arange(nodes, device=self.settings.device).expand(rows, nodes).contiguous())
             for repeat in range(self.settings.repeats + 1):  # the first is the warm-up
                 for name in turned(list(targets), repeat):
@@ -139,10 +143,10 @@ class Run:
         self, wait: Callable[[], None], name: str, rows: int, nodes: int, context: int, repeat: int, call: Callable[[], Any]
     ) -> None:
         wait()
-        begin = self.clock()
+        begin = time.perf_counter()
         call()
         wait()
-        seconds = self.clock() - begin
+        seconds = time.perf_counter() - begin
         if repeat or not nodes:
             self.measurements.append(Measurement(name, rows, nodes, context, repeat, seconds))
 
@@ -150,62 +154,35 @@ class Run:
         """Bytes per second of a large read by as many threads."""
         buffer = torch.rand(READ // 4, device=self.settings.device)
         buffer.sum()
-        begin = self.clock()
+        begin = time.perf_counter()
         buffer.sum().item()
-        return READ / (self.clock() - begin)
+        return READ / (time.perf_counter() - begin)
 
+    # -- what is reported -----------------------------------------------------------------------------------------------
 
-# -- what is reported -----------------------------------------------------------------------------------------------------
+    def of(self, *key: Any) -> Spread:
+        """Seconds of passes by configuration, rows, nodes and context."""
+        return Spread.of([each.seconds for each in self.measurements if (each.configuration, each.rows, each.nodes, each.context) == key])
 
+    def tables(self) -> list[Table]:
+        made, sizes = [], self.settings.sizes
+        most = max(rows for rows, _ in sizes)
+        for context in self.settings.lengths:
+            columns = ("weights/execution", "in use", *(f"{rows}×{nodes}" for rows, nodes in sizes), "reading, per token")
+            lines = []
+            for name, execution in self.executions.items():
+                spreads = [self.of(name, rows, nodes, context) for rows, nodes in sizes]
+                cells = [f"{each.median * 1e3:.1f} ({each.low * 1e3:.1f})" for each in spreads]
+                reading = self.of(name, most, 0, context).median / (most * context)
+                lines.append((name, execution, *cells, f"{reading * 1e3:.2f}"))
+            made.append(Table(f"Milliseconds per pass, rows × nodes, behind {context} tokens", columns, lines))
+        return made
 
-def of(run: Run, name: str, rows: int, nodes: int, context: int) -> Spread:
-    found = [
-        each.seconds
-        for each in run.measurements
-        if (each.configuration, each.rows, each.nodes, each.context) == (name, rows, nodes, context)
-    ]
-    return Spread.of(found)
-
-
-def document(run: Run, *, command: str, environment: dict[str, Any]) -> dict[str, Any]:
-    """Everything about a run as plain values."""
-    return {
-        "schema": SCHEMA,
-        "suite": SUITE,
-        "command": command,
-        "environment": environment,
-        "settings": asdict(run.settings),
-        "executions": run.executions,
-        "reads": run.reads,
-        "measurements": [asdict(each) for each in run.measurements],
-    }
-
-
-def tables(run: Run) -> list[Table]:
-    made = []
-    for context in run.contexts:
-        columns = ("weights/execution", "in use", *(f"{rows}×{nodes}" for rows, nodes in run.passes), "reading, per token")
-        lines = []
-        for name in run.configurations:
-            cells = [_milliseconds(of(run, name, rows, nodes, context)) for rows, nodes in run.passes]
-            most = max(rows for rows, _ in run.passes)
-            reading = of(run, name, most, 0, context).median / (most * context)
-            lines.append((name, run.executions[name], *cells, f"{reading * 1e3:.2f}"))
-        made.append(Table(f"Milliseconds per pass, rows × nodes, behind {context} tokens", columns, lines))
-    return made
-
-
-def _milliseconds(spread: Spread) -> str:
-    return f"{spread.median * 1e3:.1f} ({spread.low * 1e3:.1f})"
-
-
-def notes(run: Run, *, command: str, environment: dict[str, Any]) -> Sequence[str]:
-    settings, reads = run.settings, sorted(run.reads)
-    return [
-        f"`{command}`",
-        machine(environment),
-        f"{settings.target}; medians of {settings.repeats} passes that took turns, after a warm-up, with the shortest in brackets. "
-        "Reading a context was timed once, in the largest batch.",
-        f"Large reads beside the passes: {reads[len(reads) // 2] / 1e9:.0f} GB/s ({reads[0] / 1e9:.0f}–{reads[-1] / 1e9:.0f}). "
-        "The machine is shared: compare within a column.",
-    ]
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings, reads = self.settings, sorted(self.reads)
+        return [
+            f"{settings.target}; medians of {settings.repeats} passes that took turns, after a warm-up, with the shortest in brackets. "
+            "Reading a context was timed once, in the largest batch.",
+            f"Large reads beside the passes: {reads[len(reads) // 2] / 1e9:.0f} GB/s ({reads[0] / 1e9:.0f}–{reads[-1] / 1e9:.0f}). "
+            "The machine is shared: compare within a column.",
+        ]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import foredraft
+from benchmarks.suite import Settings, option
 from foredraft.errors import ForedraftError
 
 ADAPTERS = Path(__file__).parent / "peers"
@@ -51,9 +52,29 @@ class Peer:
         return self.name in SHARED
 
 
-def peers_folder(given: Path | None) -> Path:
-    """Where the environments are: as given, else ``$FOREDRAFT_PEERS``, else ``.peers``."""
-    return given or Path(os.environ.get(VARIABLE) or DEFAULT)
+@dataclass(frozen=True)
+class PeerSettings(Settings):
+    """Settings of suites that start peers."""
+
+    peers_path: Path | None = option(
+        None, "Folder of the peers' environments; $FOREDRAFT_PEERS or .peers unless given.", flag="--peers", place=True
+    )
+    work_path: Path | None = option(
+        None,
+        "Folder for checkpoints and what peers make of them, kept for the next run; work, among the peers, unless given.",
+        flag="--work",
+        place=True,
+    )
+    timeout: float = option(120.0, "Seconds after which a call has failed.", least=1)
+    patience: float = option(900.0, "Seconds after which loading or converting has failed.", least=1)
+
+    @property
+    def peers_folder(self) -> Path:
+        return self.peers_path or Path(os.environ.get(VARIABLE) or DEFAULT)
+
+    @property
+    def work_folder(self) -> Path:
+        return self.work_path or self.peers_folder / "work"
 
 
 def find(name: str, folder: Path) -> Peer:

@@ -1,15 +1,18 @@
-"""A table once, shown on the terminal or written as Markdown; and the one document of a run, written as JSON."""
+"""A report: shown on the terminal, written as Markdown beside the compressed document that it follows from."""
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
+
+SUFFIX = ".json.gz"
 
 
 @dataclass(frozen=True)
@@ -34,25 +37,37 @@ class Table:
         return f"## {self.title}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
-def show(tables: Sequence[Table], notes: Sequence[str], console: Console) -> None:
-    for table in tables:
-        console.print(table.rich())
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
+@dataclass(frozen=True)
+class Report:
+    """A page. ``charts`` are names of images beside it: None for a suite without any, none of them where they could not be drawn."""
+
+    title: str
+    notes: Sequence[str]
+    tables: Sequence[Table]
+    charts: Sequence[str] | None = None
+
+    def markdown(self) -> str:
+        text = [f"# {self.title}\n", *(f"{note}\n" for note in self.notes), *(table.markdown() for table in self.tables)]
+        if self.charts is not None:
+            shown = [f"![{Path(name).stem}]({name})" for name in self.charts] or [NO_CHARTS]
+            text.append("## Charts\n\n" + "\n\n".join(shown) + "\n")
+        return "\n".join(text)
+
+    def show(self, console: Console) -> None:
+        for table in self.tables:
+            console.print(table.rich())
+        for note in self.notes:
+            console.print(note, markup=False, highlight=False)
 
 
-def write(folder: Path, name: str, document: dict[str, Any], tables: Sequence[Table], notes: Sequence[str], title: str) -> list[Path]:
-    """``NAME.json`` and ``NAME.md`` in ``folder``; returns both paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = [f"# {title}\n", *(f"{note}\n" for note in notes), *(table.markdown() for table in tables)]
-    paths = [folder / f"{name}.json", folder / f"{name}.md"]
-    paths[0].write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    paths[1].write_text("\n".join(text), encoding="utf-8")
-    return paths
+NO_CHARTS = "No charts: matplotlib is not installed (pip install 'foredraft[plot]')."
 
 
-def append_images(page: Path, images: Sequence[Path], *, otherwise: str) -> None:
-    """Show ``images``, which lie beside ``page``, at its end; without any, say ``otherwise``."""
-    shown = [f"![{image.stem}]({image.name})" for image in images] or [otherwise]
-    with page.open("a", encoding="utf-8") as file:
-        file.write("\n## Charts\n\n" + "\n\n".join(shown) + "\n")
+def save(path: Path, document: Mapping[str, Any]) -> None:
+    """Write ``document`` compressed; the same document makes the same bytes."""
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+
+
+def load(path: Path) -> dict[str, Any]:
+    return dict(json.loads(gzip.decompress(path.read_bytes())))

@@ -1,376 +1,273 @@
-"""The speed suite: tokens per second of Foredraft and of the peers that a user would pick instead, in one run.
+"""The speed suite: tokens per second of Foredraft and of the peers that a user would pick instead.
 
-Every contender works in a process of its own environment and continues the same prompts by the same number of tokens, end of text
-ignored. They take turns, call by call, in an order that rotates, after warm-up calls of each; while one computes the others are
-stopped, which is checked. Memory's speed is measured next to the calls that it explains. What fails is a row that says so and has
-no figures.
+:mod:`benchmarks.speed_runner` says how calls are made and recorded.
 """
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
+import numpy as np
 
-from benchmarks import checkpoints, datasets
-from benchmarks.checkpoints import Checkpoint
-from benchmarks.datasets import Prompt
-from benchmarks.overhead import turned
-from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, Peer, PeerError, PeerProcess, find
-from benchmarks.speed_plan import DRAFT, LOOKUP, PLAIN, TEXT, Cell, Contender, Settings, cells, contenders, hopeless
-from benchmarks.speed_records import Curve, Failure, Measurement, Read, first_difference
-from foredraft.loading import load_tokenizer
+from benchmarks import speed_plots
+from benchmarks.figures import LEVEL, RESAMPLES, Estimate, Figure, best
+from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
+from benchmarks.report import Table
+from benchmarks.speed_calls import PERCENTILES, Calls
+from benchmarks.speed_plan import BATCH, COMPILED, DRAFT, HOPELESS, LOOKUP, ON_CUDA, PLAIN, RANDOM, TEXT, Settings
+from benchmarks.speed_runner import PeerSuite
+from benchmarks.speed_tables import (
+    OURS,
+    PLAIN_OF_OURS,
+    Comparison,
+    comparisons,
+    equality,
+    failed,
+    figures,
+    memory,
+    missing,
+    quiet,
+    ratio,
+    sides,
+    speed,
+    split,
+)
+from benchmarks.suite import instrument
 
-READ = 400 << 20  # bytes of the large read
-READS = 3  # at a time, after one that wakes the threads; their median counts
-REST = 0.03  # seconds between calls, for whatever the last one left to the system
-CURVE_REPEATS = 3
+PEER_DRAFT = {"bfloat16": 1.5, "float32": 1.2}
+PEER_LOOKUP = {"bfloat16": 1.15, "float32": 1.1}
+BANDWIDTH, ALLOWED, WORST, BATCHES, ASSISTED = 0.8, 0.95, 0.98, 1.0, 3.0
+PREDICTED = (0.9, 1.1)
+GPU_ASSISTED, GPU_COMPILED, GPU_BANDWIDTH, GPU_BANDWIDTH_LARGE, LARGE = 4.0, 2.0, 0.55, 0.8, 8e9  # LARGE in bytes per pass
 
 
-Launch = Callable[[Peer, Path], Any]
+class Speed(PeerSuite[Settings]):
+    """Tokens per second beside transformers, vLLM, llama.cpp and OpenVINO GenAI, each in its own environment.
 
-
-class Run:
-    """One run of the suite; ``advance`` is called after each step of ``steps``.
-
-    Args:
-        settings: what is run.
-        peers: folder of the environments.
-        work: folder for checkpoints and what peers make of them; kept, so that the next run finds them.
-        clock: seconds, for the large read.
-        launch: starts a peer's process; another one than the default only in tests.
+    Peers that are not installed (make peers) are rows that say so. Exits with 1 when something that is installed failed.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        advance: Callable[[], None] = lambda: None,
-        *,
-        peers: Path,
-        work: Path,
-        clock: Callable[[], float] = time.perf_counter,
-        launch: Launch | None = None,
-    ):
-        self.settings, self.advance, self.peers, self.work, self.clock = settings, advance, peers, work, clock
-        self.launch = launch or self._launch
-        self.measurements: list[Measurement] = []
-        self.failures: list[Failure] = []
-        self.reads: list[Read] = []
-        self.curves: list[Curve] = []
-        self.versions: dict[str, dict[str, str]] = {}
-        self.notes: dict[str, str] = {}
-        self.bytes: dict[str, int | None] = {}  # per pass, by target and dtype
-        self.everyone: dict[str, Contender] = {}
-        self.prompts = self.read()
+    name = "speed"
+    title = "Speed: Foredraft beside its peers"
+    settings_type = Settings
+    quick: ClassVar[Mapping[str, Any]] = {"limit": 2, "tokens": 32, "repeats": 1, "batches": (1,), "worst": False}
+    on_gpu: ClassVar[Mapping[str, Any]] = {"peers": ON_CUDA, "modes": (PLAIN, COMPILED, DRAFT, LOOKUP)}
 
-    def read(self) -> list[Prompt]:
-        return [prompt for source in self.settings.prompts for prompt in datasets.read(source, self.settings.limit)]
+    def figures(self) -> list[Figure]:
+        return [figure for each in comparisons(self) for figure in Findings(self, each.target, each.dtype).figures()]
 
-    def contenders(self) -> list[Contender]:
-        """Everyone who takes part; plain ones first."""
-        return [*contenders(self.settings), *(hopeless(self.settings) if self.settings.worst else [])]
-
-    def cells(self, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Contender], vocabulary: int) -> list[Cell]:
-        """All calls of one repeat; ``texts`` are prompts as (category, ids)."""
-        return cells(self.settings, texts, everyone, vocabulary)
-
-    def options(self, contender: Contender, target: Checkpoint) -> dict[str, Any]:
-        """What its adapter is told besides."""
-        return dict(contender.options)
-
-    @property
-    def steps(self) -> int:
-        """Measured and warm-up calls, if nobody fails; a rough count, for a progress bar."""
-        turns = sum(len(prompt.turns) for prompt in self.prompts)
-        texts = [("", [0, 0])] * turns
-        everyone = self.contenders()
-        calls = sum(len(cell.contenders) for cell in self.cells(texts, everyone, 2)) * self.settings.repeats
-        return (calls + len(everyone)) * len(self.settings.targets) * len(self.settings.dtypes)
-
-    @property
-    def reference(self) -> str:
-        """Whose greedy text the others' are compared with besides their own side's."""
-        done = {each.contender for each in self.measurements}
-        return next((name for name in ("transformers plain", "foredraft plain") if name in done), "")
-
-    def run(self) -> None:
-        """Every target in every dtype, one after the other: all contenders of one are in memory together.
-
-        Raises:
-            ConfigurationError: a target or draft that cannot be loaded, or prompts that make no tokens.
-        """
-        torch.set_num_threads(self.settings.threads)
-        draft = checkpoints.written(self.settings.draft, self.work) if DRAFT in self.settings.modes else None
-        for source in self.settings.targets:
-            target = checkpoints.written(source, self.work)
-            gc.collect()
-            for dtype in self.settings.dtypes:
-                self.bytes[f"{source} {dtype}"] = checkpoints.pass_bytes(target.path, dtype)
-                Block(self, target, draft, dtype).run()
-
-    def _launch(self, peer: Peer, log: Path) -> PeerProcess:
-        return PeerProcess(peer, threads=self.settings.threads, log=log)
-
-
-class Block:
-    """One target in one dtype."""
-
-    def __init__(self, run: Run, target: Checkpoint, draft: Checkpoint | None, dtype: str):
-        self.run_, self.settings, self.target, self.draft, self.dtype = run, run.settings, target, draft, dtype
-        self.processes: dict[str, Any] = {}
-        self.at: dict[str, tuple[Contender, str]] = {}  # contenders that are ready, and the process they are in
-        self.done: list[tuple[Cell, Measurement, list[list[int]]]] = []
-        self.buffer: torch.Tensor | None = None
-        self._turns = 0
-
-    def run(self) -> None:
-        settings = self.settings
-        everyone = self.run_.contenders()
-        self.run_.everyone |= {each.name: each for each in everyone}
-        try:
-            for contender in everyone:
-                self._load(contender)
-            tokenizer = load_tokenizer(str(self.target.path))
-            prompts = self._prompts(tokenizer)
-            calls = self.run_.cells(prompts, everyone, len(tokenizer))
-            self._warm_up(calls)
-            for repeat in range(settings.repeats):
-                self._forget(self.at)  # or else it would know the texts of the repeat before
-                for cell in calls:
-                    for name in turned([each for each in cell.contenders if each in self.at], self._turns):
-                        self._measure(name, cell, repeat)
-                        self.run_.advance()
-                    self._turns += 1
-                self._curve(repeat, sum(len(ids) for _, ids in prompts) // len(prompts) + settings.tokens // 2)
-        finally:
-            self.run_.measurements += self._compared()
-            for process in self.processes.values():
-                process.close()
-
-    # -- getting ready --------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _attempt(self, contender: str, stage: str) -> Iterator[None]:
-        """What fails in it is a row, and the contender is out: half a contender has no median."""
-        try:
-            yield
-        except PeerError as error:
-            self._failed(contender, stage, error)
-            self.at.pop(contender, None)
-
-    def _failed(self, contender: str, stage: str, error: PeerError) -> None:
-        """A row. It says what happened, and not where on this machine."""
-        message = str(error)
-        for path, name in ((self.run_.work, "WORK"), (self.run_.peers, "PEERS"), (Path.home(), "~")):
-            if len(path.absolute().parts) > 1:
-                message = message.replace(str(path.absolute()), name)
-        self.run_.failures.append(Failure(self.target.source, self.dtype, contender, stage, message))
-
-    def _load(self, contender: Contender) -> None:
-        settings, name = self.settings, contender.name
-        with self._attempt(name, "set-up"):
-            peer = find(contender.side, self.run_.peers)
-            key = contender.side if peer.shared else f"{contender.side} {contender.mode} {contender.setting}"
-            if key not in self.processes:
-                self._start(key, peer)
-            process = self.processes[key]
-            draft = checkpoints.untrained(self.draft, self.run_.work) if contender.hopeless and self.draft else self.draft
-            told = process.ask(
-                "load",
-                limit=settings.patience,
-                name=name,
-                checkpoint=self._converted(process, contender.side, self.target),
-                draft=self._converted(process, contender.side, draft) if draft and contender.mode == DRAFT else None,
-                dtype=self.dtype,
-                mode=contender.mode,
-                length=contender.length,
-                ngram=settings.ngram,
-                options=self.run_.options(contender, self.target),
-            )
-            self.at[name] = contender, key
-            if told.get("note"):
-                self.run_.notes[f"{name}, {self.dtype}"] = told["note"]
-
-    def _start(self, key: str, peer: Peer) -> None:
-        room, need = available_memory(), 1.3 * (self.run_.bytes[f"{self.target.source} {self.dtype}"] or 0)
-        if room is not None and room < need:
-            raise PeerError(f"not enough memory: {room / 1e9:.1f} GB are left, its weights alone take {need / 1.3e9:.1f}")
-        process = self.run_.launch(peer, self.run_.work / "logs" / f"{key.replace(' ', '-').replace('/', '-')}-{self.dtype}.log")
-        try:
-            told = process.ask(
-                "start", limit=self.settings.patience, threads=self.settings.threads, device=self.settings.device, folder=str(peer.folder)
-            )
-        except PeerError:
-            process.close()
-            raise
-        self.processes[key] = process
-        self.run_.versions[peer.name] = told.get("versions", {})
-
-    def _converted(self, process: Any, side: str, checkpoint: Checkpoint) -> str:
-        """The checkpoint in the side's own format."""
-        if side not in ("llamacpp", "openvino"):
-            return str(checkpoint.path)
-        folder = (self.run_.work / checkpoint.slug / side).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        return str(
-            process.ask("prepare", limit=self.settings.patience, checkpoint=str(checkpoint.path), folder=str(folder), dtype=self.dtype)
-        )
-
-    def _prompts(self, tokenizer: Any) -> list[tuple[str, list[int]]]:
-        """Every turn as a prompt of its own: what came before it, answered as the first contender that is ready answers, and itself."""
+    def groups(self) -> list[tuple[Comparison, str, int, Calls]]:
+        """Calls that are comparable, in the order in which they were made, by scenario and batch."""
+        found = {(each.target, each.dtype): each for each in comparisons(self)}
+        keys = dict.fromkeys((each.target, each.dtype, each.scenario, each.batch) for each in self.measurements)
         return [
-            (prompt.category, ids)
-            for prompt in self.run_.prompts
-            for ids in datasets.conversation(prompt, tokenizer, self._answer, chat=self.settings.chat)
+            (found[target, dtype], scenario, batch, found[target, dtype].calls(scenario=scenario, batch=batch))
+            for target, dtype, scenario, batch in keys
         ]
 
-    def _answer(self, ids: list[int]) -> list[int] | None:
-        for name in list(self.at):
-            with self._attempt(name, "first turn"):
-                return list(self._ask(name, [ids], self.settings.tokens, self.settings.temperature)["ids"][0])
-        return None
+    def tables(self) -> list[Table]:
+        shown = [figures(self.figures())]
+        for comparison, scenario, batch, calls in self.groups():
+            where = comparison.where
+            if scenario == TEXT:
+                shown += [speed(f"Tokens per second, {where}", calls), self._best(comparison, calls), latency(f"Latency, {where}", calls)]
+                shown += [split(f"Time split, {where}", calls), equality(self, calls, where), *by_category(calls, where)]
+            else:
+                shown.append(speed(f"{scenario.capitalize()} {batch if scenario == BATCH else f'at batch {batch}'}, {where}", calls))
+        return [*shown, *failed(self)]
 
-    def _warm_up(self, calls: Sequence[Cell]) -> None:
-        """So many calls of each contender, on prompts from the first on, and one of each other scenario that it takes part in."""
-        for name in list(self.at):
-            mine = [cell for cell in calls if name in cell.contenders]
-            first = [cell for cell in mine if cell.scenario == TEXT][: self.settings.warmups] or mine[:1]
-            first += first[: self.settings.warmups - len(first)]
-            with self._attempt(name, "warm-up"):
-                for cell in [*first, *(cell for cell in mine if cell.scenario != TEXT)]:
-                    self._ask(name, cell.ids, cell.tokens, cell.temperature)
-                self.run_.advance()
+    def _best(self, comparison: Comparison, calls: Calls) -> Table:
+        """The best setting of each side, mode by mode, and ours over it."""
+        rows = []
+        for mode in dict.fromkeys(each.mode for each in self.methods):
+            ours = best(comparison.names(mode, OURS), calls.rate)
+            for side in (FOREDRAFT, *self.settings.peers):
+                found = best(comparison.names(mode, (side,)), calls.rate)
+                if found is None:
+                    continue
+                over = "" if ours is None or side == FOREDRAFT else (ours[1] / found[1]).spread.text()
+                rows.append((f"{mode}: {side}", found[0].partition(", ")[2] or "—", found[1].spread.text(1), over))
+        return Table(f"Best setting of each side, {comparison.where}", ("side", "setting", "tokens/s", "Foredraft over it"), rows)
 
-    # -- measuring ------------------------------------------------------------------------------------------------------
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings = self.settings
+        how = "greedy" if settings.temperature == 0 else f"at temperature {settings.temperature:g}"
+        inflated = instrument(settings.targets)
+        return [
+            f"Contenders, each in a process and environment of its own: {sides(self) or 'none started'}.",
+            f"Target {', '.join(settings.targets)}, draft {settings.draft}; {how}, {self.turns} prompts × {settings.tokens} new tokens, "
+            f"end of text ignored, {settings.repeats} repeats in turns after {settings.warmups} warm-up calls, {settings.threads} threads. "
+            "Everyone reads the same checkpoint files, converted where an engine has a format of its own. "
+            f"γ = {', '.join(map(str, settings.lengths))} for peers; {', '.join(settings.shapes)} for Foredraft; lookup matches of up to "
+            f"{settings.ngram} tokens where that can be set.",
+            f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
+            f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all contenders share, so that quotients are paired). "
+            "After the first token: of the first row, without the pass over the prompt. Acceptance length is tokens over passes, after the "
+            "pass over the prompt. Tokens of one round come together, so that times between tokens are 0 or a round.",
+            missing(self),
+            memory(self),
+            quiet(self),
+            f"{inflated} Its matrices of zeros were replaced by numbers of the order of 1e-12, so that no engine saves reading them."
+            if inflated
+            else "",
+            "Prompt lookups are not one algorithm: engines differ in which match they take and how long it must be, so acceptance lengths "
+            "stand beside the speeds. Passes are counted at the target, alike for all; llama.cpp's pass over the prompt makes no token, "
+            "its first round does what the others' prompt pass does.",
+        ]
 
-    def _ask(self, name: str, ids: Any, tokens: int, temperature: float, seed: int = 0) -> dict[str, Any]:
-        process = self.processes[self.at[name][1]]
-        rows = [list(row) for row in ids]
-        told = process.ask("generate", limit=self.settings.timeout, name=name, ids=rows, tokens=tokens, temperature=temperature, seed=seed)
-        wrong = [len(row) for row in told["ids"] if len(row) != tokens]
-        if wrong or len(told["ids"]) != len(rows):
-            raise PeerError(f"{len(told['ids'])} rows, {wrong or tokens} tokens came back where {len(rows)} of {tokens} were asked for")
-        return dict(told)
+    def charts(self, folder: Path, name: str) -> list[str]:
+        return [path.name for path in speed_plots.draw(self, folder, name)]
 
-    def _forget(self, names: Iterable[str]) -> None:
-        """What earlier texts taught Foredraft's drafters; its peers are set up to keep nothing."""
-        for name in list(names):
-            contender, key = self.at[name]
-            if contender.side == FOREDRAFT and contender.mode not in (PLAIN, DRAFT, LOOKUP):
-                with self._attempt(name, "measurement"):
-                    self.processes[key].ask("forget", limit=self.settings.timeout, name=name)
 
-    def _measure(self, name: str, cell: Cell, repeat: int) -> None:
-        contender, key = self.at[name]
-        if contender.fresh:
-            self._forget([name])
-        time.sleep(REST)
-        before = self._sleepers(key)
-        with self._attempt(name, "measurement"):
-            told = self._ask(name, cell.ids, cell.tokens, cell.temperature, repeat)
-            after = self._sleepers(key)
-            others = None if before is None or after is None else (after - before) / told["seconds"]
-            measured = self._measurement(
-                told,
-                target=self.target.source,
-                dtype=self.dtype,
-                scenario=cell.scenario,
-                batch=cell.batch,
-                index=cell.index,
-                category=cell.category,
-                contender=name,
-                repeat=repeat,
-                others=others,
-            )
-            self.done.append((cell, measured, told["ids"]))
-            if name == "foredraft plain" and cell.scenario == TEXT:
-                self._read(cell.index, repeat)
+def latency(title: str, calls: Calls) -> Table:
+    rows = []
+    for name in calls.by_method:
+        first, percentiles = calls.first_token(name), calls.percentiles(name)
+        cells = ["—"] * len(PERCENTILES) if percentiles is None else [f"{value * 1e3:.1f}" for value in percentiles]
+        rows.append((name, "—" if first is None else f"{first * 1e3:.0f}", *cells))
+    return Table(title, ("contender", "first token, ms", *(f"between tokens p{each}, ms" for each in PERCENTILES)), rows)
 
-    @staticmethod
-    def _measurement(told: dict[str, Any], **where: Any) -> Measurement:
-        known = ("ids", "seconds", "times", "rounds", "kept", "passes", "split", "predicted")
-        return Measurement(
-            **where,
-            tokens=sum(map(len, told["ids"])),
-            seconds=told["seconds"],
-            times=tuple(told.get("times") or ()),
-            rounds=told.get("rounds"),
-            kept=told.get("kept"),
-            passes=told.get("passes"),
-            split=told.get("split") or {},
-            predicted=told.get("predicted"),
-            more={name: value for name, value in told.items() if name not in known},
-        )
 
-    def _compared(self) -> list[Measurement]:
-        """All of the block's calls, with what comparing their texts says. Whoever is compared with may have had its turn later."""
-        plain: dict[tuple[str, tuple[str, int, int]], list[list[int]]] = {}
-        for contender in self.run_.everyone.values():  # a side may have several plain ones: the first counts
-            for cell, each, rows in self.done:
-                if contender.mode == PLAIN and each.contender == contender.name and cell.temperature == 0:
-                    plain.setdefault((contender.side, cell.key), rows)
+def by_category(calls: Calls, where: str) -> list[Table]:
+    """Tokens per second by category, where there are several."""
+    every = [each for rows in calls.by_method.values() for each in rows]
+    categories = list(dict.fromkeys(each.category for each in every))
+    if len(categories) < 2:
+        return []
+    parts = [Calls([each for each in every if each.category == category]) for category in categories]
+    rows = []
+    for name in calls.by_method:
+        rates = [part.rate(name) for part in parts]
+        rows.append((name, *("failed" if rate is None else f"{rate.value:.1f}" for rate in rates)))
+    return [Table(f"Tokens per second by category, {where}", ("contender", *categories), rows)]
+
+
+class Findings(Comparison):
+    """What the project promises of its speed, for one target in one dtype."""
+
+    def figures(self) -> list[Figure]:
+        text = self.calls()
+        found = [self.bandwidth(text)]
+        if self.run.settings.device != "cpu":
+            found += [
+                self.against(text, "transformers' assisted generation", GPU_ASSISTED, DRAFT, self.names(DRAFT, self.run.settings.peers)),
+                self.against(
+                    text, "transformers' compiled plain decoding", GPU_COMPILED, DRAFT, self.names(COMPILED, self.run.settings.peers)
+                ),
+            ]
+        else:
+            for mode, word, bounds in ((DRAFT, "draft model", PEER_DRAFT), (LOOKUP, "prompt lookup", PEER_LOOKUP)):
+                if self.dtype in bounds:
+                    peers = self.names(mode, self.run.settings.peers)
+                    found.append(self.against(text, f"the best peer's, {word}", bounds[self.dtype], mode, peers))
+            if self.dtype == "bfloat16":
+                theirs = self.names(DRAFT, (TRANSFORMERS,))
+                found.append(self.against(text, "transformers' assisted generation", ASSISTED, DRAFT, theirs))
+        return [*found, *self.allowed(text), *self.predicted(text), *self.worst(), *self.batches()]
+
+    # -- one by one -----------------------------------------------------------------------------------------------------
+
+    def bandwidth(self, text: Calls) -> Figure:
+        bytes_, reads = self.run.bytes_per_pass.get(f"{self.target} {self.dtype}"), self.read_rate()
+        rate = text.decoding_rate(PLAIN_OF_OURS)
+        low, name = BANDWIDTH, "plain decoding's effective bandwidth over that of a large read"
+        if self.run.settings.device != "cpu":
+            low = GPU_BANDWIDTH_LARGE if (bytes_ or 0) > LARGE else GPU_BANDWIDTH
+            name = "plain decoding's effective bandwidth over that of a device copy"
+        paired = None if not bytes_ else text.over_reads(PLAIN_OF_OURS, bytes_, self.reads())
+        if rate is None or paired is None or not bytes_ or reads is None:
+            return self.figure(name, low, None)
+        how = f"{rate.value * bytes_ / 1e9:.1f} over {reads / 1e9:.1f} GB/s, paired call by call"
+        return self.figure(name, low, paired, how=how)
+
+    def reads(self) -> dict[tuple[int, int], float]:
+        """Bytes per second, by prompt and repeat."""
+        mine = [each for each in self.run.reads if (each.target, each.dtype) == (self.target, self.dtype)]
+        return {(each.index, each.repeat): each.rate for each in mine}
+
+    def read_rate(self) -> float | None:
+        rates = self.reads().values()
+        return median(rates) if rates else None
+
+    def against(self, text: Calls, whom: str, low: float, mode: str, theirs: list[str]) -> Figure:
+        """The best of ours in ``mode`` over the best of ``theirs``."""
+        return self.over(f"tokens/s over {whom}", low, self.names(mode, OURS), theirs, text.rate, digits=1)
+
+    def allowed(self, text: Calls) -> list[Figure]:
+        """For each chain of a fixed length γ: speed-up after the prompt, over acceptance length × t(1) / (t(γ + 1) + t_draft)."""
         found = []
-        for cell, each, rows in self.done:
-            own = plain.get((self.run_.everyone[each.contender].side, cell.key))
-            reference = plain.get((TRANSFORMERS, cell.key), plain.get((FOREDRAFT, cell.key)))
-            if cell.temperature == 0 and own is not None:
-                each = replace(each, same=own == rows, differs=first_difference(own, rows))
-            if cell.temperature == 0 and reference is not None:
-                each = replace(each, same_as_reference=reference == rows, differs_from_reference=first_difference(reference, rows))
-            found.append(each)
+        for name in self.names(DRAFT, OURS):
+            length = self.methods[name].length
+            if not length:
+                continue
+            what = f"speed-up over what acceptance and cost curve allow, {name}"
+            curves = [each.values for each in self.run.curves if (each.target, each.dtype, each.method) == (self.target, self.dtype, name)]
+            rate, plain, kept = text.decoding_rate(name), text.decoding_rate(PLAIN_OF_OURS), text.acceptance(name)
+            if not curves or rate is None or plain is None or kept is None:
+                found.append(self.figure(what, ALLOWED, None))
+                continue
+            t1, tn, draft = (median(each[part] for each in curves) for part in ("t1", "tn", "draft"))
+            speedup, most = rate / plain, kept * (t1 / (tn + draft))
+            how = f"{speedup.value:.2f} of {kept.value:.2f} × {t1 * 1e3:.1f} / ({tn * 1e3:.1f} + {draft * 1e3:.1f} ms) = {most.value:.2f}"
+            found.append(self.figure(what, ALLOWED, speedup / most, how=how))
+            found.append(self._allowed_by_calls(text, name, speedup, kept))
         return found
 
-    def _sleepers(self, awake: str) -> float | None:
-        used = [process.cpu_seconds() for key, process in self.processes.items() if key != awake]
-        return None if None in used else sum(used)
+    def _allowed_by_calls(self, text: Calls, name: str, speedup: Estimate, kept: Estimate) -> Figure:
+        """The same with the passes and drafts of these very calls in place of a curve that was measured apart."""
+        what = f"speed-up over what acceptance and its own passes allow, {name}"
+        t1, tn, draft = text.part(PLAIN_OF_OURS, "target"), text.part(name, "target"), text.part(name, "draft")
+        if t1 is None or tn is None or draft is None:
+            return self.figure(what, ALLOWED, None)
+        most = kept * t1 / (tn + draft)
+        times = f"{t1.value * 1e3:.1f} / ({tn.value * 1e3:.1f} + {draft.value * 1e3:.1f} ms)"
+        return self.figure(what, ALLOWED, speedup / most, how=f"{speedup.value:.2f} of {kept.value:.2f} × {times} = {most.value:.2f}")
 
-    def _read(self, index: int, repeat: int) -> None:
-        """Large reads by as many threads, right after the plain call that they are compared with: the memory of a machine that others use
-        too is twice as fast in one minute as in another. On a GPU copies, bytes read and written."""
-        clock, seconds = self.run_.clock, []
-        if self.buffer is None:
-            self.buffer = torch.ones(READ // 4, device=self.settings.device)
-        for _ in range(READS + 1):
-            begin = clock()
-            if self.settings.device == "cpu":
-                self.buffer.sum()
-            else:
-                self.buffer.clone()
-                torch.cuda.synchronize()
-            seconds.append(clock() - begin)
-        moved = READ if self.settings.device == "cpu" else 2 * READ
-        self.run_.reads.append(Read(self.target.source, self.dtype, index, repeat, moved / median(seconds[1:])))
+    def predicted(self, text: Calls) -> list[Figure]:
+        found = []
+        for mode in (DRAFT, LOOKUP):
+            for name in self.names(mode, OURS):
+                if self.methods[name].automatic:
+                    what = f"measured over planner-predicted tokens/s, {name}"
+                    found.append(self.figure(what, PREDICTED[0], text.predicted_seconds(name), PREDICTED[1]))
+        return found
 
-    def _curve(self, repeat: int, context: int) -> None:
-        """Cost curves of Foredraft's draft models with chains of a fixed length, at ``context`` tokens."""
-        if repeat >= CURVE_REPEATS:
-            return
-        for name, (contender, key) in list(self.at.items()):
-            if contender.side == FOREDRAFT and contender.mode == DRAFT and contender.length:
-                try:
-                    values = self.processes[key].ask(
-                        "costs", limit=self.settings.timeout, name=name, rows=1, length=contender.length, context=context
-                    )
-                except PeerError as error:  # the calls themselves have been measured
-                    self._failed(f"cost curve of {name}", "measurement", error)
-                    continue
-                curve = Curve(self.target.source, self.dtype, name, contender.length, 1, repeat, values)
-                self.run_.curves.append(curve)
+    def worst(self) -> list[Figure]:
+        """Text that cannot be guessed, against plain decoding of the same."""
+        found = []
+        for scenario in (HOPELESS, RANDOM):
+            for batch in self.run.settings.batches:
+                calls = self.calls(scenario=scenario, batch=batch)
+                plain = calls.rate(PLAIN_OF_OURS)
+                for name in [each for each in calls.by_method if self.methods[each].mode != PLAIN] or [scenario]:
+                    value = ratio(calls.rate(name), plain)
+                    found.append(self.figure(f"{scenario}, batch {batch}: tokens/s over plain, {name}", WORST, value))
+        return found if self.run.settings.worst else []
+
+    def batches(self) -> list[Figure]:
+        """With the planner on: over plain decoding at every batch, and the total over that of the next smaller batch."""
+        found = []
+        batches = sorted(self.run.settings.batches)
+        calls = {batch: self.calls(scenario=TEXT if batch == 1 else BATCH, batch=batch) for batch in batches}
+        for mode in (DRAFT, LOOKUP):
+            names = [name for name in self.names(mode, OURS) if self.methods[name].automatic]
+            for name in names:
+                rates = {batch: calls[batch].rate(name) for batch in batches}
+                for batch in batches:
+                    value = ratio(rates[batch], calls[batch].rate(PLAIN_OF_OURS))
+                    found.append(self.figure(f"batch {batch}: tokens/s over plain, {name}", BATCHES, value))
+                for small, large in pairwise(batches):
+                    before, after = rates[small], rates[large]
+                    value = None if before is None or after is None else _unpaired(after, before)
+                    found.append(self.figure(f"batch {large} over batch {small}: total tokens/s, {name}", BATCHES, value))
+        return found
 
 
-def available_memory() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
-    return None
+def _unpaired(above: Estimate, below: Estimate) -> Estimate:
+    """The quotient of two that have no calls in common: draws are shuffled against each other."""
+    order = np.random.default_rng(1).permutation(len(below.draws))
+    return Estimate(above.value / below.value, above.draws / below.draws[order])

@@ -1,4 +1,4 @@
-"""What the speed suite runs: settings, contenders, and the scenarios that they meet in."""
+"""What the speed suite runs: settings, methods, and the scenarios that they meet in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
+from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, PeerSettings
+from benchmarks.suite import option
 from foredraft.errors import ConfigurationError
 
 PLAIN, DRAFT, LOOKUP, COMPILED = "plain", "draft", "lookup", "compiled"
@@ -19,46 +20,26 @@ WILD = 100.0  # temperature at which every token is as likely as any other
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is run.
-
-    Attributes:
-        targets: checkpoint folders or zoo:NAME; ``draft`` likewise.
-        dtypes, batches, rules, modes: all are combined; rules matter where ``temperature`` is not 0, and then no peer takes part.
-        drafters: further drafters of Foredraft's, as NAME or NAME:SOURCE.
-        peers: who else takes part.
-        lengths: γ, tokens drafted per round by peers; each is a setting of its own.
-        shapes: of Foredraft's drafts; each is a setting of its own.
-        ngram: longest match of prompt lookup, for all who have such an option.
-        prompts: ``embedded`` or files; ``limit`` prompts of each category at most.
-        tokens: new tokens per row; ``repeats`` measured calls after ``warmups`` of each contender.
-        worst: measure text that cannot be guessed as well.
-        timeout: seconds after which a call counts as failed; ``patience`` the same for loading and converting.
-    """
-
-    targets: tuple[str, ...] = ("zoo:python-300m",)
-    draft: str = "zoo:python-1m"
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    batches: tuple[int, ...] = (1, 4, 16)
-    rules: tuple[str, ...] = (AUTO,)
-    modes: tuple[str, ...] = MODES
-    drafters: tuple[str, ...] = ()
-    peers: tuple[str, ...] = PEERS
-    lengths: tuple[int, ...] = (5,)
-    shapes: tuple[str, ...] = (AUTO, "chain(5)")
-    ngram: int = 3
-    prompts: tuple[str, ...] = ("embedded",)
-    limit: int | None = None
-    chat: bool = False
-    tokens: int = 64
-    repeats: int = 3
-    warmups: int = 1
-    temperature: float = 0.0
-    worst: bool = True
-    device: str = "cpu"
-    threads: int = 2
-    timeout: float = 120.0
-    patience: float = 900.0
+class Settings(PeerSettings):
+    targets: tuple[str, ...] = option(("zoo:python-300m",), "A checkpoint folder or zoo:NAME.", flag="--target")
+    draft: str = option("zoo:python-1m", "The draft model, with the target's tokenizer.")
+    dtypes: tuple[str, ...] = option(("bfloat16", "float32"), "bfloat16, float32, float16.", flag="--dtype")
+    batches: tuple[int, ...] = option((1, 4, 16), "Rows.", least=1, flag="--batch")
+    rules: tuple[str, ...] = option((AUTO,), "Of Foredraft's, where it samples.", flag="--rule")
+    modes: tuple[str, ...] = option(MODES, "plain, draft, lookup, compiled.", flag="--mode")
+    drafters: tuple[str, ...] = option((), "Further drafters of Foredraft's.", flag="--drafter", metavar="NAME[:SOURCE][;KEY=VALUE]")
+    peers: tuple[str, ...] = option(PEERS, "Who else takes part.", flag="--peer")
+    lengths: tuple[int, ...] = option((5,), "γ of the peers' drafts; the best counts.", least=1, flag="--gamma")
+    shapes: tuple[str, ...] = option((AUTO, "chain(5)"), "Of Foredraft's drafts, auto for the planner.", flag="--shape")
+    ngram: int = option(3, "Longest match of prompt lookup, on all sides that can set it.", least=1)
+    prompts: tuple[str, ...] = option(("embedded",), "embedded, or a file in any format of benchmarks.datasets.", metavar="FILE")
+    limit: int | None = option(3, "Prompts of each category, at most.", least=1)
+    chat: bool = option(False, "Each turn is a user's message; apply the chat template.")
+    tokens: int = option(64, "New tokens per row.")
+    repeats: int = option(3, "Measured calls.", least=1)
+    warmups: int = option(1, "Calls before, of each method.", least=1)
+    temperature: float = option(0.0, "Above 0 Foredraft samples, and no peer takes part.", least=0.0)
+    worst: bool = option(True, "Also text that cannot be guessed.")
 
     def __post_init__(self) -> None:
         for name, known in (("modes", (*MODES, COMPILED)), ("dtypes", ("bfloat16", "float32", "float16"))):
@@ -70,7 +51,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Method:
     """One way to decode, of one ``side``.
 
     Attributes:
@@ -100,7 +81,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Cell:
-    """One call that every one of ``contenders``, by name, makes in every repeat: ``ids`` row by row, continued by ``tokens`` each."""
+    """One call that every one of ``methods``, by name, makes in every repeat: ``ids`` row by row, continued by ``tokens`` each."""
 
     scenario: str
     index: int
@@ -108,7 +89,7 @@ class Cell:
     ids: tuple[tuple[int, ...], ...]
     tokens: int
     temperature: float
-    contenders: tuple[str, ...]
+    methods: tuple[str, ...]
 
     @property
     def batch(self) -> int:
@@ -119,9 +100,9 @@ class Cell:
         return self.scenario, self.batch, self.index
 
 
-def contenders(settings: Settings) -> list[Contender]:
+def methods(settings: Settings) -> list[Method]:
     """Everyone who meets on the prompts; plain ones first, so that texts can be compared with theirs, sides alternating."""
-    found: list[Contender] = []
+    found: list[Method] = []
     greedy = settings.temperature == 0
     sides = (FOREDRAFT, *(settings.peers if greedy else ()))
     for mode in (*settings.modes, *settings.drafters):
@@ -130,35 +111,35 @@ def contenders(settings: Settings) -> list[Contender]:
     return found
 
 
-def ours(settings: Settings, mode: str) -> list[Contender]:
+def ours(settings: Settings, mode: str) -> list[Method]:
     if mode == COMPILED:
         return []
     rules = settings.rules if settings.temperature else (AUTO,)
     if mode == PLAIN:
-        return [Contender(FOREDRAFT, PLAIN)]
+        return [Method(FOREDRAFT, PLAIN)]
     made = []
     for rule in rules:
         for shape in settings.shapes:
             setting = shape if rule == AUTO else f"{shape}, {rule}"
             options = {"rule": rule, **({} if shape == AUTO else {"shape": shape}), **({} if mode in MODES else {"drafter": mode})}
-            made.append(Contender(FOREDRAFT, mode, setting, _chain(shape), tuple(options.items())))
+            made.append(Method(FOREDRAFT, mode, setting, _chain(shape), tuple(options.items())))
     return made
 
 
-def theirs(settings: Settings, side: str, mode: str) -> list[Contender]:
+def theirs(settings: Settings, side: str, mode: str) -> list[Method]:
     """Settings in which a peer is tried; the best counts."""
     if mode == PLAIN:
         backends = ("PA", "SDPA") if side == "openvino" else ()
-        return [Contender(side, PLAIN, backend, 0, (("backend", backend),)) for backend in backends] or [Contender(side, PLAIN)]
+        return [Method(side, PLAIN, backend, 0, (("backend", backend),)) for backend in backends] or [Method(side, PLAIN)]
     if mode == COMPILED:
-        return [Contender(side, COMPILED)] if side == TRANSFORMERS else []
+        return [Method(side, COMPILED)] if side == TRANSFORMERS else []
     if mode not in MODES:
         return []
     made = []
     for length in settings.lengths:
-        made.append(Contender(side, mode, f"γ={length}", length))
+        made.append(Method(side, mode, f"γ={length}", length))
         if side == "llamacpp" and mode == LOOKUP:
-            made.append(Contender(side, mode, f"ngram-simple, γ={length}", length, (("kind", "ngram-simple"),)))
+            made.append(Method(side, mode, f"ngram-simple, γ={length}", length, (("kind", "ngram-simple"),)))
     return made
 
 
@@ -168,18 +149,16 @@ def _chain(shape: str) -> int:
     return int(inner) if shape.startswith("chain(") and inner.isdigit() else 0
 
 
-def hopeless(settings: Settings) -> list[Contender]:
-    """Foredraft's contenders for text that cannot be guessed: a draft model that knows nothing, on a greedy text, and prompt lookup, on
+def hopeless(settings: Settings) -> list[Method]:
+    """Foredraft's methods for text that cannot be guessed: a draft model that knows nothing, on a greedy text, and prompt lookup, on
     a random one. They are apart from the others, because what a planner learns there it would take along to their next text."""
     modes = {DRAFT: "auto, untrained", LOOKUP: "auto, random text"}
     return [
-        Contender(FOREDRAFT, mode, setting, 0, (("rule", AUTO),), hopeless=True)
-        for mode, setting in modes.items()
-        if mode in settings.modes
+        Method(FOREDRAFT, mode, setting, 0, (("rule", AUTO),), hopeless=True) for mode, setting in modes.items() if mode in settings.modes
     ]
 
 
-def automatic(found: Iterable[Contender]) -> list[Contender]:
+def automatic(found: Iterable[Method]) -> list[Method]:
     """Foredraft's plain one, and those whose shapes are chosen as they go, or else the first of each mode: those that batches are
     measured with."""
     mine = [each for each in found if each.side == FOREDRAFT and not each.hopeless]
@@ -190,7 +169,7 @@ def automatic(found: Iterable[Contender]) -> list[Contender]:
     return chosen
 
 
-def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Contender], vocabulary: int) -> list[Cell]:
+def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Method], vocabulary: int) -> list[Cell]:
     """All calls of one repeat. ``texts`` are prompts as (category, ids); other batches than 1, and hopeless text, are Foredraft's alone.
 
     Rows of a batch are the prompts, and where there are not enough of them, the same ones cut shorter.

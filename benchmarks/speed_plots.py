@@ -7,18 +7,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.speed import Run
-from benchmarks.speed_figures import Calls
-from benchmarks.speed_plan import TEXT
-from benchmarks.speed_report import PARTS, groups
-from benchmarks.verdicts import Spread
+from benchmarks.figures import Spread
+from benchmarks.speed_calls import Calls
+from benchmarks.speed_runner import PeerSuite
+from benchmarks.speed_tables import PARTS, Comparison, comparisons
 
-MISSING = "No charts: matplotlib is not installed (pip install 'foredraft[plot]')."
 COLOURS = {"foredraft": "#c0392b", "transformers": "#7f8c8d", "vllm": "#2980b9", "llamacpp": "#27ae60", "openvino": "#8e44ad"}
 MARKERS = {"plain": "o", "draft": "s", "lookup": "^"}
 
 
-def draw(run: Run, folder: Path, begin: str = "speed") -> list[Path]:
+def draw(run: PeerSuite[Any], folder: Path, begin: str = "speed") -> list[Path]:
     """Four PNG files for each target and dtype with calls on text; none without matplotlib, or of what there is nothing to show."""
     try:
         import matplotlib
@@ -28,20 +26,21 @@ def draw(run: Run, folder: Path, begin: str = "speed") -> list[Path]:
     except ImportError:
         return []
     folder.mkdir(parents=True, exist_ok=True)
-    charts: dict[str, Callable[[Run, Calls, str, str, Any], bool]] = {
+    charts: dict[str, Callable[[Comparison, Calls, Any], bool]] = {
         "speedup": speedups,
         "split": splits,
         "depth": depths,
         "cost": costs,
     }
     written = []
-    for (target, dtype, scenario, _), calls in groups(run):
-        if scenario != TEXT:
+    for comparison in comparisons(run):
+        calls, target, dtype = comparison.calls(), comparison.target, comparison.dtype
+        if not calls.by_method:
             continue
         several = f"-{target.removeprefix('zoo:').replace('/', '-')}" if len(run.settings.targets) > 1 else ""
         for name, chart in charts.items():
             figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
-            if chart(run, calls, target, dtype, axes):
+            if chart(comparison, calls, axes):
                 path = folder / f"{begin}-{name}-{dtype}{several}.png"
                 axes.set_title(axes.get_title() + f", {dtype}")
                 figure.savefig(path, dpi=120)
@@ -50,16 +49,16 @@ def draw(run: Run, folder: Path, begin: str = "speed") -> list[Path]:
     return written
 
 
-def speedups(run: Run, calls: Calls, target: str, dtype: str, axes: Any) -> bool:
+def speedups(comparison: Comparison, calls: Calls, axes: Any) -> bool:
     """Tokens per second over the fastest plain decoding of all, against acceptance length: what a token is worth to each side."""
-    plain = [rate.value for name in calls.by_contender if run.everyone[name].mode == "plain" and (rate := calls.rate(name))]
+    plain = [rate.value for name in calls.by_method if comparison.methods[name].mode == "plain" and (rate := calls.rate(name))]
     shown = []
-    for name in calls.by_contender:
-        rate, kept, contender = calls.rate(name), calls.acceptance(name), run.everyone[name]
+    for name in calls.by_method:
+        rate, kept, method = calls.rate(name), calls.acceptance(name), comparison.methods[name]
         if rate is None or kept is None or not plain:
             continue
         spread: Spread = (rate / max(plain)).spread
-        colour, marker = COLOURS.get(contender.side, "black"), MARKERS.get(contender.mode, "D")
+        colour, marker = COLOURS.get(method.side, "black"), MARKERS.get(method.mode, "D")
         axes.errorbar(
             kept.value,
             spread.median,
@@ -78,10 +77,10 @@ def speedups(run: Run, calls: Calls, target: str, dtype: str, axes: Any) -> bool
     return True
 
 
-def splits(run: Run, calls: Calls, target: str, dtype: str, axes: Any) -> bool:
+def splits(comparison: Comparison, calls: Calls, axes: Any) -> bool:
     """Milliseconds per token by where they go."""
     rows = []
-    for name in calls.by_contender:
+    for name in calls.by_method:
         rate, shares = calls.rate(name), [calls.share(name, part) for part in PARTS]
         if rate is not None and all(share is not None for share in shares):
             rows.append((name, [1e3 / rate.value * share.value for share in shares if share is not None]))
@@ -97,10 +96,10 @@ def splits(run: Run, calls: Calls, target: str, dtype: str, axes: Any) -> bool:
     return True
 
 
-def depths(run: Run, calls: Calls, target: str, dtype: str, axes: Any) -> bool:
+def depths(comparison: Comparison, calls: Calls, axes: Any) -> bool:
     """Of the tokens drafted at a depth, how many were accepted."""
     shown = False
-    for name in calls.by_contender:
+    for name in calls.by_method:
         found = [(accepted / drafted, depth) for depth, (accepted, drafted) in enumerate(calls.by_depth(name), 1) if drafted]
         if found:
             shown = True
@@ -111,9 +110,9 @@ def depths(run: Run, calls: Calls, target: str, dtype: str, axes: Any) -> bool:
     return shown
 
 
-def costs(run: Run, calls: Calls, target: str, dtype: str, axes: Any) -> bool:
+def costs(comparison: Comparison, calls: Calls, axes: Any) -> bool:
     """Seconds of the target's pass over so many tokens."""
-    curves = [each.values["target"] for each in run.curves if (each.target, each.dtype) == (target, dtype)]
+    curves = [each.values["target"] for each in comparison.run.curves if (each.target, each.dtype) == (comparison.target, comparison.dtype)]
     sizes = sorted({int(size) for curve in curves for size in curve})
     if not sizes:
         return False

@@ -1,31 +1,35 @@
 """The trees suite: what a round costs outside forward passes when it drafts and verifies a tree, and where that time goes.
 
 One row, greedy and sampled, with a draft model. Rounds are timed one by one: the loop's verbs are wrapped on the instances while a
-session runs, and forward passes of target and draft are recorded by hooks, as in the overhead suite. Every contender runs every
-prompt in every repeat, interleaved, after a warm-up. Only rounds with room for the whole shape are run.
+session runs, and forward passes of target and draft are recorded by hooks, as in the overhead suite. Only rounds with room for the whole
+shape are run.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks import prompts
-from benchmarks.overhead import DRAFT, TARGET, turned
+from benchmarks.figures import Figure, Spread
 from benchmarks.passes import Pass, PassRecorder, synchroniser
+from benchmarks.report import Table
+from benchmarks.suite import PairSettings, Suite, option, turned
 from foredraft import Speculator
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
-from foredraft.loading import load_model, load_tokenizer
 from foredraft.rows import RowParameters
 from foredraft.shapes import TreeShape
 
+LIMIT = 0.1  # of a round
+TARGET, DRAFT = "target", "draft"
 MODES = ("greedy", "sampled")
 GROWTH, DRAFT_SIDE, TARGET_SIDE, VERIFICATION, REST = "growth", "draft side", "target side", "verification", "rest"
 OWN = "own"  # calls of the draft model's cache
@@ -35,23 +39,20 @@ the target's logits to the verdict on the host; and all else."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is run. ``shapes`` are separated by spaces; ``nodes`` is the size from which on the claim is made."""
+class Settings(PairSettings):
+    shapes: str = option("chain(4) product(4,1,1,1) dynamic(depth=4,k=4,total=16)", "Separated by spaces.")
+    nodes: int = option(16, "Drafted nodes of the shapes that the figure is about.", least=1)
+    prompts: int = option(5, "How many of the five prompts.", least=1)
+    rounds: int = option(12, "Measured rounds per prompt.", least=1)
+    repeats: int = option(3, "Measured repeats, after the warm-up.", least=1)
 
-    target: str = "zoo:python-300m"
-    draft: str = "zoo:python-1m"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    threads: int = 2
-    shapes: str = "chain(4) product(4,1,1,1) dynamic(depth=4,k=4,total=16)"
-    nodes: int = 16
-    prompts: int = 5
-    rounds: int = 12
-    repeats: int = 3
+    def __post_init__(self) -> None:
+        if not all(TreeShape.parse(shape).nodes for shape in self.shapes.split()):
+            raise ConfigurationError(f"a shape without drafted nodes has nothing to measure, got {self.shapes}")
 
 
 @dataclass(frozen=True)
-class Contender:
+class Method:
     """A mode and a shape."""
 
     mode: str
@@ -70,7 +71,7 @@ class Contender:
 class Round:
     """Seconds of one round: the whole, forward passes of target and draft, and the ``parts`` outside them."""
 
-    contender: str
+    method: str
     repeat: int
     prompt: int
     tokens: int
@@ -100,47 +101,52 @@ class Call:
         return other.begin <= self.begin and self.end <= other.end
 
 
-class Run:
-    """One run of the suite; ``advance`` is called after each step of ``steps``."""
+FIGURES: dict[str, Callable[[Round], float]] = {
+    "share": lambda each: each.share,
+    "outside": lambda each: each.outside,
+    "wall": lambda each: each.wall,
+    "target": lambda each: each.target,
+    "draft": lambda each: each.draft,
+    **{part: lambda each, part=part: each.parts[part] for part in PARTS},  # type: ignore[misc]
+}
+"""Seconds of a round, and the share of it that is spent outside forward passes."""
 
-    def __init__(self, settings: Settings, advance: Callable[[], None] = lambda: None):
-        self.settings, self.advance = settings, advance
-        shapes = settings.shapes.split()
-        if not all(TreeShape.parse(shape).nodes for shape in shapes):
-            raise ConfigurationError(f"a shape without drafted nodes has nothing to measure, got {settings.shapes}")
-        self.contenders = {each.name: each for each in (Contender(mode, shape) for mode in MODES for shape in shapes)}
-        self.rules: dict[str, str] = {}
-        self.rounds: list[Round] = []
+
+class Trees(Suite[Settings]):
+    """What a round with a tree costs outside forward passes, and where that time goes."""
+
+    name = "trees"
+    title = "Trees: a round outside the models' forward passes"
+    settings_type = Settings
+    rounds: list[Round]
+    rules: dict[str, str]  # by method
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        return {each.name: each for each in (Method(mode, shape) for mode in MODES for shape in self.settings.shapes.split())}
 
     @property
     def steps(self) -> int:
-        return (self.settings.repeats + 1) * self.settings.prompts * len(self.contenders)
+        return (self.settings.repeats + 1) * self.settings.prompts * len(self.methods)
 
     def run(self) -> None:
-        """Measure every contender on every prompt in every repeat, after a warm-up of each.
-
-        Raises:
-            ConfigurationError: a model that cannot be loaded.
-        """
-        settings = self.settings
+        settings, methods = self.settings, self.methods
         torch.set_num_threads(settings.threads)
-        target, draft = (load_model(name, dtype=settings.dtype, device=settings.device) for name in (settings.target, settings.draft))
-        tokenizer = load_tokenizer(settings.target)
+        target, draft, tokenizer = settings.load()
         texts = [tokenizer(text)["input_ids"] for text in prompts.PYTHON[: settings.prompts]]
-        speculators = {each.shape: Speculator(target, DraftModel(draft), shape=each.shape) for each in self.contenders.values()}
+        speculators = {each.shape: Speculator(target, DraftModel(draft), shape=each.shape) for each in methods.values()}
         for repeat in range(settings.repeats + 1):
             for index, text in enumerate(texts):
                 gc.collect()
-                for name in turned(list(self.contenders), repeat * len(texts) + index):
-                    contender = self.contenders[name]
-                    measured = self._measure(contender, speculators[contender.shape], text, repeat - 1, index)
+                for name in turned(list(methods), repeat * len(texts) + index):
+                    measured = self._measure(methods[name], speculators[methods[name].shape], text, repeat - 1, index)
                     if repeat:  # the first is the warm-up
                         self.rounds += measured
                     self.advance()
 
-    def _measure(self, contender: Contender, speculator: Speculator, text: Sequence[int], repeat: int, index: int) -> list[Round]:
-        sampled, rounds = contender.mode == "sampled", self.settings.rounds
-        self.rules[contender.name] = speculator.rule.name if sampled else "match"
+    def _measure(self, method: Method, speculator: Speculator, text: Sequence[int], repeat: int, index: int) -> list[Round]:
+        sampled, rounds = method.mode == "sampled", self.settings.rounds
+        self.rules[method.name] = speculator.rule.name if sampled else "match"
         session, wait = speculator.session(), synchroniser(speculator.target.device)
         room = (rounds + 2) * (1 + speculator.shape.depth)
         session.add(text, RowParameters(max_new_tokens=room, do_sample=sampled, seed=(repeat, index)))
@@ -156,9 +162,56 @@ class Run:
                 (commit,) = session.step()
                 wait()
                 spent = Spent.of(recorder.passes, calls, begin, time.perf_counter())
-                measured.append(Round(contender.name, repeat, index, len(commit.tokens), **vars(spent)))
+                measured.append(Round(method.name, repeat, index, len(commit.tokens), **vars(spent)))
         session.close()
         return measured
+
+    # -- what is reported -----------------------------------------------------------------------------------------------
+
+    def summary(self, name: str) -> dict[str, Spread]:
+        """Every figure: its median over the rounds of a repeat, spread over the repeats."""
+        rounds = [each for each in self.rounds if each.method == name]
+        repeats = sorted({each.repeat for each in rounds})
+        return {
+            figure: Spread.of([median(of(each) for each in rounds if each.repeat == repeat) for repeat in repeats])
+            for figure, of in FIGURES.items()
+        }
+
+    def figures(self) -> list[Figure]:
+        """What a round with a tree of so many nodes may cost beside forward passes."""
+        return [
+            Figure(f"{name}: share of a round outside forwards", self.summary(name)["share"], high=LIMIT, noise=True)
+            for name, each in self.methods.items()
+            if each.nodes == self.settings.nodes
+        ]
+
+    def tables(self) -> list[Table]:
+        figures = [(each.name, f"≤ {LIMIT:.0%}", each.spread.percent(), each.verdict) for each in self.figures() if each.spread]
+        whole, split = [], []
+        for name, method in self.methods.items():
+            found = self.summary(name)
+            mine = [each.tokens for each in self.rounds if each.method == name]
+            times = [f"{found[figure].median * 1e3:.2f}" for figure in ("wall", "target", "draft")]
+            whole.append((name, self.rules[name], str(method.nodes), f"{sum(mine) / len(mine):.2f}", *times, found["share"].percent()))
+            split.append((name, found["outside"].text(2, 1e3), *(found[part].text(2, 1e3) for part in PARTS)))
+        columns = ("", "rule", "nodes", "tokens per round", "round, ms", "target forward, ms", "draft forwards, ms", "outside")
+        return [
+            Table("Claims", ("claim", "bound", "measured", "verdict"), figures),
+            Table("Rounds", columns, whole),
+            Table("A round outside forward passes, ms", ("", "all", *PARTS), split),
+        ]
+
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings = self.settings
+        return [
+            f"Target {settings.target}, draft {settings.draft}, {settings.dtype}; one row, greedy and at temperature 1 without top-k or "
+            f"top-p; {settings.prompts} prompts × {settings.rounds} rounds × {settings.repeats} interleaved repeats after a warm-up. "
+            "Figures are medians over the rounds of a repeat; then the median over the repeats, with the smallest and largest in brackets.",
+            "Outside is a round's wall time without the forward passes of target and draft. Growth: choosing the draft's tokens and "
+            "building the tree. Draft side and target side: masks, positions and cache of each. Verification: from the target's logits to "
+            "the verdict on the host. Rest: the row's noise, checks, committing the text, statistics.",
+            "The chain of the same depth is there to compare with.",
+        ]
 
 
 @contextmanager

@@ -9,19 +9,19 @@ to the host. Its parts are also timed alone; a rule alone starts from p and ends
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
-from benchmarks.overhead import turned
-from benchmarks.overhead_report import machine
+from benchmarks import suite
+from benchmarks.figures import Figure, Spread
 from benchmarks.passes import synchroniser
 from benchmarks.report import Table
-from benchmarks.verdicts import Claim, Spread
+from benchmarks.suite import Suite, option, turned
 from foredraft import verification
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Noise, Purpose, row_key
@@ -31,9 +31,6 @@ from foredraft.outcome import decide
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
 
-SCHEMA = 1
-SUITE = "verification"
-TITLE = "Verification: from a tree's logits to a verdict"
 LIMIT = 0.002  # seconds, for match and traversal on a GPU
 CLAIMED = ("match", "traversal")
 PARTS = ("verification", "processors", "softmax", "rule")
@@ -41,30 +38,31 @@ POSITION = 100
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What is run. ``shape`` is for rules that verify trees, ``chain`` for those that verify chains only; ``spread`` is the standard
-    deviation of the target's logits and ``error`` that of the draft's against them."""
+class Settings(suite.Settings):
+    shape: str = option("product(4,3,4)", "Shape of the trees, for rules that verify trees.")
+    chain: str = option("chain(5)", "Shape for rules that verify chains only.")
+    vocab_size: int = option(150_000, "V.", least=2)
+    rows: int = option(1, "B.", least=1)
+    temperature: float = option(0.8, "Of the sampling.", least=0.01)
+    top_p: float = option(0.95, "Of the sampling.", least=0.01)
+    spread: float = option(3.0, "Standard deviation of the target's logits.", least=0.0)
+    error: float = option(1.0, "Standard deviation of the draft's logits against the target's.", least=0.0)
+    repeats: int = option(10, "Measured repeats, after the warm-up.", least=1)
 
-    shape: str = "product(4,3,4)"
-    chain: str = "chain(5)"
-    vocab_size: int = 150_000
-    rows: int = 1
-    temperature: float = 0.8
-    top_p: float = 0.95
-    spread: float = 3.0
-    error: float = 1.0
-    device: str = "cpu"
-    threads: int = 2
-    repeats: int = 10
+    def __post_init__(self) -> None:
+        static(self.shape)
+        if not static(self.chain).is_chain:
+            raise ConfigurationError(f"--chain {self.chain} branches; give chain(γ)")
 
 
 @dataclass(frozen=True)
-class Entrant:
+class Method:
     """A rule on a kind of proposal."""
 
     rule: str
     proposal: Proposal
     shape: str
+    lossless: bool
 
     @property
     def name(self) -> str:
@@ -75,55 +73,90 @@ class Entrant:
 class Measurement:
     """Seconds of one repeat, by part, and the mean number of drafted tokens that were kept."""
 
-    entrant: str
+    method: str
     repeat: int
     seconds: dict[str, float]
     accepted: float
 
 
-def entrants(settings: Settings) -> list[Entrant]:
+def methods(settings: Settings) -> list[Method]:
     """Every rule: those that use q on every proposal that they accept, the others, to whom it is all the same, on fixed tokens."""
     found = []
     for name in verification.names():
         rule = verification.create(name)
         shape = settings.chain if rule.chains_only else settings.shape
         kinds: Sequence[Proposal] = rule.proposals if rule.needs_q else ("deterministic",)
-        found += [Entrant(name, kind, shape) for kind in kinds]
+        found += [Method(name, kind, shape, rule.lossless) for kind in kinds]
     return found
 
 
-class Run:
-    """One run of the suite; ``advance`` is called after each step of ``steps``."""
+class Verification(Suite[Settings]):
+    """What it takes to verify a tree over a large vocabulary, for every rule, processors included."""
 
-    def __init__(self, settings: Settings, advance: Callable[[], None] = lambda: None):
-        self.settings, self.advance = settings, advance
-        self.entrants = {entrant.name: entrant for entrant in entrants(settings)}
-        self.measurements: list[Measurement] = []
+    name = "verification"
+    title = "Verification: from a tree's logits to a verdict"
+    settings_type = Settings
+    methods: list[Method]
+    measurements: list[Measurement]
 
     @property
     def steps(self) -> int:
-        return (self.settings.repeats + 1) * len(self.entrants)
+        return (self.settings.repeats + 1) * len(methods(self.settings))
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Measure every entrant in every repeat, after a warm-up of each.
-
-        Raises:
-            ConfigurationError: a shape that is not static, or a chain that branches.
-        """
         settings = self.settings
         torch.set_num_threads(settings.threads)
+        self.methods = methods(settings)
+        by_name = {each.name: each for each in self.methods}
         shapes = {text: static(text) for text in (settings.shape, settings.chain)}
-        if not shapes[settings.chain].is_chain:
-            raise ConfigurationError(f"--chain {settings.chain} branches; give chain(γ)")
         logits = Logits(settings, max(shape.nodes for shape in shapes.values()) + 1)
         for repeat in range(settings.repeats + 1):
-            for name in turned(list(self.entrants), repeat):
-                entrant = self.entrants[name]
-                measured = measure(entrant, shapes[entrant.shape], logits, settings, repeat - 1)
+            for name in turned(list(by_name), repeat):
+                measured = measure(by_name[name], shapes[by_name[name].shape], logits, settings, repeat - 1)
                 if repeat:  # the first is the warm-up
                     self.measurements.append(measured)
                 self.advance()
+
+    # -- what is reported -----------------------------------------------------------------------------------------------
+
+    def of(self, name: str, part: str) -> Spread:
+        return Spread.of([each.seconds[part] for each in self.measurements if each.method == name])
+
+    def figures(self) -> list[Figure]:
+        """What the project aims at, which is about GPUs."""
+        if not self.settings.device.startswith("cuda"):
+            return []
+        return [
+            Figure(f"{each.name}: seconds of verification", self.of(each.name, "verification"), high=LIMIT, noise=True)
+            for each in self.methods
+            if each.rule in CLAIMED
+        ]
+
+    def tables(self) -> list[Table]:
+        columns = ("rule", "proposal", "shape", "lossless", "verification, ms", "processors, ms", "softmax, ms", "rule, ms", "kept")
+        rows = []
+        for each in self.methods:
+            kept = [one.accepted for one in self.measurements if one.method == each.name]
+            cells = [self.of(each.name, part).text(2, 1e3) for part in PARTS]
+            safe = "yes" if each.lossless else "LOSSY"
+            rows.append((each.rule, each.proposal, each.shape, safe, *cells, f"{sum(kept) / len(kept):.2f}"))
+        figures = [(each.name, each.bound, f"{each.spread.median:.5f}", each.verdict) for each in self.figures() if each.spread]
+        shown = [Table("Claims", ("claim", "bound", "measured", "verdict"), figures)] if figures else []
+        return [*shown, Table("Rules", columns, rows)]
+
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings = self.settings
+        return [
+            f"{settings.shape} has {static(settings.shape).nodes} drafted nodes. V = {settings.vocab_size:,}, {settings.rows} rows, "
+            f"float32, temperature {settings.temperature}, top-p {settings.top_p}; {settings.repeats} interleaved repeats after a warm-up, "
+            "each with a tree of its own. Figures are medians over the repeats, with the smallest and largest in brackets.",
+            "Verification is all between the target's logits and the verdict on the host: processors, softmax, the rule, the copy. The "
+            f"parts are timed alone as well. Logits are Gaussian with a standard deviation of {settings.spread:g}, the draft's are the "
+            f"target's with an error of {settings.error:g}: how many drafted tokens are kept (mean over the repeats) says how long the "
+            "walks were, not how good a rule is on text. On a CPU a rule stops where its walk does; on a GPU it does the work of the "
+            "whole tree.",
+        ]
 
 
 def static(text: str) -> StaticShape:
@@ -134,7 +167,7 @@ def static(text: str) -> StaticShape:
 
 
 class Logits:
-    """``[R, N, V]`` float32 logits of the target and of the draft, the same for all entrants."""
+    """``[R, N, V]`` float32 logits of the target and of the draft, the same for all methods."""
 
     def __init__(self, settings: Settings, nodes: int):
         generator = torch.Generator().manual_seed(0)
@@ -176,13 +209,13 @@ def draw(shape: StaticShape, proposal: Proposal, q: Tensor, noise: Noise) -> Tok
     return TokenTree.from_parents(tokens, shape.parents, proposal=proposal, q=q[:, : max(shape.parents) + 1])
 
 
-def measure(entrant: Entrant, shape: StaticShape, logits: Logits, settings: Settings, repeat: int) -> Measurement:
+def measure(method: Method, shape: StaticShape, logits: Logits, settings: Settings, repeat: int) -> Measurement:
     """Draw a tree, and time its verification and each part of it."""
-    rule, nodes = verification.create(entrant.rule), len(shape.parents)
+    rule, nodes = verification.create(method.rule), len(shape.parents)
     target, draft = logits.target[:, :nodes], logits.draft[:, :nodes]
     draws = sampler(settings, repeat)
     roots = TokenTree.from_parents(torch.zeros_like(target[..., 0], dtype=torch.long), shape.parents)
-    tree = draw(shape, entrant.proposal, draws.distribution(draws.scores(draft, roots)), noise_of(settings, repeat))
+    tree = draw(shape, method.proposal, draws.distribution(draws.scores(draft, roots)), noise_of(settings, repeat))
     wait = synchroniser(target.device)
 
     def timed(work: Callable[[Sampler], Any]) -> tuple[float, Any]:
@@ -199,77 +232,4 @@ def measure(entrant: Entrant, shape: StaticShape, logits: Logits, settings: Sett
     seconds["softmax"], p = timed(lambda fresh: fresh.distribution(scores))
     seconds["rule"], _ = timed(lambda fresh: rule.verify(tree, p, noise_of(settings, repeat)))
     accepted = sum(line.accepted for line in outcome.rows) / tree.rows
-    return Measurement(entrant.name, repeat, seconds, accepted)
-
-
-# -- what is reported -----------------------------------------------------------------------------------------------------
-
-
-def of(run: Run, name: str, part: str) -> Spread:
-    return Spread.of([each.seconds[part] for each in run.measurements if each.entrant == name])
-
-
-def claims(run: Run) -> list[Claim]:
-    """What the project promises, which is about GPUs."""
-    if not run.settings.device.startswith("cuda"):
-        return []
-    return [
-        Claim(f"{name}: seconds of verification", LIMIT, True, of(run, name, "verification"))
-        for name, entrant in run.entrants.items()
-        if entrant.rule in CLAIMED
-    ]
-
-
-def document(run: Run, *, command: str, environment: dict[str, Any]) -> dict[str, Any]:
-    """Everything about a run as plain values; the schema is checked by the tests."""
-    return {
-        "schema": SCHEMA,
-        "suite": SUITE,
-        "command": command,
-        "environment": environment,
-        "settings": asdict(run.settings),
-        "entrants": {name: {**asdict(entrant), "lossless": lossless(entrant)} for name, entrant in run.entrants.items()},
-        "claims": [claim.plain() for claim in claims(run)],
-        "medians": {name: {part: asdict(of(run, name, part)) for part in PARTS} for name in run.entrants},
-        "measurements": [asdict(each) for each in run.measurements],
-    }
-
-
-def lossless(entrant: Entrant) -> bool:
-    return verification.create(entrant.rule).lossless
-
-
-def tables(run: Run) -> list[Table]:
-    columns = ("rule", "proposal", "shape", "lossless", "verification, ms", "processors, ms", "softmax, ms", "rule, ms", "kept")
-    rows = []
-    for name, entrant in run.entrants.items():
-        kept = [each.accepted for each in run.measurements if each.entrant == name]
-        cells = [_milliseconds(of(run, name, part)) for part in PARTS]
-        safe = "yes" if lossless(entrant) else "LOSSY"
-        rows.append((entrant.rule, entrant.proposal, entrant.shape, safe, *cells, f"{sum(kept) / len(kept):.2f}"))
-    made = [Table("Rules", columns, rows)]
-    if claims(run):
-        lines = [(claim.name, f"≤ {claim.bound:g}", f"{claim.spread.median:.5f}", claim.verdict) for claim in claims(run) if claim.spread]
-        made.insert(0, Table("Claims", ("claim", "bound", "measured", "verdict"), lines))
-    return made
-
-
-def _milliseconds(spread: Spread) -> str:
-    median, low, high = (f"{value * 1e3:.2f}" for value in (spread.median, spread.low, spread.high))
-    return f"{median} ({low}–{high})"
-
-
-def notes(run: Run, *, command: str, environment: dict[str, Any]) -> Sequence[str]:
-    settings = run.settings
-    nodes = static(settings.shape).nodes
-    return [
-        f"`{command}`",
-        machine(environment),
-        f"{settings.shape} has {nodes} drafted nodes. V = {settings.vocab_size:,}, {settings.rows} rows, float32, temperature "
-        f"{settings.temperature}, top-p {settings.top_p}; {settings.repeats} interleaved repeats after a warm-up, each with a tree of its "
-        "own. Figures are medians over the repeats, with the smallest and largest in brackets.",
-        "Verification is all between the target's logits and the verdict on the host: processors, softmax, the rule, the copy. The "
-        f"parts are timed alone as well. Logits are Gaussian with a standard deviation of {settings.spread:g}, the draft's are the "
-        f"target's with an error of {settings.error:g}: how many drafted tokens are kept (mean over the repeats) says how long the walks "
-        "were, not how good a rule is on text. On a CPU a rule stops where its walk does; on a GPU it does the work of the whole tree.",
-    ]
+    return Measurement(method.name, repeat, seconds, accepted)

@@ -1,93 +1,117 @@
-"""Arithmetic of the speed suite: medians over repeats, and what they are worth.
+"""Calls of the speed suite as they are recorded, and figures over all of them.
 
-A figure over all prompts is a quotient of sums: tokens, over the sum of each prompt's median seconds. Intervals are percentile
-bootstraps (Efron and Tibshirani 1993) in which prompts and repeats are drawn with replacement. All contenders of a scenario share
-the draws, so that a quotient of two is paired by prompt and by repeat.
+A figure over all prompts is a quotient of sums: tokens, over the sum of each prompt's median seconds. Intervals are bootstraps in which
+prompts and repeats are drawn with replacement. All methods of a scenario share the draws, so that a quotient of two is paired by prompt
+and by repeat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmarks.speed_records import Measurement
-from benchmarks.verdicts import Spread
+from benchmarks.figures import Estimate, Grid, quotient
 
-RESAMPLES = 2000
-LEVEL = 0.95
 PERCENTILES = (50, 90, 99)
-Grid = NDArray[np.float64]  # [prompts, repeats]
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A ``value``, and the same of every draw of the bootstrap. Quotients and products of two are paired by draw."""
+class Measurement:
+    """One call.
 
-    value: float
-    draws: Grid
+    Attributes:
+        tokens: new tokens, over all rows; ``seconds`` of the whole call.
+        times: seconds from the call to each token of the first row; empty where the side does not tell.
+        rounds, kept: row-passes after the prompt's, and the tokens that came from them; None where not told.
+        same: equal to what the side's own plain decoding returned; None where there is nothing to compare.
+        differs: position of the first new token that differs from it.
+        same_as_reference, differs_from_reference: the same against the reference, ``PeerSuite.reference``.
+        others: CPU seconds that the stopped methods used meanwhile, over the call's.
+        more: what else the side told.
+    """
 
-    def __truediv__(self, other: Estimate | float) -> Estimate:
-        if isinstance(other, Estimate):
-            return Estimate(self.value / other.value, self.draws / other.draws)
-        return Estimate(self.value / other, self.draws / other)
+    target: str
+    dtype: str
+    scenario: str
+    batch: int
+    index: int
+    category: str
+    method: str
+    repeat: int
+    tokens: int
+    seconds: float
+    times: tuple[float, ...] = ()
+    rounds: int | None = None
+    kept: int | None = None
+    passes: int | None = None
+    split: dict[str, float] = field(default_factory=dict)
+    same: bool | None = None
+    differs: int | None = None
+    same_as_reference: bool | None = None
+    differs_from_reference: int | None = None
+    predicted: float | None = None
+    others: float | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
-    def __mul__(self, other: Estimate | float) -> Estimate:
-        if isinstance(other, Estimate):
-            return Estimate(self.value * other.value, self.draws * other.draws)
-        return Estimate(self.value * other, self.draws * other)
 
-    def __add__(self, other: Estimate) -> Estimate:
-        return Estimate(self.value + other.value, self.draws + other.draws)
+@dataclass(frozen=True)
+class Read:
+    """A large read of memory, bytes per second, right after Foredraft's plain call of the same prompt and repeat."""
 
-    @property
-    def spread(self) -> Spread:
-        low, high = np.quantile(self.draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return Spread(self.value, float(low), float(high))
-
-    def better(self, other: Estimate) -> bool:
-        return self.value > other.value
+    target: str
+    dtype: str
+    index: int
+    repeat: int
+    rate: float
 
 
-def quotient(above: Grid, below: Grid) -> Estimate:
-    """Sum over prompts of the median over repeats of ``above``, over the same of ``below``."""
-    prompts, repeats = above.shape
-    generator = np.random.default_rng(0)  # the same draws for everybody
-    rows = generator.integers(prompts, size=(RESAMPLES, prompts))
-    columns = generator.integers(repeats, size=(RESAMPLES, repeats))
+@dataclass(frozen=True)
+class Curve:
+    """A cost curve of Foredraft's target with ``length`` tokens drafted, as its adapter measured it in one repeat."""
 
-    def drawn(grid: Grid) -> Grid:
-        return np.asarray(np.median(grid[rows[:, :, None], columns[:, None, :]], axis=-1).sum(-1), dtype=np.float64)
+    target: str
+    dtype: str
+    method: str
+    length: int
+    rows: int
+    repeat: int
+    values: dict[str, Any]
 
-    def whole(grid: Grid) -> float:
-        return float(np.median(grid, axis=-1).sum())
 
-    return Estimate(whole(above) / whole(below), drawn(above) / drawn(below))
+def first_difference(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> int | None:
+    """The earliest position, over all rows, at which the texts part; None where they are equal."""
+    positions = [
+        next((at for at, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+        for mine, theirs in zip(expected, got)
+        if list(mine) != list(theirs)
+    ]
+    return min(positions, default=None)
 
 
 class Calls:
-    """All calls of one scenario and batch in one target and dtype, by contender."""
+    """All calls of one scenario and batch in one target and dtype, by method."""
 
     def __init__(self, measurements: Sequence[Measurement]):
         self.cells = sorted({each.index for each in measurements})
         self.repeats = sorted({each.repeat for each in measurements})
-        self.by_contender: dict[str, list[Measurement]] = {}
+        self.by_method: dict[str, list[Measurement]] = {}
         for each in measurements:
-            self.by_contender.setdefault(each.contender, []).append(each)
+            self.by_method.setdefault(each.method, []).append(each)
 
     @property
     def finished(self) -> list[str]:
-        """Contenders that made every call; the others have no figures."""
-        return [name for name, calls in self.by_contender.items() if len(calls) == len(self.cells) * len(self.repeats)]
+        """Methods that made every call; the others have no figures."""
+        return [name for name, calls in self.by_method.items() if len(calls) == len(self.cells) * len(self.repeats)]
 
     def grid(self, name: str, value: Callable[[Measurement], float | None]) -> Grid | None:
         """``[prompts, repeats]`` of a value, or None where a call is missing or does not have it."""
         if name not in self.finished:
             return None
         grid = np.full((len(self.cells), len(self.repeats)), np.nan)
-        for each in self.by_contender[name]:
+        for each in self.by_method[name]:
             found = value(each)
             if found is not None:
                 grid[self.cells.index(each.index), self.repeats.index(each.repeat)] = found
@@ -144,17 +168,17 @@ class Calls:
         return self._quotient(name, lambda each: each.split.get(part), lambda each: each.rounds)
 
     def first_token(self, name: str) -> float | None:
-        times = [each.times[0] for each in self.by_contender.get(name, ()) if each.times]
+        times = [each.times[0] for each in self.by_method.get(name, ()) if each.times]
         return float(np.median(times)) if times else None
 
     def percentiles(self, name: str) -> tuple[float, ...] | None:
         """Seconds between one token and the next, at ``PERCENTILES``; tokens of one round come together."""
-        gaps = [gap for each in self.by_contender.get(name, ()) for gap in np.diff(each.times)]
+        gaps = [gap for each in self.by_method.get(name, ()) for gap in np.diff(each.times)]
         return tuple(float(value) for value in np.percentile(gaps, PERCENTILES)) if gaps else None
 
     def equal(self, name: str, reference: bool = False) -> tuple[int, int, int | None]:
         """Calls whose text equals plain decoding's, calls that were compared, and the first position at which one differs."""
-        calls = self.by_contender.get(name, ())
+        calls = self.by_method.get(name, ())
         said = [each.same_as_reference if reference else each.same for each in calls]
         places = [each.differs_from_reference if reference else each.differs for each in calls]
         return said.count(True), len(said) - said.count(None), min((place for place in places if place is not None), default=None)
@@ -162,7 +186,7 @@ class Calls:
     def by_depth(self, name: str) -> list[tuple[int, int]]:
         """Accepted and drafted tokens at each depth, summed over calls."""
         sums: list[list[int]] = []
-        for each in self.by_contender.get(name, ()):
+        for each in self.by_method.get(name, ()):
             for index, key in enumerate(("accepted_by_depth", "drafted_by_depth")):
                 for depth, count in enumerate(each.more.get(key, ())):
                     sums += [[0, 0] for _ in range(depth + 1 - len(sums))]
@@ -173,9 +197,3 @@ class Calls:
 def later_tokens(each: Measurement) -> float | None:
     """Tokens of the first row that came after the first moment."""
     return float(sum(moment > each.times[0] for moment in each.times)) if each.times else None
-
-
-def best(names: Sequence[str], value: Callable[[str], Estimate | None]) -> tuple[str, Estimate] | None:
-    """Whoever of ``names`` has the largest value."""
-    found = [(name, estimate) for name in names if (estimate := value(name)) is not None]
-    return max(found, key=lambda pair: pair[1].value) if found else None

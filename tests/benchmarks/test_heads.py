@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers import eagle3_head, prompts, taught_head, tiny
 
-from benchmarks import heads, heads_report
-from benchmarks.heads import Case, Compared, Run, Settings, Side, compared, decoded
+from benchmarks import heads
+from benchmarks.heads import Case, Compared, Heads, Settings, Text, compared, decoded
 from benchmarks.peer_process import PeerError
 from foredraft import ConfigurationError
 from foredraft.heads import checkpoints
@@ -53,10 +53,12 @@ def target(tmp_path_factory) -> Path:
 def begin(tmp_path: Path, target: Path, monkeypatch):
     """A run of both kinds of heads, with ``peer(folder, target, length)`` in vLLM's place."""
 
-    def run(peer=Itself) -> Run:
+    def run(peer=Itself) -> Heads:
         given = [f"{kind}:{checkpoints.save(head, tmp_path / kind)}" for kind, head in trained().items()]
-        settings = Settings(targets=(str(target),), heads=tuple(given), dtypes=("float32",), length=3, tokens=TOKENS, threads=1)
-        made = Run(settings, peers=tmp_path, work=tmp_path / "work")
+        settings = Settings(
+            targets=(str(target),), heads=tuple(given), dtypes=("float32",), length=3, tokens=TOKENS, threads=1, work_path=tmp_path / "work"
+        )
+        made = Heads(settings)
 
         @contextmanager
         def engine(case, checkpoint, exported, length):
@@ -64,14 +66,14 @@ def begin(tmp_path: Path, target: Path, monkeypatch):
             yield peer(exported, checkpoint.path, length)
 
         monkeypatch.setattr(made, "_engine", engine)
-        monkeypatch.setattr(made, "_prompts", lambda checkpoint: [(f"p{n}", ids) for n, ids in enumerate(prompts((20,)))])
+        monkeypatch.setattr(made, "_texts", lambda checkpoint: [(f"p{n}", ids) for n, ids in enumerate(prompts((20,)))])
         made.run()
         return made
 
     return run
 
 
-def document(run: Run) -> dict:
+def document(run: Heads) -> dict:
     environment = {
         "packages": dict.fromkeys(("foredraft", "torch", "transformers"), "0"),
         "dirty": False,
@@ -80,23 +82,22 @@ def document(run: Run) -> dict:
         "cpu": "x",
     }
     environment |= {"cpu_capability": "y", "cores": 2, "threads": 1, "device": "cpu", "load": 0, "date": "today"}
-    said = {"command": "heads", "environment": environment}
-    assert heads_report.notes(run, **said)
-    return json.loads(json.dumps(heads_report.document(run, **said), allow_nan=False))
+    made = json.loads(json.dumps(run.document(command="heads", environment=environment), allow_nan=False))
+    assert Heads.read(made).report(made).markdown() == run.report(made).markdown()
+    return made
 
 
 def test_the_same_heads_on_both_sides_are_the_same_draft_by_draft(begin):
     run = begin()
-    assert not run.failures and len(run.compared) == 2
-    for each in run.compared:
-        assert each.ours.ids == each.theirs.ids == each.tree.ids and len(each.ours.ids) == TOKENS
-        assert each.alike == each.shared == len(each.ours.drafts) >= each.ours.rounds - 1  # the last round may have room for none
+    assert not run.failures and len(run.prompts) == 2
+    for each in run.prompts:
+        assert each.parted is None and each.alike == each.shared >= each.ours.rounds - 1  # the last round may have room for none
         assert each.difference == "none: every draft is the same"
         assert each.ours.kept == TOKENS - 1 and each.tree.rounds <= each.ours.rounds
     found = document(run)
-    assert [claim["verdict"] for claim in found["claims"]] == ["met"] * 4 and found["versions"] == {"vllm": "played"}
-    assert {case["tree"] for case in found["cases"].values()} and len(found["prompts"]) == 2
-    assert [table.title for table in heads_report.tables(run)] == ["Claims", "Acceptance length", "By prompt: acceptance length (rounds)"]
+    assert [each["verdict"] for each in found["figures"]] == ["met"] * 4 and found["versions"] == {"vllm": "played"}
+    assert all(found["trees"].values()) and len(found["prompts"]) == 2
+    assert [table.title for table in run.tables()] == ["Claims", "Acceptance length", "By prompt: acceptance length (rounds)"]
 
 
 def test_a_peer_that_drafts_something_else_is_found_out(begin):
@@ -106,8 +107,8 @@ def test_a_peer_that_drafts_something_else_is_found_out(begin):
             return {**found, "drafts": [[(token + 1) % 128 for token in draft] for draft in found["drafts"]], "rounds": found["rounds"] * 2}
 
     run = begin(Other)
-    assert all(each.alike == 0 < each.shared and "drafts in the same place differ" in each.difference for each in run.compared)
-    assert [claim.verdict for claim in heads_report.claims(run)] == ["missed"] * 4
+    assert all(each.alike == 0 < each.shared and "drafts in the same place differ" in each.difference for each in run.prompts)
+    assert [each.verdict for each in run.figures()] == ["missed"] * 4
 
 
 def test_a_peer_that_fails_is_a_failure_and_no_figure(begin):
@@ -116,20 +117,20 @@ def test_a_peer_that_fails_is_a_failure_and_no_figure(begin):
             raise PeerError("it was ended")
 
     run = begin(Broken)
-    assert [each.message for each in run.failures] == ["it was ended"] * 2 and not run.compared
-    assert [claim.verdict for claim in heads_report.claims(run)] == ["not measured"] * 4
-    assert heads_report.tables(run)[-1].rows == [(each.name, "it was ended") for each in run.cases] and document(run)["failures"]
+    assert [each.message for each in run.failures] == ["it was ended"] * 2 and not run.prompts
+    assert [each.verdict for each in run.figures()] == ["not measured"] * 4
+    assert run.tables()[-1].rows == [(each.name, "it was ended") for each in run.cases] and document(run)["failures"]
 
 
 def case() -> Case:
     return Case("zoo:python-8m", "medusa", "float32")
 
 
-def made(ids, drafts, rounds=2) -> Side:
-    return Side(tuple(ids), rounds, len(ids) - 1, drafts)
+def made(ids, drafts, rounds=2) -> Text:
+    return Text(rounds, len(ids) - 1, tuple(ids), drafts)
 
 
-def against(ours: Side, theirs: Side) -> Compared:
+def against(ours: Text, theirs: Text) -> Compared:
     return compared(case(), "p", prompts((10,))[0], tiny(), ours, theirs, ours)
 
 

@@ -1,4 +1,4 @@
-"""The two sides of a comparison, three ways of decoding each: plain, with a draft model, by prompt lookup.
+"""Methods of the overhead suite: two sides, three ways of decoding each: plain, with a draft model, by prompt lookup.
 
 Both sides get the same model instances, prompts and lengths. End-of-sequence ids are taken away, so that every run yields the same
 number of tokens and neither side pays for looking for them. transformers is called as its users call it: caches and compilation
@@ -26,7 +26,7 @@ MODES = (PLAIN, DRAFT, LOOKUP)
 
 @dataclass(frozen=True)
 class Field:
-    """What every contestant decodes with."""
+    """What all methods decode with."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
@@ -53,7 +53,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Method:
     """One way to decode, of one side; ``build`` may fail, and so may what it returns."""
 
     side: str
@@ -65,15 +65,15 @@ class Contestant:
         return f"{self.side} {self.mode}"
 
 
-def contestants() -> list[Contestant]:
-    """All six, sides alternating; the first is the reference for tokens."""
+def methods() -> list[Method]:
+    """All six, sides alternating; the texts of the first are the reference."""
     return [
-        Contestant(TRANSFORMERS, PLAIN, of_transformers),
-        Contestant(FOREDRAFT, PLAIN, lambda field: of_foredraft(field, "none")),
-        Contestant(TRANSFORMERS, DRAFT, lambda field: of_transformers(field, assistant_model=field.draft)),
-        Contestant(FOREDRAFT, DRAFT, _draft_of_foredraft),
-        Contestant(TRANSFORMERS, LOOKUP, _lookup_of_transformers),
-        Contestant(FOREDRAFT, LOOKUP, lambda field: of_foredraft(field, "prompt-lookup", {"max_ngram": field.max_ngram})),
+        Method(TRANSFORMERS, PLAIN, of_transformers),
+        Method(FOREDRAFT, PLAIN, lambda field: of_foredraft(field, "none")),
+        Method(TRANSFORMERS, DRAFT, lambda field: of_transformers(field, assistant_model=field.draft)),
+        Method(FOREDRAFT, DRAFT, _draft_of_foredraft),
+        Method(TRANSFORMERS, LOOKUP, _lookup_of_transformers),
+        Method(FOREDRAFT, LOOKUP, lambda field: of_foredraft(field, "prompt-lookup", {"max_ngram": field.max_ngram})),
     ]
 
 

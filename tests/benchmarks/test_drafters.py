@@ -10,14 +10,15 @@ import pytest
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from benchmarks import datasets, drafters_claims, drafters_report, environment, peer_process
-from benchmarks.app import app
+from benchmarks import datasets, environment, peer_process, report
+from benchmarks.cli import app
 from benchmarks.datasets import Prompt
-from benchmarks.drafters import KINDS, RANDOM_TEXTS, Run, Settings, cells, contenders, library_files, turns
+from benchmarks.drafters import DraftersSuite
+from benchmarks.drafters_plan import KINDS, RANDOM_TEXTS, Settings, cells, library_files, methods, turns, with_store
 from benchmarks.peer_process import ADAPTERS
-from benchmarks.replays import Kept, Reading, Replays, Setting, Texts, replayed, with_store
+from benchmarks.simulation import Kept, Reading, Setting, Simulation, Texts, simulated
+from benchmarks.speed_calls import Measurement
 from benchmarks.speed_plan import RANDOM, TEXT
-from benchmarks.speed_records import Measurement
 from foredraft.drafters.ngram import NGram
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.errors import ConfigurationError
@@ -26,7 +27,7 @@ SMALL = Settings(
     targets=("zoo:python-8m",),
     dtypes=("float32",),
     drafters=("prompt-lookup", "suffix", "ngram", "several"),
-    members=("suffix", "ngram"),
+    members="suffix,ngram",
     suites=("embedded", "chat"),
     lengths=(5,),
     limit=1,
@@ -51,7 +52,7 @@ def adapters(tmp_path, monkeypatch):
     folder.mkdir()
     shutil.copy(ADAPTERS / "serve.py", folder)
     monkeypatch.setattr(peer_process, "ADAPTERS", folder)
-    monkeypatch.setattr("benchmarks.speed.READ", 1 << 20)
+    monkeypatch.setattr("benchmarks.speed_runner.READ", 1 << 20)
 
     def put(name, installed=True, **how):
         (folder / f"{name}.py").write_text(engine(name, **how))
@@ -65,21 +66,22 @@ def adapters(tmp_path, monkeypatch):
 
 
 def finished(tmp_path, work, **changes):
-    run = Run(replace(SMALL, **changes), peers=tmp_path / "peers", work=work)
+    run = DraftersSuite(replace(SMALL, peers_path=tmp_path / "peers", work_path=work, **changes))
     run.run()
     return run
 
 
 def pages(run):
-    said = {"command": "c", "environment": {**environment.describe(), "threads": 1}}
-    return drafters_report.document(run, **said), drafters_report.tables(run), drafters_report.notes(run, **said)
+    document = run.document(command="c", environment={**environment.describe(), "threads": 1})
+    assert DraftersSuite.read(json.loads(json.dumps(document))).report(document).markdown() == run.report(document).markdown()
+    return document, run.tables(), run.report(document).notes
 
 
 # -- who meets whom -------------------------------------------------------------------------------------------------------
 
 
 def test_every_drafter_as_it_comes_with_nothing_kept_and_in_chains():
-    found = {each.name: each for each in contenders(replace(SMALL, lengths=(5, 10)))}
+    found = {each.name: each for each in methods(replace(SMALL, lengths=(5, 10)))}
     names = list(found)
     assert names[:2] == [PLAIN, "vllm plain"]
     for name in ("foredraft suffix, chain(10)", "vllm suffix, γ=5", "vllm lookup, γ=10", "foredraft prompt-lookup, chain(5)"):
@@ -91,31 +93,31 @@ def test_every_drafter_as_it_comes_with_nothing_kept_and_in_chains():
 
 
 def test_random_text_is_apart_and_for_those_who_are_there_for_it():
-    everyone = contenders(SMALL)
+    everyone = methods(SMALL)
     found = cells(SMALL, [("embedded", [1, 2]), ("chat", [3])], everyone, 100)
     texts, others = found[:2], found[2:]
     random = others[0]
     assert len({cell.ids for cell in others}) == len({cell.index for cell in others}) == len(others) == RANDOM_TEXTS
     assert [(cell.scenario, cell.category) for cell in texts] == [(TEXT, "embedded"), (TEXT, "chat")]
-    assert not any("random" in name for name in texts[0].contenders)
-    assert random.scenario == RANDOM and random.temperature > 1 and random.contenders[0] == PLAIN
-    assert set(random.contenders) == {PLAIN, *(each.name for each in everyone if each.hopeless)}
-    assert len(cells(replace(SMALL, worst=False), [("chat", [3])], contenders(replace(SMALL, worst=False)), 100)) == 1
+    assert not any("random" in name for name in texts[0].methods)
+    assert random.scenario == RANDOM and random.temperature > 1 and random.methods[0] == PLAIN
+    assert set(random.methods) == {PLAIN, *(each.name for each in everyone if each.hopeless)}
+    assert len(cells(replace(SMALL, worst=False), [("chat", [3])], methods(replace(SMALL, worst=False)), 100)) == 1
 
 
 def test_a_prompt_that_vllm_has_no_room_for_is_refused():
     with pytest.raises(ConfigurationError, match="chat has 2044 tokens"):
-        cells(SMALL, [("chat", [1] * 2044)], contenders(SMALL), 100)
+        cells(SMALL, [("chat", [1] * 2044)], methods(SMALL), 100)
     alone = replace(SMALL, peers=())
-    assert cells(alone, [("chat", [1] * 2044)], contenders(alone), 100)
+    assert cells(alone, [("chat", [1] * 2044)], methods(alone), 100)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"drafters": ("suffix", "oracle")}, r"oracle.*prompt-lookup"),
-        ({"members": ("suffix",)}, "two or more"),
-        ({"members": ("suffix", "several")}, "several merges"),
+        ({"members": "suffix"}, "two or more"),
+        ({"members": "suffix,several"}, "several asks"),
         ({"peers": ("openvino",)}, "only vllm"),
         ({"tokens": 1}, "2 or more"),
     ],
@@ -135,9 +137,9 @@ def test_so_many_turns_are_taken():
 def test_suites_by_name_and_by_file(tmp_path, work):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    run = Run(replace(SMALL, suites=(*KINDS, str(file)), limit=2), peers=tmp_path, work=work)
-    assert run.suites == [*KINDS, "mine"]
-    assert [sum(len(each.turns) for each in run.prompts if each.category == suite) for suite in run.suites] == [2] * 5
+    run = DraftersSuite(replace(SMALL, suites=(*KINDS, str(file)), limit=2, work_path=work))
+    turned = [prompt.category for prompt in run.prompts for _ in prompt.turns]
+    assert turned == [kind for kind in (*KINDS, "mine") for _ in range(2)]
 
 
 def test_a_later_turn_follows_what_was_answered():
@@ -162,19 +164,19 @@ def test_the_datastore_goes_where_rest_is_named():
     assert not {file.stem for file in library_files()} & {"textwrap", "calendar"}  # suites are made from these
 
 
-# -- replays --------------------------------------------------------------------------------------------------------------
+# -- simulation -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_replay_keeps_what_greedy_decoding_would():
+def test_a_simulation_keeps_what_greedy_decoding_would():
     """After 1 2 3 4 1 2 the prompt's pass yields 3; of the copy 4 1 the first round keeps 4, and 9 from the target; the last 9 is alone."""
     reading = Reading("s", 6, [1, 2, 3, 4, 1, 2, 3, 4, 9, 9])
-    (found,) = replayed(Setting("prompt-lookup"), PromptLookup(), [reading], 3, 10)
+    (found,) = simulated(Setting("prompt-lookup"), PromptLookup(), [reading], 3, 10)
     assert found == Kept("s", 0, "prompt-lookup", "", 3, kept=3, passes=2, drafted=2)
 
 
 def test_what_is_learned_from_one_text_is_known_in_the_next():
     readings = [Reading("s", 2, [1, 2, 3, 4, 5, 6, 7, 8]), Reading("s", 2, [1, 2, 3, 4, 5, 6, 7, 8])]
-    learning, forgetting = (replayed(Setting("d"), drafter, readings, 4, 10) for drafter in (NGram(), PromptLookup()))
+    learning, forgetting = (simulated(Setting("d"), drafter, readings, 4, 10) for drafter in (NGram(), PromptLookup()))
     assert learning[0].passes == 5 and learning[1].passes < 3
     assert [each.passes for each in forgetting] == [5, 5]
 
@@ -186,14 +188,14 @@ def test_behind_a_known_beginning_the_next_token_is_certain():
 
 def test_settings_of_prompt_lookup_are_all_tried_once():
     given = replace(SMALL, drafters=("prompt-lookup", "suffix", "lookahead", "several"), ngrams=(1, 3))
-    names = [(each.drafter, each.setting) for each in Replays.settings(given)]
+    names = [(each.drafter, each.setting) for each in Simulation.settings(given)]
     lookups = [("prompt-lookup", setting) for setting in ("1 to 1", "2 to 3", "3 to 3")]
     assert names == [("prompt-lookup", ""), ("suffix", ""), ("several", ""), *lookups]  # lookahead reads logits
-    merged = replace(given, members=("suffix", "token-recycling"))
-    assert "several" not in {each.drafter for each in Replays.settings(merged)}
+    merged = replace(given, members="suffix,token-recycling")
+    assert "several" not in {each.drafter for each in Simulation.settings(merged)}
 
 
-def test_replays_of_real_texts(tmp_path, work):
+def test_simulation_on_real_texts(work):
     changes = {
         "replayed": "zoo:python-8m",
         "replay_limit": 1,
@@ -202,8 +204,8 @@ def test_replays_of_real_texts(tmp_path, work):
         "lengths": (3,),
         "drafters": ("prompt-lookup", "suffix"),
     }
-    run = Run(replace(SMALL, **changes), peers=tmp_path, work=work)
-    found = Replays(run.settings, run.read(1), None).run()
+    run = DraftersSuite(replace(SMALL, work_path=work, **changes))
+    found = Simulation(run.settings, run.read_prompts(1), None).run()
     assert {(each.suite, each.name) for each in found} == {
         (suite, name)
         for suite in ("embedded", "chat")
@@ -215,15 +217,15 @@ def test_replays_of_real_texts(tmp_path, work):
 # -- claims ---------------------------------------------------------------------------------------------------------------
 
 
-def call(contender, suite="embedded", index=0, seconds=1.5, scenario=TEXT, rounds=10):
+def call(method, suite="embedded", index=0, seconds=1.5, scenario=TEXT, rounds=10):
     times = (0.5, *[seconds] * 10)
-    return Measurement("t", "bfloat16", scenario, 1, index, suite, contender, 0, 11, seconds, times, rounds=rounds, kept=10, passes=11)
+    return Measurement("t", "bfloat16", scenario, 1, index, suite, method, 0, 11, seconds, times, rounds=rounds, kept=10, passes=11)
 
 
 @pytest.fixture
-def claimed(tmp_path, work):
-    run = Run(replace(SMALL, targets=("t",), dtypes=("bfloat16",)), peers=tmp_path, work=work)
-    run.everyone = {each.name: each for each in contenders(run.settings)}
+def claimed():
+    run = DraftersSuite(replace(SMALL, targets=("t",), dtypes=("bfloat16",)))
+    run.methods, run.categories = methods(run.settings), ["embedded", "chat"]
     for index, suite in enumerate(("embedded", "chat")):
         run.measurements += [
             call(PLAIN, suite, index),
@@ -238,7 +240,7 @@ def claimed(tmp_path, work):
         call(PLAIN, RANDOM, scenario=RANDOM),
         call("foredraft suffix, auto, random text", RANDOM, seconds=1.55, scenario=RANDOM),
     ]
-    run.replays = [
+    run.simulated = [
         Kept("edit", prompt, drafter, setting, 5, 100, passes, 200)
         for prompt in (0, 1)
         for drafter, setting, passes in (("suffix", "", 20), ("prompt-lookup", "", 25), ("prompt-lookup", "1 to 8", 20))
@@ -247,7 +249,7 @@ def claimed(tmp_path, work):
 
 
 def test_claims_by_hand(claimed):
-    found = {figure.name.removeprefix("bfloat16: "): figure for figure in drafters_claims.made(claimed)}
+    found = {figure.name.removeprefix("bfloat16: "): figure for figure in claimed.figures()}
 
     def measured(name):
         figure = found[name]
@@ -275,12 +277,12 @@ def test_claims_by_hand(claimed):
 
 def test_in_float32_more_than_vllm_is_asked_for(claimed):
     claimed.settings = replace(claimed.settings, dtypes=("float32",))
-    assert {figure.bound for figure in drafters_claims.made(claimed) if "tokens/s of suffix over" in figure.name} == {"> 1"}
+    assert {figure.bound for figure in claimed.figures() if "tokens/s of suffix over" in figure.name} == {"> 1"}
 
 
 def test_what_several_has_no_members_beside_is_not_measured(claimed):
-    claimed.measurements = [each for each in claimed.measurements if each.contender not in (SUFFIX, NGRAM)]
-    found = [figure for figure in drafters_claims.made(claimed) if "best member" in figure.name]
+    claimed.measurements = [each for each in claimed.measurements if each.method not in (SUFFIX, NGRAM)]
+    found = [figure for figure in claimed.figures() if "best member" in figure.name]
     assert found and {figure.verdict for figure in found} == {"not measured"}
 
 
@@ -295,9 +297,8 @@ def test_a_run_and_its_report(adapters, tmp_path, work):
     assert {each.category for each in text} == {"embedded", "chat"} and all(each.same for each in text)
     document, tables, notes = pages(run)
     json.dumps(document, allow_nan=False)
-    figures = {(each["suite"], each["contender"]): each for each in document["figures"]}
-    assert figures["chat", SUFFIX]["tokens_per_second"]["median"] == pytest.approx(8 / (0.5 + 3 * 0.01))
-    assert figures["chat", SUFFIX]["over_own_plain"]["median"] == pytest.approx(0.57 / 0.53)
+    suffix = next(row for row in tables[2].rows if row[0] == SUFFIX)
+    assert suffix[1].startswith(f"{8 / (0.5 + 3 * 0.01):.1f} ") and suffix[2].startswith(f"{0.57 / 0.53:.2f} ")
     titles = [table.title for table in tables]
     assert titles[:4] == ["Figures to reach", "Embedded, float32", "Chat, float32", "All suites, float32"]
     suffix = next(row for row in tables[2].rows if row[0] == "foredraft suffix, chain(5)")
@@ -329,7 +330,8 @@ class Recorder:
 def test_drafters_forget_between_repeats_and_some_before_every_call(adapters, tmp_path, work):
     recorder = Recorder()
     settings = replace(SMALL, peers=(), drafters=("ngram",), worst=False, suites=("embedded",), limit=2)
-    run = Run(settings, peers=tmp_path / "peers", work=work, launch=lambda peer, log: recorder)
+    settings = replace(settings, peers_path=tmp_path / "peers", work_path=work)
+    run = DraftersSuite(settings, launch=lambda peer, log: recorder)
     run.run()
     assert run.failures == []
     kept, fresh = NGRAM, "foredraft ngram, auto, nothing kept"
@@ -352,7 +354,7 @@ def test_drafters_forget_between_repeats_and_some_before_every_call(adapters, tm
 def test_a_method_that_vllm_lacks_is_a_row_and_the_others_are_measured(adapters, tmp_path, work, how, stage, said):
     adapters("vllm", **how)
     run = finished(tmp_path, work, worst=False)
-    assert [(each.contender, each.stage) for each in run.failures] == [("vllm suffix, γ=5", stage)] and said in run.failures[0].message
+    assert [(each.method, each.stage) for each in run.failures] == [("vllm suffix, γ=5", stage)] and said in run.failures[0].message
     _, tables, _ = pages(run)
     by_title = {table.title: table for table in tables}
     rows = {row[0]: row for row in by_title["Embedded, float32"].rows}
@@ -367,7 +369,7 @@ def test_a_drafter_of_ours_that_fails_is_a_row(adapters, tmp_path, work):
     broken = "if name == 'foredraft ngram, auto': raise ValueError('no such file')"
     (tmp_path / "adapters" / "foredraft.py").write_text(engine("foredraft", on_generate=broken))
     run = finished(tmp_path, work, peers=(), worst=False)
-    assert [(each.contender, each.stage) for each in run.failures] == [(NGRAM, "warm-up")]
+    assert [(each.method, each.stage) for each in run.failures] == [(NGRAM, "warm-up")]
     _, tables, _ = pages(run)
     rows = {row[0]: row for row in tables[1].rows}
     assert rows[NGRAM][1] == "failed" and rows[SUFFIX][1] != "failed"
@@ -380,9 +382,9 @@ def test_the_command(adapters, tmp_path, work):
     given += ["--gamma", "3", "--suite", "embedded", "--replay-tokens", "8", "--threads", "1", "--peers", str(tmp_path / "peers")]
     result = CliRunner().invoke(app, [*given, "--work", str(work), "--out", str(out)])
     assert result.exit_code == 0, result.output
-    document = json.loads((out / "drafters.json").read_text())
-    assert document["suite"] == "drafters" and document["replays"] and document["settings"]["tokens"] == 16
-    assert {each["contender"] for each in document["failures"]} == {"vllm plain", "vllm lookup, γ=3", "vllm suffix, γ=3"}
+    document = report.load(out / "drafters.json.gz")
+    assert document["suite"] == "drafters" and document["simulated"] and document["settings"]["tokens"] == 16
+    assert {each["method"] for each in document["failures"]} == {"vllm plain", "vllm lookup, γ=3", "vllm suffix, γ=3"}
     page = (out / "drafters.md").read_text()
     assert "| foredraft suffix, chain(3) |" in page and "## Acceptance length of chains" in page
     assert str(tmp_path) not in page.replace(document["command"], "")

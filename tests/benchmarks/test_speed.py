@@ -15,15 +15,15 @@ import torch
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from benchmarks import checkpoints, environment, peer_process, speed_claims, speed_plots, speed_report
-from benchmarks.app import app
+from benchmarks import checkpoints, environment, peer_process, report
 from benchmarks.checkpoints import Checkpoint
+from benchmarks.cli import app
+from benchmarks.figures import Estimate, Figure, best, quotient
 from benchmarks.peer_process import ADAPTERS, PeerError, PeerProcess, find
-from benchmarks.report import append_images, write
-from benchmarks.speed import Run
-from benchmarks.speed_figures import Calls, Estimate, best, quotient
-from benchmarks.speed_plan import Cell, Contender, Settings, cells, contenders, hopeless
-from benchmarks.speed_records import Curve, Measurement, Read, first_difference
+from benchmarks.report import Report
+from benchmarks.speed import Speed
+from benchmarks.speed_calls import Calls, Curve, Measurement, Read, first_difference
+from benchmarks.speed_plan import Cell, Method, Settings, cells, hopeless, methods
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model
 
@@ -55,7 +55,7 @@ def adapters(tmp_path, monkeypatch):
     folder.mkdir()
     shutil.copy(ADAPTERS / "serve.py", folder)
     monkeypatch.setattr(peer_process, "ADAPTERS", folder)
-    monkeypatch.setattr("benchmarks.speed.READ", 1 << 20)
+    monkeypatch.setattr("benchmarks.speed_runner.READ", 1 << 20)
 
     def put(name, installed=True, **how):
         (folder / f"{name}.py").write_text(engine(name, **how))
@@ -69,14 +69,15 @@ def adapters(tmp_path, monkeypatch):
 
 
 def finished(tmp_path, work, clock=None, **changes):
-    run = Run(replace(SMALL, **changes), peers=tmp_path / "peers", work=work, **({} if clock is None else {"clock": clock}))
+    settings = replace(SMALL, peers_path=tmp_path / "peers", work_path=work, **changes)
+    run = Speed(settings, **({} if clock is None else {"clock": clock}))
     run.run()
     return run
 
 
-def call(contender, index=0, repeat=0, **changes):
+def call(method, index=0, repeat=0, **changes):
     times = tuple(0.5 + 0.01 * step for step in range(11))
-    like = Measurement("t", "bfloat16", "text", 1, index, "python", contender, repeat, 11, 0.6, times, rounds=10, kept=10, passes=11)
+    like = Measurement("t", "bfloat16", "text", 1, index, "python", method, repeat, 11, 0.6, times, rounds=10, kept=10, passes=11)
     return replace(like, **changes)
 
 
@@ -125,7 +126,7 @@ def test_bandwidth_is_paired_with_the_read_beside_it():
     assert calls.over_reads(PLAIN, 600_000_000, {(0, 0): 80e9}) is None
 
 
-def test_a_contender_that_missed_a_call_has_no_figures():
+def test_a_method_that_missed_a_call_has_no_figures():
     calls = Calls([call(PLAIN, index, 0) for index in range(2)] + [call(AUTO, 0, 0)])
     assert calls.finished == [PLAIN] and calls.rate(AUTO) is None
     assert best([PLAIN, AUTO], calls.rate)[0] == PLAIN
@@ -149,12 +150,12 @@ def test_first_difference(a, b, place):
 
 
 @pytest.fixture
-def claimed(tmp_path):
+def claimed():
     """A run whose every figure can be worked out by hand: plain rounds of 10 ms, drafts that keep 3 a round of 12.5 ms."""
     settings = Settings(targets=("t",), dtypes=("bfloat16",), batches=(1, 4), peers=("transformers", "vllm"), shapes=("auto", "chain(5)"))
-    run = Run(settings, peers=tmp_path, work=tmp_path)
-    run.everyone = {each.name: each for each in [*contenders(settings), *hopeless(settings)]}
-    run.bytes = {"t bfloat16": 600_000_000}
+    run = Speed(settings)
+    run.methods = [*methods(settings), *hopeless(settings)]
+    run.bytes_per_pass = {"t bfloat16": 600_000_000}
     run.reads = [Read("t", "bfloat16", 0, 0, 80e9), Read("t", "float32", 0, 0, 1e9)]
     quick = tuple(0.5 + 0.0125 * (-(-step // 3)) for step in range(31))
     split = {"target": 0.12, "draft": 0.005, "prefill": 0.5, "overhead": 0.0}
@@ -171,7 +172,7 @@ def claimed(tmp_path):
 
 
 def test_claims_by_hand(claimed):
-    found = {figure.name.removeprefix("bfloat16: "): figure for figure in speed_claims.made(claimed)}
+    found = {figure.name.removeprefix("bfloat16: "): figure for figure in claimed.figures()}
 
     def measured(name):
         return found[name].spread.median, found[name].verdict
@@ -196,14 +197,14 @@ def test_claims_by_hand(claimed):
 
 def test_float32_has_bounds_of_its_own_and_no_claim_against_assisted_generation(claimed):
     claimed.settings = replace(claimed.settings, dtypes=("float32",))
-    found = {figure.name: figure.low for figure in speed_claims.made(claimed)}
+    found = {figure.name: figure.low for figure in claimed.figures()}
     assert found["float32: tokens/s over the best peer's, draft model"] == 1.2
     assert not any("assisted" in name for name in found)
 
 
 def test_on_a_gpu_the_claims_are_others(claimed):
     claimed.settings = replace(claimed.settings, device="cuda")
-    names = {figure.name: figure.low for figure in speed_claims.made(claimed)}
+    names = {figure.name: figure.low for figure in claimed.figures()}
     assert names["bfloat16: plain decoding's effective bandwidth over that of a device copy"] == 0.55
     assert names["bfloat16: tokens/s over transformers' compiled plain decoding"] == 2
     assert not any("best peer" in name for name in names)
@@ -211,16 +212,16 @@ def test_on_a_gpu_the_claims_are_others(claimed):
 
 def test_a_figure_with_two_bounds():
     spread = Estimate(1.2, np.array([1.2])).spread
-    assert speed_claims.Figure("f", 0.9, spread, 1.1).verdict == "missed"
-    assert speed_claims.Figure("f", 0.9, spread).verdict == "met"
-    assert speed_claims.Figure("f", 0.9, None, 1.1).bound == "0.9–1.1"
+    assert Figure("f", spread, 0.9, 1.1).verdict == "missed"
+    assert Figure("f", spread, 0.9).verdict == "met"
+    assert Figure("f", None, 0.9, 1.1).bound == "0.9–1.1"
 
 
 # -- who meets whom -------------------------------------------------------------------------------------------------------
 
 
-def test_contenders_are_all_combinations():
-    names = [each.name for each in contenders(replace(SMALL, peers=("transformers", "llamacpp", "openvino"), lengths=(3, 5)))]
+def test_methods_are_all_combinations():
+    names = [each.name for each in methods(replace(SMALL, peers=("transformers", "llamacpp", "openvino"), lengths=(3, 5)))]
     assert names[:5] == [PLAIN, "transformers plain", "llamacpp plain", "openvino plain, PA", "openvino plain, SDPA"]
     for name in (AUTO, "foredraft draft, chain(5)", "transformers draft, γ=3", "llamacpp lookup, ngram-simple, γ=5"):
         assert name in names
@@ -228,7 +229,7 @@ def test_contenders_are_all_combinations():
 
 
 def test_rules_count_where_foredraft_samples_and_then_peers_stay_away():
-    sampled = contenders(replace(SMALL, temperature=1.0, rules=("block", "match"), drafters=("ngram:zoo:python-ngram",)))
+    sampled = methods(replace(SMALL, temperature=1.0, rules=("block", "match"), drafters=("ngram:zoo:python-ngram",)))
     assert {each.side for each in sampled} == {"foredraft"}
     assert {dict(each.options)["rule"] for each in sampled if each.mode != "plain"} == {"block", "match"}
     assert any(dict(each.options).get("drafter") == "ngram:zoo:python-ngram" for each in sampled)
@@ -236,16 +237,16 @@ def test_rules_count_where_foredraft_samples_and_then_peers_stay_away():
 
 def test_cells_of_every_scenario():
     settings = replace(SMALL, batches=(1, 3), worst=True)
-    everyone = [*contenders(settings), *hopeless(settings)]
+    everyone = [*methods(settings), *hopeless(settings)]
     found = cells(settings, [("a", list(range(40))), ("b", list(range(50, 100)))], everyone, 1000)
     kinds = [(cell.scenario, cell.batch) for cell in found]
     pairs = [("hopeless draft", 1), ("random text", 1), ("hopeless draft", 3), ("random text", 3)]
     assert kinds == [("text", 1), ("text", 1), ("batch", 3), *pairs]
     assert [len(row) for row in found[2].ids] == [40, 50, 35]  # prompts run out: the first again, cut shorter
-    assert not any("untrained" in name or "random" in name for name in (*found[0].contenders, *found[2].contenders))
-    assert found[3].contenders == (PLAIN, "foredraft draft, auto, untrained")
-    assert found[4].contenders == (PLAIN, "foredraft lookup, auto, random text") and found[4].temperature > 1
-    assert set(found[2].contenders) == {PLAIN, AUTO, "foredraft lookup, auto"}
+    assert not any("untrained" in name or "random" in name for name in (*found[0].methods, *found[2].methods))
+    assert found[3].methods == (PLAIN, "foredraft draft, auto, untrained")
+    assert found[4].methods == (PLAIN, "foredraft lookup, auto, random text") and found[4].temperature > 1
+    assert set(found[2].methods) == {PLAIN, AUTO, "foredraft lookup, auto"}
 
 
 def test_settings_that_can_not_be_are_refused():
@@ -398,24 +399,23 @@ def test_a_run_and_its_report(adapters, tmp_path, work):
     assert run.failures == []
     assert [each.rate for each in run.reads] == [pytest.approx((1 << 20) / 0.01)] * len(run.reads) and run.reads
     text = [each for each in run.measurements if each.scenario == "text"]
-    assert len({each.contender for each in text}) == 3 * 3 + 2 and {each.repeat for each in text} == {0, 1}
+    assert len({each.method for each in text}) == 3 * 3 + 2 and {each.repeat for each in text} == {0, 1}
     assert all(each.same and each.same_as_reference for each in text) and run.reference == "transformers plain"
     assert {each.scenario for each in run.measurements} == {"text", "batch", "hopeless draft", "random text"}
     assert all(each.same is None for each in run.measurements if each.scenario == "random text")
-    said = {"command": "c", "environment": {**environment.describe(), "threads": 1}}
-    document = speed_report.document(run, **said)
-    figures = {(each["scenario"], each["batch"], each["contender"]): each for each in document["figures"]}
-    plain = figures["text", 1, "vllm plain"]
-    assert plain["tokens_per_second"]["median"] == pytest.approx(8 / (0.5 + 7 * 0.02))
-    assert figures["text", 1, "vllm draft, γ=5"]["acceptance_length"]["median"] == pytest.approx(7 / 3)
-    assert plain["same_as_plain"] == {"equal": 4, "compared": 4, "first_difference": None}
-    paths = write(tmp_path / "out", "speed", document, speed_report.tables(run), speed_report.notes(run, **said), speed_report.TITLE)
-    page = paths[1].read_text()
+    calls = Calls(text)
+    assert calls.rate("vllm plain").value == pytest.approx(8 / (0.5 + 7 * 0.02))
+    assert calls.acceptance("vllm draft, γ=5").value == pytest.approx(7 / 3)
+    assert calls.equal("vllm plain") == (4, 4, None)
+    document = run.document(command="c", environment={**environment.describe(), "threads": 1})
+    page = run.report(document).markdown()
     assert "## Figures to reach" in page and "| foredraft draft, auto |" in page and "vllm 1.0" in page
-    assert json.loads(paths[0].read_text())["schema"] == 1
-    drawn = speed_plots.draw(run, tmp_path / "out")
-    assert sorted(each.name for each in drawn) == [f"speed-{name}-float32.png" for name in ("cost", "depth", "speedup", "split")]
-    assert all(each.stat().st_size > 5000 for each in drawn)
+    report.save(tmp_path / "speed.json.gz", document)
+    again = report.load(tmp_path / "speed.json.gz")
+    assert again == document and Speed.read(again).report(again).markdown() == page
+    drawn = run.charts(tmp_path / "out", "speed")
+    assert sorted(drawn) == [f"speed-{name}-float32.png" for name in ("cost", "depth", "speedup", "split")]
+    assert all((tmp_path / "out" / name).stat().st_size > 5000 for name in drawn)
 
 
 @pytest.mark.parametrize(
@@ -432,10 +432,10 @@ def test_a_run_and_its_report(adapters, tmp_path, work):
 def test_a_peer_that_fails_is_a_row(adapters, tmp_path, work, how, stage, said):
     adapters("vllm", **how)
     run = finished(tmp_path, work, peers=("vllm",), modes=("plain",), timeout=1)
-    assert [(each.contender, each.stage) for each in run.failures] == [("vllm plain", stage)]
+    assert [(each.method, each.stage) for each in run.failures] == [("vllm plain", stage)]
     assert said in run.failures[0].message
-    assert {each.contender for each in run.measurements if each.contender == PLAIN} == {PLAIN}
-    tables = {table.title: table for table in speed_report.tables(run)}
+    assert {each.method for each in run.measurements if each.method == PLAIN} == {PLAIN}
+    tables = {table.title: table for table in run.tables()}
     assert tables["Failed"].rows[0][0] == "vllm plain" and said in tables["Failed"].rows[0][3]
     assert any("not measured" in row for row in tables["Figures to reach"].rows)
 
@@ -443,7 +443,7 @@ def test_a_peer_that_fails_is_a_row(adapters, tmp_path, work, how, stage, said):
 def test_a_peer_that_dies_takes_those_in_its_process_along_and_nobody_else(adapters, tmp_path, work):
     adapters("transformers", on_generate="if mode == 'draft': os._exit(5)")
     run = finished(tmp_path, work, peers=("transformers",))
-    assert {each.contender for each in run.failures} == {"transformers draft, γ=5", "transformers lookup, γ=5", "transformers plain"}
+    assert {each.method for each in run.failures} == {"transformers draft, γ=5", "transformers lookup, γ=5", "transformers plain"}
     done = Calls(run.measurements).finished
     assert done and all(name.startswith("foredraft") for name in done)
 
@@ -454,7 +454,7 @@ def test_a_peer_with_another_text_is_measured_and_shown(adapters, tmp_path, work
     assert run.failures == []
     calls = Calls(run.measurements)
     assert calls.equal("transformers draft, γ=5") == (0, 2, 5) and calls.equal(AUTO) == (2, 2, None)
-    table = next(each for each in speed_report.tables(run) if each.title.startswith("Equality"))
+    table = next(each for each in run.tables() if each.title.startswith("Equality"))
     assert ("transformers draft, γ=5", "0 of 2", "5", "0 of 2", "5") in table.rows
 
 
@@ -467,7 +467,7 @@ def test_turns_after_the_first_follow_the_answer(adapters, tmp_path, work):
 
 def test_nobody_always_follows_the_same(adapters, tmp_path, work):
     run = finished(tmp_path, work, peers=(), limit=3, repeats=3, modes=("plain", "lookup"))
-    first = [each.contender for each in run.measurements][::3]
+    first = [each.method for each in run.measurements][::3]
     assert len(set(first)) == 3
 
 
@@ -527,8 +527,8 @@ def test_the_command_writes_everything(adapters, tmp_path, work):
     adapters("vllm", installed=False)
     result = command(tmp_path, work, "--peer", "transformers", "--peer", "vllm", "--out", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
-    document = json.loads((tmp_path / "out" / "speed.json").read_text())
-    assert {(each["contender"].split()[0], each["message"]) for each in document["failures"]} == {("vllm", NOT_INSTALLED)}
+    document = report.load(tmp_path / "out" / "speed.json.gz")
+    assert {(each["method"].split()[0], each["message"]) for each in document["failures"]} == {("vllm", NOT_INSTALLED)}
     page = (tmp_path / "out" / "speed.md").read_text()
     assert f"Not measured: vllm ({NOT_INSTALLED})." in page and "![speed-speedup-float32](speed-speedup-float32.png)" in page
     assert str(tmp_path) not in page.replace(document["command"], "")  # a report says nothing of where it was made
@@ -545,12 +545,10 @@ def test_what_can_not_be_asked_ends_with_2(adapters, tmp_path, work):
         assert result.exit_code == 2 and said in "".join(result.output.split())
 
 
-def test_without_charts_the_page_says_so(tmp_path):
-    (tmp_path / "speed.md").write_text("# Speed\n")
-    append_images(tmp_path / "speed.md", [], otherwise=speed_plots.MISSING)
-    assert "foredraft[plot]" in (tmp_path / "speed.md").read_text()
+def test_without_charts_the_page_says_so():
+    assert "foredraft[plot]" in Report("Speed", [], [], []).markdown() and "Charts" not in Report("Trees", [], []).markdown()
 
 
-def test_contender_names_and_cells_are_plain_values():
-    assert Contender("vllm", "draft", "γ=5").name == "vllm draft, γ=5"
+def test_method_names_and_cells_are_plain_values():
+    assert Method("vllm", "draft", "γ=5").name == "vllm draft, γ=5"
     assert Cell("text", 0, "a", ((1, 2), (3, 4)), 5, 0.0, ()).key == ("text", 2, 0)

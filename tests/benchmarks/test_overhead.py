@@ -9,13 +9,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks import environment, hosts, overhead_report, prompts, verdicts, verification
-from benchmarks.app import app
-from benchmarks.contestants import Contestant, contestants, of_transformers
-from benchmarks.overhead import Measurement, Run, Settings, measurement, turned
+from benchmarks import drafters_plan, environment, hosts, overhead, prompts, report, verification
+from benchmarks.cli import app
+from benchmarks.figures import Figure, Spread
+from benchmarks.overhead import Measurement, Overhead, Settings, measurement
+from benchmarks.overhead_methods import Method, methods, of_transformers
 from benchmarks.passes import Pass, PassRecorder
-from benchmarks.report import Table, write
-from benchmarks.verdicts import Claim, Spread
+from benchmarks.report import Table
+from benchmarks.suite import turned
 from foredraft.errors import ConfigurationError
 from foredraft.tree import TokenTree
 from foredraft.verification import names as rule_names
@@ -26,7 +27,7 @@ OPTIONS = [
     for name in ("target", "threads", "tokens", "prompts", "repeats", "noise_vocab_size", "noise_repeats", "dtype")
     for argument in (f"--{name.replace('_', '-')}", str(getattr(QUICK, name)))
 ]
-WHO = {"contestant": "c", "repeat": 0, "prompt": 0, "same_as_plain": True}
+WHO = {"method": "c", "repeat": 0, "prompt": 0, "same_as_plain": True}
 
 
 def tiny_llama(vocab_size):
@@ -68,8 +69,8 @@ def test_a_prefill_in_chunks_is_no_round():
     assert measurement(passes, 10, 2, 0.0, 3.0, **WHO).rounds == 1
 
 
-def sample(contestant, repeat, **changes):
-    like = Measurement(contestant, repeat, 0, 64, 20, 0, 2.0, 1.0, 0.0, 0.1, 20, 63, 1.9, 0.5, True)
+def sample(method, repeat, **changes):
+    like = Measurement(method, repeat, 0, 64, 20, 0, 2.0, 1.0, 0.0, 0.1, 20, 63, 1.9, 0.5, True)
     return replace(like, **changes)
 
 
@@ -77,14 +78,14 @@ def test_ratios_are_paired_within_a_repeat():
     """Each repeat is half as slow again as the last on both sides; the ratio does not see it."""
     rows = [sample("transformers plain", n, round_outside=0.4 * (n + 1)) for n in range(3)]
     rows += [sample("foredraft plain", n, round_outside=0.1 * (n + 1)) for n in range(3)]
-    ratio = verdicts.ratios(rows)["plain"]["outside_per_round"]
+    ratio = overhead.ratios(rows)["plain"]["outside_per_round"]
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((0.25, 0.25, 0.25))
 
 
-def test_a_contestant_that_missed_a_call_has_no_median():
+def test_a_method_that_missed_a_call_has_no_median():
     rows = [sample("transformers plain", n) for n in range(3)] + [sample("foredraft plain", n) for n in range(2)]
-    assert list(verdicts.summaries(rows)) == ["transformers plain"]
-    assert set(verdicts.ratios(rows)["plain"].values()) == {None}
+    assert list(overhead.summaries(rows)) == ["transformers plain"]
+    assert set(overhead.ratios(rows)["plain"].values()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_a_contestant_that_missed_a_call_has_no_median():
     ],
 )
 def test_verdicts(at_most, spread, verdict):
-    assert Claim("c", 0.5, at_most, spread).verdict == verdict
+    assert Figure("f", spread, None if at_most else 0.5, 0.5 if at_most else None, noise=True).verdict == verdict
 
 
 def test_nobody_always_follows_the_same():
@@ -138,31 +139,31 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmarks")
     result = CliRunner().invoke(app, ["overhead", *OPTIONS, "--out", str(folder)])
     assert result.exit_code == 0, result.output
-    return json.loads((folder / "overhead.json").read_text()), (folder / "overhead.md").read_text()
+    return report.load(folder / "overhead.json.gz"), (folder / "overhead.md").read_text()
 
 
 def test_the_document_has_its_schema(written):
     document, _ = written
-    names = {entrant.name for entrant in contestants()}
-    assert (document["schema"], document["suite"], document["failures"]) == (1, "overhead", [])
+    names = {each.name for each in methods()}
+    assert (document["schema"], document["suite"], document["failures"]) == (2, "overhead", [])
     assert document["settings"]["tokens"] == QUICK.tokens and document["command"].startswith("python -m benchmarks")
     assert {"commit", "dirty", "cpu", "threads", "packages", "date"} <= document["environment"].keys()
-    assert document["medians"].keys() == names == document["mismatches"].keys()
+    assert {each["method"] for each in document["measurements"]} == names
     assert len(document["measurements"]) == len(names) * QUICK.repeats * QUICK.prompts
     assert {each["nodes"] for each in document["noise"]} == {1, QUICK.draft_length + 1}
-    assert [claim["verdict"] in ("met", "within noise", "missed") for claim in document["claims"]] == [True] * 7
+    assert [each["verdict"] in ("met", "within noise", "missed") for each in document["figures"]] == [True] * 7
 
 
 def test_both_sides_do_the_same_work(written):
     """float32: the same tokens everywhere, and as many passes as the definition of each mode says."""
     document, _ = written
-    assert set(document["mismatches"].values()) == {0}
+    assert {each["same_as_plain"] for each in document["measurements"]} == {True}
     for each in document["measurements"]:
         assert each["tokens"] == QUICK.tokens
-        assert 0 < each["round_outside"] < each["outside"] < each["wall"]
-        if each["contestant"].endswith("plain"):
+        assert 0 < each["round_outside"] < each["wall"] - each["target_seconds"] - each["draft_seconds"]
+        if each["method"].endswith("plain"):
             assert each["rounds"] == QUICK.tokens - 1 and each["draft_passes"] == 0
-        if each["contestant"].endswith("draft-model"):
+        if each["method"].endswith("draft-model"):
             assert each["draft_passes"] > each["rounds"] and each["draft_seconds"] > 0
 
 
@@ -175,7 +176,7 @@ def test_the_markdown_holds_the_tables(written):
 
 
 def broken(side, mode, when):
-    """A contestant that fails at set-up, in the warm-up, or once in its second repeat."""
+    """A method that fails at set-up, in the warm-up, or once in its second repeat."""
 
     def build(field):
         if when == "set-up":
@@ -190,36 +191,32 @@ def broken(side, mode, when):
 
         return fail
 
-    return Contestant(side, mode, build)
+    return Method(side, mode, build)
 
 
 @pytest.mark.parametrize("when", ["set-up", "warm-up", "measurement"])
-def test_a_failure_stays_a_failure(when, tmp_path):
+def test_a_failure_stays_a_failure(when):
     settings = replace(QUICK, prompts=1, repeats=3, noise_repeats=0)
-    entrants = [contestants()[0], broken("foredraft", "plain", when)]
-    run = Run(settings, entrants=entrants)
+    run = Overhead(settings, compared=[methods()[0], broken("foredraft", "plain", when)])
     run.run()
-    said = {"command": "c", "environment": environment.describe()}
-    document = overhead_report.document(run, **said)
-    assert [(each["contestant"], each["stage"], each["message"]) for each in document["failures"]] == [
+    document = run.document(command="c", environment=environment.describe())
+    assert [(each["method"], each["stage"], each["message"]) for each in document["failures"]] == [
         ("foredraft plain", when, "ValueError: no such thing")
     ]
-    measured = [each["contestant"] for each in document["measurements"]]
+    measured = [each["method"] for each in document["measurements"]]
     assert measured.count("foredraft plain") == (when == "measurement")  # the repeat before; after a failure it is out
-    assert list(document["medians"]) == ["transformers plain"]
-    assert set(document["ratios"]["plain"].values()) == {None}
-    assert all(claim["verdict"] == "not measured" for claim in document["claims"])
-    write(tmp_path, "overhead", document, overhead_report.tables(run), overhead_report.notes(run, **said), overhead_report.TITLE)
-    assert "| foredraft plain |" in (tmp_path / "overhead.md").read_text()
+    assert list(overhead.summaries(run.measurements)) == ["transformers plain"]
+    assert set(overhead.ratios(run.measurements)["plain"].values()) == {None}
+    assert all(each["verdict"] == "not measured" for each in document["figures"]) and run.failed()
+    assert "| foredraft plain |" in run.report(document).markdown()
 
 
 def test_without_the_reference_no_tokens_are_compared():
-    run = Run(
-        replace(QUICK, prompts=1, repeats=1, noise_repeats=0), entrants=[broken("transformers", "plain", "warm-up"), contestants()[1]]
-    )
+    settings = replace(QUICK, prompts=1, repeats=1, noise_repeats=0)
+    run = Overhead(settings, compared=[broken("transformers", "plain", "warm-up"), methods()[1]])
     run.run()
     assert [each.same_as_plain for each in run.measurements] == [None]
-    assert "not compared" in overhead_report.notes(run, command="c", environment=environment.describe())[-1]
+    assert "not compared" in run.notes({})[-1]
 
 
 def test_a_failure_makes_the_exit_code_1(tmp_path):
@@ -228,14 +225,14 @@ def test_a_failure_makes_the_exit_code_1(tmp_path):
     quick = [*OPTIONS, "--prompts", "1", "--repeats", "1", "--noise-repeats", "0"]
     result = CliRunner().invoke(app, ["overhead", *quick, "--draft", str(tmp_path / "draft"), "--out", str(tmp_path)])
     assert result.exit_code == 1
-    document = json.loads((tmp_path / "overhead.json").read_text())
-    assert {each["contestant"] for each in document["failures"]} == {"transformers draft-model", "foredraft draft-model"}
-    assert len(document["medians"]) == 4
+    document = report.load(tmp_path / "overhead.json.gz")
+    assert {each["method"] for each in document["failures"]} == {"transformers draft-model", "foredraft draft-model"}
+    assert len({each["method"] for each in document["measurements"]}) == 4
 
 
 def test_too_few_tokens_are_refused():
     with pytest.raises(ConfigurationError, match="7 or more"):
-        Run(replace(QUICK, tokens=6)).run()
+        replace(QUICK, tokens=6)
     assert CliRunner().invoke(app, ["overhead", "--tokens", "6"]).exit_code == 2
 
 
@@ -257,14 +254,14 @@ def verified(tmp_path_factory):
     options = ["--shape", "product(2,2)", "--chain", "chain(2)", "--vocab-size", "300", "--threads", "1", "--repeats", "3"]
     result = CliRunner().invoke(app, ["verification", *options, "--rows", "2", "--out", str(folder)])
     assert result.exit_code == 0, result.output
-    return json.loads((folder / "verification.json").read_text()), (folder / "verification.md").read_text()
+    return report.load(folder / "verification.json.gz"), (folder / "verification.md").read_text()
 
 
 def test_the_verification_suite_times_every_rule(verified):
     document, text = verified
-    assert (document["schema"], document["suite"], document["claims"]) == (1, "verification", [])
-    assert {each["rule"] for each in document["entrants"].values()} == set(rule_names())
-    assert len(document["measurements"]) == 3 * len(document["entrants"])
+    assert (document["schema"], document["suite"], document["figures"]) == (2, "verification", [])
+    assert {each["rule"] for each in document["methods"]} == set(rule_names())
+    assert len(document["measurements"]) == 3 * len(document["methods"])
     for each in document["measurements"]:
         assert set(each["seconds"]) == {"verification", "processors", "softmax", "rule"}
         assert min(each["seconds"].values()) > 0 and 0 <= each["accepted"] <= 2
@@ -286,12 +283,11 @@ def test_its_shapes_are_checked():
 
 
 def test_it_claims_for_gpus_alone():
-    run = verification.Run(verification.Settings(shape="product(2)", chain="chain(1)", vocab_size=50, threads=1, repeats=1))
+    run = verification.Verification(verification.Settings(shape="product(2)", chain="chain(1)", vocab_size=50, threads=1, repeats=1))
     run.run()
-    assert verification.claims(run) == []
-    on_cuda = verification.Run(replace(run.settings, device="cuda"))
-    on_cuda.measurements = run.measurements
-    assert [claim.name.partition(",")[0] for claim in verification.claims(on_cuda)] == ["match", "traversal", "traversal"]
+    assert run.figures() == []
+    run.settings = replace(run.settings, device="cuda")
+    assert [each.name.partition(",")[0] for each in run.figures()] == ["match", "traversal", "traversal"]
 
 
 # -- the kernels suite -------------------------------------------------------------------------------------------------------
@@ -310,7 +306,7 @@ def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path):
     ]
     result = CliRunner().invoke(app, ["kernels", *options, "--repeats", "2", "--threads", "1", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "kernels.json").read_text())
+    found = report.load(tmp_path / "kernels.json.gz")
     timed = [(each["configuration"], each["rows"], each["nodes"], each["context"], each["repeat"]) for each in found["measurements"]]
     names, contexts = ("float32/eager", "bfloat16/packed"), (8, 20)
     passes = [
@@ -346,23 +342,23 @@ def test_the_hosts_suite_times_every_drafter_beside_the_pass_over_its_draft(tmp_
     options = ["--target", "zoo:python-1m", "--dtype", "float32", "--threads", "1", "--context", "1500", "--rounds", "3"]
     result = CliRunner().invoke(app, ["hosts", *options, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "hosts.json").read_text())
-    names = [f"{name}, {shape}" for shape in ("chain(5)", "product(3,2,1,1)") for name in hosts.DRAFTERS]
-    assert sorted((each["contender"], each["round"]) for each in found["measurements"]) == sorted(
+    found = report.load(tmp_path / "hosts.json.gz")
+    names = [f"{name}, {shape}" for shape in ("chain(5)", "product(3,2,1,1)") for name in drafters_plan.DRAFTERS]
+    assert sorted((each["method"], each["round"]) for each in found["measurements"]) == sorted(
         (name, number) for name in names for number in range(3)
     )
     assert all(each["host"] > 0 and each["target"] > 0 and 1 <= each["nodes"] <= 64 for each in found["measurements"])
-    assert len(found["claims"]) == len(names) and found["known"] > 100_000
+    assert len(found["figures"]) == len(names) and found["known"] > 100_000
     page = (tmp_path / "hosts.md").read_text()
     assert "behind 1500 tokens" in page and page.count("| several |") == 2
 
 
 def test_the_hosts_suite_divides_medians():
     rounds = [hosts.Measurement("a", number, 6, host, target) for number, (host, target) in enumerate([(1, 50), (2, 100), (3, 400)])]
-    run = hosts.Run(hosts.Settings(drafters="suffix", shapes="chain(2)"))
-    run.measurements = [replace(each, contender="suffix, chain(2)") for each in rounds]
-    (claim,) = hosts.claims(run)
-    assert claim.spread.median == 2 / 100 and claim.met and hosts.share(rounds[1:]).median == 2.5 / 250
+    run = hosts.Hosts(hosts.Settings(drafters="suffix", shapes="chain(2)"))
+    run.measurements = [replace(each, method="suffix, chain(2)") for each in rounds]
+    (figure,) = run.figures()
+    assert figure.spread.median == 2 / 100 and figure.verdict == "met" and hosts.share(rounds[1:]).median == 2.5 / 250
 
 
 def test_rounds_go_on_along_the_text():

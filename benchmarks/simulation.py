@@ -1,4 +1,4 @@
-"""Acceptance length by replay: drafters against texts that are known beforehand, in the one loop that decodes.
+"""Acceptance length by simulation: drafters against texts that are known beforehand, in the one loop that decodes.
 
 Plain decoding makes the texts, once. Then every drafter goes through them with a target that says nothing but what comes next in the
 text it is in, so that as many tokens are accepted as greedy decoding of that target accepts. Nothing is timed, and nothing depends on the
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import datasets
+from benchmarks.drafters_plan import PROMPT_LOOKUP as LOOKUP
+from benchmarks.drafters_plan import SEVERAL, with_store
 from foredraft import Speculator, drafters
 from foredraft.loading import load_tokenizer
 from foredraft.rows import RowParameters
@@ -26,10 +28,9 @@ from foredraft.testing import ProbabilityTable, TableTarget
 
 if TYPE_CHECKING:
     from benchmarks.datasets import Prompt
-    from benchmarks.drafters import Settings
+    from benchmarks.drafters_plan import Settings
     from foredraft.drafters.base import Drafter
 
-LOOKUP, REST, SEVERAL = "prompt-lookup", "rest", "several"
 LEARN_FROM_LOGITS = ("token-recycling", "lookahead")
 
 
@@ -73,7 +74,7 @@ class Reading:
     text: list[int]
 
 
-class Replays:
+class Simulation:
     """All settings on all prompts; ``store`` is the datastore of ``rest``, ``advance`` is called after each setting."""
 
     def __init__(self, settings: Settings, prompts: Sequence[Prompt], store: Path | None, advance: Callable[[], None] = lambda: None):
@@ -82,7 +83,7 @@ class Replays:
     @staticmethod
     def settings(given: Settings) -> list[Setting]:
         """The drafters that read no logits; prompt lookup with every longest match, and with shortest ones of 1 to 3."""
-        left_out = {*LEARN_FROM_LOGITS} | ({SEVERAL} if set(LEARN_FROM_LOGITS) & set(given.members) else set())
+        left_out = {*LEARN_FROM_LOGITS} | ({SEVERAL} if set(LEARN_FROM_LOGITS) & set(given.merged) else set())
         found = [Setting(name) for name in given.drafters if name not in left_out]
         if LOOKUP in given.drafters:
             tried = [(longest, least) for longest in given.ngrams for least in (1, 2, 3) if least <= longest]
@@ -107,7 +108,7 @@ class Replays:
                 for suite in dict.fromkeys(each.suite for each in readings):
                     drafter = self._drafter(setting)
                     drafter.bind(speculator.target)
-                    found += replayed(
+                    found += simulated(
                         setting, drafter, [each for each in readings if each.suite == suite], length, speculator.target.vocab_size
                     )
             self.advance()
@@ -131,14 +132,7 @@ class Replays:
         return drafter
 
 
-def with_store(drafter: str, store: Path) -> str:
-    """``drafter`` with the path of the datastore behind each ``rest``."""
-    name, colon, members = drafter.partition(":")
-    each = [f"{REST}:{store}" if member == REST else member for member in (members.split(",") if colon else [name])]
-    return f"{name}:{','.join(each)}" if colon else each[0]
-
-
-def replayed(setting: Setting, drafter: Drafter, readings: Sequence[Reading], length: int, vocab_size: int) -> list[Kept]:
+def simulated(setting: Setting, drafter: Drafter, readings: Sequence[Reading], length: int, vocab_size: int) -> list[Kept]:
     """One text after the other, so that what a drafter learns from one it knows in the next."""
     target: Any = TableTarget(Texts([each.text for each in readings], vocab_size))
     shape = TreeShape.chain(length)
