@@ -1,7 +1,7 @@
 """One torch thread: on tiny models, threads that wait for each other cost more than they compute.
 
-Tests of the loop want the same rounds on every machine, however slow: where they name no shape they mean ``chain(5)``. Tests of the
-planner are marked ``planned`` and get what users get. Nothing is read from or written to the user's cache.
+Nothing is patched: a test that names no shape gets the planner, as users do, and asserts nothing that depends on time. Nothing is read from
+or written to the user's cache.
 """
 
 import os
@@ -10,13 +10,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["FOREDRAFT_CACHE"] = "off"
 
-import pytest
 import torch
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def chains_of_five(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("planned") is None:
-        monkeypatch.setattr("foredraft.speculator.DEFAULT_SHAPE", "chain(5)")

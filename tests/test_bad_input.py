@@ -120,7 +120,7 @@ def test_a_draft_model_with_a_shorter_context_stops_drafting():
     target, rows = tiny(), repetitive((35, 12))
     expected = [alone(target, row, max_new_tokens=30) for row in rows]
     drafter = DraftModel(small(40))
-    out = Speculator(target, drafter=drafter).generate(**padded(rows), max_new_tokens=30, pad_token_id=PAD)
+    out = Speculator(target, drafter=drafter, shape="chain(5)").generate(**padded(rows), max_new_tokens=30, pad_token_id=PAD)
     assert added(out, 35) == expected
     assert out.stats.rows[0].drafted < out.stats.rows[1].drafted
 
@@ -166,7 +166,7 @@ def test_logits_that_are_no_numbers_name_row_and_position(options, value, kind, 
     texts = generate(plain, ROWS, max_new_tokens=NEW, **options)
     oracle = Oracle([row + text for row, text in zip(ROWS, texts)])
     drafter = {"none": "none", "oracle": oracle, "draft-model": make_drafter("draft-model")}[name]
-    speculator = Speculator(model, drafter=drafter, rule="match")
+    speculator = Speculator(model, drafter=drafter, rule="match", shape="chain(5)")
     # The logits after position 12 of row 1 choose its token 13.
     with Spoil(model, value, 1, 12), pytest.raises(TargetOutputError, match=f"{kind} for row 1, position 13"):
         generate(speculator, ROWS, max_new_tokens=NEW, **options)
@@ -191,7 +191,7 @@ def test_spoiled_logits_of_a_rejected_draft_do_no_harm():
         if kwargs["input_ids"].shape[1] == 4:
             output.logits[:, 1:] = float("nan")
 
-    speculator = Speculator(model, drafter=Wrong())
+    speculator = Speculator(model, drafter=Wrong(), shape="chain(5)")
     handle = model.register_forward_hook(behind, with_kwargs=True)
     for options in ({}, {"repetition_penalty": 1.0000001}):
         assert generate(speculator, ROWS, max_new_tokens=NEW, **options) == texts
@@ -277,8 +277,8 @@ def test_a_sampled_draft_is_refused_for_a_rule_it_does_not_fit():
     for siblings in ("keyed", "top-k"):
         with pytest.raises(ConfigurationError, match="rejection"):
             Speculator(tiny(), drafter=make_drafter("draft-model", siblings=siblings), rule="rejection")
-    assert Speculator(tiny(), drafter=make_drafter("draft-model")).rule.name == "block"
-    assert Speculator(tiny(), drafter="ngram").rule.name == "match"
+    assert Speculator(tiny(), drafter=make_drafter("draft-model"), shape="chain(5)").rule.name == "block"
+    assert Speculator(tiny(), drafter="ngram", shape="chain(5)").rule.name == "match"
     assert "rejection" in rules.names() and "draft-model" in drafters.names()
 
 
@@ -376,7 +376,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_drafter_that_returns_no_proposal(mistake, options):
     make, message = MISTAKES[mistake]
-    speculator = Speculator(tiny(), drafter=Misbehaving(make))
+    speculator = Speculator(tiny(), drafter=Misbehaving(make), shape="chain(5)")
     with pytest.raises(DrafterError, match=f"'misbehaving'.*{message}"):
         generate(speculator, ROWS[:1], max_new_tokens=NEW, **options)
     assert Speculator(tiny(), drafter="none").generate(**padded(ROWS[:1]), max_new_tokens=2, **options).stats.new_tokens == 2
@@ -398,7 +398,7 @@ def test_a_drafter_that_returns_no_proposal(mistake, options):
     ],
 )
 def test_a_sampled_proposal_that_the_rule_cannot_verify(make, message):
-    speculator = Speculator(tiny(), drafter=Misbehaving(make, "iid"), rule="block")
+    speculator = Speculator(tiny(), drafter=Misbehaving(make, "iid"), rule="block", shape="chain(5)")
     with pytest.raises(DrafterError, match=message):
         generate(speculator, ROWS[:1], max_new_tokens=NEW, do_sample=True)
 
@@ -407,10 +407,10 @@ def test_a_draft_that_is_too_long_is_cut():
     """It costs a wide pass; it neither crosses a limit nor changes the text."""
     long = Misbehaving(lambda root: chain(root, *[7] * 40))
     texts = [alone(small(60), ROWS[0], max_new_tokens=37)]
-    assert generate(Speculator(small(60), drafter=long), ROWS[:1], max_new_tokens=50) == texts
+    assert generate(Speculator(small(60), drafter=long, shape="chain(5)"), ROWS[:1], max_new_tokens=50) == texts
     options = {"do_sample": True, "seed": 3, "max_new_tokens": NEW, "repetition_penalty": 1.2}
     expected = generate(Speculator(tiny(), drafter="none"), ROWS[:1], **options)
-    out = Speculator(tiny(), drafter=long).generate(**padded(ROWS[:1]), **options)
+    out = Speculator(tiny(), drafter=long, shape="chain(5)").generate(**padded(ROWS[:1]), **options)
     assert added(out, 23) == expected
     assert len(out.stats.drafted_by_depth) == 5, "what lies deeper than draft_length was never proposed"
     text = alone(tiny(), ROWS[0], max_new_tokens=7)
@@ -423,7 +423,7 @@ def test_a_draft_that_is_too_long_is_cut():
 
 def test_a_drafter_that_raises_leaves_the_speculator_usable():
     oracle = Oracle([])
-    speculator = Speculator(tiny(), drafter=oracle)
+    speculator = Speculator(tiny(), drafter=oracle, shape="chain(5)")
 
     def fail(request):
         raise ZeroDivisionError
@@ -443,9 +443,10 @@ def test_a_drafter_that_raises_leaves_the_speculator_usable():
 def test_a_draft_with_another_padded_vocabulary_works(vocabulary, options):
     draft = small(vocabulary=vocabulary)
     expected = generate(Speculator(tiny(), drafter="none"), ROWS, max_new_tokens=NEW, **options)
-    assert generate(Speculator(tiny(), drafter=DraftModel(draft), rule="match"), ROWS, max_new_tokens=NEW, **options) == expected
+    speculator = Speculator(tiny(), drafter=DraftModel(draft), rule="match", shape="chain(5)")
+    assert generate(speculator, ROWS, max_new_tokens=NEW, **options) == expected
     if options:
-        out = Speculator(tiny(), drafter=DraftModel(draft), rule="rejection").generate(
+        out = Speculator(tiny(), drafter=DraftModel(draft), rule="rejection", shape="chain(5)").generate(
             **padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, **options
         )
         assert out.stats.new_tokens == 3 * NEW and int(out.sequences.max()) < 128
@@ -626,10 +627,10 @@ def test_a_context_too_small_for_the_self_test(context):
 
 def test_a_drafter_handed_from_one_speculator_to_another():
     drafter = make_drafter("draft-model")
-    first = Speculator(tiny(), drafter=drafter)
+    first = Speculator(tiny(), drafter=drafter, shape="chain(5)")
     stream = first.stream(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD)
     next(stream)
-    second = Speculator(clone(tiny()), drafter=drafter)
+    second = Speculator(clone(tiny()), drafter=drafter, shape="chain(5)")
     assert generate(second, ROWS, max_new_tokens=NEW) == [alone(tiny(), row, max_new_tokens=NEW) for row in ROWS]
     with pytest.raises(ForedraftError, match="another generation"):
         list(stream)

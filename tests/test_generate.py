@@ -375,7 +375,7 @@ def test_scores_of_a_ragged_batch():
 
 def test_scores_of_a_sample():
     """The token that was drawn is possible under the recorded scores, and top-k cut the others."""
-    out = Speculator(tiny(), drafter=make_drafter("draft-model")).generate(
+    out = Speculator(tiny(), drafter=make_drafter("draft-model"), shape="chain(5)").generate(
         **padded(ROWS), max_new_tokens=NEW, do_sample=True, top_k=5, output_scores=True, return_dict_in_generate=True, pad_token_id=PAD
     )
     for step, scores in enumerate(out.scores):
@@ -470,9 +470,9 @@ def test_a_text_streamer(capsys):
 @pytest.mark.parametrize("drafter", drafter_names())
 def test_a_stream_yields_what_generate_returns(drafter):
     options = {**padded(ROWS), "max_new_tokens": NEW, "do_sample": True, "seed": 3, "pad_token_id": PAD, "eos_token_id": ENDS}
-    expected = Speculator(tiny(), drafter=make_drafter(drafter)).generate(**options)
+    expected = Speculator(tiny(), drafter=make_drafter(drafter), shape="chain(5)").generate(**options)
     texts, over = [[] for _ in ROWS], {}
-    stream = Speculator(tiny(), drafter=make_drafter(drafter)).stream(**options)
+    stream = Speculator(tiny(), drafter=make_drafter(drafter), shape="chain(5)").stream(**options)
     for tokens in stream:
         assert tokens and 0 <= tokens.accepted <= len(tokens) and tokens.row not in over
         texts[tokens.row] += tokens
@@ -512,7 +512,7 @@ def _raise(stream, count):
 @pytest.mark.parametrize("leave", [_break, _close, _raise])
 @pytest.mark.parametrize("drafter", drafter_names())
 def test_an_abandoned_stream_leaves_the_speculator_usable(drafter, leave):
-    speculator = Speculator(tiny(), drafter=make_drafter(drafter))
+    speculator = Speculator(tiny(), drafter=make_drafter(drafter), shape="chain(5)")
     for count in (0, 1, 4, 7):
         stream = speculator.stream(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD)
         leave(stream, count)  # still referenced here: nothing but the next call ends it
@@ -521,7 +521,7 @@ def test_an_abandoned_stream_leaves_the_speculator_usable(drafter, leave):
 
 
 def test_a_stream_whose_speculator_moved_on_says_so():
-    speculator = Speculator(tiny(), drafter=make_drafter("draft-model"))
+    speculator = Speculator(tiny(), drafter=make_drafter("draft-model"), shape="chain(5)")
     stream = speculator.stream(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD)
     next(stream)
     next(stream)
@@ -532,7 +532,7 @@ def test_a_stream_whose_speculator_moved_on_says_so():
 
 
 def test_closing_a_finished_stream_does_not_end_the_next_one():
-    speculator = Speculator(tiny(), drafter="ngram")
+    speculator = Speculator(tiny(), drafter="ngram", shape="chain(5)")
     first = speculator.stream(**padded(ROWS[:1]), max_new_tokens=NEW, pad_token_id=PAD)
     list(first)
     second = speculator.stream(**padded(ROWS[:1]), max_new_tokens=NEW, pad_token_id=PAD)
@@ -545,7 +545,7 @@ def test_closing_a_finished_stream_does_not_end_the_next_one():
 
 
 def test_a_stream_can_be_released_under():
-    speculator = Speculator(tiny(), drafter=make_drafter("draft-model"))
+    speculator = Speculator(tiny(), drafter=make_drafter("draft-model"), shape="chain(5)")
     assert generate(speculator, ROWS, max_new_tokens=NEW) == list(greedy())
     speculator.release()
     assert speculator.target.cache.bytes == 0
@@ -570,7 +570,7 @@ def interrupt_at(count):
 @pytest.mark.parametrize("drafter", drafter_names())
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_ctrl_c_in_a_pass_keeps_what_there_is(drafter, count):
-    speculator = Speculator(tiny(), drafter=make_drafter(drafter))
+    speculator = Speculator(tiny(), drafter=make_drafter(drafter), shape="chain(5)")
     asked = {"output_scores": True, "return_dict_in_generate": True} if count != 2 else {}
     with watched(tiny(), interrupt_at(count)), pytest.raises(Interrupted) as caught:
         speculator.generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, **asked)
@@ -587,7 +587,7 @@ def test_ctrl_c_in_a_pass_keeps_what_there_is(drafter, count):
 
 def test_ctrl_c_in_the_draft_model_and_in_a_criterion():
     drafter = make_drafter("draft-model")
-    speculator = Speculator(tiny(), drafter=drafter)
+    speculator = Speculator(tiny(), drafter=drafter, shape="chain(5)")
     with watched(drafter.model.model, interrupt_at(3)), pytest.raises(Interrupted):
         speculator.generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD)
     assert generate(speculator, ROWS, max_new_tokens=NEW) == list(greedy())
@@ -615,7 +615,7 @@ def test_ctrl_c_through_the_other_entry_point():
 @pytest.mark.parametrize("count", [1, 3])
 def test_statistics_say_what_happened(drafter, count):
     rows, shapes = ROWS[:count], []
-    speculator = Speculator(tiny(), drafter=make_drafter(drafter))
+    speculator = Speculator(tiny(), drafter=make_drafter(drafter), shape="chain(5)")
     began = time.perf_counter()
     with watched(tiny(), lambda kwargs: shapes.append(kwargs["input_ids"].shape)):
         out = speculator.generate(**padded(rows), max_new_tokens=30, pad_token_id=PAD, do_sample=True, seed=2, eos_token_id=ENDS)

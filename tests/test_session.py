@@ -167,7 +167,7 @@ def test_bad_rows_are_refused_and_disturb_nothing():
 def test_after_an_error_in_a_step_nothing_is_left():
     plan = Plan(0, 0, 6, False, False, 0, None)
     drafter = make_drafter("prompt-lookup")
-    broken = Speculator(tiny(), drafter=drafter)
+    broken = Speculator(tiny(), drafter=drafter, shape="chain(5)")
     session = broken.session()
     session.add(PROMPTS[0], plan.parameters())
     session.step()

@@ -147,7 +147,7 @@ def test_prompt_lookup_copies_a_repetition_in_one_pass_per_draft():
         model.lm_head.weight[3] = model.model.embed_tokens.weight[8]
         model.lm_head.weight[9] = 0
     row = [*range(3, 9), *range(3, 9), 3, 4]
-    out = Speculator(model, drafter="prompt-lookup").generate(**padded([row]), max_new_tokens=24)
+    out = Speculator(model, drafter="prompt-lookup", shape="chain(5)").generate(**padded([row]), max_new_tokens=24)
     assert out.sequences[0, 14:].tolist() == [*range(5, 9), *range(3, 9), *range(3, 9), *range(3, 9), 3, 4]
     assert out.stats.accepted == out.stats.drafted and out.stats.target_passes == 5
 
@@ -158,7 +158,7 @@ def test_prompt_lookup_copies_a_repetition_in_one_pass_per_draft():
 def test_ngram_learns_online():
     model, rows = tiny(), prompts((30, 12))
     drafter = NGram(order=3)
-    speculator = Speculator(model, drafter=drafter)
+    speculator = Speculator(model, drafter=drafter, shape="chain(5)")
     options = {**padded(rows), "max_new_tokens": 20, "pad_token_id": 0}
     first, second = speculator.generate(**options), speculator.generate(**options)
     assert first.sequences.tolist() == second.sequences.tolist()
@@ -337,7 +337,7 @@ def test_a_sampled_chain_ends_where_nothing_was_seen():
 
 
 def test_ngram_draws_from_q_where_that_does_not_cost_too_much():
-    assert Speculator(tiny(), drafter="ngram").proposal == "keyed"
+    assert Speculator(tiny(), drafter="ngram", shape="chain(5)").proposal == "keyed"
     model = NGramModel.from_tokens([[1, 2, 3, 1, 2, 3, 1, 2, 4]], 3)
     row = Row([1, 2])
     for siblings, vocabulary, proposal in (
@@ -394,11 +394,11 @@ def test_a_draft_model_catches_up_after_rounds_without_a_draft():
     rows = repetitive()
     expected = [alone(tiny(), row, max_new_tokens=20) for row in rows]
     drafter = Sometimes(perturbed())
-    out = Speculator(tiny(), drafter=drafter).generate(**padded(rows), max_new_tokens=20, pad_token_id=0)
+    out = Speculator(tiny(), drafter=drafter, shape="chain(5)").generate(**padded(rows), max_new_tokens=20, pad_token_id=0)
     assert [row[-20:] for row in out.sequences.tolist()] == expected
     assert out.stats.accepted > 0
     same = Sometimes(tiny())
-    stats = Speculator(tiny(), drafter=same).generate(**padded(rows[:1]), max_new_tokens=20, pad_token_id=0).stats
+    stats = Speculator(tiny(), drafter=same, shape="chain(5)").generate(**padded(rows[:1]), max_new_tokens=20, pad_token_id=0).stats
     assert stats.accepted == stats.drafted > 0, "a draft model that is the target is always right, also after a pause"
 
 
@@ -426,7 +426,7 @@ def test_a_draft_model_feeds_only_what_it_has_not_seen():
 
 
 def test_top_k_siblings_draft_the_most_likely_token():
-    out = Speculator(tiny(), drafter=make_drafter("draft-model", siblings="top-k")).generate(
+    out = Speculator(tiny(), drafter=make_drafter("draft-model", siblings="top-k"), shape="chain(5)").generate(
         **padded(repetitive()), max_new_tokens=12, do_sample=True, seed=0, temperature=0.5, pad_token_id=0
     )
     assert out.stats.rule == "match" and out.stats.accepted > 0

@@ -27,7 +27,7 @@ def solo(plain: Speculator, rows, seed: int, temperature: float) -> list[list[in
 def test_speculative_equals_plain(family, temperature, drafter):
     model, rows = tiny(family), repetitive()
     plain = Speculator(model, drafter="none", rule="match")
-    speculator = Speculator(model, drafter=make_drafter(drafter, family), rule="match")
+    speculator = Speculator(model, drafter=make_drafter(drafter, family), rule="match", shape="chain(5)")
     drafted = accepted = 0
     for seed in SEEDS:
         expected = solo(plain, rows, seed, temperature)
@@ -48,7 +48,7 @@ def test_a_ragged_batch_with_acceptances_everywhere(family, temperature):
     model, rows = tiny(family), repetitive()
     expected = solo(Speculator(model, drafter="none"), rows, 5, temperature)
     oracle = Oracle([row + text for row, text in zip(rows, expected)])
-    speculator = Speculator(model, drafter=oracle, rule="match")
+    speculator = Speculator(model, drafter=oracle, rule="match", shape="chain(5)")
     assert generate(speculator, rows, seed=5, **options(temperature)) == expected
 
 
@@ -73,7 +73,7 @@ def test_a_draft_that_shares_the_noise_is_accepted_most():
     model, rows = tiny(), repetitive()
     rates = {}
     for siblings in ("auto", "keyed", "iid"):
-        speculator = Speculator(model, drafter=make_drafter("draft-model", siblings=siblings), rule="match")
+        speculator = Speculator(model, drafter=make_drafter("draft-model", siblings=siblings), rule="match", shape="chain(5)")
         out = [speculator.generate(**padded([row]), seed=9, do_sample=True, max_new_tokens=40, top_k=0) for row in rows]
         rates[siblings] = sum(each.stats.accepted for each in out) / sum(each.stats.drafted for each in out)
     assert rates["auto"] == rates["keyed"] > rates["iid"]

@@ -58,7 +58,7 @@ def speculator(kind: str, rows, texts) -> Speculator:
         return Speculator(tiny(), ChainOracle([row + text for row, text in zip(rows, texts)]), draft_length=4)
     if kind == "tree":
         return Speculator(tiny(), TreeOracle([row + text for row, text in zip(rows, texts)]), shape="product(2,2,2)")
-    return Speculator(tiny(), kind)
+    return Speculator(tiny(), kind, shape="chain(5)")
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2}], ids=["plain", "processors"])

@@ -182,7 +182,6 @@ def test_the_planner_begins_with_the_measured_rates(calibrated):
     assert tracker.by_depth(1)[0] < 0.05
 
 
-@pytest.mark.planned
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "rnn"])
 def test_auto_leaves_the_text_as_it_is(kind):
     speculator = Speculator(tiny(), make_drafter(kind))
@@ -194,7 +193,6 @@ def test_auto_leaves_the_text_as_it_is(kind):
     assert costs.level.points and not speculator.planner.forecaster.catches_up, "its drafts are timed, and it misses nothing"
 
 
-@pytest.mark.planned
 def test_a_head_among_several_drafts_as_deep_as_it_can():
     drafter = Several([Medusa(taught_head("medusa")), PromptLookup()])
     rows = repetitive()

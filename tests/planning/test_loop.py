@@ -268,7 +268,6 @@ def test_paths_of_trees_reach_the_planner_as_they_were_kept():
 # -- how it is asked for ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.planned
 @pytest.mark.parametrize(
     ("drafter", "rule", "picked", "proposal", "chain"),
     [
@@ -293,7 +292,6 @@ def test_a_target_that_verifies_chains_only_gets_chains():
     assert (speculator.rule.name, speculator.proposal) == ("block", "iid")
 
 
-@pytest.mark.planned
 def test_plain_decoding_has_nothing_to_plan():
     speculator = Speculator(tiny(), "none")
     assert str(speculator.shape) == "chain(0)" and not speculator.planner.learns

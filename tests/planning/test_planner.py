@@ -426,7 +426,6 @@ def test_a_profile_is_of_one_model_drafter_dtype_and_number_of_threads(monkeypat
     assert describe(target, drafter)["drafter"]["model"]["dtype"] == "torch.float32"
 
 
-@pytest.mark.planned
 def test_the_second_speculator_reads_what_the_first_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
     rows = prompts((24, 24))

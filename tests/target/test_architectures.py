@@ -31,7 +31,7 @@ def test_greedy_text_is_that_of_transformers(name, implementation):
     assert min(LENGTHS) > (ARCHITECTURES[name].window or 0)
     expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
     oracle = Oracle([row + text for row, text in zip(rows, expected)])
-    speculator = Speculator(model, drafter=oracle)
+    speculator = Speculator(model, drafter=oracle, shape="chain(5)")
     assert speculator.target.chains_only is None
     for stats in assert_equals_transformers(speculator, rows, expected):
         assert 0 < stats.accepted < stats.drafted
@@ -89,7 +89,7 @@ def test_the_text_of_a_seed_is_the_same_with_any_tree(name, implementation, shap
 def test_chains_only_text_is_that_of_transformers(name, implementation):
     model, rows = build(name, implementation), prompts()
     expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
-    speculator = Speculator(model, drafter=Oracle([row + text for row, text in zip(rows, expected)]))
+    speculator = Speculator(model, drafter=Oracle([row + text for row, text in zip(rows, expected)]), shape="chain(5)")
     assert type(model).__name__ in speculator.target.chains_only
     for stats in assert_equals_transformers(speculator, rows, expected):
         assert 0 < stats.accepted < stats.drafted
@@ -100,7 +100,7 @@ def test_a_tree_is_refused_where_only_chains_work(name):
     model = build(name, ARCHITECTURES[name].implementations[0])
     with pytest.raises(ConfigurationError, match=rf"{type(model).__name__}.*use shape='chain\(2\)'"):
         Speculator(model, drafter=make_drafter("draft-model"), shape="product(2,2)")
-    assert Speculator(model, drafter="several:prompt-lookup,ngram").shape.is_chain
+    assert Speculator(model, drafter="several:prompt-lookup,ngram", shape="chain(5)").shape.is_chain
     with pytest.raises(ConfigurationError, match=r"only verify chains|use shape='chain\(2\)'"):
         Speculator(model, drafter="several:prompt-lookup,ngram", shape="product(2,2)")
     target = Speculator(model, drafter="none").target

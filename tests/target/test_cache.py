@@ -64,7 +64,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(family, drafter)
     model, rows = tiny(family), repetitive((33, 20, 41))
     texts = [alone(model, row, max_new_tokens=16) for row in rows]
     oracle = Oracle([row + text for row, text in zip(rows, texts)])
-    speculator = Speculator(model, drafter=oracle if drafter == "oracle" else make_drafter(drafter, family))
+    speculator = Speculator(model, drafter=oracle if drafter == "oracle" else make_drafter(drafter, family), shape="chain(5)")
     session = speculator.session()
     for index, row in enumerate(rows):
         session.add(row, RowParameters(max_new_tokens=(16, 5, 12)[index]))
@@ -81,7 +81,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_prefill(family, drafter)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_draft_models_own_cache_too(family):
     drafter = make_drafter("draft-model", family)
-    speculator = Speculator(tiny(family), drafter=drafter)
+    speculator = Speculator(tiny(family), drafter=drafter, shape="chain(5)")
     session = speculator.session()
     rows = repetitive((33, 20))
     for row in rows:
@@ -233,7 +233,7 @@ def prefilled(speculator, rows, **options):
 @pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "draft-model"])
 def test_a_prompt_that_begins_alike_reuses_the_cache(drafter):
     model, row = tiny(), prompts((60,))[0]
-    speculator = Speculator(model, drafter=make_drafter(drafter))
+    speculator = Speculator(model, drafter=make_drafter(drafter), shape="chain(5)")
     first, cost = prefilled(speculator, [row])
     assert first == [alone(model, row, max_new_tokens=6)] and cost == 60
     follow_up = row + first[0] + prompts((5,), seed=9)[0]
@@ -257,7 +257,7 @@ def test_rows_of_a_batch_take_what_earlier_rows_left():
     assert prefilled(together, rows) == (expected, 150)
     text, cost = prefilled(together, [rows[2], rows[0], rows[1]])
     assert (text, cost) == ([expected[2], expected[0], expected[1]], 3)
-    speculator = Speculator(model, drafter="ngram")
+    speculator = Speculator(model, drafter="ngram", shape="chain(5)")
     for subset in ([0, 1, 2], [1], [0, 2], [2, 2, 0], [0, 1, 2]):
         assert prefilled(speculator, [rows[index] for index in subset])[0] == [expected[index] for index in subset]
 

@@ -135,7 +135,7 @@ def test_kept_tokens_are_read_again_but_not_for_ever(family):
 def test_a_draft_model_that_keeps_a_state(family):
     model, rows = tiny(), repetitive((33, 20, 41))
     drafter = make_drafter("draft-model", family, model_implementation(family))
-    speculator = Speculator(model, drafter=drafter)
+    speculator = Speculator(model, drafter=drafter, shape="chain(5)")
     session = speculator.session()
     for row in rows:
         session.add(row, RowParameters(max_new_tokens=12))
@@ -177,7 +177,7 @@ def test_a_draft_whose_context_is_shorter_than_the_text(lengths):
     config.max_position_embeddings = 64
     draft = type(model_of("gpt_neo"))(config).eval()
     rows = prompts(lengths)
-    speculator = Speculator(tiny(), drafter=DraftModel(draft))
+    speculator = Speculator(tiny(), drafter=DraftModel(draft), shape="chain(5)")
     assert generate(speculator, rows, max_new_tokens=10) == [alone(tiny(), row, max_new_tokens=10) for row in rows]
 
 
