@@ -1,6 +1,8 @@
 # make demo   the main job on the embedded models, in an environment of its own
 # make test   what tests need, and the tests
 # make golden compare what every drafter, rule and execution does with the committed record (tests/golden)
+# make nightly  the combinations that make test leaves out, and make mutants
+# make mutants  one-line faults in a copy of the package, each of which must turn a test red
 # make check  ruff and mypy, and the docs
 # make docs   the documentation as a site, under build/site; fails on a broken link. Needs Python 3.11
 # make bench  the benchmark, beside whatever peers are installed
@@ -15,8 +17,10 @@ CONSTRAINTS := -c constraints.txt
 
 PEERS ?= $(or $(FOREDRAFT_PEERS),.peers)
 JOBS ?= 2
+# One thread each: on tiny models, threads that wait for each other cost more than they compute.
+WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test golden nightly check docs bench clean peers peer-vllm peer-llamacpp peer-openvino
+.PHONY: demo test golden nightly mutants check docs bench clean peers peer-vllm peer-llamacpp peer-openvino
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -41,13 +45,17 @@ demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 golden: $(VENV)/.installed-test
 	$(BIN)/python tests/golden check
 
 nightly: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m pytest $(WORKERS) -m nightly
+	$(BIN)/python tests/mutants --jobs $(JOBS)
+
+mutants: $(VENV)/.installed-test
+	$(BIN)/python tests/mutants --jobs $(JOBS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

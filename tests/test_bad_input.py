@@ -480,7 +480,7 @@ def test_the_tokenizers_are_compared_where_they_can_be_found(tmp_path):
 def test_a_draft_in_another_dtype_works(dtype, options):
     draft = clone(perturbed()).to(dtype)
     expected = generate(Speculator(tiny(), drafter="none"), ROWS, max_new_tokens=NEW, **options)
-    speculator = Speculator(tiny(), drafter=DraftModel(draft), rule="match")
+    speculator = Speculator(tiny(), drafter=DraftModel(draft), rule="match", shape="chain(5)")
     out = speculator.generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, **options)
     assert added(out, 23) == expected and out.stats.accepted > 0
 

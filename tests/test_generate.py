@@ -7,6 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from cover import covered
 from helpers import PAD, Oracle, added, alone, clone, drafter_names, generate, make_drafter, padded, perturbed, repetitive, tiny, watched
 from transformers import (
     DynamicCache,
@@ -91,7 +92,7 @@ def test_greedy_with_processors_is_transformers_row_by_row(name, side):
 def test_sampling_with_processors_is_plain_decoding_row_by_row(name):
     options = {"max_new_tokens": NEW, "top_k": 0, **PROCESSORS.get(name, {}), **WARPERS.get(name, {})}
     expected = sampled_alone(**options)
-    for speculator in (knowing(expected), Speculator(tiny(), drafter=make_drafter("draft-model"), rule="match")):
+    for speculator in (knowing(expected), Speculator(tiny(), drafter=make_drafter("draft-model"), rule="match", shape="chain(5)")):
         assert generate(speculator, ROWS, seed=7, do_sample=True, **options) == expected
 
 
@@ -509,8 +510,7 @@ def _raise(stream, count):
         consume()
 
 
-@pytest.mark.parametrize("leave", [_break, _close, _raise])
-@pytest.mark.parametrize("drafter", drafter_names())
+@pytest.mark.parametrize(("drafter", "leave"), covered(drafter_names(), [_break, _close, _raise], ways=1))
 def test_an_abandoned_stream_leaves_the_speculator_usable(drafter, leave):
     speculator = Speculator(tiny(), drafter=make_drafter(drafter), shape="chain(5)")
     for count in (0, 1, 4, 7):

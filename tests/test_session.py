@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
+from cover import covered
 from helpers import drafter_names, make_drafter, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,9 +96,8 @@ def play(session, plans):
     return [(texts[slots[index]], reasons[slots[index]]) for index in range(len(plans))]
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@pytest.mark.parametrize(("family", "drafter"), covered(["llama", "gemma3_text"], drafter_names(), ways=1))
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(plans=PLANS)
 def test_rows_equal_their_solo_runs(family, drafter, plans):
     session = speculator(family, drafter, "match").session()

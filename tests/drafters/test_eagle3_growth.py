@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from cover import covered
 from head_cases import shaken
 from helpers import generate
 from kernel_cases import needs_kernels
@@ -112,8 +113,7 @@ def test_the_same_trees_round_by_round(shape):
     assert [each[:3] for each in kernel.trees] == [each[:3] for each in levels.trees]
 
 
-@pytest.mark.parametrize("shape", ["product(3,2,1)", "opt(total=10,depth=6,delta=0.05,k=3)"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "shape"), covered(list(VARIANTS), ["product(3,2,1)", "opt(total=10,depth=6,delta=0.05,k=3)"], ways=1))
 def test_every_kind_of_head(variant, shape):
     kernel, levels = both(head(variant), shape)
     assert kernel.by_kernel == len(kernel.trees) > 8
@@ -152,9 +152,10 @@ def test_rounds_without_a_draft_are_read_first_up_to_a_point(pause, by_kernel, m
     assert kernel.trees and kernel.by_kernel == (len(kernel.trees) if by_kernel else 0)
 
 
-@pytest.mark.parametrize("shape", ["chain(4)", "product(3,2,1)", "dynamic(depth=3,k=3,total=8)"])
-@pytest.mark.parametrize("variant", ["embedded", "residual normed", "few tokens"])
-@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    ("sampled", "variant", "shape"),
+    covered([True, False], ["embedded", "residual normed", "few tokens"], ["chain(4)", "product(3,2,1)", "dynamic(depth=3,k=3,total=8)"]),
+)
 def test_steps_of_batches_and_of_sampled_rows(sampled, variant, shape):
     """One call per level for all rows, that are as long or not, and lack as much or not."""
     options = {"do_sample": True, "temperature": 0.8, "seed": 3, "rule": "match"} if sampled else {}

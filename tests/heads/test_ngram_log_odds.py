@@ -8,6 +8,7 @@ from copy import copy
 
 import pytest
 import torch
+from cover import covered
 from head_cases import SHAPES, off_by, on_table, shaken_medusa, table_head
 from helpers import alone, clone, generate, padded, repetitive, taught_head, tiny
 from safetensors.torch import save_file
@@ -299,11 +300,16 @@ def test_the_law_is_the_targets(siblings, rule, shape):
 
 
 @pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no native kernels here")
-@pytest.mark.parametrize("shape", [*SHAPES, "opt(total=12,depth=4,delta=0.05)", "paths(0,1,2,3,0.0,0.1,0.2,0.0.0,0.0.1,0.0.0.0)"])
 @pytest.mark.parametrize(
-    ("layers", "counted", "successors"), [(1, True, "auto"), (2, True, "auto"), (2, True, "stored"), (2, False, "auto"), (1, True, "off")]
+    ("shape", "options"),
+    covered(
+        [*SHAPES, "opt(total=12,depth=4,delta=0.05)", "paths(0,1,2,3,0.0,0.1,0.2,0.0.0,0.0.1,0.0.0.0)"],
+        [(1, True, "auto"), (2, True, "auto"), (2, True, "stored"), (2, False, "auto"), (1, True, "off")],
+        ways=1,
+    ),
 )
-def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, layers, counted, successors):
+def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, options):
+    layers, counted, successors = options
     model = zoo.load("python-8m", dtype=torch.float32)
     embedded = checkpoints.load("zoo:python-8m-medusa", model)
     ids = zoo.load_tokenizer("python-8m")(["def area(radius):\n    return radius\n\ndef area(radius):\n"], return_tensors="pt")

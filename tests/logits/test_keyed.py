@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cover import covered
 from helpers import Oracle, drafter_names, generate, make_drafter, padded, repetitive, tiny
 
 from foredraft import Speculator
@@ -21,10 +22,10 @@ def solo(plain: Speculator, rows, seed: int, temperature: float) -> list[list[in
     return [generate(plain, [row], seed=[(seed, index)], **options(temperature))[0] for index, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("drafter", [name for name in drafter_names() if name != "none"])
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_speculative_equals_plain(family, temperature, drafter):
+@pytest.mark.parametrize(
+    ("drafter", "temperature", "family"), covered([name for name in drafter_names() if name != "none"], [0.7, 1.3], FAMILIES)
+)
+def test_speculative_equals_plain(drafter, temperature, family):
     model, rows = tiny(family), repetitive()
     plain = Speculator(model, drafter="none", rule="match")
     speculator = Speculator(model, drafter=make_drafter(drafter, family), rule="match", shape="chain(5)")

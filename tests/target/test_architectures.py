@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
+from cover import nightly_but
 from helpers import LENGTHS, PAD, Oracle, alone, drafter_names, generate, make_drafter, padded, prompts, repetitive, tiny
 
 from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
 
 TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "tree" for how in entry.implementations]
 CHAIN = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "chain" for how in entry.implementations]
+NAMES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
+TURNS = {(name, ARCHITECTURES[name].implementations[turn % len(ARCHITECTURES[name].implementations)]) for turn, name in enumerate(NAMES)}
 REFUSED = [name for name, entry in ARCHITECTURES.items() if entry.support == "refused"]
 NEW = 25
 
@@ -25,7 +28,7 @@ def assert_equals_transformers(speculator, rows, expected, **options):
     return stats
 
 
-@pytest.mark.parametrize(("name", "implementation"), TREE)
+@pytest.mark.parametrize(("name", "implementation"), nightly_but(TURNS, TREE))
 def test_greedy_text_is_that_of_transformers(name, implementation):
     model, rows = build(name, implementation), prompts()
     assert min(LENGTHS) > (ARCHITECTURES[name].window or 0)
@@ -43,7 +46,7 @@ def test_greedy_text_is_that_of_transformers(name, implementation):
 def test_every_drafter_leaves_the_text_alone(name, drafter):
     model, rows = tiny(name), repetitive()
     expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
-    speculator = Speculator(model, drafter=make_drafter(drafter, name))
+    speculator = Speculator(model, drafter=make_drafter(drafter, name), shape="chain(5)")
     for stats in assert_equals_transformers(speculator, rows, expected):
         assert (stats.drafted > stats.accepted) == (drafter != "none")
         if drafter == "draft-model":
@@ -73,7 +76,7 @@ def assert_trees_equal_plain(name, implementation, shape):
         assert generate(speculator, rows[:1], **options) == expected[:1]
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_a_seed_is_the_same_with_trees(name):
     assert_trees_equal_plain(name, ARCHITECTURES[name].implementations[-1], "product(2,2,1)")
 

@@ -352,7 +352,7 @@ def test_a_long_context():
     model = LlamaForCausalLM(config).eval()
     row = (prompts((97,), vocabulary=64)[0] * 400)[:32_000]
     expected = alone(model, row, max_new_tokens=8)
-    speculator = Speculator(model, drafter="prompt-lookup")
+    speculator = Speculator(model, drafter="prompt-lookup", shape="chain(5)")
     lengths, chunks = [], []
     handle = model.lm_head.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
     began = time.perf_counter()

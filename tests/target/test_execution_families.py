@@ -13,6 +13,7 @@ from functools import cache
 import pytest
 import torch
 from architectures import ARCHITECTURES, build_wide
+from cover import nightly_but
 from helpers import Oracle, clone, generate, repetitive
 
 from foredraft import ConfigurationError, Speculator, TokenTree
@@ -53,6 +54,7 @@ NOT_COMPILED = {
     "gemma3n_text": "its layers do not take the cache in a way that can be compiled",
 }
 
+EXECUTIONS = ("packed", "native", "auto")
 LENGTHS = (23, 3, 16)
 TREE = (-1, 0, 0, 1, 1, 2, 3)
 OTHER = (-1, 0, 1, 1, 2, 0, 5)  # of the same size: whoever takes its mask for that of TREE is found out
@@ -77,7 +79,15 @@ def draft(family):
     return model
 
 
-@pytest.fixture(params=["packed", "native", "auto"])
+def turns(dtype):
+    """Every family in every execution, in one of the two dtypes by turns; in the other one it is nightly."""
+    places = itertools.product(range(len(FAMILIES)), range(len(EXECUTIONS)))
+    every = [(family, how) for family, how in places if (family + how) % 2 == dtype]
+    names = {(FAMILIES[family], EXECUTIONS[how]) for family, how in every}
+    return nightly_but(names, list(itertools.product(FAMILIES, EXECUTIONS)))
+
+
+@pytest.fixture
 def execution(request, monkeypatch):
     """Tiny layers are not worth it; here each is laid out nevertheless, for ``auto`` in every layout in turn."""
     if request.param == "native" and (why := native.refusal(torch.float32) or native.refusal(torch.bfloat16)):
@@ -178,7 +188,7 @@ def assert_as_found(model, family):
     assert tied == {name for name in tied if before[name] is before["lm_head.weight"]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "execution"), turns(0), indirect=["execution"])
 def test_logits_and_text_are_those_of_the_model_as_it_is(family, execution, monkeypatch):
     model = clone(tiny(family))
     monkeypatch.setattr("foredraft.speculator.load_model", lambda *_, **__: model)
@@ -196,7 +206,7 @@ def test_logits_and_text_are_those_of_the_model_as_it_is(family, execution, monk
     assert_as_found(model, family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "execution"), turns(1), indirect=["execution"])
 def test_in_bfloat16(family, execution):
     model = clone(tiny(family)).to(torch.bfloat16)
     target = Target(model, execution=execution, owned=True)

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
+from cover import covered
 from helpers import Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, prompts, random_tree, repetitive, tiny
 from tape import HOST_METHODS, Tape
 from torch.overrides import TorchFunctionMode
@@ -111,8 +112,7 @@ def test_a_family_that_can_not_be_recorded_is_refused_with_the_reason(family, ta
     assert target.graphs is None and target.execution != "graphs" and REFUSED[family] in target.ungraphed
 
 
-@pytest.mark.parametrize("nodes", [9, 21, 70])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize(("family", "nodes"), covered(["llama", "gemma3_text", "gpt2"], [9, 21, 70], ways=1))
 def test_trees_that_need_filler(family, nodes, taped):
     target, eager = Target(of(family), execution="graphs"), Target(of(family), execution="eager", test=False)
     assert_alike(target, eager, nodes=nodes)
@@ -294,9 +294,10 @@ def test_a_recording_keeps_what_it_reads_alive(taped):
 # -- text ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,1)", "dynamic(depth=3,k=2,total=5)"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "shape", "options"),
+    covered(["llama", "gemma3_text", "gpt2"], ["chain(4)", "product(2,2,1)", "dynamic(depth=3,k=2,total=5)"], [{}, SAMPLED]),
+)
 def test_text_is_that_of_eager_passes(family, shape, options, taped):
     rows = repetitive((23, 9, 15))
     texts = []

@@ -163,6 +163,7 @@ def test_two_processes_learn_what_one_does_from_twice_the_batch(data, tmp_path):
             assert mine[name] == pytest.approx(other[name], rel=1e-4), name
 
 
+@pytest.mark.nightly
 def test_sharded_weights_learn_the_same_and_resume_exactly(data, tmp_path, monkeypatch):
     done = in_a_process(TOGETHER, str(data), str(tmp_path / "copied"), "2", processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
