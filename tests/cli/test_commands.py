@@ -244,7 +244,7 @@ def test_without_a_seed_one_is_drawn_and_shown():
 
 
 def test_show_sets_accepted_tokens_off_in_brackets_and_changes_nothing_else():
-    arguments = ("a = 1\nb = 2\na = 1\nb = 2\na =", *EXACT)
+    arguments = ("a = 1\nb = 2\na = 1\nb = 2\na =", *EXACT, "--shape", "chain(5)")
     shown, bare = generate(*arguments, "--show"), generate(*arguments)
     assert "⟦" in shown.stdout and "⟦drafted and accepted⟧" in shown.stderr and "\x1b" not in shown.stdout
     assert shown.stdout.replace("⟦", "").replace("⟧", "") == bare.stdout

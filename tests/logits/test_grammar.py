@@ -37,7 +37,7 @@ NEW = 30  # more than the longest text takes
 def recipe():
     """The processor that the documentation tells users to write."""
     names = {}
-    exec(re.search(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL)[1], names)
+    exec(next(code for code in re.findall(r"```python\n(.*?)```", RECIPE.read_text(), re.DOTALL) if "class Follows" in code), names)
 
     class Follows(names["Follows"]):
         def state(self, history):
@@ -51,7 +51,7 @@ def recipe():
 INDEX = Index(GRAMMAR, Vocabulary(EOS, {text: [token] for token, text in TOKENS.items()}))
 Follows = recipe()
 CONFIGURATIONS = {
-    "lookup": ("prompt-lookup", {}),
+    "lookup": ("prompt-lookup", {"shape": "chain(5)"}),
     "chain": ("iid", {"shape": "chain(4)"}),
     "top-k": ("top-k", {"shape": "product(3,2,1)"}),
     "without-replacement": ("without-replacement", {"shape": "product(3,2,1)"}),
