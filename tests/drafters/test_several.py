@@ -203,7 +203,7 @@ def test_one_drafter_alone_stays_a_chain():
     rows = repetitive((33, 21))
     speculator = Speculator(model, drafter="several:prompt-lookup")
     assert generate(speculator, rows, max_new_tokens=12) == [alone(model, row, max_new_tokens=12) for row in rows]
-    speculator = Speculator(tiny(), drafter=Several([DraftModel(tiny())]))
+    speculator = Speculator(tiny(), drafter=Several([DraftModel(tiny())]), shape="chain(5)")
     output = speculator.generate(**padded(rows), max_new_tokens=21, pad_token_id=PAD)
     assert output.stats.acceptance_length == 5  # the last draft is cut at the limit
 
