@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,37 +11,22 @@ from torch.nn import functional
 
 from foredraft.heads.base import Batch
 from foredraft.heads.losses import pairs
-from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyConfig, VocabularyHead, configured, whole, yes_or_no
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from foredraft.heads.medusa import MedusaConfig
+from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyHead, whole
 
 
 @dataclass(frozen=True)
-class HydraConfig(VocabularyConfig):
-    """Attributes, besides those of :class:`~foredraft.heads.vocabulary.VocabularyConfig`:
+class HydraConfig(MedusaConfig):
+    """As Medusa's; ``layers`` counts those of each head's MLP, of which the first reads the hidden state and the embeddings.
 
-    heads: tokens that can be drafted in a row.
-    layers: of each head's MLP; the first reads the hidden state and the embeddings.
-    bias: those layers have biases.
-    embedding_size: of the target's embeddings; found, not chosen.
+    ``embedding_size`` is the width of the target's embeddings. It is taken from the target and is no option.
     """
 
-    heads: int = field(default=4, kw_only=True)
-    layers: int = field(default=1, kw_only=True)
-    bias: bool = field(default=False, kw_only=True)
     embedding_size: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("heads", self.heads)
-        whole("layers", self.layers)
-        yes_or_no("bias", self.bias)
         whole("embedding_size", self.embedding_size)
-
-    @property
-    def predictions(self) -> int:
-        return self.heads
 
 
 class HydraBlock(nn.Module):
@@ -74,19 +58,6 @@ class HydraHead(VocabularyHead):
         super().__init__(config)
         size, read = config.target.hidden_size, config.embedding_size
         self.blocks = nn.ModuleList(HydraBlock(size, (k + 1) * read, config.layers, bias=config.bias) for k in range(config.heads))
-
-    @classmethod
-    def for_target(cls, model: PreTrainedModel, **options: Any) -> HydraHead:
-        """Options are the fields of :class:`HydraConfig` but for ``embedding_size``.
-
-        Raises:
-            ConfigurationError: an unknown option, a value that is none, or a target that does not fit.
-        """
-        width = int(model.get_input_embeddings().weight.shape[1])
-        head = cls(configured(HydraConfig, cls.kind, model, options, embedding_size=width))
-        head.begin_as(model)
-        head.attach(model)
-        return head
 
     def forward(self, hidden: Tensor, path: Tensor) -> Tensor:
         """``[..., V]`` logits after ``path`` ``[..., k + 1]``, the root and the k tokens drafted below it; ``hidden`` is ``[..., d]``."""

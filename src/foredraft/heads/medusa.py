@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from foredraft.heads.base import Batch
 from foredraft.heads.losses import pairs
-from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyConfig, VocabularyHead, configured, whole, yes_or_no
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyConfig, VocabularyHead, whole, yes_or_no
 
 
 @dataclass(frozen=True)
@@ -53,18 +49,6 @@ class MedusaHead(VocabularyHead):
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
         self.blocks = nn.ModuleList(ResidualLayers(config.target.hidden_size, config.layers, bias=config.bias) for _ in range(config.heads))
-
-    @classmethod
-    def for_target(cls, model: PreTrainedModel, **options: Any) -> MedusaHead:
-        """Options are the fields of :class:`MedusaConfig`.
-
-        Raises:
-            ConfigurationError: an unknown option, a value that is none, or a target that does not fit.
-        """
-        head = cls(configured(MedusaConfig, cls.kind, model, options))
-        head.begin_as(model)
-        head.attach(model)
-        return head
 
     def forward(self, hidden: Tensor, heads: int | None = None) -> Tensor:
         """``[..., K, V]`` logits of the first ``heads`` heads (None: all) from hidden states ``[..., d]``."""

@@ -17,11 +17,12 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from foredraft.heads.base import Batch
 from foredraft.heads.losses import pairs
-from foredraft.heads.vocabulary import Guess, VocabularyConfig, VocabularyHead, configured, one_of, whole, yes_or_no
+from foredraft.heads.vocabulary import Guess, VocabularyConfig, VocabularyHead, one_of, whole, yes_or_no
 from foredraft.models.features import LAST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from typing_extensions import Self
 
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
 
@@ -89,16 +90,10 @@ class RnnHead(VocabularyHead):
         return 1
 
     @classmethod
-    def for_target(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> RnnHead:
-        """Options are the fields of :class:`RnnConfig` but for ``embedding_size``; ``seed`` is that of the recurrent layers' weights.
-
-        Raises:
-            ConfigurationError: an unknown option, a value that is none, or a target that does not fit.
-        """
-        width = int(model.get_input_embeddings().weight.shape[1])
+    def for_target(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> Self:
+        """As of :class:`~foredraft.heads.vocabulary.VocabularyHead`; ``seed`` is that of the recurrent layers' weights."""
         options.setdefault("width", model.config.get_text_config().hidden_size)
-        head = cls(configured(RnnConfig, cls.kind, model, options, embedding_size=width))
-        head.begin_as(model)
+        head = super().for_target(model, **options)
         drawn = list(head.rnn.parameters())
         drawn += [each.weight for each in (head.start, None if head.start else head.out) if each is not None]
         generator = torch.Generator().manual_seed(seed)
@@ -106,7 +101,6 @@ class RnnHead(VocabularyHead):
             for parameter in drawn:
                 bound = parameter.shape[-1] ** -0.5
                 parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
-        head.attach(model)
         return head
 
     def begin(self, hidden: Tensor | None, rows: int) -> Tensor:

@@ -19,6 +19,7 @@ from foredraft.shapes import TreeShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from typing_extensions import Self
 
 LM_HEADS = ("own", "target", "low-rank")
 LABELS = ("text", "target")
@@ -91,8 +92,8 @@ def yes_or_no(name: str, value: object) -> None:
         raise ConfigurationError(f"{name} must be True or False, got {value!r}")
 
 
-def configured(made: type[Config], kind: str, model: PreTrainedModel, options: Mapping[str, Any], **found: Any) -> Config:
-    """A configuration for ``model``: ``options`` as given, ``found`` as seen in the model.
+def configured(made: type[Config], kind: str, model: PreTrainedModel, options: Mapping[str, Any]) -> Config:
+    """A configuration for ``model``: ``options`` as given, the rest as the model has it.
 
     Raises:
         ConfigurationError: an unknown option, or a target whose LM head such a head cannot stand in for.
@@ -110,7 +111,10 @@ def configured(made: type[Config], kind: str, model: PreTrainedModel, options: M
             f"the LM head of {shape.name or 'this target'} reads {lm_head.weight.shape[1]} numbers where its layers have "
             f"{shape.hidden_size}; a {kind} head needs a target without a projection between them"
         )
-    return made(shape, lm_head_bias=getattr(lm_head, "bias", None) is not None, **found, **options)
+    found: dict[str, Any] = {"lm_head_bias": getattr(lm_head, "bias", None) is not None}
+    if "embedding_size" in made.__dataclass_fields__:
+        found["embedding_size"] = int(model.get_input_embeddings().weight.shape[1])
+    return made(shape, **found, **options)
 
 
 class VocabularyHead(Head):
@@ -139,6 +143,18 @@ class VocabularyHead(Head):
             elif config.lm_head == "low-rank":
                 self.down = nn.Linear(size, config.rank, bias=False)
                 self.up = nn.Linear(config.rank, vocabulary, bias=bias)
+
+    @classmethod
+    def for_target(cls, model: PreTrainedModel, **options: Any) -> Self:
+        """A fresh head, which begins as the target's LM head. Options are the fields of its configuration that are not measured.
+
+        Raises:
+            ConfigurationError: an unknown option, a value of the wrong kind, or a target that does not fit.
+        """
+        head = cls(configured(cls.config_class, cls.kind, model, options))
+        head.begin_as(model)
+        head.attach(model)
+        return head
 
     @property
     def lm_head_count(self) -> int:
