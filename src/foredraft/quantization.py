@@ -4,8 +4,8 @@ Every weight of a linear layer becomes an integer from -128 to 127 times a scale
 its dtype. Embeddings and the output head stay as they are: in many models they are one tensor, and the head has the last word on
 every token. That is what transformers' ``TorchAoConfig(Int8WeightOnlyConfig())`` makes of a checkpoint, weight for weight.
 
-A quantised model is another model than the one it was made from, with a law of its own. As a target it is *the* target: speculation
-keeps its law, not that of the original. As a draft it costs acceptance at most.
+A quantized model is another model than the one it was made from, with its own output distribution. As a target it is *the* target:
+speculation keeps its output distribution, not that of the original. As a draft it costs acceptance at most.
 """
 
 from __future__ import annotations

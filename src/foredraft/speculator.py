@@ -66,7 +66,7 @@ class Tokens(list[int]):
 
 
 class Speculator:
-    """Generates from an unmodified model in fewer passes, with the same output law.
+    """Generates from an unmodified model in fewer passes, with the same output distribution.
 
     Args:
         model: a causal ``PreTrainedModel``, a path, a hub id, or ``"zoo:NAME"``.
@@ -76,10 +76,10 @@ class Speculator:
         shape: the largest tree drafted per round, a :class:`~foredraft.shapes.TreeShape` or a string such as ``"chain(5)"``,
             ``"product(4,2,1)"`` or ``"dynamic(depth=5,k=4,total=16)"``. Unless given, ``"auto"``: chosen in every round by measured
             costs and by what was accepted so far, nothing at all where drafting does not pay. The first call then measures the
-            machine, for two seconds at most, and keeps the result (see docs/planner.md). The text's law is the same; with another
+            machine, for two seconds at most, and keeps the result (see docs/planner.md). The output distribution is the same; with another
             rule than match, the same seed repeats the same text only with a given shape.
         draft_length: γ, short for ``shape="chain(γ)"``.
-        lossless: False consents to a rule that changes the output law, such as ``typical``.
+        lossless: False consents to a rule that changes the output distribution, such as ``typical``.
         dtype, device: where and how to load a model that is given by name.
         self_test: check at load that the model can roll back (a few passes over a handful of tokens).
         reuse_prefix: keep the cache between calls for prompts that begin alike; costs the memory of the cache.
@@ -93,7 +93,7 @@ class Speculator:
             of ancestor bits and without repeated keys of grouped heads; or ``"auto"``: FlexAttention on CUDA, for shapes that it is
             measured to be faster for behind a long context, and else as the model was loaded.
         quantization: ``"int8"`` loads a model that is given by name with linear layers of eight bits per weight (torchao; see
-            docs/quantization.md). That model is then the target: the text has its law, not that of the checkpoint as it is.
+            docs/quantization.md). That model is then the target: the text has its output distribution, not that of the checkpoint as it is.
 
     Raises:
         ConfigurationError: an unknown name or option, a path that is no model, a rule that is not exact for the drafter.

@@ -90,7 +90,7 @@ def test_an_exact_configuration_passes_every_part(rule: str, siblings: str, shap
     assert greedy.accepted > 5 and not greedy.divergences and greedy.tokens == 48
     found = report.statistical
     assert found is not None and found.rounds > 2.5 and 0.1 < found.acceptance < 0.9
-    assert {power.direction for power in found.power} == {"the draft's law", "the likeliest token", "a higher temperature"}
+    assert {power.direction for power in found.power} == {"the draft's distribution", "the likeliest token", "a higher temperature"}
     for power in found.power:  # a bias of 1 % is found, by calculation with probability 0.9 at least, and so when it is planted 40 times
         assert power.smallest < 0.01 and power.planted == pytest.approx(0.01, abs=2e-3) and power.found >= 0.8 * power.trials
     report.raise_for_fault()

@@ -38,7 +38,7 @@ def test_the_statistical_part_says_what_it_would_have_found(tmp_path: Path):
         "--drafter", "draft-model:zoo:python-1m", "--rule", "block", "--shape", "chain(2)", "--samples", "160", "--prompts", str(prompts)
     )
     assert result.exit_code == 0, result.output
-    assert "160 continuations" in result.stdout and "towards the draft's law" not in result.stdout.splitlines()[-1]
+    assert "160 continuations" in result.stdout and "towards the draft's distribution" not in result.stdout.splitlines()[-1]
     assert "would have been found with probability 0.9" in result.stdout.splitlines()[-1]
 
 

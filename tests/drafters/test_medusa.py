@@ -1,4 +1,4 @@
-"""Medusa: what the heads compute, what they learn from, and drafts that leave the target's law as it is."""
+"""Medusa: what the heads compute, what they learn from, and drafts that leave the output distribution as it is."""
 
 from __future__ import annotations
 

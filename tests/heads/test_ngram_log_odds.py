@@ -1,4 +1,4 @@
-"""NgramLogOdds beside Medusa's heads: what is counted, what is added to logits, and drafts that leave the target's law as it is."""
+"""NgramLogOdds beside Medusa's heads: what is counted, what is added to logits, and drafts that leave the output distribution as it is."""
 
 from __future__ import annotations
 

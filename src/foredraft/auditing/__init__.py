@@ -57,12 +57,12 @@ def audit(
     parts: Sequence[str] | None = None,
     **sampling: Any,
 ) -> AuditReport:
-    """Check that a configuration's output law is the target's, and say how sure that is.
+    """Check that a configuration's output distribution is the target's, and say how sure that is.
 
     Args:
         target: a :class:`~foredraft.Speculator` as it is in use, or what one is made of: then ``drafter``, ``rule``, ``shape``,
             ``drafter_options``, ``dtype`` and ``device`` are those of the Speculator. A model by name is loaded in float32 unless told
-            otherwise: in half precision rounding alone moves the law.
+            otherwise: in half precision rounding alone changes the distribution.
         prompts: texts or lists of token ids; the embedded models have their own.
         seed: of everything that is drawn.
         max_new_tokens: tokens per prompt in the keyed part.

@@ -1,6 +1,6 @@
 """The exact part: the rule and the shape in the real loop, on probability tables, with every outcome of every draw enumerated.
 
-A drafter that follows a table stands in for the configuration's own, and proposes in the same way. The law of whole
+A drafter that follows a table stands in for the configuration's own, and proposes in the same way. The distribution of whole
 continuations over several rounds is compared with the target's. Noise keeps its keys, so a draw that is used twice shows.
 """
 
@@ -63,7 +63,7 @@ def without_one(table: ProbabilityTable, shift: int) -> ProbabilityTable:
 
 
 def error(speculator: Speculator, shape: TreeShape, p: ProbabilityTable, q: ProbabilityTable, count: int) -> float:
-    """Total variation between the law of ``count`` tokens under the loop and under the target."""
+    """Total variation between the distribution of ``count`` tokens under the loop and under the target."""
 
     def session(randomness: Callable[[Tensor, Tensor], Randomness]) -> Session:
         drafter: Drafter = ScriptedDrafter(q, proposal=speculator.proposal)
@@ -71,8 +71,8 @@ def error(speculator: Speculator, shape: TreeShape, p: ProbabilityTable, q: Prob
         return Session(target, drafter, speculator.rule, proposal=speculator.proposal, shape=shape, randomness=randomness)
 
     with torch.inference_mode():
-        law = continuation_law(session, PROMPT, count)
-    return distance(law, plain_law(p, PROMPT, count))
+        found = continuation_law(session, PROMPT, count)
+    return distance(found, plain_law(p, PROMPT, count))
 
 
 def cut(shape: TreeShape) -> TreeShape:

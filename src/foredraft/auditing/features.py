@@ -88,7 +88,7 @@ def directions(p: Tensor, q: Tensor | None) -> dict[str, Tensor]:
     """Distributions ``[G, V]`` that may leak into the output, on the support of p: what kinds of bias the power is stated for."""
     flat = torch.where(p > 0, p.clamp(min=FLOOR).sqrt(), 0)
     found = {"the likeliest token": only_best(p), "a higher temperature": flat / flat.sum(-1, keepdim=True)}
-    return {"the draft's law": q, **found} if q is not None else found
+    return {"the draft's distribution": q, **found} if q is not None else found
 
 
 def names_of_directions(draft: bool) -> Sequence[str]:

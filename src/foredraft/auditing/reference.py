@@ -101,7 +101,7 @@ class Reference:
         scores: Tensor = self.processors(ids, logits.to(torch.float32, copy=True))
         return scores
 
-    def law(self, ids: Tensor, logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
+    def distribution(self, ids: Tensor, logits: Tensor, *, vocab_size: int | None = None) -> Tensor:
         """``[G, V]`` float32 distribution of the next token after ``ids`` ``[G, L]``."""
         wide = logits.float().to(ids.device)
         return torch.softmax(self.scores(ids, wide if vocab_size is None else fit_vocabulary(wide, vocab_size)), -1)

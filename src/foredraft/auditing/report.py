@@ -25,7 +25,7 @@ class ExactPart:
     """The rule and the shape, enumerated on probability tables.
 
     Attributes:
-        error: largest total variation between the law of whole continuations and the target's, over the tables.
+        error: largest total variation between the distribution of whole continuations and the target's, over the tables.
         bound: what rounding explains.
         shape: what was enumerated; ``cut`` says that it is smaller than the configuration's own.
         vocab_size, tokens: of the tables and of the continuations.
@@ -248,9 +248,8 @@ class AuditReport:
         if self.statistical is not None and self.statistical.impossible:
             found.append(f"{self.statistical.impossible} sampled tokens cannot follow their text under the target")
         if self.statistical is not None and self.statistical.p_value < self.statistical.significance:
-            found.append(
-                f"sampled tokens do not follow the target's law (p = {self.statistical.p_value:.1g}: {self.statistical.worst.name})"
-            )
+            p, name = self.statistical.p_value, self.statistical.worst.name
+            found.append(f"sampled tokens do not follow the target's distribution (p = {p:.1g}: {name})")
         return found
 
     def raise_for_fault(self) -> None:

@@ -96,7 +96,7 @@ def check(
 
 
 def draft_of(speculator: Speculator) -> Any:
-    """The draft model, if the drafter is one: its law after a text is then known."""
+    """The draft model, if the drafter is one: its distribution after a text is then known."""
     model = speculator.drafter.info.draft_model
     return None if model is None else model.model
 
@@ -135,8 +135,8 @@ def measure(batch: Batch, draft: Any, tally: Tally, sums: Sums) -> None:
         prompt = torch.tensor(batch.reference.prompt, device=tokens.device).expand(len(tokens), -1)
         for position in range(tokens.shape[1]):
             ids = torch.cat([prompt, tokens[:, :position]], 1)
-            p = batch.reference.law(ids, logits[:, position])
-            q = None if others is None else batch.reference.law(ids, others[:, position], vocab_size=vocab_size)
+            p = batch.reference.distribution(ids, logits[:, position])
+            q = None if others is None else batch.reference.distribution(ids, others[:, position], vocab_size=vocab_size)
             here = possible(batch.reference, ids, logits[:, position], p, tokens[:, position], alive[:, position], sums)
             came = torch.zeros(len(tokens), len(tally.names), device=tokens.device)
             if bool(here.any()):
@@ -153,5 +153,5 @@ def possible(reference: Reference, ids: Tensor, logits: Tensor, p: Tensor, token
         unit = EDGE * torch.finfo(logits.dtype).eps * float(raised.nan_to_num(0, 0, 0).abs().max())
         raised -= unit
         raised[tokens[row]] += 2 * unit
-        sums.impossible += int(reference.law(ids[row, None], raised[None])[0, tokens[row]] == 0)
+        sums.impossible += int(reference.distribution(ids[row, None], raised[None])[0, tokens[row]] == 0)
     return alive & fine

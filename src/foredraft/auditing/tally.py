@@ -13,7 +13,7 @@ from torch import Tensor
 from foredraft.auditing.features import Features, directions, names_of_directions
 from foredraft.auditing.report import Power, Statistic
 
-ENOUGH = 100.0  # variance that a sum of differences in [-1, 1] needs for its law to be taken for normal
+ENOUGH = 100.0  # variance that a sum of differences in [-1, 1] needs to be taken for normal
 POWER = 0.9
 TRIALS = 40  # planted biases of each kind
 CLOSE = 1e-4  # correlation eigenvalues below this count as 0
@@ -81,7 +81,7 @@ class Tally:
         return outcome - expected
 
     def _plant(self, features: Tensor, p: Tensor, q: Tensor | None, expected: Tensor) -> None:
-        """The same texts, with fresh tokens from p, of which some come from another law instead: as many as make the total
+        """The same texts, with fresh tokens from p, of which some come from another distribution instead: as many as make the total
         variation ``bias``."""
         fresh = self._draw(p)
         for index, leak in enumerate(directions(p, q).values()):

@@ -43,7 +43,7 @@ class DraftModel(Drafter):
         use accepts best in the shape in use.
     execution: how its passes are made, as in :class:`~foredraft.Speculator`.
     dtype, device: where to load it, the target's by default; a model object is used as it is.
-    quantization: ``int8`` loads it with weights of eight bits (torchao); the text keeps the target's law with any draft.
+    quantization: ``int8`` loads it with weights of eight bits (torchao); the output distribution stays the target's with any draft.
     """
 
     name = "draft-model"

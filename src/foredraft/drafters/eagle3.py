@@ -60,7 +60,7 @@ class Eagle3(HeadDrafter):
     siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
-    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the text keeps the target's law.
+    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the output distribution stays the target's.
     """
 
     name = kind = "eagle3"

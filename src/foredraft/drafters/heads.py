@@ -35,7 +35,7 @@ class HeadDrafter(Drafter):
     source: a trained head: a folder, a hub id, ``zoo:NAME`` or a head itself; unless given, the one that is embedded for the target.
     siblings: how tokens are chosen when sampling: ``keyed`` (with the target's noise, for match), ``iid`` (from the head's q, for the p/q
         rules), ``without-replacement`` (likewise, all different), ``top-k`` (the most likely), or ``auto``: keyed where the rule is match.
-    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the text keeps the target's law.
+    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the output distribution stays the target's.
     """
 
     kind: ClassVar[str]  # of its head

@@ -227,7 +227,7 @@ def process(
         ValueError: shapes disagree, or histories are missing.
     """
     check(pipelines, logits, histories)
-    wide = torch.promote_types(logits.dtype, torch.float32)  # float64 stays, so that laws can be computed exactly
+    wide = torch.promote_types(logits.dtype, torch.float32)  # float64 stays, for exact enumeration
     if all(pipeline.empty for pipeline in pipelines):
         return logits.to(wide)
     scores = logits.to(wide, copy=True).contiguous()

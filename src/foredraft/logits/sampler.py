@@ -95,7 +95,7 @@ class Sampler:
 
 
 def widened(logits: Tensor) -> Tensor:
-    """As transformers, processors see float32; float64 stays, so that laws can be computed exactly."""
+    """As transformers, processors see float32; float64 stays, for exact enumeration."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

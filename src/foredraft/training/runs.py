@@ -113,7 +113,7 @@ def store(
         tokenizer.save_pretrained(changed)
     return [
         *said,
-        f"{changed}: the target, which was trained as well; text drafted by this head has the law of that target, not of {target}",
+        f"{changed}: the target, which was trained too; text drafted by this head has its output distribution, not that of {target}",
     ]
 
 

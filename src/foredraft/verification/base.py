@@ -35,7 +35,7 @@ class Rule:
     """Base of verification rules; a subclass sets the class variables and writes :meth:`verify`.
 
     ``proposals`` are the sibling choices it is exact for, those it accepts most first, ``chains_only`` that a tree must be a
-    chain, ``needs_q`` that it needs the draft's distribution q, ``lossless`` that the output law is the target's.
+    chain, ``needs_q`` that it needs the draft's distribution q, ``lossless`` that the output distribution is the target's.
     """
 
     name: ClassVar[str]

@@ -5,8 +5,8 @@ whose distribution is p with entropy H(p), token x is accepted iff p(x) > min(ε
 wins, ties by its probability under p, and the next token is argmax p: the root of the next tree, which is therefore always the
 greedy choice, as in the paper.
 
-What it does to the law: nothing is random any more once the draft is given. Tokens under the threshold never come, the
-root is greedy, and what comes among the likely ones is what the drafter prefers: the output law is not the target's. A row that
+What it does to the output distribution: nothing is random any more once the draft is given. Tokens under the threshold never come, the
+root is greedy, and what comes among the likely ones is what the drafter prefers: the output distribution is not the target's. A row that
 decodes greedily has a one-hot p, and only its argmax passes. Expected acceptance: a child drawn from q survives with probability
 sum of q(x) over x with p(x) > min(ε, δ exp(-H(p))), so a drafter that proposes only likely tokens is never refused.
 """
