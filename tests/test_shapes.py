@@ -127,7 +127,7 @@ class ChainsAlone(Drafter):
         ({"shape": "product(2,2)", "rule": "block"}, "rule 'block' verifies chains only"),
         (
             {"shape": "dynamic(depth=2,k=2,total=4)", "rule": "traversal", "drafter": DraftModel(tiny(), siblings="iid")},
-            "dropped after looking",
+            "dropped by their probability",
         ),
         ({"shape": "product(2,2)", "rule": "k-seq", "drafter": DraftModel(tiny(), siblings="without-replacement")}, "'k-seq' is not exact"),
         (

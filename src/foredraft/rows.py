@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RowParameters:
-    """How one row is to be continued.
+    """How to continue one row.
 
     Attributes:
-        max_new_tokens: stop after so many.
-        do_sample: sample, or take the most likely token.
-        pipeline: logits processors, rebased to this row.
-        seed: the pair that keys all of the row's randomness.
-        eos: token ids that end the row; the one met is kept.
-        criteria: further stopping criteria, judged after every committed token on ``[1, L]`` unpadded ids.
-        logprobs: record the log-probabilities of the row's tokens, and of so many of the likeliest at each place; None for none.
+        max_new_tokens: most new tokens.
+        do_sample: sample; otherwise decode greedily.
+        pipeline: logits processors of this row.
+        seed: a pair of ints that determines all random draws of the row.
+        eos: token ids that end the row. The end token itself is kept.
+        criteria: further stopping criteria, checked after every committed token on ``[1, L]`` unpadded ids.
+        logprobs: k, to record the log-probabilities of the row's tokens and of the k most likely tokens at each position; None for none.
     """
 
     max_new_tokens: int

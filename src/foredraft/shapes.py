@@ -28,7 +28,10 @@ Path = tuple[int, ...]
 
 
 class TreeShape:
-    """Base of shapes; make one with :meth:`chain`, :meth:`product`, :meth:`paths`, :meth:`dynamic`, :meth:`opt` or :meth:`parse`."""
+    """How many tokens a drafter may propose, and where they stand in the tree.
+
+    Make one with :meth:`chain`, :meth:`product`, :meth:`paths`, :meth:`dynamic`, :meth:`opt` or :meth:`parse`.
+    """
 
     @property
     def depth(self) -> int:
@@ -37,7 +40,7 @@ class TreeShape:
 
     @property
     def nodes(self) -> int:
-        """Drafted nodes at most, the root not counted."""
+        """Most draft nodes, without the root."""
         raise TypeError(f"{type(self).__name__} must define nodes")
 
     @property
@@ -46,16 +49,16 @@ class TreeShape:
 
     @property
     def static(self) -> bool:
-        """Every node is fixed beforehand, so that no node is dropped for its token."""
+        """Every node is known before drafting, so no node is dropped for its token."""
         return False
 
     def truncate(self, depth: int) -> TreeShape:
-        """This shape cut off below ``depth`` levels."""
+        """This shape without the levels below ``depth``."""
         raise TypeError(f"{type(self).__name__} must define truncate(depth)")
 
     @staticmethod
     def chain(length: int) -> StaticShape:
-        """γ = ``length`` tokens, one after the other; 0 is plain decoding."""
+        """A chain of γ = ``length`` tokens; 0 is plain decoding."""
         _whole("chain", "length", length, least=0)
         _bounded(length, f"chain({length})")
         return StaticShape(tuple(range(-1, length)), f"chain({length})")

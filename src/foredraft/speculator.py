@@ -42,21 +42,21 @@ DEFAULT_SHAPE = AUTO
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What transformers returns for a decoder-only model, ``stats`` (:class:`foredraft.Stats`), and ``logprobs`` per row
-    (:class:`foredraft.LogProbs`) where asked for."""
+    """What transformers returns for a decoder-only model, plus ``stats`` (:class:`foredraft.Stats`) and, if requested, ``logprobs``
+    (:class:`foredraft.LogProbs`) per row."""
 
     stats: Stats | None = None
     logprobs: tuple[LogProbs, ...] | None = None
 
 
 class Tokens(list[int]):
-    """Tokens that one row gained in one step, as :meth:`Speculator.stream` yields them.
+    """The new tokens of one row in one round, as :meth:`Speculator.stream` yields them.
 
     Attributes:
         row: index in the batch.
-        accepted: how many of them, from the first, were drafted and accepted.
-        finish_reason: eos, stop, length or context once the row is over, else None.
-        logprobs: their log-probabilities (:class:`foredraft.LogProbs`) if asked for, else None.
+        accepted: how many of them, counted from the first, are accepted draft tokens.
+        finish_reason: eos, stop, length or context when the row has finished, else None.
+        logprobs: their log-probabilities (:class:`foredraft.LogProbs`) if requested, else None.
     """
 
     def __init__(self, commit: Commit):
@@ -66,37 +66,33 @@ class Tokens(list[int]):
 
 
 class Speculator:
-    """Generates from an unmodified model in fewer passes, with the same output distribution.
+    """Generates text from an unmodified model in fewer forward passes, with the same output distribution.
 
     Args:
-        model: a causal ``PreTrainedModel``, a path, a hub id, or ``"zoo:NAME"``.
-        drafter: a :class:`~foredraft.drafters.base.Drafter`, a registered name, or ``"NAME:SOURCE"``.
-        drafter_options: keyword arguments of the drafter, when it is given by name.
-        rule: ``"auto"``, a registered name, or a :class:`~foredraft.verification.Rule`.
-        shape: the largest tree drafted per round, a :class:`~foredraft.shapes.TreeShape` or a string such as ``"chain(5)"``,
-            ``"product(4,2,1)"`` or ``"dynamic(depth=5,k=4,total=16)"``. Unless given, ``"auto"``: chosen in every round by measured
-            costs and by what was accepted so far, nothing at all where drafting does not pay. The first call then measures the
-            machine, for two seconds at most, and keeps the result (see docs/planner.md). The output distribution is the same; with another
-            rule than match, the same seed repeats the same text only with a given shape.
-        draft_length: γ, short for ``shape="chain(γ)"``.
-        lossless: False consents to a rule that changes the output distribution, such as ``typical``.
-        dtype, device: where and how to load a model that is given by name.
-        self_test: check at load that the model can roll back (a few passes over a handful of tokens).
-        reuse_prefix: keep the cache between calls for prompts that begin alike; costs the memory of the cache.
-        prefill_chunk: most prompt tokens of a row per pass.
-        execution: how forward passes are made on a CPU: ``eager``, as the model makes them; ``packed``, with weights laid out for
-            oneDNN; ``native``, by kernels compiled on this machine; or ``auto``: the fastest of them where the Speculator loaded
-            the model itself, so that the weights are held once, and else ``eager``. ``compiled``, on any device, compiles decoder
-            layers with torch.compile when the Speculator is built, which takes the better part of a minute. On a CUDA device
-            ``graphs`` replays passes from CUDA graphs, and ``auto`` does where a test at load allows it.
-        attention: how passes over drafts attend: ``"model"``, as the model was loaded; ``"flex"``, through FlexAttention, with a mask made
-            of ancestor bits and without repeated keys of grouped heads; or ``"auto"``: FlexAttention on CUDA, for shapes that it is
-            measured to be faster for behind a long context, and else as the model was loaded.
-        quantization: ``"int8"`` loads a model that is given by name with linear layers of eight bits per weight (torchao; see
-            docs/quantization.md). That model is then the target: the text has its output distribution, not that of the checkpoint as it is.
+        model: the target: a causal ``PreTrainedModel``, a path, a hub id, or ``"zoo:NAME"``.
+        drafter: a name, ``"NAME:SOURCE"``, or a :class:`~foredraft.drafters.base.Drafter`.
+        drafter_options: keyword arguments of a drafter given by name.
+        rule: ``"auto"``, a name, or a :class:`~foredraft.verification.Rule`.
+        shape: the largest tree per round: a :class:`~foredraft.shapes.TreeShape`, or a string such as ``"chain(5)"``,
+            ``"product(4,2,1)"`` or ``"dynamic(depth=5,k=4,total=16)"``. The default, ``"auto"``, chooses in every round by measured
+            costs and past acceptance, and drafts nothing where that is faster. The first call then measures the machine, for at most
+            two seconds, and saves the result (see docs/planner.md). With rules other than ``match``, a seed repeats the same sampled
+            text only with a fixed shape.
+        draft_length: γ, the same as ``shape="chain(γ)"``.
+        lossless: False allows a rule that changes the output distribution, such as ``typical``.
+        dtype, device: where and how to load a model given by name.
+        self_test: check after loading that the model can roll back; a few passes over a handful of tokens.
+        reuse_prefix: keep the cache between calls for prompts that begin alike. Costs the memory of the cache.
+        prefill_chunk: most prompt tokens of a row per forward pass.
+        execution: how forward passes are run: ``eager``, ``packed``, ``native``, ``compiled``, ``graphs`` or ``auto`` (see
+            docs/platforms.md).
+        attention: ``"model"`` keeps the model's attention; ``"flex"`` uses FlexAttention with a block mask of the tree; ``"auto"``
+            chooses.
+        quantization: ``"int8"`` loads a model given by name with int8 weights (torchao; see docs/quantization.md). The text then has the
+            output distribution of the int8 model, not of the original checkpoint.
 
     Raises:
-        ConfigurationError: an unknown name or option, a path that is no model, a rule that is not exact for the drafter.
+        ConfigurationError: an unknown name or option, a path without a model, or a rule that is not exact for the drafter.
         UnsupportedModelError: the model cannot roll back; the message says why.
     """
 
@@ -157,46 +153,46 @@ class Speculator:
         return session.planner
 
     def generate(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> SpeculativeOutput:
-        """As ``model.generate``: the same arguments, the same defaults, the same padding of ``sequences``.
+        """Generate as ``model.generate`` does: same arguments, defaults and padding of ``sequences``.
 
         Args:
             inputs: ``[B, L]`` prompt ids, or ``input_ids=`` with ``attention_mask=``, padded on either side.
             seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator.
-            arguments: whatever ``model.generate`` takes; what Foredraft cannot honour is refused by name. Besides,
-                ``output_logprobs=k`` records the log-probability of every new token and of the k likeliest at its place (k = 0:
-                its own alone), from the target's raw logits, before temperature and every other processor.
+            arguments: those of ``model.generate``. In addition, ``output_logprobs=k`` returns the log-probability of every new token and
+                of the k most likely tokens at its position (k = 0: only its own), from the target's raw logits, before temperature and
+                every other processor.
 
         Returns:
-            ``sequences`` ``[B, L + new]``, ``stats``, and ``scores``, ``logits`` and ``logprobs`` where asked for. In scores
-            and logits, rows that are over hold 0 for the padding token and -inf elsewhere; logprobs are as long as each row.
+            ``sequences`` ``[B, L + new]``, ``stats``, and ``scores``, ``logits`` and ``logprobs`` if requested. In scores
+            and logits, finished rows hold 0 for the padding token and -inf elsewhere; logprobs are as long as each row.
 
         Raises:
-            ConfigurationError: an argument that cannot be honoured.
-            TargetOutputError: NaN or infinite logits, or no token left by the processors.
-            Interrupted: Ctrl-C; ``.output`` holds what was generated.
+            ConfigurationError: an unsupported argument; the message names it.
+            TargetOutputError: NaN or infinite logits, or processors that forbid every token.
+            Interrupted: Ctrl-C; ``.output`` holds what was generated so far.
         """
         run = Run(self, prepare(self.target.model, inputs, seed=seed, **arguments))
         return run.finish()
 
     def stream(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> Stream:
-        """As :meth:`generate`, yielding the tokens of each row as they are committed.
+        """Generate as :meth:`generate` does, and yield the new tokens of each row after every round.
 
-        The iterator can be abandoned at any point. Its ``stats`` attribute holds the statistics so far.
+        You can stop iterating at any point. ``stats`` of the iterator holds the statistics so far.
         """
         return Stream(Run(self, prepare(self.target.model, inputs, seed=seed, **arguments)))
 
     def session(self, **options: Any) -> Session:
-        """A :class:`~foredraft.session.Session` of this configuration, for a server that adds and removes rows itself."""
+        """A :class:`~foredraft.session.Session` with this configuration, for a server that adds and removes rows."""
         return Session(self.target, self.drafter, self.rule, proposal=self.proposal, planner=self.planner, **options)
 
     def release(self) -> None:
-        """Give the memory of the cache back; the next call allocates again."""
+        """Free the memory of the cache; the next call allocates it again."""
         self.target.release()
         self.target.owner = None
         self.drafter.reset()
 
     def close(self) -> None:
-        """Give all memory back and leave a model that was handed in as it was; the Speculator cannot be used any more."""
+        """Free all memory and restore a model that was passed in. The Speculator cannot be used afterwards."""
         self.release()
         self.target.close()
         self.drafter.close()
@@ -295,12 +291,15 @@ class Stream(Iterator[Tokens]):
 def custom_generate(
     drafter: Drafter | str = "prompt-lookup", *, seed: Seed | Sequence[Seed] | None = None, streamer: Any = None, **options: Any
 ) -> Callable[..., Any]:
-    """A function for ``model.generate(..., custom_generate=...)``: the same loop through transformers' own entry point.
+    """A function for ``model.generate(..., custom_generate=...)``, which runs the same loop.
 
-    ``streamer`` is bound here, because transformers does not pass it on to such a function; ``seed`` is bound here or given per
-    call, ``model.generate(..., seed=7)``; ``output_logprobs`` is given per call; ``options`` are those of :class:`Speculator`.
-    The Speculator is built at the first call and kept, with its model, in the function. Stop strings need a tokenizer, which
-    transformers does not pass on either: give a ``StopStringCriteria`` as ``stopping_criteria``.
+    Args:
+        drafter: as in :class:`Speculator`.
+        seed: can also be given per call, ``model.generate(..., seed=7)``; so can ``output_logprobs``.
+        streamer: must be given here, because transformers does not pass it to such a function.
+        options: those of :class:`Speculator`, which is built at the first call and kept in the function.
+
+    Stop strings need a tokenizer, which transformers does not pass on: use a ``StopStringCriteria`` in ``stopping_criteria``.
     """
     speculator: Speculator | None = None
 

@@ -1,4 +1,4 @@
-"""What a call did and what it cost; collected always, cheap enough never to be switched off."""
+"""Counts and times of a call. They are always collected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class RowStats:
-    """One row's share. ``finish_reason`` is eos, stop, length, context or removed; None while the row runs."""
+    """Counts of one row. ``finish_reason`` is eos, stop, length, context or removed; None while the row runs."""
 
     passes: int = 0
     tokens: int = 0
@@ -29,7 +29,7 @@ class RowStats:
 
 @dataclass
 class Stats:
-    """Counts and seconds of one call.
+    """Counts and times of one call.
 
     A *row-pass* is one live row in one target pass after the prefill. The prefill and the token it yields are left out of
     ``row_passes``, ``kept`` and ``acceptance_length``; rounds without a draft count; tokens cut by a stop or a limit do not.
@@ -41,13 +41,13 @@ class Stats:
         kept: tokens returned out of row-passes.
         drafted: proposed tokens; ``drafted_by_depth[d]`` those at depth d + 1.
         accepted: proposed tokens returned; ``accepted_by_depth[d]`` those at depth d + 1.
-        seconds: ``prefill``, ``draft``, ``target``, ``overhead`` and their sum ``total``. The user's own logits processors count as
-            overhead wherever they are called, also while a draft or the prefill is under way. ``planning`` is what the automatic planner
-            took to measure the machine before its first round, where it did.
+        seconds: ``prefill``, ``draft``, ``target``, ``overhead`` and their sum ``total``. Your own logits processors count as
+            overhead, also during a draft or the prefill. ``planning`` is the time
+            that the planner took to measure the machine before its first round, if it did.
         time_to_first_token: seconds from the call to the first token of any row, None if there was none.
-        seed: the seed in use, as given, or as drawn.
+        seed: the seed, as given or as drawn.
         rule, drafter, shape, lossless: the configuration in use; a ``shape`` of "auto" was chosen anew in every round.
-        shapes: rounds by the shape that was asked for in them; chain(0) where nothing was.
+        shapes: number of rounds per shape; chain(0) is a round without a draft.
         rows: one :class:`RowStats` per row.
     """
 

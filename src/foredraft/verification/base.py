@@ -32,10 +32,15 @@ class Verdict:
 
 
 class Rule:
-    """Base of verification rules; a subclass sets the class variables and writes :meth:`verify`.
+    """Base of verification rules. A subclass sets the class variables and defines :meth:`verify`.
 
-    ``proposals`` are the sibling choices it is exact for, those it accepts most first, ``chains_only`` that a tree must be a
-    chain, ``needs_q`` that it needs the draft's distribution q, ``lossless`` that the output distribution is the target's.
+    Attributes:
+        name: how users call it.
+        summary: one line for the list of rules.
+        proposals: how draft tokens may have been chosen for the rule to be exact; those it accepts most come first.
+        chains_only: the tree must be a chain.
+        needs_q: the rule needs the draft's distribution q.
+        lossless: the output distribution is the target's.
     """
 
     name: ClassVar[str]
@@ -54,7 +59,7 @@ class Rule:
         if proposal not in self.proposals:
             return f"rule {self.name!r} is not exact for {proposal} proposals (only for {', '.join(sorted(self.proposals))})"
         if pruned and self.needs_q:
-            return f"rule {self.name!r} is not exact once drafted tokens were dropped after looking at them; use rule='match'"
+            return f"rule {self.name!r} is not exact if drafted tokens were dropped by their probability; use rule='match'"
         if self.chains_only and not chain:
             return f"rule {self.name!r} verifies chains only, and this tree may branch"
         return None
