@@ -20,6 +20,7 @@ from benchmarks.drafters_plan import PROMPT_LOOKUP as LOOKUP
 from benchmarks.drafters_plan import SEVERAL, with_store
 from foredraft import Speculator, drafters
 from foredraft.loading import load_tokenizer
+from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
@@ -137,7 +138,7 @@ def simulated(setting: Setting, drafter: Drafter, readings: Sequence[Reading], l
     target: Any = TableTarget(Texts([each.text for each in readings], vocab_size))
     shape = TreeShape.chain(length)
     rule, proposal = choose_rule("match", drafter, shape)
-    session = Session(target, drafter, rule, proposal=proposal, shape=shape)
+    session = Session(target, drafter, rule, proposal=proposal, planner=FixedPlanner(shape))
     for each in readings:
         session.add(each.text[: each.prompt], RowParameters(max_new_tokens=len(each.text) - each.prompt))
         while session.live:

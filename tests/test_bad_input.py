@@ -24,6 +24,7 @@ from foredraft import (
     rules,
 )
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.target import Target
@@ -664,7 +665,7 @@ def test_a_tree_that_is_none_is_refused_by_every_rule(change, message, rule):
 
     def run(tree):
         Fixed.tree = tree
-        session = Session(table, Fixed(), rules.create(rule), proposal="iid", shape="product(2,1)")
+        session = Session(table, Fixed(), rules.create(rule), proposal="iid", planner=FixedPlanner("product(2,1)"))
         session.add([0], RowParameters(max_new_tokens=9, do_sample=True))
         session.step()
         session.step()

@@ -30,6 +30,8 @@ LAYERS = [
     {"outcome", "rows"},
     {"drafters"},
     {"planning", "checks"},
+    {"observer"},
+    {"round"},
     {"session", "testing"},
     {"preparation"},
     {"speculator"},

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
 from foredraft.stats import RowStats
@@ -57,6 +59,57 @@ class SessionRow:
     @property
     def remaining(self) -> int:
         return self.capacity - len(self.ids)
+
+    def append(self, tokens: Sequence[int], accepted: int, device: torch.device) -> Commit:
+        """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row; the first ``accepted`` were drafted.
+        Stopping criteria get the text on ``device``."""
+        start, reason = len(self.ids), None
+        text = to_device([[*self.ids, *tokens]], device) if self.parameters.criteria else None
+        for token in tokens:
+            self.ids.append(token)
+            reason = self._finish_reason(token, None if text is None else text[:, : len(self.ids)])
+            if reason:
+                break
+        kept = self.ids[start:]
+        self.stats.finish_reason = reason
+        return Commit(self.slot, kept, min(accepted, len(kept)), reason)
+
+    def _finish_reason(self, token: int, text: Tensor | None) -> str | None:
+        if token in self.parameters.eos:
+            return "eos"
+        if text is not None and any(bool(torch.as_tensor(done(text, None)).any()) for done in self.parameters.criteria):
+            return "stop"
+        if self.remaining > 0:
+            return None
+        return "length" if len(self.ids) - self.prompt_length == self.parameters.max_new_tokens else "context"
+
+
+class CommittedIds:
+    """``[R, capacity]`` committed ids of the live rows on ``device``, with ``room`` for a draft behind. Made when a logits processor
+    first reads them, and then kept up to date."""
+
+    def __init__(self, device: torch.device, *, room: int):
+        self.device, self.room = device, room
+        self._ids: Tensor | None = None
+        self._rows: Sequence[SessionRow] | None = None  # that they are of
+
+    def of(self, rows: Sequence[SessionRow]) -> Tensor:
+        if self._ids is None or rows is not self._rows:
+            ids = torch.zeros(len(rows), max(row.capacity for row in rows) + self.room, dtype=torch.long)
+            for line, row in zip(ids, rows):
+                line[: len(row.ids)] = torch.tensor(row.ids)
+            self._ids, self._rows = ids.to(self.device), rows
+        return self._ids
+
+    def append(self, rows: Sequence[SessionRow], index: int, tokens: Sequence[int]) -> None:
+        """``rows[index]`` has gained ``tokens``."""
+        if self._ids is not None and rows is self._rows:
+            end = len(rows[index].ids)
+            self._ids[index, end - len(tokens) : end] = to_device(list(tokens), self.device)
+
+    def clear(self) -> None:
+        """Rows have joined or left."""
+        self._ids = self._rows = None
 
 
 @dataclass(frozen=True)

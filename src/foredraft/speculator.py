@@ -22,7 +22,7 @@ from foredraft.errors import ConfigurationError, Interrupted
 from foredraft.loading import load_model
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Seed
-from foredraft.planning import AUTO, FixedPlanner, Planner
+from foredraft.planning import AUTO, FixedPlanner, Planner, make_planner
 from foredraft.planning.largest import largest_shape
 from foredraft.preparation import Prepared, prepare, refuse_arguments
 from foredraft.quantization import check_quantization
@@ -147,10 +147,10 @@ class Speculator:
         """Who chooses the shapes. Where all of them have to be chains, the rule is the one for chains."""
         if shape is not None:
             return FixedPlanner(shape)
-        session = Session(self.target, self.drafter, self.rule, proposal=self.proposal, shape=AUTO)
-        if session.shape.is_chain:
-            self.rule, self.proposal = choose_rule(rule, self.drafter, session.shape, lossless=lossless)
-        return session.planner
+        planner = make_planner(AUTO, self.target, self.drafter, self.rule, self.proposal)
+        if planner.shape.is_chain:
+            self.rule, self.proposal = choose_rule(rule, self.drafter, planner.shape, lossless=lossless)
+        return planner
 
     def generate(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> SpeculativeOutput:
         """Generate as ``model.generate`` does: same arguments, defaults and padding of ``sequences``.

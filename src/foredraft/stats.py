@@ -105,6 +105,21 @@ class Stats:
         self.seconds["overhead"] = now - known
         return now
 
+    def count(self, row: RowStats, *, kept: int, drafted: Sequence[int], accepted: int, counted: bool) -> None:
+        """Add what a row gained: ``kept`` tokens, of which ``accepted`` were among those ``drafted`` at each depth. ``counted`` says that
+        the pass is a row-pass."""
+        self.new_tokens += kept
+        row.tokens += kept
+        if not counted:
+            return
+        for each in (self, row):
+            each.kept += kept
+            each.drafted += sum(drafted)
+            each.accepted += accepted
+        self.row_passes += 1
+        row.passes += 1
+        self.count_depths(drafted, accepted)
+
     def count_depths(self, drafted: Sequence[int], accepted: int) -> None:
         """Add one row's round: how many tokens were ``drafted`` at each depth, and how many were ``accepted`` down its path."""
         deepest = max((depth for depth, count in enumerate(drafted, 1) if count), default=0)

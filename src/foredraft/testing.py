@@ -7,7 +7,7 @@ once for every outcome of every draw and adds up probabilities in float64::
     target = TableTarget(ProbabilityTable.random(3, seed=1))
     drafter = ScriptedDrafter(ProbabilityTable.random(3, seed=2), proposal="iid")
     law = continuation_law(
-        lambda randomness: Session(target, drafter, Rejection(), proposal="iid", shape="chain(2)", randomness=randomness),
+        lambda randomness: Session(target, drafter, Rejection(), proposal="iid", planner=FixedPlanner("chain(2)"), randomness=randomness),
         prompt=[0],
         count=4,
     )

@@ -18,6 +18,7 @@ from foredraft.drafters.ngram import NGram
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.prompt_lookup import PromptLookup, SuffixIndex, merge_copies
 from foredraft.drafters.tries import Trie
+from foredraft.planning import FixedPlanner
 from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 
 # -- prompt lookup ------------------------------------------------------------------------------------------------------
@@ -288,7 +289,9 @@ def ngram_law(drafter: NGram, rule: str, shape: str):
     target = TableTarget(ProbabilityTable.random(3, seed=1))
     proposal = drafter.info.proposals[0]
     law = continuation_law(
-        lambda randomness: Session(target, drafter, verification.create(rule), proposal=proposal, shape=shape, randomness=randomness),
+        lambda randomness: Session(
+            target, drafter, verification.create(rule), proposal=proposal, planner=FixedPlanner(shape), randomness=randomness
+        ),
         [0],
         3,
     )

@@ -22,6 +22,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import Noise, Purpose
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
+from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import DynamicShape, StaticShape
@@ -281,7 +282,7 @@ class Deep(Drafter):
 
 def test_nodes_below_a_rows_limit_are_never_proposed():
     always = ProbabilityTable(lambda context: [0.0, 1.0, 0.0], 3)
-    session = Session(TableTarget(always), Deep(), create("match"), proposal="deterministic", shape="product(2,1)")
+    session = Session(TableTarget(always), Deep(), create("match"), proposal="deterministic", planner=FixedPlanner("product(2,1)"))
     for count in (2, 3, 6):
         session.add([0], RowParameters(max_new_tokens=count, do_sample=True))
     commits = []

@@ -162,7 +162,7 @@ def test_every_round_against_the_reference(window, ngram, guesses, shift, text):
     drafter = Watched(window=window, ngram=ngram, guesses=guesses, shift=shift, text=text)
     target = ScoringTarget(table)
     drafter.bind(target)
-    session = Session(target, drafter, Match(), proposal="deterministic", shape=SHAPE)
+    session = Session(target, drafter, Match(), proposal="deterministic", planner=FixedPlanner(SHAPE))
     given = [([1, 2, 3, 4, 5], 40), ([6, 5, 1], 23)]
     references: dict[int, Reference] = {}
     for step in range(100):
@@ -258,7 +258,7 @@ def test_a_window_makes_what_the_text_does_not_hold():
     for name, options in {"window": {}, "none": {"window": 1, "ngram": 2}}.items():
         drafter, target = Lookahead(**options), ScoringTarget(table)
         drafter.bind(target)
-        session = Session(target, drafter, Match(), proposal="deterministic", shape="chain(3)")
+        session = Session(target, drafter, Match(), proposal="deterministic", planner=FixedPlanner("chain(3)"))
         session.add([*range(60, 0, -1)], RowParameters(max_new_tokens=60))
         while session.live:
             session.step()
@@ -275,7 +275,7 @@ def test_a_window_that_is_off_by_one_drafts_worse_and_writes_the_same(monkeypatc
     def run() -> tuple[list[int], float]:
         drafter, target = Lookahead(text=False, window=8), ScoringTarget(table)
         drafter.bind(target)
-        session = Session(target, drafter, Match(), proposal="deterministic", shape=SHAPE)
+        session = Session(target, drafter, Match(), proposal="deterministic", planner=FixedPlanner(SHAPE))
         session.add([1, 2, 3, 4], RowParameters(max_new_tokens=120, do_sample=True, seed=(1, 2)))
         text: list[int] = []
         while session.live:
@@ -422,7 +422,7 @@ def test_extra_nodes_are_no_part_of_a_verdict():
     for target, drafter in ((Broken(table), Odd()), (ScoringTarget(table), Lookahead())):
         drafter.bind(target)
         for sampled in (False, True):
-            session = Session(target, drafter, Match(), proposal="deterministic", shape=SHAPE)
+            session = Session(target, drafter, Match(), proposal="deterministic", planner=FixedPlanner(SHAPE))
             session.add([1, 2, 3], RowParameters(max_new_tokens=20, do_sample=sampled, seed=(3, 4)))
             texts.append([token for _ in range(30) if session.live for commit in session.step() for token in commit.tokens])
     assert texts[:2] == texts[2:] and all(len(text) == 20 for text in texts)

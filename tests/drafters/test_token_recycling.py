@@ -186,7 +186,7 @@ def test_rejected_nodes_teach_too_and_what_is_known_is_accepted():
     """Where a token alone decides what follows, every line of the matrix is the table's, and once all are known every draft holds."""
     table = ProbabilityTable.random(11, seed=4, order=1)
     target, drafter = TableTarget(table), bound(11, k=3)
-    session = Session(target, drafter, Match(), proposal="deterministic", shape="product(3,2,1)")
+    session = Session(target, drafter, Match(), proposal="deterministic", planner=FixedPlanner("product(3,2,1)"))
     slots = [session.add([1, 2, 3], RowParameters(max_new_tokens=60)), session.add([5, 4], RowParameters(max_new_tokens=9))]
     seen: set[int] = set()
     while session.live:
@@ -196,7 +196,7 @@ def test_rejected_nodes_teach_too_and_what_is_known_is_accepted():
     assert len(slots) == 2 and known > seen
     for token in known:
         assert drafter.matrix[token].tolist() == table((token,)).topk(3).indices.tolist()
-    again = Session(target, drafter, Match(), proposal="deterministic", shape="chain(4)")
+    again = Session(target, drafter, Match(), proposal="deterministic", planner=FixedPlanner("chain(4)"))
     again.add([1, 2, 3], RowParameters(max_new_tokens=31))
     while again.live:
         again.step()

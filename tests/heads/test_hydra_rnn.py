@@ -17,6 +17,7 @@ from foredraft.drafters.rnn import Rnn
 from foredraft.heads.base import LAST, Batch, TargetShape
 from foredraft.heads.hydra import HydraConfig, HydraHead
 from foredraft.heads.rnn import RnnConfig, RnnHead
+from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 
@@ -304,7 +305,7 @@ def test_the_law_is_the_targets(kind, options, siblings, rule, shape):
 
     def session(randomness):
         made = verification.create(rule)
-        return Session(target, drafter, made, proposal=drafter.info.proposals[0], shape=shape, randomness=randomness)
+        return Session(target, drafter, made, proposal=drafter.info.proposals[0], planner=FixedPlanner(shape), randomness=randomness)
 
     law = continuation_law(session, [0], 3)
     assert distance(law, plain_law(target.table, [0], 3)) < 1e-9

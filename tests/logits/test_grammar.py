@@ -16,6 +16,7 @@ from transformers import LogitsProcessor
 
 from foredraft import ConfigurationError, RowParameters, Session, Speculator, rules
 from foredraft.logits.processors import Pipeline, row_pipelines
+from foredraft.planning import FixedPlanner
 from foredraft.testing import (
     ProbabilityTable,
     ScriptedDrafter,
@@ -195,7 +196,9 @@ def law_of(drafter, rule, proposal, shape, count=3):
             RowParameters(max_new_tokens=count, do_sample=True, seed=seed, pipeline=Pipeline.alone([Toy()], prompt_length=1))
             for seed in enumeration.seeds
         ]
-        session = Session(TableTarget(TARGET), drafter, rules.create(rule), proposal=proposal, shape=shape, randomness=enumeration)
+        session = Session(
+            TableTarget(TARGET), drafter, rules.create(rule), proposal=proposal, planner=FixedPlanner(shape), randomness=enumeration
+        )
         return continuations(session, [[0]] * len(parameters), parameters)
 
     return enumerate_law(run)

@@ -20,7 +20,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.several import Several
 from foredraft.errors import ConfigurationError
-from foredraft.planning import AutomaticPlanner, CostModel, Round
+from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round, make_planner
 from foredraft.planning.largest import largest_shape
 from foredraft.rows import RowParameters
 from foredraft.shapes import TreeShape
@@ -187,7 +187,7 @@ def test_a_planner_that_looks_ahead_would_be_found():
             return tree if int(tree.tokens[0, -1]) == 0 else type(tree).from_chain(tree.tokens[:, :-1], proposal=tree.proposal, q=tree.q[:, :-1] if tree.nodes > 2 else None)  # fmt: skip # noqa: E501
 
     law = continuation_law(
-        lambda randomness: Session(TableTarget(p), Cutting(q), verification.create("block"), proposal="iid", shape="chain(2)", randomness=randomness),  # type: ignore[arg-type] # noqa: E501
+        lambda randomness: Session(TableTarget(p), Cutting(q), verification.create("block"), proposal="iid", planner=FixedPlanner("chain(2)"), randomness=randomness),  # type: ignore[arg-type] # noqa: E501
         [0, 1],
         3,
     )  # fmt: skip
@@ -298,7 +298,9 @@ def test_plain_decoding_has_nothing_to_plan():
 
 
 def test_a_session_alone_plans_too():
-    session = Session(TableTarget(TABLES[0]), ScriptedDrafter(TABLES[1]), verification.create("block"), proposal="iid")  # type: ignore[arg-type]
+    target: Any = TableTarget(TABLES[0])
+    drafter, rule = ScriptedDrafter(TABLES[1]), verification.create("block")
+    session = Session(target, drafter, rule, proposal="iid", planner=make_planner("auto", target, drafter, rule, "iid"))
     assert str(session.shape) == "auto" and session.shape.is_chain
     session.add([0, 1], RowParameters(max_new_tokens=20, do_sample=True))
     while session.live:

@@ -12,6 +12,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hydra import HydraHead
 from foredraft.heads.medusa import MedusaConfig, MedusaHead
 from foredraft.heads.rnn import RnnHead
+from foredraft.planning import FixedPlanner
 from foredraft.testing import continuation_law, distance, plain_law
 
 SHAPES = ("chain(4)", "product(3,2,1)", "paths(0,1,2,0.0,0.1,1.0,0.0.0)", "dynamic(depth=4,k=4,total=12)")
@@ -97,6 +98,6 @@ def off_by(drafter, target, rule, shape) -> float:
 
     def session(randomness):
         made = verification.create(rule)
-        return Session(target, drafter, made, proposal=drafter.info.proposals[0], shape=shape, randomness=randomness)
+        return Session(target, drafter, made, proposal=drafter.info.proposals[0], planner=FixedPlanner(shape), randomness=randomness)
 
     return distance(continuation_law(session, [0], 3), plain_law(target.table, [0], 3))

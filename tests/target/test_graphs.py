@@ -27,6 +27,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import _token_hashes
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
+from foredraft.planning import FixedPlanner
 from foredraft.planning.costs import Measurement
 from foredraft.rows import RowParameters
 from foredraft.session import Session
@@ -327,7 +328,7 @@ def test_rows_that_join_and_leave(shape, taped):
     target = Target(tiny(), execution="graphs")
     drafter = DraftModel(perturbed(), execution="graphs")
     drafter.bind(target)
-    session = Session(target, drafter, create("match"), proposal="keyed", shape=shape)
+    session = Session(target, drafter, create("match"), proposal="keyed", planner=FixedPlanner(shape))
     texts, kept = prompts((24, 11, 17, 30, 9), seed=7), {}
     lengths = [60, 12, 33, 25, 40]
     slots = [session.add(text, parameters(length)) for text, length in zip(texts[:2], lengths)]
@@ -822,7 +823,7 @@ def test_on_a_gpu_draft_and_pass_do_not_wait(shape):
     target = Target(clone(tiny()).cuda(), execution="graphs")
     drafter = DraftModel(clone(perturbed()).cuda(), execution="graphs")
     drafter.bind(target)
-    session = Session(target, drafter, create("match"), proposal="keyed", shape=shape)
+    session = Session(target, drafter, create("match"), proposal="keyed", planner=FixedPlanner(shape))
     session.add(prompts((20,))[0], parameters(200))
     for _ in range(4 * WARM):
         session.step()

@@ -17,6 +17,7 @@ from torch import Tensor
 from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.none import NoDrafter
 from foredraft.logits.noise import Purpose, Randomness
+from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
@@ -88,7 +89,7 @@ class Case:
                 drafter or self.drafter(),
                 rule or create(self.rule),
                 proposal=self.proposal,
-                shape=self.shape,
+                planner=FixedPlanner(self.shape),
                 randomness=enumeration if randomness is None else lambda *state: randomness(enumeration, *state),
             )
 
@@ -184,11 +185,11 @@ def test_a_keyed_draft_that_equals_the_target_is_accepted_whole():
     """Only draft and verifier that share each position's noise agree always; the law alone would not tell."""
     enumeration = Enumeration([World({})])
     target, drafter = TableTarget(P), ScriptedDrafter(P, proposal="keyed")
-    session = Session(target, drafter, create("match"), proposal="keyed", shape="chain(3)", randomness=enumeration)
+    session = Session(target, drafter, create("match"), proposal="keyed", planner=FixedPlanner("chain(3)"), randomness=enumeration)
     continuations(session, [PROMPT], [RowParameters(max_new_tokens=12, do_sample=True)])
     assert session.stats.accepted == session.stats.drafted > 6
     for seed in range(20):
-        session = Session(target, drafter, create("match"), proposal="keyed", shape="chain(3)")
+        session = Session(target, drafter, create("match"), proposal="keyed", planner=FixedPlanner("chain(3)"))
         continuations(session, [PROMPT], [RowParameters(max_new_tokens=12, do_sample=True, seed=(seed, 0))])
         assert session.stats.accepted == session.stats.drafted > 6
 
@@ -390,7 +391,12 @@ def test_rows_of_a_batch_are_independent(rule: str, proposal: Proposal, draft_le
             worlds = len(enumeration.worlds)
             drafter = ScriptedDrafter(Q, proposal=proposal)
             session = Session(
-                TableTarget(P), drafter, create(rule), proposal=proposal, shape=f"chain({draft_length})", randomness=enumeration
+                TableTarget(P),
+                drafter,
+                create(rule),
+                proposal=proposal,
+                planner=FixedPlanner(f"chain({draft_length})"),
+                randomness=enumeration,
             )
             parameters = [
                 RowParameters(max_new_tokens=count, do_sample=True, seed=seed_of(seed))

@@ -7,6 +7,7 @@ import torch
 
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Noise
+from foredraft.planning import FixedPlanner
 from foredraft.session import Session
 from foredraft.testing import Enumeration, ProbabilityTable, ScriptedDrafter, TableTarget, World, continuation_law, distance, plain_law
 from foredraft.tree import TokenTree
@@ -89,7 +90,7 @@ def test_enumeration_finds_it_biased():
 
         def session(randomness, drafter=drafter):
             rule = create("typical")
-            return Session(TableTarget(P), drafter, rule, proposal="iid", shape="chain(2)", randomness=randomness)
+            return Session(TableTarget(P), drafter, rule, proposal="iid", planner=FixedPlanner("chain(2)"), randomness=randomness)
 
         assert distance(continuation_law(session, PROMPT, 3), plain_law(P, PROMPT, 3)) > 0.2
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from foredraft.auditing.report import ExactPart
 from foredraft.drafters.base import Drafter
 from foredraft.logits.noise import Randomness
+from foredraft.planning import FixedPlanner
 from foredraft.session import Session
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.speculator import Speculator
@@ -68,7 +69,7 @@ def error(speculator: Speculator, shape: TreeShape, p: ProbabilityTable, q: Prob
     def session(randomness: Callable[[Tensor, Tensor], Randomness]) -> Session:
         drafter: Drafter = ScriptedDrafter(q, proposal=speculator.proposal)
         target: Any = TableTarget(p)
-        return Session(target, drafter, speculator.rule, proposal=speculator.proposal, shape=shape, randomness=randomness)
+        return Session(target, drafter, speculator.rule, proposal=speculator.proposal, planner=FixedPlanner(shape), randomness=randomness)
 
     with torch.inference_mode():
         found = continuation_law(session, PROMPT, count)

@@ -8,7 +8,8 @@ between runs.
 from foredraft.planning.acceptance import Acceptance
 from foredraft.planning.costs import CostModel
 from foredraft.planning.largest import AUTO
+from foredraft.planning.making import make_planner
 from foredraft.planning.planner import AutomaticPlanner
 from foredraft.planning.rounds import FixedPlanner, Planner, Round
 
-__all__ = ["AUTO", "Acceptance", "AutomaticPlanner", "CostModel", "FixedPlanner", "Planner", "Round"]
+__all__ = ["AUTO", "Acceptance", "AutomaticPlanner", "CostModel", "FixedPlanner", "Planner", "Round", "make_planner"]

@@ -74,12 +74,11 @@ class Planner(Protocol):
         """A round is over."""
 
 
-@dataclass(frozen=True)
 class FixedPlanner:
-    """The same shape in every round."""
+    """The same shape in every round, a :class:`~foredraft.shapes.TreeShape` or a string such as "chain(5)"."""
 
-    shape: TreeShape
-    learns: bool = False
+    def __init__(self, shape: TreeShape | str, *, learns: bool = False):
+        self.shape, self.learns = TreeShape.parse(shape), learns
 
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
         return 0.0

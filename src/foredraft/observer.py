@@ -1,0 +1,119 @@
+"""What is measured of a session: clocks, counters, statistics, and what the planner is told. The loop calls it by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from foredraft.drafters.base import Drafter, DraftRequest
+from foredraft.logits.sampler import Sampler
+from foredraft.outcome import Outcome
+from foredraft.planning import Planner, Round
+from foredraft.rows import Commit, SessionRow
+from foredraft.shapes import TreeShape
+from foredraft.stats import Stats
+from foredraft.target import Target
+from foredraft.tree import TokenTree
+
+NOTHING = TreeShape.chain(0)
+
+
+class Observer:
+    """Times the phases of each round and counts what came of them. :meth:`begin` and the methods after it are called once per round, in
+    the order in which they are defined here."""
+
+    def __init__(self, stats: Stats, planner: Planner, target: Target, drafter: Drafter):
+        self.stats, self.planner, self.target, self.drafter = stats, planner, target, drafter
+        self._times: list[float] = []  # when the round began, and when each phase ended
+        self._passes, self._asked = 0, 0.0
+        self._request: DraftRequest | None = None
+        self._tree: TokenTree | None = None
+        self._sampler: Sampler | None = None
+        self._on_cuda = False
+
+    # -- before the first round -----------------------------------------------------------------------------------------
+
+    def prepared(self, seconds: float) -> None:
+        """The planner took so many seconds to measure the machine."""
+        if seconds:
+            self.stats.seconds["planning"] = self.stats.seconds.get("planning", 0.0) + seconds
+
+    @contextmanager
+    def prefill(self, sampler: Sampler) -> Iterator[None]:
+        passes = self.target.passes
+        with self.stats.timing("prefill"):
+            yield
+        self.stats.seconds["prefill"] -= sampler.watch.seconds
+        self.stats.target_passes += self.target.passes - passes
+
+    # -- a round --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._times = [time.perf_counter()]
+
+    def planned(self, shape: TreeShape, request: DraftRequest | None, sampler: Sampler) -> None:
+        label, shapes = str(NOTHING if request is None else shape), self.stats.shapes
+        shapes[label] = shapes.get(label, 0) + 1
+        self._request, self._sampler = request, sampler
+        self._times.append(time.perf_counter())
+
+    def drafted(self, tree: TokenTree) -> None:
+        assert self._sampler is not None
+        self._tree, self._asked, self._passes = tree, self._sampler.watch.seconds, self.target.passes
+        self._times.append(time.perf_counter())
+
+    def scored(self, logits: Tensor) -> None:
+        self._on_cuda = logits.is_cuda
+        self._times.append(time.perf_counter())
+
+    def verified(self) -> None:
+        """On a GPU this is the first moment at which the pass is known to be over."""
+        self._times.append(time.perf_counter())
+        self.stats.target_passes += self.target.passes - self._passes
+
+    def committed(self, rows: Sequence[SessionRow], commits: Sequence[Commit], outcome: Outcome, *, counted: bool = True) -> None:
+        """Count what every row gained; ``counted`` says that the pass is a row-pass of the statistics, which a prefill is not."""
+        now = self.stats.clock()
+        if self.stats.time_to_first_token is None:
+            self.stats.time_to_first_token = now
+        for row, commit, kept in zip(rows, commits, outcome.rows):
+            row.stats.token_times += [now] * len(commit.tokens)
+            self.stats.count(row.stats, kept=len(commit.tokens), drafted=kept.drafted, accepted=commit.accepted, counted=counted)
+        self._times.append(time.perf_counter())
+
+    def finished(self, rows: Sequence[SessionRow], outcome: Outcome) -> None:
+        """The drafter has observed the round: share out its seconds, and tell the planner."""
+        begin, planned, drafted, scored, verified, committed = self._times
+        end, sampler = time.perf_counter(), self._sampler
+        assert sampler is not None
+        draft = drafted - planned + end - committed - self._asked
+        target = verified - drafted - (sampler.watch.seconds - self._asked) if self._on_cuda else scored - drafted
+        self.stats.seconds["draft"] += draft
+        self.stats.seconds["target"] += target
+        if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows))):
+            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - begin - draft - target))
+
+    def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float, target: float, rest: float) -> Round:
+        """The round as the planner sees it."""
+        tree, request, lines = self._tree, self._request, outcome.rows
+        assert tree is not None
+        known = tree.static_parents is not None and not tree.chain
+        return Round(
+            shape=NOTHING if request is None else request.shape,
+            asked=[0] * len(lines) if request is None else request.limits,
+            drafted=[line.drafted for line in lines],
+            accepted=[line.accepted for line in lines],
+            nodes=sum(1 + sum(line.drafted) for line in lines) / len(lines) if tree.chain and self.target.ragged else tree.nodes,
+            context=max(len(row.ids) for row in rows),
+            draft=draft,
+            target=target,
+            rest=rest,
+            split=not self._on_cuda,
+            static_parents=tree.static_parents if known else None,
+            paths=[line.path for line in lines] if known else (),
+            greedy=sampler.greedy,
+            expected=self.drafter.expected_accepted,
+        )

@@ -1,0 +1,43 @@
+"""The planner of a configuration: one fixed shape, or one that chooses a shape in every round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from foredraft.drafters.base import Drafter
+from foredraft.planning.costs import LEVEL, LOOK_UP, CostModel, timed_beforehand
+from foredraft.planning.forecasts import GROWN_DEPTH
+from foredraft.planning.largest import AUTO, largest_fitting
+from foredraft.planning.planner import AutomaticPlanner
+from foredraft.planning.profiles import profile
+from foredraft.planning.rounds import FixedPlanner, Planner
+from foredraft.shapes import TreeShape
+from foredraft.tree import Proposal
+from foredraft.verification import Rule
+
+if TYPE_CHECKING:
+    from foredraft.target import Target
+
+
+def make_planner(shape: TreeShape | str, target: Target, drafter: Drafter, rule: Rule, proposal: Proposal) -> Planner:
+    """A planner that always asks for ``shape``, or with "auto" one that chooses among all shapes that ``target`` and ``drafter`` can do
+    and for which ``rule`` is exact with ``proposal``. The drafter is bound to the target.
+
+    Raises:
+        ConfigurationError: ``shape`` is a string that describes none.
+    """
+    if shape != AUTO:
+        return FixedPlanner(shape)
+
+    def fits(shape: TreeShape) -> bool:
+        return proposal in drafter.proposals_for(shape) and rule.refusal(proposal, chain=drafter.makes_chains(shape)) is None
+
+    info, largest = drafter.info, largest_fitting(target, drafter, fits)
+    return AutomaticPlanner(
+        largest,
+        grows=info.grows and not largest.is_chain and target.device.type == "cpu",
+        levels=GROWN_DEPTH if info.runs_a_model else largest.depth,
+        costs=CostModel(level=LEVEL if timed_beforehand(drafter) else LOOK_UP),
+        profile=profile(target, drafter),
+        rates=info.rates,
+    )
