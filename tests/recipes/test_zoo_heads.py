@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
+import foredraft_zoo
 import pytest
 
 from foredraft import zoo
-from recipes.zoo.heads import card, time_to_quality
+from foredraft.heads import checkpoints
+from recipes.zoo import heads, packaging, recipe
 
 
 def test_time_to_quality_stands_beside_what_had_been_done():
@@ -18,7 +22,7 @@ def test_time_to_quality_stands_beside_what_had_been_done():
         {"acceptance_length": 2.34567, "step": 40},
         {"loss": 2.0, "step": 60, "tokens": 300, "seconds": 15.0},
     ]
-    assert time_to_quality(lines) == [
+    assert heads.time_to_quality(lines) == [
         {"step": 0, "tokens": 0, "seconds": 0, "acceptance_length": 1.0},
         {"step": 40, "tokens": 210, "seconds": 10, "acceptance_length": 2.346},
     ]
@@ -30,7 +34,34 @@ def test_the_cards_are_made_from_the_figures_beside_them(kind):
     folder = zoo.path(name)
     figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     written = (folder / "README.md").read_text(encoding="utf-8")
-    assert written.startswith(card(name, kind, figures))
+    assert written.startswith(heads.card(name, kind, figures))
     assert figures["held_out"]["chain"]["acceptance_length"] > 1.5
-    changed = card(name, kind, {**figures, "parameters": 7})
-    assert changed != card(name, kind, figures) and "7 parameters" in changed
+    changed = heads.card(name, kind, {**figures, "parameters": 7})
+    assert changed != heads.card(name, kind, figures) and "7 parameters" in changed
+
+
+def test_texts_are_written_a_head_is_trained_and_packaged(tmp_path, monkeypatch):
+    """All steps for Medusa heads, with few texts."""
+    sizes = {"data": 6, "held_out": 2, "corpus_texts": 2}
+    small = {name: replace(each, windows=sizes[name], tokens=16, answer=min(each.answer, 4)) for name, each in recipe.TEXT_SETS.items()}
+    monkeypatch.setattr(recipe, "TEXT_SETS", small)
+    options = {"steps": 4, "report_every": 1, "held_out": 2, "answer_tokens": 4}
+    head = {"heads": 2, "lm_head": "low-rank", "rank": 8}
+    monkeypatch.setattr(recipe, "HEADS", {"medusa": {"kind": "medusa", "head": head, **options}})
+    texts = [text * 3 for text in zoo.prompts("benchmarks")]
+    monkeypatch.setattr(zoo, "root", lambda: tmp_path / "zoo")
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo" / "python-8m").symlink_to(Path(foredraft_zoo.__file__).parent / "python-8m")
+    monkeypatch.setattr(packaging, "root", zoo.root)
+    (tmp_path / "corpus").mkdir()
+    for half in ("train", "held_out"):
+        files = [{"text": text} for text in texts]
+        (tmp_path / "corpus" / f"{half}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in files))
+    assert len(list(heads.write_texts(tmp_path))) == 3
+    assert heads.train(tmp_path, "medusa", resume=False, report=lambda line: None)
+    manifest = {half: {"files": 1, "bytes": 2, "sha256": "3"} for half in ("train", "held_out")}
+    folder = heads.package(tmp_path, "medusa", manifest)
+    figures = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    assert (folder / "README.md").read_text(encoding="utf-8") == heads.card(folder.name, "medusa", figures)
+    assert figures["prompts"] == 2 and figures["training"]["texts"] == [6, 2] and figures["training"]["steps"] == 4
+    assert checkpoints.load("zoo:python-8m-medusa", zoo.load("python-8m")).kind == "medusa"
