@@ -43,7 +43,6 @@ LAYERS = [
 KNOWN_CIRCLES = [  # to be cut; nothing may join them
     {"foredraft.backends.eager", "foredraft.backends.graphs", "foredraft.target.self_test", "foredraft.target.target"},
     {"foredraft.backends.fusion", "foredraft.backends.kernel_pass"},
-    {"benchmarks.drafters", "benchmarks.replays"},
 ]
 KNOWN_UPWARDS = {(f"foredraft.backends.{name}", "foredraft.target.target") for name in ("graphs", "native_growth")}  # to be cut
 

@@ -101,7 +101,7 @@ def root() -> Path:
     try:
         return Path(str(files("foredraft_zoo")))
     except ModuleNotFoundError as error:
-        raise ConfigurationError("the embedded models (zoo:NAME) are not installed: pip install 'foredraft[zoo]'") from error
+        raise ConfigurationError("the embedded models (zoo:NAME) are not installed: pip install 'foredraft[zoo]', or ./zoo in a checkout") from error
 
 
 def names() -> list[str]:
