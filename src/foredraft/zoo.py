@@ -101,7 +101,8 @@ def root() -> Path:
     try:
         return Path(str(files("foredraft_zoo")))
     except ModuleNotFoundError as error:
-        raise ConfigurationError("the embedded models (zoo:NAME) are not installed: pip install 'foredraft[zoo]', or ./zoo in a checkout") from error
+        how = "pip install 'foredraft[zoo]', or ./zoo in a checkout"
+        raise ConfigurationError(f"the embedded models (zoo:NAME) are not installed: {how}") from error
 
 
 def names() -> list[str]:

@@ -151,4 +151,5 @@ def test_without_the_distribution_one_line_says_how_to_get_it(arguments, monkeyp
     monkeypatch.setitem(sys.modules, "foredraft_zoo", None)  # as if it were not installed
     result = CliRunner().invoke(app, arguments.split())
     assert result.exit_code == 2 and not result.stdout
-    assert result.stderr == "error: the embedded models (zoo:NAME) are not installed: pip install 'foredraft[zoo]', or ./zoo in a checkout\n"
+    how = "pip install 'foredraft[zoo]', or ./zoo in a checkout"
+    assert result.stderr == f"error: the embedded models (zoo:NAME) are not installed: {how}\n"
