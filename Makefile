@@ -58,7 +58,7 @@ mutants: $(VENV)/.installed-test
 	$(BIN)/python tests/mutants --jobs $(JOBS)
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: $(VENV)/.installed-check docs
 	$(BIN)/ruff check src benchmarks recipes tests examples

@@ -27,14 +27,19 @@ from foredraft.verification import Rule
 
 
 class Session:
-    """Rows in flight over one target and one drafter.
+    """Rows that one target and one drafter generate together. Rows can be added and removed between rounds.
+
+    :meth:`foredraft.Speculator.session` makes one.
 
     Args:
-        target, drafter, rule: the configuration; ``proposal`` is how the drafter chooses tokens when a row samples.
+        target: the model that scores drafts.
+        drafter: what proposes tokens; it is bound to ``target``.
+        rule: the verification rule for rows that sample. Greedy rows use ``match``.
+        proposal: how the drafter chooses tokens where a row samples.
         planner: chooses the shape of every round, and keeps what it learns for the next session. ``FixedPlanner("chain(5)")`` always
-            asks for the same; :func:`~foredraft.planning.make_planner` makes one for "auto".
+            chooses the same; :func:`~foredraft.planning.make_planner` makes one for "auto".
         stats: where counts and times go.
-        record: which per-token vectors to keep on the rows, ``scores`` (processed) and ``logits`` (raw).
+        record: which vectors to keep for every new token: ``scores`` (processed) and ``logits`` (raw).
         randomness: makes a round's draws from row keys and root positions; only tests replace :class:`Noise`.
     """
 
@@ -101,7 +106,7 @@ class Session:
 
     @torch.inference_mode()
     def remove(self, slot: int) -> None:
-        """Take a row out at any round; what it has is final.
+        """Remove a row between rounds; its text is final.
 
         Raises:
             KeyError: no such live row.
@@ -123,7 +128,7 @@ class Session:
         return bool(self.rows or self.waiting)
 
     def close(self) -> None:
-        """Drop every row; the target and the drafter stay usable."""
+        """Remove every row; the target and the drafter stay usable."""
         self.rows, self.waiting = [], []
         self.loop.committed.clear()
         if self.target.owner is self:
@@ -134,7 +139,7 @@ class Session:
     # -- a step ---------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Commit]:
-        """Prefill what waits, or else run one round; returns what every row that took part gained.
+        """Prefill waiting rows if there are any, else run one round. Returns the new tokens of every row that took part.
 
         After an exception every row is gone, and the target and the drafter are usable again.
 

@@ -80,7 +80,8 @@ class Speculator:
             text only with a fixed shape.
         draft_length: γ, the same as ``shape="chain(γ)"``.
         lossless: False allows a rule that changes the output distribution, such as ``typical``.
-        dtype, device: where and how to load a model given by name.
+        dtype: of a model given by name; the default is that of the checkpoint.
+        device: where to load a model given by name.
         self_test: check after loading that the model can roll back; a few passes over a handful of tokens.
         reuse_prefix: keep the cache between calls for prompts that begin alike. Costs the memory of the cache.
         prefill_chunk: most prompt tokens of a row per forward pass.
