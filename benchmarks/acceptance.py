@@ -179,10 +179,10 @@ class Acceptance(Suite[Settings]):
         return [
             f"Target {settings.target}, draft {settings.draft}, {settings.dtype}; temperature 1, no top-k or top-p; {settings.prompts} "
             f"prompts (beginnings of files that the models have not seen) × {settings.seeds} seeds × {settings.tokens} tokens for every "
-            "contender. Acceptance length is tokens kept over row-passes, the bonus token counted and the prefill left out; the last "
+            "method. Acceptance length is tokens kept over row-passes, the bonus token counted and the prefill left out; the last "
             "passes of a row, which may draft less, are in it.",
             f"Intervals are {LEVEL:.0%} percentile bootstraps over prompts, each drawn with all of its seeds, {RESAMPLES:,} draws that all "
-            "contenders share, so that differences are paired by prompt. With the match rule a seed's text is the same whatever was "
+            "methods share, so that differences are paired by prompt. With the match rule a seed's text is the same whatever was "
             "drafted; with the others it is not.",
             "LOSSY: the rule changes the law of the text. It is not comparable with the others and is listed to show what it buys.",
         ]

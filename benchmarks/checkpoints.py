@@ -1,4 +1,4 @@
-"""Checkpoint files that every contender reads: embedded models are written out once, others are used where they lie.
+"""Checkpoint files that every method reads: embedded models are written out once, others are used where they lie.
 
 They are written in float32, which holds bfloat16 values exactly, so that one folder serves both. An inflated model's silent layers
 have matrices of zeros, all alike. Engines may keep equal constants once and then read less memory per pass than a model of that

@@ -155,7 +155,7 @@ class DraftersSuite(PeerSuite[Settings]):
         texts = len({each.index for each in self.measurements if each.scenario == TEXT})
         inflated = instrument(settings.targets)
         return [
-            f"Contenders, each side in a process and environment of its own: {sides(self) or 'none started'}.",
+            f"Methods, each side in a process and environment of its own: {sides(self) or 'none started'}.",
             f"Target {', '.join(settings.targets)}, greedy, batch 1: {texts} prompts of {len(self.categories)} suites × {settings.tokens} "
             f"new tokens, end of text ignored, {settings.repeats} repeats in turns after {settings.warmups} warm-up calls, "
             f"{settings.threads} threads. `auto` is what the planner chooses; chains of γ = {', '.join(map(str, settings.lengths))} are "
@@ -164,7 +164,7 @@ class DraftersSuite(PeerSuite[Settings]):
             + "; ".join(f"{name}: {what}" for name, what in WHAT.items() if name in self.categories)
             + ". Those that are made are made from the source of Python's own library, so their text is that of the Python named above.",
             f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
-            f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all contenders share, so that quotients are paired). "
+            f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "After the first token: without the pass over the prompt. Acceptance length is tokens over passes after that one.",
             self._kept(),
             self._merged(),
@@ -212,7 +212,7 @@ def by_suite(comparison: Comparison, category: str, calls: Calls) -> Table:
         if not each.hopeless:
             cells = {**told(calls, name), "over vLLM's kind": _over_theirs(comparison, calls, name)}
             rows.append((name, *(cells[column] for column in columns)))
-    return Table(f"{category[0].upper()}{category[1:]}, {comparison.where}", ("contender", *columns), rows)
+    return Table(f"{category[0].upper()}{category[1:]}, {comparison.where}", ("method", *columns), rows)
 
 
 def _over_theirs(comparison: Comparison, calls: Calls, name: str) -> str:

@@ -252,7 +252,7 @@ class Heads(Suite[Settings]):
         columns = ("", "Foredraft, chain", "vLLM, chain", "apart", "drafts that are the same", "Foredraft, tree", "tree")
         by_prompt = ("", "Foredraft", "vLLM", "tree", "same drafts", "difference")
         made = [
-            Table("Claims", ("", "bound", "found", "verdict"), figures),
+            Table("Figures to reach", ("", "bound", "found", "verdict"), figures),
             Table("Acceptance length", columns, whole),
             Table("By prompt: acceptance length (rounds)", by_prompt, prompts),
         ]

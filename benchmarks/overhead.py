@@ -192,12 +192,12 @@ class Overhead(Suite[Settings]):
         figures = [
             (each.name, each.bound, _text(each.spread, 4 if each.high and each.high < 0.1 else 2), each.verdict) for each in self.figures()
         ]
-        shown = [Table("Claims", ("claim", "bound", "measured", "verdict"), figures), self._methods(), self._ratios()]
+        shown = [Table("Figures to reach", ("figure", "bound", "measured", "verdict"), figures), self._methods(), self._ratios()]
         if self.noise:
             shown.append(self._noise_table())
         if self.failures:
             rows = [(each.method, each.stage, each.message) for each in self.failures]
-            shown.append(Table("Failures", ("contestant", "stage", "message"), rows))
+            shown.append(Table("Failures", ("method", "stage", "message"), rows))
         return shown
 
     def _methods(self) -> Table:
@@ -208,7 +208,7 @@ class Overhead(Suite[Settings]):
             cells += [f"{found['acceptance_length'].median:.2f}", f"{found['rounds'].median:.0f}", found["outside_per_round"].text(0, 1e6)]
             cells += [f"{found[figure].median * 1e3:.2f}" for figure in ("target_pass", "draft_pass", "first_pass_at")]
             rows.append((name, *cells))
-        return Table("Contestants", (*columns, "draft pass, ms", "prefill done, ms"), rows)
+        return Table("Methods", (*columns, "draft pass, ms", "prefill done, ms"), rows)
 
     def _ratios(self) -> Table:
         headings = ("tokens/s", "tokens/s after prefill", "outside per round", "outside per call", "target pass", "prefill done")
@@ -241,7 +241,7 @@ class Overhead(Suite[Settings]):
             return "Tokens were not compared: plain transformers failed."
         differing = Counter(each.method for each in self.measurements if each.same_as_plain is False)
         if not differing:
-            return "Every contestant returned the tokens of plain transformers in every call."
+            return "Every method returned the tokens of plain transformers in every call."
         calls = self.settings.repeats * self.settings.prompts
         names = [name for name in dict.fromkeys(each.method for each in self.measurements) if differing[name]]
         each = "; ".join(f"{name} in {differing[name]} of {calls} calls" for name in names)

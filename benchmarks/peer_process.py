@@ -1,4 +1,4 @@
-"""Contenders in processes of their own: where their environments are, and how they are asked.
+"""Methods in processes of their own: where their environments are, and how they are asked.
 
 Each process is started with the interpreter of its environment, runs ``peers/serve.py`` with one adapter, and speaks JSON lines.
 What it prints goes to a log file, whose end is quoted when it dies. Between an answer and the next request it is stopped, threads that
@@ -29,16 +29,16 @@ VARIABLE = "FOREDRAFT_PEERS"
 DEFAULT = ".peers"
 FOREDRAFT, TRANSFORMERS = "foredraft", "transformers"
 OWN = (FOREDRAFT, TRANSFORMERS)  # run in this environment where they have none of their own
-SHARED = (FOREDRAFT, TRANSFORMERS, "llamacpp", "openvino")  # several contenders of these share a process, and the weights
+SHARED = (FOREDRAFT, TRANSFORMERS, "llamacpp", "openvino")  # several methods of these share a process, and the weights
 
 
 class PeerError(ForedraftError):
-    """A contender said no, died, or did not answer in time; the message is what its row says."""
+    """A method said no, died, or did not answer in time; the message is what its row says."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a contender's ``adapter`` runs: the ``python`` of its environment, the ``folder`` of what was installed for it, and
+    """Where a method's ``adapter`` runs: the ``python`` of its environment, the ``folder`` of what was installed for it, and
     environment variables to add."""
 
     name: str

@@ -98,14 +98,14 @@ class Speed(PeerSuite[Settings]):
         how = "greedy" if settings.temperature == 0 else f"at temperature {settings.temperature:g}"
         inflated = instrument(settings.targets)
         return [
-            f"Contenders, each in a process and environment of its own: {sides(self) or 'none started'}.",
+            f"Methods, each in a process and environment of its own: {sides(self) or 'none started'}.",
             f"Target {', '.join(settings.targets)}, draft {settings.draft}; {how}, {self.turns} prompts × {settings.tokens} new tokens, "
             f"end of text ignored, {settings.repeats} repeats in turns after {settings.warmups} warm-up calls, {settings.threads} threads. "
             "Everyone reads the same checkpoint files, converted where an engine has a format of its own. "
             f"γ = {', '.join(map(str, settings.lengths))} for peers; {', '.join(settings.shapes)} for Foredraft; lookup matches of up to "
             f"{settings.ngram} tokens where that can be set.",
             f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
-            f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all contenders share, so that quotients are paired). "
+            f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "After the first token: of the first row, without the pass over the prompt. Acceptance length is tokens over passes, after the "
             "pass over the prompt. Tokens of one round come together, so that times between tokens are 0 or a round.",
             missing(self),
@@ -129,7 +129,7 @@ def latency(title: str, calls: Calls) -> Table:
         first, percentiles = calls.first_token(name), calls.percentiles(name)
         cells = ["—"] * len(PERCENTILES) if percentiles is None else [f"{value * 1e3:.1f}" for value in percentiles]
         rows.append((name, "—" if first is None else f"{first * 1e3:.0f}", *cells))
-    return Table(title, ("contender", "first token, ms", *(f"between tokens p{each}, ms" for each in PERCENTILES)), rows)
+    return Table(title, ("method", "first token, ms", *(f"between tokens p{each}, ms" for each in PERCENTILES)), rows)
 
 
 def by_category(calls: Calls, where: str) -> list[Table]:
@@ -143,7 +143,7 @@ def by_category(calls: Calls, where: str) -> list[Table]:
     for name in calls.by_method:
         rates = [part.rate(name) for part in parts]
         rows.append((name, *("failed" if rate is None else f"{rate.value:.1f}" for rate in rates)))
-    return [Table(f"Tokens per second by category, {where}", ("contender", *categories), rows)]
+    return [Table(f"Tokens per second by category, {where}", ("method", *categories), rows)]
 
 
 class Findings(Comparison):

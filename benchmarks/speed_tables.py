@@ -105,7 +105,7 @@ def cells(calls: Calls, name: str) -> dict[str, str]:
 def speed(title: str, calls: Calls) -> Table:
     rows = {name: cells(calls, name) for name in calls.by_method}
     columns = next(iter(rows.values()), {})
-    return Table(title, ("contender", *columns), [(name, *each.values()) for name, each in rows.items()])
+    return Table(title, ("method", *columns), [(name, *each.values()) for name, each in rows.items()])
 
 
 def split(title: str, calls: Calls) -> Table:
@@ -114,7 +114,7 @@ def split(title: str, calls: Calls) -> Table:
         shares = [calls.share(name, part) for part in PARTS]
         if any(share is not None for share in shares):
             rows.append((name, *("—" if share is None else f"{share.value:.1%}" for share in shares)))
-    return Table(title, ("contender", *PARTS), rows)
+    return Table(title, ("method", *PARTS), rows)
 
 
 def equality(run: PeerSuite[Any], calls: Calls, where: str) -> Table:
@@ -125,13 +125,13 @@ def equality(run: PeerSuite[Any], calls: Calls, where: str) -> Table:
             equal, compared, first = calls.equal(name, reference)
             said += [f"{equal} of {compared}" if compared else "—", "—" if first is None else str(first)]
         rows.append((name, *said))
-    columns = ("contender", "equal to own plain", "first difference at", f"equal to {run.reference or 'nobody'}", "first difference at")
+    columns = ("method", "equal to own plain", "first difference at", f"equal to {run.reference or 'nobody'}", "first difference at")
     return Table(f"Equality of texts, {where}", columns, rows)
 
 
 def failed(run: PeerSuite[Any]) -> list[Table]:
     rows = [(each.method, each.dtype, each.stage, each.message) for each in run.failures]
-    return [Table("Failed", ("contender", "dtype", "stage", "reason"), rows)] if rows else []
+    return [Table("Failed", ("method", "dtype", "stage", "reason"), rows)] if rows else []
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------------
@@ -167,4 +167,4 @@ def quiet(run: PeerSuite[Any]) -> str:
         return ""
     worst = sorted(busy)[int(0.99 * (len(busy) - 1))]
     warning = " That is too much: a method was not stopped." if worst > BUSY else ""
-    return f"While one contender computed, all others together used {worst:.1%} of a CPU at most (99th percentile).{warning}"
+    return f"While one method computed, all others together used {worst:.1%} of a CPU at most (99th percentile).{warning}"

@@ -196,7 +196,7 @@ class Trees(Suite[Settings]):
             split.append((name, found["outside"].text(2, 1e3), *(found[part].text(2, 1e3) for part in PARTS)))
         columns = ("", "rule", "nodes", "tokens per round", "round, ms", "target forward, ms", "draft forwards, ms", "outside")
         return [
-            Table("Claims", ("claim", "bound", "measured", "verdict"), figures),
+            Table("Figures to reach", ("figure", "bound", "measured", "verdict"), figures),
             Table("Rounds", columns, whole),
             Table("A round outside forward passes, ms", ("", "all", *PARTS), split),
         ]

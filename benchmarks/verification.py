@@ -142,7 +142,7 @@ class Verification(Suite[Settings]):
             safe = "yes" if each.lossless else "LOSSY"
             rows.append((each.rule, each.proposal, each.shape, safe, *cells, f"{sum(kept) / len(kept):.2f}"))
         figures = [(each.name, each.bound, f"{each.spread.median:.5f}", each.verdict) for each in self.figures() if each.spread]
-        shown = [Table("Claims", ("claim", "bound", "measured", "verdict"), figures)] if figures else []
+        shown = [Table("Figures to reach", ("figure", "bound", "measured", "verdict"), figures)] if figures else []
         return [*shown, Table("Rules", columns, rows)]
 
     def notes(self, environment: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Foredraft's side: any drafter, shape and rule. Contenders share one target, packed where that was found faster; those whose drafter reads
+"""Foredraft's side: any drafter, shape and rule. Methods share one target, packed where that was found faster; those whose drafter reads
 its hidden states have one each."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """llama.cpp through ``foredraft-tokens`` (llamacpp_tokens.cpp), a small program over its own library: token ids in, token ids out.
 
-One such program per contender; they share the mapped weights.
+One such program per method; they share the mapped weights.
 """
 
 from __future__ import annotations

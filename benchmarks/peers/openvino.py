@@ -11,7 +11,7 @@ from typing import Any
 
 class Engine:
     def __init__(self) -> None:
-        self.contenders: dict[str, tuple[Any, str, int, int]] = {}
+        self.methods: dict[str, tuple[Any, str, int, int]] = {}
         self.pipelines: dict[str, Any] = {}
 
     def start(self, threads: int, device: str, folder: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Engine:
         key = f"{checkpoint} {draft if mode == 'draft' else ''} {mode} {backend}"
         if key not in self.pipelines:
             self.pipelines[key] = self._pipeline(checkpoint, draft, dtype, mode, backend)
-        self.contenders[name] = (self.pipelines[key], mode, length, ngram)
+        self.methods[name] = (self.pipelines[key], mode, length, ngram)
         return {}
 
     def _pipeline(self, checkpoint: str, draft: str | None, dtype: str, mode: str, backend: str) -> Any:
@@ -65,7 +65,7 @@ class Engine:
     def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         if len(ids) > 1 or temperature:
             raise ValueError("only one greedy row at a time is measured here")
-        pipeline, mode, length, ngram = self.contenders[name]
+        pipeline, mode, length, ngram = self.methods[name]
         config = self.library.GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, ignore_eos=True)
         config.apply_chat_template = False
         if mode != "plain":

@@ -1,14 +1,14 @@
 """Runs one adapter: ``python serve.py ADAPTER.py``, JSON lines in on stdin, JSON lines out on stdout.
 
-Started with the interpreter of the contender's environment, so this file and the adapters use the standard library and the
-contender's own packages only. Whatever the contender prints goes to stderr. Each request is an object with ``op``, the name of a
+Started with the interpreter of the method's environment, so this file and the adapters use the standard library and the
+method's own packages only. Whatever the method prints goes to stderr. Each request is an object with ``op``, the name of a
 method of the adapter's ``Engine``; its other members are that method's arguments. Each answer is ``{"ok": true, "result": …}`` or
 ``{"ok": false, "error": "…"}``. The process ends with its stdin, and is stopped in between.
 
     start(threads, device, folder)                     what is in use: {"versions": {…}, "note": …}
-    prepare(checkpoint, folder, dtype)                 the path of the checkpoint in the contender's own format
+    prepare(checkpoint, folder, dtype)                 the path of the checkpoint in the method's own format
     load(name, checkpoint, draft, dtype, mode, length, ngram, options)
-                                                       a contender under ``name``: {"note": …}
+                                                       a method under ``name``: {"note": …}
     generate(name, ids, tokens, temperature, seed)     rows of prompt ids in, continued by ``tokens`` each:
         ids      the new ids, row by row
         seconds  of the whole call

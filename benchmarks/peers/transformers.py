@@ -9,7 +9,7 @@ from typing import Any
 class Engine:
     def __init__(self) -> None:
         self.models: dict[tuple[str, str], Any] = {}
-        self.contenders: dict[str, dict[str, Any]] = {}
+        self.methods: dict[str, dict[str, Any]] = {}
 
     def start(self, threads: int, device: str, folder: str) -> dict[str, Any]:
         import torch
@@ -35,11 +35,11 @@ class Engine:
             how["cache_implementation"] = "static"
         elif mode != "plain":
             raise ValueError(f"transformers has no mode {mode!r}")
-        self.contenders[name] = {"target": target, "how": how, "length": length}
+        self.methods[name] = {"target": target, "how": how, "length": length}
         return {}
 
     def model(self, path: str, dtype: str) -> Any:
-        """Loaded once for all contenders; without end-of-sequence ids, so that every text is as long as asked."""
+        """Loaded once for all methods; without end-of-sequence ids, so that every text is as long as asked."""
         if (path, dtype) not in self.models:
             kind = getattr(self.torch, dtype)
             model = self.library.AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True).to(self.device).eval()
@@ -48,10 +48,10 @@ class Engine:
         return self.models[path, dtype]
 
     def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-        torch, contender = self.torch, self.contenders[name]
-        target, how = contender["target"], contender["how"]
-        if "assistant_model" in how:  # another contender may share it
-            how["assistant_model"].generation_config.num_assistant_tokens = contender["length"]
+        torch, method = self.torch, self.methods[name]
+        target, how = method["target"], method["how"]
+        if "assistant_model" in how:  # another method may share it
+            how["assistant_model"].generation_config.num_assistant_tokens = method["length"]
         width = max(map(len, ids))
         padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=self.device)

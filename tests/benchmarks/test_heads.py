@@ -97,7 +97,7 @@ def test_the_same_heads_on_both_sides_are_the_same_draft_by_draft(begin):
     found = document(run)
     assert [each["verdict"] for each in found["figures"]] == ["met"] * 4 and found["versions"] == {"vllm": "played"}
     assert all(found["trees"].values()) and len(found["prompts"]) == 2
-    assert [table.title for table in run.tables()] == ["Claims", "Acceptance length", "By prompt: acceptance length (rounds)"]
+    assert [table.title for table in run.tables()] == ["Figures to reach", "Acceptance length", "By prompt: acceptance length (rounds)"]
 
 
 def test_a_peer_that_drafts_something_else_is_found_out(begin):
