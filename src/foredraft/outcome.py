@@ -17,7 +17,7 @@ from foredraft.logits.sampler import Sampler
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict
 from foredraft.verification.host_trees import HostRows
-from foredraft.verification.match import End, Greedy, Known, match, match_on_host
+from foredraft.verification.match import Ends, Greedy, Known, match, match_on_host
 
 NAN, INFINITE, EMPTY, OVERFLOW = 1, 2, 4, 8  # what can be wrong with a node's scores: the first two raw, the others after the processors
 
@@ -108,17 +108,17 @@ def chains_from_device(tree: TokenTree, logits: Tensor) -> tuple[HostRows, Known
     return rows, Known([packet[count : 2 * count] for packet in packets], [packet[2 * count : 3 * count] for packet in packets])
 
 
-def outcome_of(tree: TokenTree, rows: HostRows, ends: Sequence[End], vocab_size: int) -> Outcome | None:
+def outcome_of(tree: TokenTree, rows: HostRows, ends: Ends, vocab_size: int) -> Outcome | None:
     """What the walks through ``rows``, which are those of ``tree``, came to; None if a branching tree holds a token outside the
     vocabulary."""
     outcomes, paths, longest = [], [], tree.height + 1
     faults = [0] * longest
-    for row, (end, drafts) in enumerate(zip(ends, rows.tokens)):
+    for row, (end, bonus, drafts) in enumerate(zip(ends.nodes, ends.next_tokens, rows.tokens)):
         valid = None if rows.valid is None else rows.valid[row]
         proposed = drafts if valid is None else [token for token, real in zip(drafts, valid) if real]
         outside = min(proposed) < 0 or max(proposed) >= vocab_size
         if tree.chain:
-            outcomes.append(RowOutcome(end.node, end.next_token, [1] * (len(proposed) - 1), outside, drafts, faults))
+            outcomes.append(RowOutcome(end, bonus, [1] * (len(proposed) - 1), outside, drafts, faults))
             continue
         if outside:
             return None
@@ -126,13 +126,13 @@ def outcome_of(tree: TokenTree, rows: HostRows, ends: Sequence[End], vocab_size:
         counts = [0] * longest
         for node, depth in enumerate(tree.depth_lists[row]):
             counts[depth] += valid is None or valid[node]
-        path = [end.node]
+        path = [end]
         while path[-1]:
             path.append(tree.parent_lists[row][path[-1]])
         accepted = len(path) - 1
         path = path[::-1] + [tree.nodes - 1] * (longest - len(path))
         paths.append(path)
-        outcomes.append(RowOutcome(accepted, end.next_token, counts[1:], False, [drafts[node] for node in path], faults, path=path))
+        outcomes.append(RowOutcome(accepted, bonus, counts[1:], False, [drafts[node] for node in path], faults, path=path))
     return Outcome(outcomes, None if tree.chain else torch.tensor(paths))
 
 

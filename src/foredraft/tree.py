@@ -390,6 +390,11 @@ def children_of(parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=256)
+def chain_children(nodes: int) -> tuple[tuple[int, ...], ...]:
+    return children_of(range(-1, nodes - 1))
+
+
+@lru_cache(maxsize=256)
 def static_children(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return children_of(parents)
 

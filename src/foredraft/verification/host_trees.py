@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from foredraft.tree import TokenTree, children_of, depths_of, static_children
+from foredraft.tree import TokenTree, chain_children, children_of, depths_of, static_children
 
 Parents = tuple[int, ...]
 
@@ -74,17 +74,18 @@ class HostRows:
     @staticmethod
     def of(tree: TokenTree) -> HostRows:
         """``tree`` on a CPU, whose :attr:`~foredraft.tree.TokenTree.parent_lists` are known."""
-        shared = shared_parents(tree)
-        if shared is None:
-            assert tree.parent_lists is not None
-            children: Sequence[Sequence[Sequence[int]]] = [children_of(parents) for parents in tree.parent_lists]
+        if tree.chain:
+            children: Sequence[Sequence[Sequence[int]]] = [chain_children(tree.nodes)] * tree.rows
+        elif tree.static_parents is not None:
+            children = [static_children(tree.static_parents)] * tree.rows
         else:
-            children = (static_children(shared),) * tree.rows
+            assert tree.parent_lists is not None
+            children = [children_of(parents) for parents in tree.parent_lists]
         return HostRows(tree.tokens.tolist(), children, None if tree.valid is None else tree.valid.tolist())
 
     @staticmethod
     def of_chains(tokens: list[list[int]], valid: list[list[bool]] | None) -> HostRows:
-        return HostRows(tokens, (static_children(tuple(range(-1, len(tokens[0]) - 1))),) * len(tokens), valid)
+        return HostRows(tokens, [chain_children(len(tokens[0]))] * len(tokens), valid)
 
 
 def common(tree: TokenTree) -> Common:

@@ -16,11 +16,13 @@ where nothing waits for a device, :func:`match_on_host` makes choices only at no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,12 +64,20 @@ class Greedy:
     def everywhere(self, tree: TokenTree) -> Tensor:
         return self.tokens
 
+    @cached_property
+    def _values(self) -> Callable[[int, int], np.ndarray[Any, np.dtype[np.floating[Any]]]]:
+        """The scores of a row's node. NumPy has no bfloat16: of such scores only nodes that are asked for are widened."""
+        if self.scores.dtype in (torch.float32, torch.float64):
+            array = self.scores.numpy()
+            return lambda row, node: array[row, node]
+        return lambda row, node: widened(self.scores[row, node]).numpy()
+
     def at(self, level: Level, depth: int) -> list[list[int]] | None:
-        found: list[list[int]] = []
+        found = []
         for row, nodes in enumerate(level):
             tokens = []
             for node in nodes:
-                values = widened(self.scores[row, node]).numpy()
+                values = self._values(row, node)
                 token = int(values.argmax())
                 if not isfinite(values.item(token)):  # an argmax finds NaN, +inf, and -inf where there is nothing else
                     return None
@@ -121,20 +131,20 @@ def match(tree: TokenTree, choices: Greedy | Keyed) -> Verdict:
         return follow(tree, choices.everywhere(tree))
     ends = match_on_host(HostRows.of(tree), choices)
     assert ends is not None, "races have no scores that are not finite"
-    last = torch.tensor([end.node for end in ends])
+    last = torch.tensor(ends.nodes)
     path, accepted = (tree.depths, last) if tree.chain else path_to(tree, last)
-    return Verdict(path, accepted, torch.tensor([end.next_token for end in ends]))
+    return Verdict(path, accepted, torch.tensor(ends.next_tokens))
 
 
 @dataclass(frozen=True)
-class End:
-    """Where the walk through a row's tree ended: the last ``node`` kept, and the target's token that follows it."""
+class Ends:
+    """Where the walks through the rows' trees ended: the last node kept, and the target's token that follows it."""
 
-    node: int
-    next_token: int
+    nodes: list[int]
+    next_tokens: list[int]
 
 
-def match_on_host(rows: HostRows, choices: Known | Greedy | Keyed) -> list[End] | None:
+def match_on_host(rows: HostRows, choices: Known | Greedy | Keyed) -> Ends | None:
     """The walk of :func:`follow`, level by level in lists, without a choice at any node that it does not reach. None if a score that
     counts is not finite."""
     count = len(rows.tokens)
@@ -144,20 +154,20 @@ def match_on_host(rows: HostRows, choices: Known | Greedy | Keyed) -> list[End] 
         chosen = choices.at(level, depth)
         if chosen is None:
             return None
-        below: list[list[int]] = [[] for _ in level]
-        for row, nodes in enumerate(level):
+        for row, (nodes, wanted) in enumerate(zip(level, chosen)):
             if not nodes:
                 continue
-            wanted, tokens, children = chosen[row], rows.tokens[row], rows.children[row]
+            tokens, children, below = rows.tokens[row], rows.children[row], []
             last[row], following[row] = nodes[0], wanted[0]
             for node, token in zip(nodes, wanted):
                 for child in children[node]:
                     if tokens[child] == token and (rows.valid is None or rows.valid[row][child]):
-                        below[row].append(child)
-            if len(below[row]) > 1:
-                below[row].sort()  # of several at one depth the first one counts
-        level, depth = below, depth + 1
-    return [End(*pair) for pair in zip(last, following)]
+                        below.append(child)
+            if len(below) > 1:
+                below.sort()  # of several at one depth the first one counts
+            level[row] = below
+        depth += 1
+    return Ends(last, following)
 
 
 def follow(tree: TokenTree, choices: Tensor) -> Verdict:
