@@ -19,8 +19,7 @@ from foredraft.training import checkpoints
 from foredraft.training.acceptance import Held
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.data import Texts, shard_file
-from foredraft.training.features import Reader
-from foredraft.training.hidden import StoredReader, store
+from foredraft.training.features import Reader, StoredReader, store
 from foredraft.training.journal import Journal
 from foredraft.training.learner import HEAD, part
 

@@ -77,24 +77,16 @@ def audit(
         ConfigurationError: an option that cannot work.
     """
     check_options(parts, significance, bias, sampling)
-    for name, value in (("max_new_tokens", max_new_tokens), ("samples", samples), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ConfigurationError(f"{name} must be at least 1, got {value!r}")
-    if isinstance(target, Speculator):
-        if rule != "auto" or any(each is not None for each in (drafter, shape, drafter_options, dtype, device)):
-            raise ConfigurationError("a Speculator already has a drafter, rule, shape, dtype and device; leave them out")
-        speculator = target
-    else:
+    check_counts(max_new_tokens=max_new_tokens, samples=samples, batch_size=batch_size)
+    if not isinstance(target, Speculator):
+        precision, drafter = (dtype or "float32") if isinstance(target, str) else dtype, "prompt-lookup" if drafter is None else drafter
         speculator = Speculator(
-            target,
-            "prompt-lookup" if drafter is None else drafter,
-            rule=rule,
-            shape=shape,
-            drafter_options=drafter_options,
-            dtype=(dtype or "float32") if isinstance(target, str) else dtype,
-            device=device,
-            lossless=False,
+            target, drafter, rule=rule, shape=shape, drafter_options=drafter_options, dtype=precision, device=device, lossless=False
         )
+    elif rule != "auto" or any(each is not None for each in (drafter, shape, drafter_options, dtype, device)):
+        raise ConfigurationError("a Speculator already has a drafter, rule, shape, dtype and device; leave them out")
+    else:
+        speculator = target
     return run(
         speculator,
         token_ids(speculator.model, prompts),
@@ -172,6 +164,13 @@ def unneeded(rule: Rule, sampled: bool) -> dict[str, str]:
     if isinstance(rule, Match):
         return {"statistical": "the text is a function of the seed, which the keyed part compares token for token"}
     return {}
+
+
+def check_counts(**counts: int | None) -> None:
+    """Raise ConfigurationError for a number below 1."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigurationError(f"{name} must be at least 1, got {count!r}")
 
 
 def check_options(parts: Sequence[str] | None, significance: float, bias: float, sampling: dict[str, Any]) -> None:

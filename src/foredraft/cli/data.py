@@ -132,7 +132,7 @@ def hidden(
     with exit_codes():
         from foredraft.cli.generation import pick_device
         from foredraft.loading import load_model
-        from foredraft.training.hidden import store
+        from foredraft.training.features import store
 
         quiet()
         try:

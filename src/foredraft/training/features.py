@@ -1,18 +1,33 @@
-"""What the target computes of a batch, once for every head that is trained on it."""
+"""What heads read of the target: hidden states and logits of a batch, computed by the target or read from files.
+
+Hidden states can be stored beside the texts of a folder, for targets whose pass costs more than reading them back.
+
+``hidden.json`` says which they are and whose; ``hidden-00012.safetensors`` holds those of shard 12, ``[T, F, d]`` in the order of its
+texts and in the target's dtype. Both appear whole or not at all, and the same command goes on where it stopped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.models.features import features_of, taps_of
-from foredraft.training.batches import Tokens
+from foredraft.errors import ConfigurationError
+from foredraft.files import replacing
+from foredraft.models.features import LAST, features_of, taps_of
+from foredraft.training.batches import Order, Tokens
+from foredraft.training.data import Texts, refuse_other_data, shard_file, weights_digest, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+INDEX = "hidden.json"
+CLOSE = 0.1  # largest difference between logits from stored states and the target's own, of their standard deviation
 
 
 class Reader:
@@ -41,3 +56,111 @@ class Reader:
             logits = self.model(input_ids=tokens.ids, use_cache=False).logits
             hidden = caught.hidden()
         return hidden.view(*tokens.ids.shape, self.count, -1), logits
+
+
+def store(
+    model: PreTrainedModel,
+    folder: Path,
+    features: Sequence[int],
+    *,
+    batch_tokens: int = 8192,
+    report: Callable[[int, int], None] = lambda done, of: None,
+) -> int:
+    """Make the files that are missing; how many were made.
+
+    Raises:
+        ConfigurationError: texts of another target, or other hidden states than those that are there.
+    """
+    texts = Texts(folder, partial=True)
+    refuse_other_data(texts.manifest, model)
+    wanted = {"features": list(features), "weights": weights_digest(model), "dtype": str(model.dtype)}
+    if not (folder / INDEX).exists():
+        write_json(folder / INDEX, wanted)
+    there = index_of(folder)
+    if changed := [f"{name} was {there.get(name)!r} and is now {value!r}" for name, value in wanted.items() if there.get(name) != value]:
+        raise ConfigurationError(f"{str(folder / INDEX)!r} says otherwise: {'; '.join(changed)}. Delete it and the files hidden-* first")
+    reader, made = Reader(model, features), 0
+    for number, shard in enumerate(texts.shards):
+        path = shard_file(folder, shard, "hidden")
+        if not path.exists():
+            _write(path, reader, texts, [index for index, (of, _) in enumerate(texts.origins) if of == shard], batch_tokens)
+            made += 1
+        report(number + 1, len(texts.shards))
+    return made
+
+
+def _write(path: Path, reader: Reader, texts: Texts, members: Sequence[int], batch_tokens: int) -> None:
+    from safetensors.torch import save_file
+
+    order = Order(texts, members, max(batch_tokens, int(texts.lengths[list(members)].max())), 1, seed=0)
+    found: dict[int, Tensor] = {}
+    for batch in order.epoch(0):
+        tokens = order.tokens(batch).to(reader.model.device)
+        hidden, _ = reader(tokens)
+        for member, line in zip(batch.tolist(), hidden):
+            found[member] = line[: texts.lengths[member]].to("cpu", copy=True)
+    with replacing(path) as partial:
+        save_file({"hidden": torch.cat([found[member] for member in members])}, partial)
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    """Raises ConfigurationError if there is none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(f"{str(folder)!r} holds no hidden states; store them with: foredraft data hidden {folder}") from None
+    return found
+
+
+class StoredReader(Reader):
+    """As :class:`Reader`, from what :func:`store` left; logits are the LM head's of the stored last state.
+
+    Raises:
+        ConfigurationError: states that are not there, of another target, or that the target makes its logits of in another way.
+    """
+
+    def __init__(self, model: PreTrainedModel, features: Sequence[int], texts: Texts):
+        super().__init__(model, features)
+        import safetensors
+
+        safe_open: Any = safetensors.safe_open
+        if len(texts.parts) > 1:
+            raise ConfigurationError("stored hidden states need a single --data folder; pass one, or leave --stored-hidden out")
+        there = index_of(texts.folder)
+        if there["weights"] != weights_digest(model):
+            raise ConfigurationError(f"the hidden states in {str(texts.folder)!r} are another target's; delete them and store this one's")
+        if missing := [number for number in (*features, LAST) if number not in there["features"]]:
+            raise ConfigurationError(
+                f"hidden states {missing[0]} are not stored in {str(texts.folder)!r}, which has {there['features']}; delete them and store "
+                f"all that the head reads, and {LAST} for the logits: --features {','.join(map(str, dict.fromkeys((*features, LAST))))}"
+            )
+        self._texts, self._lm_head = texts, model.get_output_embeddings()
+        self._which = [there["features"].index(number) for number in features]
+        self._last = there["features"].index(LAST)
+        paths = {shard: shard_file(texts.folder, shard, "hidden") for shard in texts.shards}
+        if absent := [path.name for path in paths.values() if not path.exists()]:
+            raise ConfigurationError(f"{', '.join(absent[:3])} missing: let foredraft data hidden {texts.folder} finish")
+        self._files: dict[int, Any] = {shard: safe_open(path, "pt").get_slice("hidden") for shard, path in paths.items()}
+        starts = np.cumsum([0, *texts.lengths[:-1]])
+        first = {shard: min(index for index, (of, _) in enumerate(texts.origins) if of == shard) for shard in texts.shards}
+        self._starts = [int(starts[index] - starts[first[shard]]) for index, (shard, _) in enumerate(texts.origins)]
+        self._check()
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        device, width = tokens.ids.device, tokens.ids.shape[1]
+        lines = []
+        for member in tokens.members.tolist():
+            start, length = self._starts[member], min(int(self._texts.lengths[member]), width)
+            states = self._files[self._texts.origins[member][0]][start : start + length]
+            lines.append(torch.nn.functional.pad(states, (0, 0, 0, 0, 0, width - length)))
+        hidden = torch.stack(lines).to(device)
+        return hidden[:, :, self._which], self._lm_head(hidden[:, :, self._last])
+
+    def _check(self) -> None:
+        """Models that scale or cap their logits have more behind the last state than an LM head."""
+        order = Order(self._texts, [0], int(self._texts.lengths[0]), 1, seed=0)
+        tokens = order.tokens(np.asarray([0])).to(self.model.device)
+        theirs, ours = super().__call__(tokens)[1].float(), self(tokens)[1].float()
+        if float((theirs - ours).abs().max()) > CLOSE * float(theirs.std()):
+            raise ConfigurationError("this target's logits are not its LM head's of the last hidden state; train without --stored-hidden")

@@ -32,11 +32,9 @@ from foredraft.training.acceptance import Held
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.checkpoints import State
 from foredraft.training.data import Texts
-from foredraft.training.features import Reader
-from foredraft.training.hidden import StoredReader
-from foredraft.training.journal import Journal
+from foredraft.training.features import Reader, StoredReader
+from foredraft.training.journal import Journal, Since, Sums
 from foredraft.training.learner import BACKBONE, HEAD, Learner, learnt, open_backbone, optimizer_of, part
-from foredraft.training.meters import Since, Sums
 from foredraft.training.options import Options
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ class Trainer:
         texts: what to train on; the last ``options.held_out`` of them are held out unless ``held_out`` gives prompts.
         folder: for checkpoints, log and curves.
         held: measures acceptance; by default with the drafter of the head's kind.
-        stored: take hidden states from the texts' folder, see :mod:`foredraft.training.hidden`.
+        stored: take hidden states from the texts' folder, see :mod:`foredraft.training.features`.
         report: is told every line of the log.
     """
 
