@@ -29,16 +29,16 @@ class TokenTree:
     Attributes:
         tokens: ``[B, N]`` int64 token ids; ``tokens[:, 0]`` is the root, the last committed token.
         parents: ``[B, N]`` int64 parent index of every node, -1 for the root; ``parents[b, n] < n``.
-        valid: ``[B, N]`` bool; False marks filler, which is scored but never proposed. None means every node is real.
-        proposal: how siblings were chosen. It decides which verification rules are exact.
+        valid: ``[B, N]`` bool; False marks filler nodes, which are scored but cannot be accepted. None: there are none.
+        proposal: how siblings were chosen, which determines the rules that are exact.
         q: ``[B, M, V]`` float32, the draft's distribution at the first M nodes: children of node ``n`` were drawn from
-            ``q[:, n]``. Needed by rules that compare with the draft's probabilities, else None.
-        pruned: nodes were dropped after looking at their sampled values; only match-type rules stay exact then.
+            ``q[:, n]``. Rules that need q require it; else None.
+        pruned: nodes were dropped by their probability, so only ``match`` is exact.
         chain: every row is a path in node order. Set by :meth:`from_chain`, it lets the target skip the tree mask.
-        static_parents: the parents of every row, root included, where all rows share them and the host knows them: those of a
-            static :class:`~foredraft.shapes.TreeShape`. Filler is told by ``valid`` alone.
-        extra: the last so many nodes are filler in every row, for a drafter that wants to see what the target says there; they are
-            scored and nobody else looks at them: a verdict is reached on the tree :attr:`proposed`. A chain has none.
+        static_parents: the parents of a static :class:`~foredraft.shapes.TreeShape`, root included, where all rows share them; None if
+            they differ. Filler nodes are marked in ``valid``.
+        extra: how many nodes at the end of every row are filler, scored only because the drafter wants the target's logits there. Rules
+            see the tree without them, :attr:`proposed`. A chain has none.
     """
 
     tokens: Tensor

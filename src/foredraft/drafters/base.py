@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Row(Protocol):
-    """What a drafter may know about a row; to be read, not changed."""
+    """What a drafter can read of a row. Do not change it."""
 
     @property
     def slot(self) -> int:
@@ -45,17 +45,17 @@ class Row(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DraftRequest:
-    """One round's order.
+    """What a drafter is asked for in one round.
 
     Attributes:
         rows: the live rows.
-        shape: the largest tree wanted, no deeper than ``depth``; a chain for a drafter that refuses other shapes.
+        shape: the largest tree, no deeper than ``depth``; a chain for a drafter that refuses other shapes.
         depth: how deep to draft at most.
-        limits: the same per row, at most ``depth``; a row close to its length limit drafts less.
+        limits: most draft tokens per row, at most ``depth``; fewer for a row close to its length limit.
         proposal: how tokens are to be chosen, one of the drafter's proposals.
         needs_q: the rule needs the draft's distribution q, so the tree must carry ``q``.
         vocab_size: of the target; every token must lie below it.
-        device: where the tree is wanted.
+        device: where the tree must be.
         sampler: turns logits into choices; use :meth:`choose`.
     """
 
