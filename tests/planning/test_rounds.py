@@ -334,14 +334,6 @@ def test_a_look_up_that_seldom_finds_anything_is_asked_all_the_same():
     assert run.last(100)["chain(0)"] < 20 and run.tokens > 400 * 1.1
 
 
-def test_a_chain_is_now_and_then_drafted_one_longer_so_that_deeper_acceptance_is_known():
-    machine = Machine(lambda tokens: 30 * MS * (1 + 0.35 * (tokens - 1)), level=0.1 * MS, rates=(0.7,))
-    shapes = Counter(Run(machine, planner(machine)).go(400).shapes)
-    lengths = {int(shape[6:-1]): rounds for shape, rounds in shapes.items()}
-    best = max(lengths, key=lambda length: lengths[length])
-    assert 400 / 40 < sum(rounds for length, rounds in lengths.items() if length > best) < 400 / 4
-
-
 def test_a_fixed_shape_stays():
     fixed = FixedPlanner(TreeShape.chain(5))
     assert fixed.plan([], greedy=True) is fixed.shape and not fixed.learns and fixed.prepare(None, None, 3) == 0  # type: ignore[arg-type]

@@ -30,8 +30,8 @@ FINEST = 0.25  # nodes per row that costs are told apart by, where rows have dif
 
 @dataclass
 class Forecast:
-    """One decision: the best plan, and zero drafting; ``limits`` by slot, where rows are drafted for differently; ``other`` is worth a
-    look now and then."""
+    """One decision: the best plan, and zero drafting; ``limits`` by slot, where rows are drafted for differently; ``other`` is tried
+    now and then."""
 
     best: search.Plan
     plain: search.Plan

@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 SHARE = 0.01  # of the time of plain rounds may go into tries
 STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, at least and at most holds
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between tries
-LOOK = 12  # rounds after which a chain is drafted one longer than is best
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
-GROWN_AGAIN, GROWN_LOOKS = 48, 2  # rounds until the first look at the kind of tree that is not in use, and rounds that one takes
-GROWN_SELDOM = 768  # rounds between two looks at most: every look that changes nothing doubles them
+FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
+LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
 LAZY = 400  # between two plans lies so many times what a plan takes
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 
@@ -83,7 +82,7 @@ class AutomaticPlanner:
         self._forecast: Forecast | None = None
         self._forecast_for: tuple[int, bool] | None = None
         self._rounds, self._next, self._drafting = 0, 0, 0
-        self._growing, self._look_after, self._next_look = False, GROWN_AGAIN, GROWN_AGAIN
+        self._growing, self._trial_after, self._next_trial = False, FIRST_TRIAL, FIRST_TRIAL
         self._earliest = 0.0
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
         self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
@@ -129,7 +128,7 @@ class AutomaticPlanner:
             if self.account <= LIMIT * plain:
                 return zero
             self._limits = forecast.limits
-            return self._deeper(forecast) if forecast.limits is None else forecast.best.shape
+            return self._or_other(forecast) if forecast.limits is None else forecast.best.shape
         self._since_try += 1
         if self._since_try < self._pause or self.account <= 0:
             return zero
@@ -145,24 +144,20 @@ class AutomaticPlanner:
         limits = self._limits
         return None if limits is None else [limits.get(row.slot, self.largest.depth) for row in rows]
 
-    def _deeper(self, forecast: Forecast) -> TreeShape:
-        """Now and then a chain is drafted one longer, or what the next depth would bring would never be known; and likewise the other
-        kind of tree."""
-        shape = forecast.best.shape
+    def _or_other(self, forecast: Forecast) -> TreeShape:
+        """The best shape, or now and then the other kind of tree, whose acceptance would never be known otherwise."""
         self._drafting += 1
-        if forecast.other is not None and self._looks(isinstance(shape, DynamicShape)):
-            return forecast.other.shape
-        look = self._drafting % LOOK == 0 and shape.is_chain and shape.depth < self.largest.depth
-        return search.chain(shape.depth + 1) if look and self.account is not None and self.account > 0 else shape
+        best, other = forecast.best.shape, forecast.other
+        return other.shape if other is not None and self._is_trial(isinstance(best, DynamicShape)) else best
 
-    def _looks(self, growing: bool) -> bool:
-        """Whether it is time to look at the kind of tree that is not in use, with ``growing`` for that which is."""
+    def _is_trial(self, growing: bool) -> bool:
+        """Whether it is time to try the kind of tree that is not in use; ``growing`` says which is."""
         if growing != self._growing:
-            self._growing, self._look_after, self._next_look = growing, GROWN_AGAIN, self._drafting + GROWN_AGAIN
-        if self._drafting >= self._next_look + GROWN_LOOKS:
-            self._look_after = min(2 * self._look_after, GROWN_SELDOM)
-            self._next_look = self._drafting + self._look_after
-        return self._drafting >= self._next_look
+            self._growing, self._trial_after, self._next_trial = growing, FIRST_TRIAL, self._drafting + FIRST_TRIAL
+        if self._drafting >= self._next_trial + TRIAL_ROUNDS:
+            self._trial_after = min(2 * self._trial_after, LONGEST_BETWEEN)
+            self._next_trial = self._drafting + self._trial_after
+        return self._drafting >= self._next_trial
 
     def forecast(self, rows: Sequence[Row], *, greedy: bool) -> Forecast:
         """The best plan as things stand; searched for anew only every few rounds, and never so often that it would show."""
