@@ -2,6 +2,8 @@
 
     OMP_NUM_THREADS=1 FOREDRAFT_CACHE=off python -m benchmarks.ablation STUDY... --out FOLDER
 
+What was measured and deleted is in docs/benchmarks/ablation.md.
+
 Every arm of a study decodes the same prompts, in one process and with one thread. The arms take turns prompt by prompt, in an order that
 alternates. Time is simulated, so that a busy machine disturbs little: the clock that the whole package reads counts CPU seconds of this
 process, but a pass of the target counts as the seconds of ``PASS``, which were measured once, by the nodes that it scores; passes over
@@ -13,12 +15,11 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import random
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,18 +53,15 @@ time.perf_counter = CLOCK  # before anything binds it
 
 import torch  # noqa: E402
 
+from benchmarks import datasets, suites  # noqa: E402
+from benchmarks.drafters_plan import library_files  # noqa: E402
 from foredraft import Speculator, drafters, zoo  # noqa: E402
-from foredraft.bench import datasets, suites  # noqa: E402
-from foredraft.bench.drafters import library_files  # noqa: E402
-from foredraft.drafters.base import Drafter, DraftRequest, Feedback, Row  # noqa: E402
+from foredraft.drafters.base import Drafter, Row  # noqa: E402
+from foredraft.drafters.copy_strategies import CopyStrategies, OwnText, Source  # noqa: E402
 from foredraft.drafters.datastore import Datastore  # noqa: E402
-from foredraft.drafters.merging import assembled, heard_by, lines_of, merge_row, places  # noqa: E402
-from foredraft.drafters.several import Several, _paths  # noqa: E402
 from foredraft.drafters.suffix import Suffix  # noqa: E402
-from foredraft.drafters.suffix_experts import LONGEST, SAME, SHORT, Experts, OwnText  # noqa: E402
 from foredraft.loading import fingerprint  # noqa: E402
-from foredraft.planning.costs import runs_a_model  # noqa: E402
-from foredraft.shapes import DynamicShape, TreeShape  # noqa: E402
+from foredraft.planning import AutomaticPlanner  # noqa: E402
 from foredraft.tree import TokenTree  # noqa: E402
 
 MORE = (
@@ -77,7 +75,11 @@ PASS = {  # nodes: seconds of a pass of python-300m in bfloat16, packed, behind 
     1: 0.0243, 2: 0.0278, 4: 0.0286, 6: 0.0302, 8: 0.0308, 10: 0.0332, 12: 0.0350, 13: 0.0429, 16: 0.0451,
     20: 0.0535, 24: 0.0604, 32: 0.0754, 48: 0.1032, 64: 0.1310, 256: 0.4700,
 }  # fmt: skip
-DRAWS = 4000
+DRAWS, BASE = 4000, "as it is"
+HEADER = (
+    "| suite | prompts | arm | tokens per pass | drafted per pass | ms drafting per pass | "
+    "tokens/s of the first arm over it | tokens per pass likewise |"
+)
 
 
 @dataclass(frozen=True)
@@ -130,199 +132,41 @@ def speculator(model: str, drafter: Drafter | str, **options: Any) -> Speculator
     return made
 
 
-# -- variants that are not in the package -----------------------------------------------------------------------------------
+# -- variants ---------------------------------------------------------------------------------------------------------------
 
 
-class Ordered(Several):
-    """``several`` without anything learned: the members in order, those that run no model first. ``first`` takes of each row the first
-    proposal alone; otherwise all host drafters are asked, and later nodes fill what room the earlier ones leave. A model is asked
-    where some row has no proposal."""
-
-    first, lazy = True, False
-
-    def draft(self, request: DraftRequest) -> TokenTree:
-        self.expected, self._drafted = None, None
-        budget = self.nodes or request.shape.nodes
-        asked, empty = [], set(range(len(request.rows)))
-        self._parts: dict[int, tuple[TokenTree, list[list[int]]]] = {}
-        for member in sorted(self.members, key=lambda each: runs_a_model(each.drafter)):
-            if empty or (member.drafter.filler if self.lazy else member.steady) or not (member.costly or self.first):
-                begin = self._simple(member, request)
-                tree = self._ask(member, begin).tree
-                lines = lines_of(tree)
-                asked.append((member, tree, lines))
-                empty -= {row for row in empty if lines[row].children[0]}
-        trees = [tree for _, tree, _ in asked]
-        rows = []
-        for row, limit in enumerate(request.limits):
-            lines = [each[row] for _, _, each in asked]
-            kept = [max((i for i, line in enumerate(lines) if line.children[0]), default=0, key=lambda i: -i)] if self.first else None
-            rows.append(in_order(lines, budget=budget, depth=limit, kept=kept, branches=not self._chains_only))
-        tree = assembled(rows, trees, request.device)
-        for (member, own, _), went in zip(asked, places(rows, trees, tree.nodes)):
-            self._parts[id(member)] = own, went
-        if len(asked) == 1:
-            self.expected = asked[0][0].drafter.expected
-        return tree
-
-    @staticmethod
-    def _simple(member: Any, request: DraftRequest) -> DraftRequest:
-        from dataclasses import replace
-
-        if isinstance(request.shape, DynamicShape) and not member.drafter.grows:
-            return replace(request, shape=TreeShape.chain(request.depth))
-        return request
-
-    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        from dataclasses import replace
-
-        parts, self._parts = getattr(self, "_parts", {}), {}
-        paths = _paths(feedback)
-        for member in self.members:
-            told = self._whole_of(member, feedback)
-            drafter = member.drafter
-            if not (drafter.hears or drafter.wants_logits) or drafter.features or (len(self.members) == 1 and not parts):
-                drafter.observe(rows, told)
-            elif id(member) in parts:
-                own, went = parts[id(member)]
-                drafter.observe(rows, heard_by(own, went, told, paths))
-            else:
-                logits = None if told.logits is None else told.logits[:, :1]
-                drafter.observe(rows, replace(told, tree=TokenTree.root(feedback.tree.tokens[:, 0]), accepted=[0] * len(rows), path=None, logits=logits))  # noqa: E501
-
-
-def in_order(lines: Sequence[Any], *, budget: int, depth: int, kept: Sequence[int] | None, branches: bool) -> Any:
-    from foredraft.drafters.merging import Merged
-
-    merged = Merged([lines[0].tokens[0]], went=[{0: 0} for _ in lines])
-    below: dict[tuple[int, int], int] = {}
-    depths = [0]
-    for member, line in enumerate(lines):
-        if kept is not None and member not in kept:
-            continue
-        queue = [(0, child) for child in line.children[0]]
-        while queue:
-            parent, node = queue.pop(0)
-            key = parent, line.tokens[node]
-            place = below.get(key)
-            if place is None:
-                if len(merged.tokens) > budget or depths[parent] >= depth or (not branches and any(above == parent for above in merged.parents)):
-                    continue
-                place = below[key] = len(merged.tokens)
-                merged.tokens.append(line.tokens[node])
-                merged.parents.append(parent)
-                merged.weights.append(0.0)
-                depths.append(depths[parent] + 1)
-            merged.went[member][node] = place
-            queue += [(place, child) for child in line.children[node]]
-    return merged
-
-
-class OrderedMerge(Ordered):
-    first = False
-
-
-class Lazy(Ordered):
-    """Heads too are asked only where some row has no proposal: what ``several`` became."""
-
-    lazy = True
-
-
-class LongestMatch(Ordered):
-    """Of each row the proposal with the longest match, in the order of the members where they are equal. Nobody else is asked where all
-    rows have matches of ``firm`` tokens, and no model where all have matches of ``enough``."""
-
-    firm, enough = 8, 4
-
-    def draft(self, request: DraftRequest) -> TokenTree:
-        self.expected, self._drafted = None, None
-        self._parts = {}
-        asked: list[Any] = []
-        best = [(-1, 0)] * len(request.rows)
-        for member in sorted(self.members, key=lambda each: each.costly):
-            enough = self.enough if runs_a_model(member.drafter) else self.firm
-            if asked and not (member.steady and not runs_a_model(member.drafter)) and min(best)[0] >= enough:
-                continue
-            part = self._ask(member, self._simple(member, request))
-            lines = lines_of(part.tree)
-            matched = [self.enough] * len(lines) if runs_a_model(member.drafter) else part.matched
-            for row, line in enumerate(lines):
-                worth = matched[row] if line.children[0] else -1
-                if worth > best[row][0]:
-                    best[row] = worth, len(asked)
-            asked.append((member, part.tree, lines))
-        budget, trees = self.nodes or request.shape.nodes, [tree for _, tree, _ in asked]
-        rows = [
-            in_order([each[row] for _, _, each in asked], budget=budget, depth=limit, kept=[best[row][1]], branches=not self._chains_only)
-            for row, limit in enumerate(request.limits)
-        ]
-        tree = assembled(rows, trees, request.device)
-        for (member, own, _), went in zip(asked, places(rows, trees, tree.nodes)):
-            self._parts[id(member)] = own, went
-        if len(asked) == 1:
-            self.expected = asked[0][0].drafter.expected
-        return tree
-
-
-class Ways(Experts):
-    """The ways to copy ``ways`` alone; without any others nothing is judged."""
-
-    ways = (LONGEST, SHORT, SAME)
+class LongestAlone(CopyStrategies):
+    """The longest match alone, which needs no record."""
 
     def read(self, ids: Sequence[int]) -> None:
-        if len(self.ways) > 1:
-            super().read(ids)
-        else:
-            self.automaton.extend(ids[self.automaton.size :])
+        self.automaton.extend(ids[self.automaton.size :])
 
-    def sources(self, ids: Sequence[int], least: int) -> Any:
-        if len(self.ways) == 1:
-            only = {"first": self.short, "recent": 4.0} if self.ways == (SHORT,) else {}
-            longest = OwnText(self.automaton, self.most, **only)
-            return [(longest, 1.0)] if longest.length >= least else []
-        if SAME not in self.ways:
-            self.source = None
-        if SHORT not in self.ways:
-            self.right[SHORT] = -1.0
-            found = super().sources(ids, least)
-            return [each for each in found if not (isinstance(each[0], OwnText) and each[0].recent == 4.0)]
-        return super().sources(ids, least)
+    def sources(self, least: int) -> list[tuple[Source, float]]:
+        longest = OwnText(self.automaton, self.most)
+        return [(longest, 1.0)] if longest.length >= least else []
 
 
-class SuffixBy(Suffix):
-    def __init__(self, *ways: int, **options: Any):
-        super().__init__(**options)
-        self.made = type("Made", (Ways,), {"ways": ways})
-
-    def _read(self, row: Row) -> Experts:
-        text = self._texts.get(row.slot)
-        if text is None:
-            text = self._texts[row.slot] = self.made(self.max_match, self.short_match, self.memory)
+class SuffixOfLongest(Suffix):
+    def _read(self, row: Row) -> CopyStrategies:
+        text = self._texts.setdefault(row.slot, LongestAlone(self.max_match, self.short_match, self.memory))
         text.read(row.ids)
         return text
 
 
+def planner_of(made: Speculator) -> AutomaticPlanner:
+    assert isinstance(made.planner, AutomaticPlanner)
+    return made.planner
+
+
 def without_grown(made: Speculator) -> Speculator:
-    made.planner.forecaster.grown = None
+    planner_of(made).forecaster.grown = None
     return made
 
 
 def without_schedule(made: Speculator) -> Speculator:
-    forecast = made.planner.forecaster.forecast
-    made.planner.forecaster.forecast = lambda rows, **named: forecast(rows, **{**named, "together": False})
-    return made
-
-
-def without_looks(made: Speculator) -> Speculator:
-    made.planner._deeper = lambda forecast: forecast.best.shape
-    return made
-
-
-def without_tries(made: Speculator) -> Speculator:
-    from foredraft.planning import planner, search
-
-    made.planner._pause = 10**9
-    del planner, search
+    forecaster = planner_of(made).forecaster
+    forecast = forecaster.forecast
+    forecaster.forecast = lambda rows, **named: forecast(rows, **{**named, "together": False})  # type: ignore[method-assign]
     return made
 
 
@@ -351,78 +195,43 @@ def store() -> str:
     return str(path)
 
 
-def members(*names: str) -> list[Drafter]:
-    return [drafters.create(name, {}) for name in names]
-
-
 def several_study(model: str, names: Sequence[str], alone: Sequence[str], **more: Any) -> Study:
-    arms: dict[str, Callable[[], Speculator]] = {
-        "learned": lambda: speculator(model, Several(members(*names))),
-        "always": lambda: speculator(model, Several(members(*names), ask="always")),
-        "first": lambda: speculator(model, Ordered(members(*names))),
-        "ordered merge": lambda: speculator(model, OrderedMerge(members(*names))),
-        "longest match": lambda: speculator(model, LongestMatch(members(*names))),
-    }
+    arms: dict[str, Callable[[], Speculator]] = {BASE: lambda: speculator(model, drafters.create("several", {"source": list(names)}))}
     for name in alone:
-        arms[f"{name.partition(':')[0]} alone"] = lambda name=name: speculator(model, drafters.create(name, {}))
+        arms[f"{name.partition(':')[0]} alone"] = partial(speculator, model, name)
     return Study(arms, **more)
 
 
-def planner_study(model: str, drafter: str, off: dict[str, Callable[[Speculator], Speculator]], **more: Any) -> Study:
-    arms: dict[str, Callable[[], Speculator]] = {"auto": lambda: speculator(model, drafters.create(drafter, {}))}
+def planner_study(model: str, drafter: str, off: Mapping[str, Callable[[Speculator], Speculator]], **more: Any) -> Study:
+    arms: dict[str, Callable[[], Speculator]] = {BASE: partial(speculator, model, drafter)}
     for name, change in off.items():
-        arms[name] = lambda change=change: change(speculator(model, drafters.create(drafter, {})))
+        arms[name] = partial(_changed, change, model, drafter)
     return Study(arms, **more)
+
+
+def _changed(change: Callable[[Speculator], Speculator], model: str, drafter: str) -> Speculator:
+    return change(speculator(model, drafter))
 
 
 def studies() -> dict[str, Callable[[], Study]]:
     rest, draft = f"rest:{store()}", "draft-model:zoo:python-1m"
     eagle, medusa = f"eagle3:{LARGE}-eagle3", f"medusa:{LARGE}-medusa"
-    looks = {"no looks": without_looks}
-    both = {"no grown trees": without_grown, **looks}
-    fixed = {"shape": "chain(10)"}
-    every = (LONGEST, SHORT, SAME)
+    grown, schedule = {"no grown trees": without_grown}, {"no schedule": without_schedule}
     return {
-        "suffix, chain(10)": lambda: Study(
+        "suffix": lambda: Study(
             {
-                "all ways": lambda: speculator(SMALL, SuffixBy(*every), **fixed),
-                "longest": lambda: speculator(SMALL, SuffixBy(LONGEST), **fixed),
-                "short": lambda: speculator(SMALL, SuffixBy(SHORT), **fixed),
-                "longest, short": lambda: speculator(SMALL, SuffixBy(LONGEST, SHORT), **fixed),
-                "longest, same": lambda: speculator(SMALL, SuffixBy(LONGEST, SAME), **fixed),
-                "prompt-lookup": lambda: speculator(SMALL, "prompt-lookup", **fixed),
-            }
-        ),
-        "suffix, auto": lambda: Study(
-            {
-                "all ways": lambda: speculator(SMALL, SuffixBy(*every)),
-                "longest": lambda: speculator(SMALL, SuffixBy(LONGEST)),
-                "short": lambda: speculator(SMALL, SuffixBy(SHORT)),
-                "longest, short": lambda: speculator(SMALL, SuffixBy(LONGEST, SHORT)),
-                "longest, same": lambda: speculator(SMALL, SuffixBy(LONGEST, SAME)),
+                BASE: lambda: speculator(SMALL, "suffix"),
+                "longest match": lambda: speculator(SMALL, SuffixOfLongest()),
                 "prompt-lookup": lambda: speculator(SMALL, "prompt-lookup"),
             }
         ),
         "several: suffix, ngram, rest": lambda: several_study(SMALL, ("suffix", "ngram", rest), ("suffix", "ngram")),
-        "several: prompt-lookup, ngram": lambda: several_study(SMALL, ("prompt-lookup", "ngram"), ("prompt-lookup", "ngram")),
         "several: prompt-lookup, draft model": lambda: several_study(SMALL, ("prompt-lookup", draft), ("prompt-lookup", draft)),
         "several: suffix, eagle3": lambda: several_study(LARGE, ("suffix", eagle), ("suffix", eagle), prompts=8),
-        "several: suffix, eagle3, heads where needed": lambda: Study(
-            {
-                "learned": lambda: speculator(LARGE, Several(members("suffix", eagle))),
-                "first": lambda: speculator(LARGE, Lazy(members("suffix", eagle))),
-            },
-            prompts=8,
-        ),
-        "several: suffix, ngram, rest; 4 rows": lambda: several_study(SMALL, ("suffix", "ngram", rest), ("suffix", "ngram"), rows=4),
-        "planner: draft model": lambda: planner_study(SMALL, draft, both),
-        "planner: prompt-lookup": lambda: planner_study(SMALL, "prompt-lookup", looks),
-        "planner: suffix": lambda: planner_study(SMALL, "suffix", looks),
-        "planner: eagle3": lambda: planner_study(LARGE, eagle, both, prompts=8),
-        "planner: medusa": lambda: planner_study(LARGE, medusa, both, prompts=8),
-        "planner: prompt-lookup, 4 rows": lambda: planner_study(SMALL, "prompt-lookup", {"no schedule": without_schedule}, rows=4),
-        "planner: draft model, 4 rows": lambda: planner_study(SMALL, draft, {"no schedule": without_schedule}, rows=4),
-        "planner: prompt-lookup, 16 rows": lambda: planner_study(SMALL, "prompt-lookup", {"no schedule": without_schedule}, rows=16),
+        "planner: draft model": lambda: planner_study(SMALL, draft, grown),
+        "planner: eagle3": lambda: planner_study(LARGE, eagle, grown, prompts=8),
+        "planner: medusa": lambda: planner_study(LARGE, medusa, grown, prompts=8),
+        "planner: prompt-lookup, 4 rows": lambda: planner_study(SMALL, "prompt-lookup", schedule, rows=4),
     }
 
 
@@ -467,9 +276,9 @@ def run(name: str, study: Study) -> Iterator[Outcome]:
     arms = {arm: make() for arm, make in study.arms.items()}
     batches = groups(study)
     torch.set_num_threads(1)
-    for arm in arms.values():  # measures what the planner wants to know, and warms up
-        call(arm, batches[0], 16, seed=0)
-        arm.drafter.forget()
+    for made in arms.values():  # measures what the planner wants to know, and warms up
+        call(made, batches[0], 16, seed=0)
+        made.drafter.forget()
     for repeat in range(study.repeats):
         for number, batch in enumerate(batches):
             order = list(arms.items())
@@ -492,6 +301,7 @@ def call(made: Speculator, batch: Sequence[Prompt], tokens: int, *, seed: int) -
     mask = torch.tensor([[0] * (width - len(each.ids)) + [1] * len(each.ids) for each in batch])
     begin = CLOCK()
     out = made.generate(ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, do_sample=False, seed=seed)
+    assert out.stats is not None
     return out, CLOCK() - begin - out.stats.seconds.get("planning", 0.0) - out.stats.seconds["prefill"]
 
 
@@ -514,22 +324,25 @@ def report(outcomes: Sequence[Outcome]) -> str:
     lines = []
     for study in dict.fromkeys(each.study for each in outcomes):
         mine = [each for each in outcomes if each.study == study]
-        arms = list(dict.fromkeys(each.arm for each in sorted(mine, key=lambda e: (e.prompt, e.repeat))))
+        arms = [BASE, *dict.fromkeys(each.arm for each in mine if each.arm != BASE)]
         lines += [f"### {study}", ""]
-        lines += ["| suite | prompts | arm | tokens per pass | drafted per pass | ms drafting per pass | tokens/s of the first arm over it | tokens per pass likewise |"]  # noqa: E501
+        lines += [HEADER]
         lines += ["| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
-        base = studies_base(study, arms)
         for suite in (*dict.fromkeys(each.suite for each in mine), "all"):
             of = {arm: per_prompt([each for each in mine if each.arm == arm and suite in (each.suite, "all")]) for arm in arms}
-            count = len(of[base])
+            count = len(of[BASE])
             draws = np.random.default_rng(0).integers(0, count, (DRAWS, count))
-            for arm in [base, *(each for each in arms if each != base)]:
+            for arm in arms:
                 rows = of[arm]
-                tokens, passes, drafted, draft = (sum(getattr(each, what) for each in rows) for what in ("tokens", "passes", "drafted", "draft"))  # noqa: E501
+                tokens, passes, drafted, draft = (
+                    sum(getattr(each, what) for each in rows) for what in ("tokens", "passes", "drafted", "draft")
+                )
                 text = f"| {suite} | {count} | {arm} | {tokens / passes:.2f} | {drafted / passes:.2f} | {1e3 * draft / passes:.2f} |"
-                if arm != base:
+                if arm != BASE:
                     for what in ("seconds", "passes"):
-                        value, low, high = quotient([(e.tokens, getattr(e, what)) for e in of[base]], [(e.tokens, getattr(e, what)) for e in rows], draws)  # noqa: E501
+                        value, low, high = quotient(
+                            [(e.tokens, getattr(e, what)) for e in of[BASE]], [(e.tokens, getattr(e, what)) for e in rows], draws
+                        )
                         text += f" {value:.3f} ({low:.3f}–{high:.3f}) |"
                 else:
                     text += " | |"
@@ -537,10 +350,6 @@ def report(outcomes: Sequence[Outcome]) -> str:
         different = sum(len({each.text for each in mine if each.prompt == prompt}) > 1 for prompt in {each.prompt for each in mine})
         lines += ["", f"Prompts whose text is not the same in all arms: {different}.", ""]
     return "\n".join(lines)
-
-
-def studies_base(study: str, arms: Sequence[str]) -> str:
-    return next(arm for arm in ("all ways", "learned", "auto") if arm in arms)
 
 
 def per_prompt(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -563,10 +372,7 @@ def main() -> None:
     given = parser.parse_args()
     known = studies()
     given.out.mkdir(parents=True, exist_ok=True)
-    random.seed(0)
     for name in given.studies or known:
-        from dataclasses import replace
-
         study = known[name]()
         if given.prompts:
             study = replace(study, prompts=given.prompts)
@@ -581,4 +387,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -24,7 +24,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MODULES = ("textwrap", "heapq", "fnmatch", "configparser", "statistics", "string", "shlex", "bisect", "gettext", "cmd", "csv", "calendar")
+MODULES: tuple[str, ...] = (
+    "textwrap",
+    "heapq",
+    "fnmatch",
+    "configparser",
+    "statistics",
+    "string",
+    "shlex",
+    "bisect",
+    "gettext",
+    "cmd",
+    "csv",
+    "calendar",
+)
 EDITED, BEGUN = 48, 14  # lines of a module that is edited, and of its new version that are given
 CONTEXT = 40  # lines in front of a function that is to be completed
 USES = 4  # of a name that is changed, at least

@@ -650,7 +650,7 @@ def tiny_target():
         (lambda path: path.write_bytes(b"no store"), "not a safetensors file"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"foredraft-suffix-store", b"foredraft-suffix-stove")), "did not save it"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"')), "format version 9"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "no store"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is not a store"),
         (lambda path: path.unlink(), "no store of past texts at"),
     ],
 )
