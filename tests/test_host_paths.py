@@ -22,7 +22,7 @@ from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.models import masks
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.masks import MaskBuilder, layout
+from foredraft.models.masks import MaskBuilder, MaskInputs
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.tree import TokenTree, reach, reach_on_host
 from foredraft.verification.match import Match
@@ -291,7 +291,7 @@ def positions_of(tree: TokenTree, window: Window) -> Tensor:
 @given(passes())
 def test_what_is_visible(drawn: tuple[TokenTree, Window]):
     tree, window = drawn
-    assert torch.equal(layout(tree, window, positions_of(tree, window)).visible, spelled_out(tree, window))
+    assert torch.equal(MaskInputs(tree, window, positions_of(tree, window)).visible, spelled_out(tree, window))
 
 
 @lru_cache(maxsize=64)
@@ -322,7 +322,7 @@ def test_full_attention_needs_no_mask_functions(name: str, drawn: tuple[TokenTre
         held.enter(window)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(masks, "create_masks_for_generate", spied)
-            ours, theirs = (builder(layout(tree, window, positions), held) for builder in (quick, slow))
+            ours, theirs = (builder(MaskInputs(tree, window, positions), held) for builder in (quick, slow))
         assert len(asked) == 2 - quick.full
         pairs = [(ours[kind], theirs[kind]) for kind in theirs] if isinstance(theirs, dict) else [(ours, theirs)]
         assert isinstance(ours, dict) == isinstance(theirs, dict) and (not isinstance(ours, dict) or ours.keys() == theirs.keys())

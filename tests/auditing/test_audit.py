@@ -308,8 +308,8 @@ def with_siblings(tree: TokenTree) -> TokenTree:
 @pytest.mark.parametrize(("rule", "siblings"), [("match", "keyed"), ("traversal", "without-replacement")])
 def test_a_mask_that_lets_a_node_see_its_sibling_is_found(rule: str, siblings: str, monkeypatch: pytest.MonkeyPatch):
     subject = speculator(rule, siblings=siblings, shape="product(2,2)")
-    layout = execution.layout
-    monkeypatch.setattr(execution, "layout", lambda tree, *where: layout(tree if tree.chain else with_siblings(tree), *where))
+    layout = execution.MaskInputs
+    monkeypatch.setattr(execution, "MaskInputs", lambda tree, *where: layout(tree if tree.chain else with_siblings(tree), *where))
     report = audited(subject, "exact", "keyed")
     assert report.exact is not None and report.exact.passed
     assert not any(part.passed for part in report.keyed) and report.verdict == "fault"

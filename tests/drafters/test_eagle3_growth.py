@@ -14,8 +14,8 @@ from kernel_cases import needs_kernels
 from benchmarks.prompts import PYTHON
 from foredraft import Speculator, zoo
 from foredraft.backends.native_growth import MISSED
+from foredraft.drafters.draft_loops.eagle3 import Eagle3Growth, Eagle3Step
 from foredraft.drafters.eagle3 import Eagle3
-from foredraft.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
 from foredraft.heads import checkpoints
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.tree import TokenTree

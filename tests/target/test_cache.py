@@ -289,7 +289,7 @@ def test_reuse_can_be_switched_off():
 def test_the_cache_grows_and_keeps_what_it_holds():
     model, texts = tiny(), prompts((5, 70), seed=2)
     target = Target(model, test=False)
-    target._execution.cache = TreeCache(reserve=1)
+    target.backend.cache = TreeCache(reserve=1)
     target.open(texts[:1])
     with torch.inference_mode():
         target.prefill(texts[:1], first=0)

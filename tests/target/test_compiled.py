@@ -67,7 +67,7 @@ def assert_close(found, wanted, dtype=torch.float32):
 def test_logits_are_the_same_and_no_step_compiles(family, traced):
     model = of(family)
     target = Target(model, execution="compiled")
-    assert target.execution == "compiled" and target.compilation.graphs == 4 and target.passes == 0
+    assert target.execution == "compiled" and target.backend.overrides.graphs == 4 and target.passes == 0
     compiled = counters["stats"]["unique_graphs"]
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = steps(target)
@@ -91,14 +91,14 @@ def test_compiled_passes_are_used(traced, monkeypatch):
     target = Target(of("llama"), execution="compiled")
     monkeypatch.setattr(compilation, "TreeCache", type("Other", (), {}))  # no cache is known as one: every pass is the model's own
     ran = []
-    original = target.compilation.run
-    monkeypatch.setattr(target.compilation, "run", lambda kind: ran.append(kind) or original(kind))
+    original = target.backend.overrides.run
+    monkeypatch.setattr(target.backend.overrides, "run", lambda kind: ran.append(kind) or original(kind))
     target.open([[5, 6, 7]])
     target.prefill([[5, 6, 7]], first=0)
     target.score(TokenTree.root(torch.tensor([8])))
     assert ran == []
     monkeypatch.undo()
-    monkeypatch.setattr(target.compilation, "run", lambda kind: ran.append(kind) or original(kind))
+    monkeypatch.setattr(target.backend.overrides, "run", lambda kind: ran.append(kind) or original(kind))
     target.score(TokenTree.root(torch.tensor([8])))
     target.score(TokenTree.from_chain(torch.tensor([[8, 9]])))
     assert ran == [(True, True)] * 2 + [(True, False)] * 2

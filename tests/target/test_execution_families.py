@@ -159,7 +159,7 @@ def kept(model):
 def assert_laid_out(target, family, execution):
     """What of the model runs on other layouts is what the tables above say."""
     name, *wide = family.split()
-    kernels = target.kernels
+    kernels = target.backend.overrides
     assert kept(target.model) == KEPT.get(name, set()) | (NARROW.get(name, set()) if execution == "native" else set())
     layers = target.model.config.num_hidden_layers
     assert kernels.fused == (layers if name in KERNELS else 0)
@@ -198,7 +198,7 @@ def test_logits_and_text_are_those_of_the_model_as_it_is(family, execution, monk
     else:
         texts = [row + text for row, text in zip(ROWS, wanted_text(family))]
         speculator = Speculator(source, Oracle(texts), shape="chain(3)", execution=execution)
-    assert speculator.target.kernels.owned == (execution != "packed")
+    assert speculator.target.backend.overrides.owned == (execution != "packed")
     assert_laid_out(speculator.target, family, execution)
     assert_same_logits(speculator.target, family, torch.float32)
     assert generate(speculator, ROWS, max_new_tokens=NEW) == wanted_text(family)
@@ -234,7 +234,7 @@ def laid_out(monkeypatch, taken):
 )
 def test_layers_that_are_no_kernel_say_why(taken, fused, why, monkeypatch):
     target = laid_out(monkeypatch, taken)
-    assert target.execution == "packed" and target.kernels.fused == fused and target.kernels.unfused == why
+    assert target.execution == "packed" and target.backend.overrides.fused == fused and target.backend.overrides.unfused == why
     assert_same_logits(target, "llama wide", torch.float32)
 
 
@@ -242,7 +242,7 @@ def test_fused_layers_that_compute_something_else_are_given_up_and_say_so(monkey
     call = fusion.FusedLayer.__call__
     monkeypatch.setattr(fusion.FusedLayer, "__call__", lambda *args, **kwargs: 1.5 * call(*args, **kwargs))
     target = laid_out(monkeypatch, (8, 8))
-    assert target.kernels.fused == 0 and "fused layers gave logits that differ" in target.kernels.unfused
+    assert target.backend.overrides.fused == 0 and "fused layers gave logits that differ" in target.backend.overrides.unfused
     assert_same_logits(target, "llama wide", torch.float32)
 
 
@@ -271,7 +271,7 @@ def test_compiled_layers(family, monkeypatch):
     why = NOT_COMPILED.get(family) if family in TREES else "it keeps a cache of its own"
     if why is None:
         target = Target(model, execution="compiled")
-        assert target.execution == "compiled" and target.compilation.graphs == 4
+        assert target.execution == "compiled" and target.backend.overrides.graphs == 4
         assert_same_logits(target, family, torch.float32)
         target.close()
     else:

@@ -142,7 +142,7 @@ def join(target, family, texts, first, tolerance) -> None:
     target.open(new)
     target.prefill(new, first=first)
     assert len(target.prompt_hidden) == len(new)
-    whole = target._execution.features.whole
+    whole = target.backend.features.whole
     for text, found in zip(new, target.prompt_hidden):
         wanted = states_of(family, text, target.features)
         assert_close(found, wanted if whole else wanted[-1:], tolerance)
@@ -181,7 +181,7 @@ def test_weights_that_are_laid_out(family, execution, rigged):
     target = Target(clone(model_of(family)), execution=execution, test=False, prefill_chunk=16)
     assert target.execution == execution
     with torch.inference_mode():
-        assert (target.direct is not None) == (execution == "native" and ARCHITECTURES[family.split()[0]].window is None)
+        assert (target.backend.direct is not None) == (execution == "native" and ARCHITECTURES[family.split()[0]].window is None)
     check(target, family, every_feature(family))
     target.close()
 
@@ -194,11 +194,11 @@ def test_somebody_who_watches_a_decoder_in_one_call(rigged):
     target = Target(model, execution="native", test=False)
     handle = model.model.layers[1].register_forward_hook(lambda *given: None)
     with torch.inference_mode():
-        assert target.direct is None
+        assert target.backend.direct is None
     check(target, "llama wide", every_feature("llama wide"), rounds=1)
     handle.remove()
     with torch.inference_mode():
-        assert target.direct is not None
+        assert target.backend.direct is not None
     check(target, "llama wide", every_feature("llama wide"), rounds=1)
 
 
@@ -208,9 +208,9 @@ def test_passes_that_are_replayed(family, whole, monkeypatch):
     monkeypatch.setattr(recorder, "recorder_for", lambda device: Tape())
     Tape.clear()
     target = Target(clone(model_of(family)), execution="graphs", prefill_chunk=16)
-    before = target.graphs.captures
+    before = target.backend.recordings.captures
     check(target, family, every_feature(family), whole=whole, rounds=1)
-    target.graphs.replays = 0
+    target.backend.recordings.replays = 0
     with torch.inference_mode():
         texts = prompts((30, 17, 22))
         target.open(texts)
@@ -224,11 +224,15 @@ def test_passes_that_are_replayed(family, whole, monkeypatch):
         held, copy = target.hidden, target.hidden.clone()
         target.score(random_tree(3, 7, 99))
         assert torch.equal(held, copy), "a tensor of the caller's own"
-        assert target.graphs.replays >= 3 and target.graphs.captures > before and target.graphs.refused is None
+        assert (
+            target.backend.recordings.replays >= 3
+            and target.backend.recordings.captures > before
+            and target.backend.recordings.refused is None
+        )
         target.read(())
         for seed in range(PATIENCE + TRIALS + 1):
             target.score(random_tree(3, 7, seed))
-        assert target.hidden is None and {len(each.outputs) for each in target.graphs._kept.values()} == {1}
+        assert target.hidden is None and {len(each.outputs) for each in target.backend.recordings._kept.values()} == {1}
 
 
 @torch.inference_mode()
@@ -239,26 +243,25 @@ def test_recordings_with_wrong_hidden_states_are_given_up(monkeypatch):
     texts = prompts((30, 17))
     target.open(texts)
     target.prefill(texts, first=0)
-    run = type(target.graphs.passes).__call__
+    run = type(target.backend.recordings.passes).__call__
 
     def wrong(self, *given):
-        logits = run(self, *given)
-        self.hidden = self.hidden.roll(1, -1)
-        return logits
+        output = run(self, *given)
+        return replace(output, hidden=output.hidden.roll(1, -1))
 
-    monkeypatch.setattr(type(target.graphs.passes), "__call__", wrong)
+    monkeypatch.setattr(type(target.backend.recordings.passes), "__call__", wrong)
     for seed in range(2 * (PATIENCE + TRIALS)):
         tree = random_tree(2, 7, seed)
         target.score(tree)
         assert_nodes(target, "llama", texts, tree)
-    assert "hidden states differ from those of an eager pass" in target.ungraphed
+    assert "hidden states differ from those of an eager pass" in target.reasons.get("graphs")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_flex_attention(family):
     target = Target(clone(model_of(family)), attention="flex", test=False, prefill_chunk=16)
     check(target, family, every_feature(family), rounds=1)
-    assert target.flex.passes
+    assert target.backend.flex.passes
 
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma3_text", "gpt2"))])

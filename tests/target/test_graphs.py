@@ -18,11 +18,12 @@ from torch.overrides import TorchFunctionMode
 
 from foredraft import ConfigurationError, Speculator, TokenTree, TreeShape
 from foredraft.backends import graphs as graphs_module
-from foredraft.backends import grouped, recorder
+from foredraft.backends import grouped, packing, recorder
+from foredraft.backends.eager import Eager
 from foredraft.backends.graphs import PATIENCE, TRIALS
 from foredraft.backends.static_pass import PassFrame, SlotCache, StaticPass
 from foredraft.drafters.base import DraftRequest, Feedback
-from foredraft.drafters.draft_loop import LoopFrame
+from foredraft.drafters.draft_loops.recorded import LoopFrame
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import _token_hashes
 from foredraft.logits.processors import Pipeline
@@ -99,25 +100,22 @@ def assert_alike(replayed: Target, eager: Target, *, nodes: int = 7, rounds: int
 @pytest.mark.parametrize("family", [name for name in TREE if name not in REFUSED])
 def test_replayed_passes_are_those_of_the_model(family, taped):
     target, eager = Target(of(family), execution="graphs"), Target(of(family), execution="eager", test=False, attention="model")
-    assert target.execution == "graphs" and target.ungraphed is None and target.passes == 0
-    assert target.unflexed == "passes are replayed from recordings"
+    assert target.execution == "graphs" and target.reasons.get("graphs") is None and target.passes == 0
     assert_alike(target, eager)
-    assert target.graphs.refused is None and target.graphs.replays >= 8
+    assert target.backend.recordings.refused is None and target.backend.recordings.replays >= 8
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_can_not_be_recorded_is_refused_with_the_reason(family, taped):
-    with pytest.raises(ConfigurationError, match=rf"cannot be replayed: .*{REFUSED[family]}.*use execution='auto'"):
+    with pytest.raises(ConfigurationError, match=rf"cannot be recorded: .*{REFUSED[family]}.*use execution='auto'"):
         Target(of(family), execution="graphs")
-    target = Target(of(family))
-    assert target.graphs is None and target.execution != "graphs" and REFUSED[family] in target.ungraphed
 
 
 @pytest.mark.parametrize(("family", "nodes"), covered(["llama", "gemma3_text", "gpt2"], [9, 21, 70], ways=1))
 def test_trees_that_need_filler(family, nodes, taped):
     target, eager = Target(of(family), execution="graphs"), Target(of(family), execution="eager", test=False)
     assert_alike(target, eager, nodes=nodes)
-    assert target.graphs.refused is None and target.graphs.replays
+    assert target.backend.recordings.refused is None and target.backend.recordings.replays
 
 
 @torch.inference_mode()
@@ -131,10 +129,10 @@ def test_a_cache_that_grows_has_its_passes_recorded_anew(taped):
     for step in range(300):
         tokens = torch.tensor([3 + step % 50, 7 + step % 90])
         assert_same(target.advance(tokens), eager.advance(tokens))
-        captures.append(target.graphs.captures)
+        captures.append(target.backend.recordings.captures)
         capacities.add(target.cache.capacity)
     assert len(capacities) == 2 and captures[-1] == captures[0] + 2  # two spans or two capacities, one recording each
-    assert target.graphs.replays >= 300 - 3 * WARM and target.graphs.refused is None
+    assert target.backend.recordings.replays >= 300 - 3 * WARM and target.backend.recordings.refused is None
 
 
 @torch.inference_mode()
@@ -147,7 +145,7 @@ def test_buffers_that_move_take_the_recordings_along(taped):
         each.prefill(texts[:1], first=0)
     for step in range(WARM + 1):
         assert_same(target.advance(torch.tensor([3 + step])), eager.advance(torch.tensor([3 + step])))
-    replays, moved = target.graphs.replays, target.cache.allocations
+    replays, moved = target.backend.recordings.replays, target.cache.allocations
     for each in (target, eager):
         each.open(texts[1:])
         each.prefill(texts[1:], first=1)
@@ -159,7 +157,7 @@ def test_buffers_that_move_take_the_recordings_along(taped):
         for each in (target, eager):
             each.commit(None, (2,))
         assert_same(target.advance(torch.tensor([90 - step])), eager.advance(torch.tensor([90 - step])))
-    assert target.graphs.replays > replays and target.graphs.refused is None
+    assert target.backend.recordings.replays > replays and target.backend.recordings.refused is None
 
 
 @torch.inference_mode()
@@ -177,7 +175,7 @@ def test_filler_rows_leave_every_row_alone(taped):
         assert_same(target.score(TokenTree.from_chain(tokens)), eager.score(TokenTree.from_chain(tokens)))
         for each in (target, eager):
             each.commit(None, (1, 2, 0))
-    assert target.graphs.rows(3) == 4 and target.graphs.replays
+    assert target.backend.recordings.rows(3) == 4 and target.backend.recordings.replays
     again = [*texts[3], 9, 8]
     for each in (target, eager):
         each.open([again])
@@ -194,7 +192,7 @@ def test_filler_takes_the_end_of_a_row_that_is_gone_and_says_so(taped):
     target.compact([0, 1, 2])
     for _ in range(WARM + 1):
         target.score(TokenTree.from_chain(torch.tensor([[3, 4, 5]] * 3)))
-    assert target.graphs.replays and 200 <= len(target._dropped[3]) <= 253
+    assert target.backend.recordings.replays and 200 <= target.cache.spoiled[3] <= 253
     again = [*texts[3], 9]
     target.open([again])
     plain = tiny()(input_ids=torch.tensor([again])).logits[:, -1]
@@ -212,7 +210,7 @@ def test_logits_stay_what_they_were(taped):
     held = target.score(TokenTree.from_chain(torch.tensor([[3, 4, 5]])))
     copy = held.clone()
     target.score(TokenTree.from_chain(torch.tensor([[9, 8, 7]])))
-    assert target.graphs.replays >= 2 and torch.equal(held, copy)
+    assert target.backend.recordings.replays >= 2 and torch.equal(held, copy)
 
 
 @torch.inference_mode()
@@ -223,16 +221,16 @@ def test_recordings_are_bounded_and_made_of_what_comes_up_again(taped, monkeypat
     for each in (target, eager):
         each.open(texts)
         each.prefill(texts, first=0)
-    before = target.graphs.captures
+    before = target.backend.recordings.captures
     for nodes in range(1, 8):
         tree = TokenTree.from_chain(torch.arange(2 * nodes).view(2, nodes))
         target.score(tree)
-    assert target.graphs.captures == before  # each of them once
+    assert target.backend.recordings.captures == before  # each of them once
     for _ in range(WARM):
         for nodes in range(1, 8):
             tree = TokenTree.from_chain(torch.arange(2 * nodes).view(2, nodes))
             assert_same(target.score(tree), eager.score(tree))
-            assert len(target.graphs) <= 3
+            assert len(target.backend.recordings) <= 3
 
 
 @torch.inference_mode()
@@ -249,7 +247,7 @@ def test_chains_of_one_bucket(taped):
         for first, last in ((0, nodes - 8), (nodes - 8, nodes)):
             part = TokenTree.from_chain(tree.tokens[:, :last])
             assert_same(target.score(part, first=first), eager.score(part, first=first))
-    assert target.graphs.replays >= 8
+    assert target.backend.recordings.replays >= 8
 
 
 def test_heads_that_share_keys_are_not_repeated(taped, monkeypatch):
@@ -260,18 +258,18 @@ def test_heads_that_share_keys_are_not_repeated(taped, monkeypatch):
     )
     target = Target(of("llama"), execution="graphs")
     config = target.model.config
-    assert target.graphs.ungrouped is None and target.graphs.passes.grouped.calls
+    assert target.reasons.get("grouped") is None and target.backend.recordings.passes.grouped.calls
     assert {queries[1] for queries, _ in seen} == {keys[1] for _, keys in seen} == {config.num_key_value_heads}
     assert config.num_key_value_heads < config.num_attention_heads and config._attn_implementation == "sdpa"
     assert "foredraft_grouped" not in vars(config)
-    assert Target(of("gpt2"), execution="graphs").graphs.passes.grouped is None
+    assert Target(of("gpt2"), execution="graphs").backend.recordings.passes.grouped is None
 
 
 def test_grouped_attention_that_differs_is_left_out(taped, monkeypatch):
     real = grouped.scaled_dot_product_attention
     monkeypatch.setattr(grouped, "scaled_dot_product_attention", lambda *given, **more: 1.5 * real(*given, **more))
     target = Target(of("llama"), execution="graphs")
-    assert target.execution == "graphs" and "differ" in target.graphs.ungrouped
+    assert target.execution == "graphs" and "differ" in target.reasons.get("grouped")
     assert_alike(target, Target(of("llama"), execution="eager", test=False))
 
 
@@ -281,7 +279,7 @@ def test_a_recording_keeps_what_it_reads_alive(taped):
     drafter = DraftModel(perturbed(), execution="graphs")
     speculator = Speculator(tiny(), drafter, shape="chain(3)", execution="graphs")
     generate(speculator, repetitive((23,)), max_new_tokens=30, **SAMPLED)
-    loops = [each for each in drafter.model.graphs._kept.values() if isinstance(each.frame, LoopFrame)]
+    loops = [each for each in drafter.model.backend.recordings._kept.values() if isinstance(each.frame, LoopFrame)]
     storages = {each.untyped_storage()._cdata for loop in loops for each in loop.inputs}
     layer = drafter.model.cache.layers[0]
     cpu = torch.device("cpu")
@@ -290,6 +288,20 @@ def test_a_recording_keeps_what_it_reads_alive(taped):
         loops[0].frame.noise, layer.keys, layer.values, drafter.model.model.lm_head.weight, drafter.model.model.model.rotary_emb.inv_freq,
     ):  # fmt: skip
         assert read.untyped_storage()._cdata in storages
+
+
+def test_auto_is_eager_where_graphs_could_be_recorded(taped, monkeypatch):
+    """As on CUDA: a recorder is there and nothing packs weights. Users do not get by default what no report from a GPU supports."""
+    monkeypatch.setattr(packing, "refusal", lambda *given: "its weights are on cuda")
+    model = of("llama")
+    for owned in (False, True):
+        target = Target(model, owned=owned)
+        assert type(target.backend) is Eager and target.execution == "eager"
+        assert all("no report from a GPU" in target.reasons[name] for name in ("graphs", "flex")) and "packed" in target.reasons
+    drafter = DraftModel(perturbed())
+    drafter.bind(target)
+    assert type(drafter.model.backend) is Eager
+    assert Target(model, execution="graphs").execution == "graphs" and Target(model, attention="flex").reasons.get("flex") is None
 
 
 # -- text ---------------------------------------------------------------------------------------------------------------
@@ -308,8 +320,8 @@ def test_text_is_that_of_eager_passes(family, shape, options, taped):
         texts.append(generate(speculator, rows, max_new_tokens=28, **options))
         if execution == "graphs":
             assert speculator.target.execution == drafter.model.execution == "graphs"
-            assert speculator.target.graphs.replays and drafter.model.graphs.replays
-            assert bool(drafter._loops.drafts) == (not shape.startswith("dynamic"))
+            assert speculator.target.backend.recordings.replays and drafter.model.backend.recordings.replays
+            assert bool(drafter._loops[1].drafts) == (not shape.startswith("dynamic"))
     assert texts[0] == texts[1]
     if not options:
         assert texts[0] == [alone(tiny(family), row, max_new_tokens=28) for row in rows]
@@ -320,7 +332,7 @@ def test_rejected_branches_leave_nothing_behind(taped):
     texts = [row + alone(tiny(), row, max_new_tokens=40) for row in rows]
     speculator = Speculator(tiny(), Oracle(texts), shape="chain(4)", execution="graphs")
     assert generate(speculator, rows, max_new_tokens=40) == [text[len(row) :] for text, row in zip(texts, rows)]
-    assert speculator.target.graphs.replays >= 4
+    assert speculator.target.backend.recordings.replays >= 4
 
 
 @pytest.mark.parametrize("shape", ["chain(3)", "product(2,1,1)"])
@@ -343,7 +355,7 @@ def test_rows_that_join_and_leave(shape, taped):
     assert [kept[slot].ids[len(text) :] for slot, text in zip(slots, texts)] == [
         alone(tiny(), text, max_new_tokens=length) for text, length in zip(texts, lengths)
     ]
-    assert target.graphs.replays and drafter._loops.drafts and target.graphs.refused is None
+    assert target.backend.recordings.replays and drafter._loops[1].drafts and target.backend.recordings.refused is None
 
 
 def parameters(length: int) -> RowParameters:
@@ -389,7 +401,7 @@ def rounds(monkeypatch, execution: str, shape: str, rule: str, siblings: str, op
 def test_a_replayed_draft_is_that_of_single_levels(shape, rule, siblings, options, taped, monkeypatch):
     trees, drafter = rounds(monkeypatch, "graphs", shape, rule, siblings, options)
     plain, _ = rounds(monkeypatch, "eager", shape, rule, siblings, options)
-    assert drafter._loops.drafts >= 3 and drafter.model.graphs.refused is None
+    assert drafter._loops[1].drafts >= 3 and drafter.model.backend.recordings.refused is None
     assert len(trees) == len(plain)
     for mine, wanted in zip(trees, plain):
         real = wanted.valid if wanted.valid is not None else torch.ones_like(wanted.tokens, dtype=torch.bool)
@@ -449,7 +461,7 @@ def test_a_draft_model_whose_rows_come_go_and_run_ahead(shape, taped):
                 drafter.begin(rows[3:])
                 assert drafter.model.lengths[3] >= len(gone.ids) - 6  # it had not seen the last round
         found.append(trees)
-        assert drafter._loops is None or drafter._loops.drafts >= 6
+        assert execution == "eager" or drafter._loops[1].drafts >= 6
     for mine, wanted in zip(*found):
         assert torch.equal(mine.tokens, wanted.tokens)
 
@@ -487,8 +499,8 @@ def test_a_replayed_draft_and_pass_wait_for_nothing(shape, siblings, taped, monk
 
         return run
 
-    monkeypatch.setattr(drafter, "draft", watch(draft, lambda: drafter._loops.drafts))
-    monkeypatch.setattr(target, "score", watch(score, lambda: target.graphs.replays))
+    monkeypatch.setattr(drafter, "draft", watch(draft, lambda: drafter._loops[1].drafts))
+    monkeypatch.setattr(target, "score", watch(score, lambda: target.backend.recordings.replays))
     generate(speculator, repetitive((23,)), max_new_tokens=80, **SAMPLED)
     assert len(watched) >= 10 and not any(watched), watched
 
@@ -519,9 +531,9 @@ def test_the_planner_times_passes_that_have_settled(taped):
     timed = run.timed
 
     def watch(name, call):
-        before = target.graphs.replays, drafter._loops.drafts
+        before = target.backend.recordings.replays, drafter._loops[1].drafts
         spent = timed(name, call)
-        kept.setdefault(name, []).append((target.graphs.replays, drafter._loops.drafts) != before)
+        kept.setdefault(name, []).append((target.backend.recordings.replays, drafter._loops[1].drafts) != before)
         return spent
 
     kept = {}
@@ -542,7 +554,7 @@ def test_what_the_host_must_know_is_drafted_level_by_level(taped):
     for options in ({"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 3}, {"sequence_bias": [[[7], 2.0]]}):
         expected = [alone(tiny(), row, max_new_tokens=24, **options) for row in rows]
         assert generate(speculator, rows, max_new_tokens=24, **options) == expected
-    assert drafter._loops.drafts == 0 and drafter.model.graphs.replays
+    assert drafter._loops[1].drafts == 0 and drafter.model.backend.recordings.replays
 
 
 def test_a_draft_with_a_smaller_vocabulary(taped):
@@ -552,7 +564,7 @@ def test_a_draft_with_a_smaller_vocabulary(taped):
     speculator = Speculator(target, drafter, shape="chain(3)", execution="graphs")
     row = repetitive((23,))[0]
     assert generate(speculator, [row], max_new_tokens=30) == [alone(target, row, max_new_tokens=30)]
-    assert drafter._loops.drafts
+    assert drafter._loops[1].drafts
 
 
 # -- what goes wrong ------------------------------------------------------------------------------------------------------
@@ -573,11 +585,8 @@ class Failing(Tape):
 
 def test_a_recording_that_fails_is_told(monkeypatch):
     monkeypatch.setattr(recorder, "recorder_for", lambda device: Failing(0))
-    with pytest.raises(ConfigurationError, match=r"cannot be replayed: .*not permitted when stream is capturing; use execution='auto'"):
+    with pytest.raises(ConfigurationError, match=r"cannot be recorded: .*not permitted when stream is capturing; use execution='auto'$"):
         Target(of("gpt2"), execution="graphs")
-    target = Target(of("gpt2"))
-    assert target.graphs is None and "not permitted" in target.ungraphed and target.execution == "eager"
-    assert "page of advice" not in target.ungraphed
 
 
 @pytest.mark.parametrize("last", [3, 4])
@@ -587,7 +596,7 @@ def test_a_recording_that_fails_later_loses_nothing(last, monkeypatch):
     drafter = DraftModel(perturbed("gpt2"), execution="graphs")
     speculator = Speculator(tiny("gpt2"), drafter, shape="chain(3)", execution="graphs")
     assert generate(speculator, rows, max_new_tokens=30) == [alone(tiny("gpt2"), row, max_new_tokens=30) for row in rows]
-    why = [speculator.target.ungraphed, drafter.model.ungraphed]
+    why = [speculator.target.reasons.get("graphs"), drafter.model.reasons.get("graphs")]
     assert any("not permitted" in (each or "") for each in why)
     assert (speculator.target.execution == "eager") == (why[0] is not None)
 
@@ -629,7 +638,7 @@ def test_a_replay_of_something_else_is_noticed_and_loses_nothing(good, monkeypat
     drafter = DraftModel(perturbed("gpt2"), execution="graphs")
     speculator = Speculator(tiny("gpt2"), drafter, shape="chain(3)", execution="graphs")
     assert generate(speculator, rows, max_new_tokens=30) == [alone(tiny("gpt2"), row, max_new_tokens=30) for row in rows]
-    why = [speculator.target.ungraphed, drafter.model.ungraphed]
+    why = [speculator.target.reasons.get("graphs"), drafter.model.reasons.get("graphs")]
     assert any(why) and all("differ" in each or "recorded draft" in each for each in why if each)
 
 
@@ -653,7 +662,7 @@ def test_what_a_wrong_replay_overwrote_is_read_again(monkeypatch):
             assert_same(target.advance(token), eager.advance(token))
             for each in (target, eager):
                 each._texts[0].append(more + step)
-    assert "differ" in target.ungraphed
+    assert "differ" in target.reasons.get("graphs")
 
 
 def test_hooks_see_every_pass(taped):
@@ -661,14 +670,14 @@ def test_hooks_see_every_pass(taped):
     speculator = Speculator(model, "prompt-lookup", shape="chain(3)", execution="graphs")
     rows = repetitive((23,))
     generate(speculator, rows, max_new_tokens=20)
-    assert speculator.target.graphs.replays
+    assert speculator.target.backend.recordings.replays
     handle = model.model.layers[0].register_forward_hook(lambda *given: calls.append(1))
     out = speculator.generate(**padded(rows), pad_token_id=0, max_new_tokens=20)
     assert len(calls) == out.stats.target_passes
     handle.remove()
-    before = speculator.target.graphs.replays
+    before = speculator.target.backend.recordings.replays
     assert added(speculator.generate(**padded(rows), pad_token_id=0, max_new_tokens=20), len(rows[0])) == added(out, len(rows[0]))
-    assert speculator.target.graphs.replays > before
+    assert speculator.target.backend.recordings.replays > before
 
 
 def test_weights_that_were_replaced_are_used(taped):
@@ -679,30 +688,31 @@ def test_weights_that_were_replaced_are_used(taped):
     for layer, other in zip(model.model.layers, perturbed().model.layers):
         layer.mlp.down_proj.weight = torch.nn.Parameter(other.mlp.down_proj.weight.clone() * 2)
     assert generate(speculator, rows, max_new_tokens=20) == [alone(model, rows[0], max_new_tokens=20)]
-    assert speculator.target.graphs.refused is None
+    assert speculator.target.backend.recordings.refused is None
 
 
 def test_release_gives_the_recordings_back(taped):
     speculator = Speculator(tiny(), "prompt-lookup", shape="chain(3)", execution="graphs")
     generate(speculator, repetitive((23,)), max_new_tokens=20)
-    assert len(speculator.target.graphs)
+    assert len(speculator.target.backend.recordings)
     speculator.target.release()
-    assert not len(speculator.target.graphs)
+    assert not len(speculator.target.backend.recordings)
     assert generate(speculator, repetitive((23,)), max_new_tokens=20) == [alone(tiny(), repetitive((23,))[0], max_new_tokens=20)]
     speculator.close()
-    assert speculator.target.graphs is None
+    assert not len(speculator.target.backend.recordings)
 
 
 def test_what_can_not_be_recorded_says_why(taped, monkeypatch):
-    def refused(model, why, **options):
-        with pytest.raises(ConfigurationError, match=rf"cannot be replayed: .*{why}.*use execution='auto'"):
-            Target(model, execution="graphs", **options)
-        target = Target(model, **{"execution": "auto", **options})
-        assert target.graphs is None and target.ungraphed
+    def refused(model, why):
+        with pytest.raises(ConfigurationError, match=rf"cannot be recorded: .*{why}.*use execution='auto'"):
+            Target(model, execution="graphs")
+        target = Target(model)
+        assert target.execution != "graphs" and why in target.reasons["graphs"]
 
     refused(of("qwen3_next"), "recurrent state")
     refused(of("gpt_neo"), "cache slots")
-    refused(of("llama"), "attention='flex'", attention="flex")
+    with pytest.raises(ConfigurationError, match=r"cannot attend through FlexAttention: .*execution='graphs' was asked for"):
+        Target(of("llama"), execution="graphs", attention="flex")
     hooked = clone(tiny())
     hooked.model.layers[0].register_forward_hook(lambda *given: None)
     refused(hooked, "hooks look at its passes")
@@ -714,7 +724,7 @@ def test_what_can_not_be_recorded_says_why(taped, monkeypatch):
     refused(spread, "several devices")
     monkeypatch.undo()
     refused(of("llama"), "recorded on a CUDA device, and the model is on cpu")
-    assert Target(of("llama"), execution="eager").ungraphed == "execution='eager' was asked for"
+    assert Target(of("llama"), execution="eager").reasons.get("graphs") == "execution='eager' was asked for"
 
 
 def test_outside_inference_mode_passes_are_eager(taped):
@@ -725,9 +735,9 @@ def test_outside_inference_mode_passes_are_eager(taped):
         target.prefill(text, first=0)
     for _ in range(WARM + 1):
         with torch.no_grad():
-            target._execution.cache.enter(target._execution.cache.window or window_of(target))
-            assert not target.graphs.ready
-    assert target.graphs.replays == 0
+            target.backend.cache.enter(target.backend.cache.window or window_of(target))
+            assert not target.backend.recordings.ready
+    assert target.backend.recordings.replays == 0
 
 
 def window_of(target):
@@ -787,14 +797,14 @@ def test_planted_faults_are_found_at_load(fault, taped, monkeypatch):
 
 @cuda
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "mistral"])
 def test_on_a_gpu_passes_are_those_of_the_model(family, dtype):
     model = clone(tiny(family)).to("cuda", dtype)
     target, eager = Target(model, execution="graphs"), Target(model, execution="eager", test=False, attention="model")
     assert target.execution == "graphs"
     assert_alike(target, eager, tolerance=1e-3 if dtype == torch.float32 else 8e-2)
-    assert target.graphs.refused is None and target.graphs.replays
+    assert target.backend.recordings.refused is None and target.backend.recordings.replays
 
 
 @cuda
@@ -803,15 +813,15 @@ def test_on_a_gpu_passes_are_those_of_the_model(family, dtype):
 @pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,1)"])
 def test_on_a_gpu_text_is_that_of_eager_passes(shape, options):
     rows, texts = repetitive((23, 9, 15)), []
-    for execution in ("auto", "eager"):
+    for execution in ("graphs", "eager"):
         drafter = DraftModel(clone(perturbed()).cuda(), execution=execution)
         speculator = Speculator(clone(tiny()).cuda(), drafter, shape=shape, execution=execution, rule="match")
         batch = {name: tensor.cuda() for name, tensor in padded(rows).items()}
         output = speculator.generate(**batch, pad_token_id=0, max_new_tokens=40, **options)
         texts.append(added(output, max(map(len, rows))))
-        if execution == "auto":
-            assert speculator.target.execution == "graphs", speculator.target.ungraphed
-            assert speculator.target.graphs.replays and drafter._loops.drafts
+        if execution == "graphs":
+            assert speculator.target.execution == "graphs", speculator.target.reasons.get("graphs")
+            assert speculator.target.backend.recordings.replays and drafter._loops[1].drafts
     assert texts[0] == texts[1]
 
 
@@ -827,7 +837,7 @@ def test_on_a_gpu_draft_and_pass_do_not_wait(shape):
     session.add(prompts((20,))[0], parameters(200))
     for _ in range(4 * WARM):
         session.step()
-    replays, drafts = target.graphs.replays, drafter._loops.drafts
+    replays, drafts = target.backend.recordings.replays, drafter._loops[1].drafts
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -835,6 +845,6 @@ def test_on_a_gpu_draft_and_pass_do_not_wait(shape):
             session.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert (target.graphs.replays, drafter._loops.drafts) == (replays + 1, drafts + 1)
+    assert (target.backend.recordings.replays, drafter._loops[1].drafts) == (replays + 1, drafts + 1)
     found = [str(each.message) for each in waits if "synchroniz" in str(each.message)]
     assert len(found) <= 1, found  # the verdict

@@ -272,7 +272,7 @@ def test_without_kernels_other_layouts_are_used(change, message, fresh, monkeypa
         with pytest.raises(ConfigurationError, match=f"native kernels cannot be used: .*{message}"):
             Target(model, execution="native")
         target = Target(model, owned=True)
-    assert target.execution == "packed" and NATIVE not in target.kernels.hints and target.kernels.hints == HINTS
+    assert target.execution == "packed" and NATIVE not in target.backend.overrides.hints and target.backend.overrides.hints == HINTS
 
 
 def _hang(command, **options):

@@ -201,7 +201,7 @@ def test_weights_changed_behind_a_packed_copy_are_packed_anew(always):
 
 def test_auto_packs_what_it_loaded_and_nothing_else():
     mine = Target(tiny())
-    assert mine.execution == "eager" and "handed in" in mine.unpacked
+    assert mine.execution == "eager" and "handed in" in mine.reasons["packed"]
     assert Target(clone(tiny()), owned=True).execution in ("packed", "native")
     assert Speculator("zoo:python-1m", drafter="none").target.execution in ("packed", "native")
     eager = Speculator("zoo:python-1m", drafter="draft-model:zoo:python-1m", execution="eager")

@@ -324,4 +324,4 @@ def test_auto_takes_the_kernels_where_there_are_any(checkpoint, always, monkeypa
     assert Speculator(checkpoint, "none", quantization="int8").target.execution == "native"
     monkeypatch.setattr(native, "refusal", lambda dtype: "no compiler")
     left = Speculator(checkpoint, "none", quantization="int8").target
-    assert left.execution == "eager" and "eight bits" in left.unpacked
+    assert left.execution == "eager" and "eight bits" in left.reasons["packed"]

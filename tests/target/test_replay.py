@@ -10,7 +10,7 @@ from architectures import build
 from helpers import Oracle, alone, generate, make_drafter, prompts, repetitive, tiny
 
 from foredraft import RowParameters, Speculator, TokenTree
-from foredraft.backends.rollback import REPLAY, ReplayRow, State
+from foredraft.backends.rollback import READ_AGAIN, RollbackRow, State
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
 
@@ -120,14 +120,14 @@ def test_kept_tokens_are_read_again_but_not_for_ever(family):
     handle = target.model.register_forward_pre_hook(
         lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    for step in range(REPLAY + 4):
+    for step in range(READ_AGAIN + 4):
         chain = chain_of(1, 4, step)
         target.score(TokenTree.from_chain(chain))
         target.commit(None, [1])
         text += chain[0, :1].tolist()
     handle.remove()
-    assert max(read) <= REPLAY + 4 and target.passes == len(read) + 1
-    assert len(read) == REPLAY + 4 + 1, "one pass of its own, once there was too much to read again"
+    assert max(read) <= READ_AGAIN + 4 and target.passes == len(read) + 1
+    assert len(read) == READ_AGAIN + 4 + 1, "one pass of its own, once there was too much to read again"
     assert_scores(target, [text], chain_of(1, 3, 99))
 
 
@@ -147,7 +147,7 @@ def test_a_draft_model_that_keeps_a_state(family):
 
 
 def test_a_state_is_taken_up_only_behind_what_it_has_read():
-    row = ReplayRow(text=[1, 2], live=State([1, 2, 3], [torch.zeros(1)]), kept=State([1, 2], [torch.ones(1)]))
+    row = RollbackRow(text=[1, 2], live=State([1, 2, 3], [torch.zeros(1)]), kept=State([1, 2], [torch.ones(1)]))
     state = row.take([1, 2, 4, 5], 3)
     assert state.tokens == [1, 2] and state is row.live is not row.kept
     assert row.take([1, 2, 4, 5], 3) is state

@@ -20,12 +20,12 @@ def blind_to_branches(tree, window, positions):
     """A layout in which every node sees all nodes before it, siblings too."""
     seen = TokenTree(tree.tokens, tree.parents)
     seen.__dict__["ancestors"] = chain_ancestors(tree.nodes, tree.tokens.device).expand(tree.rows, -1, -1)
-    return masks.layout(seen, window, tree.depths + positions[:, :1])
+    return masks.MaskInputs(seen, window, tree.depths + positions[:, :1])
 
 
 @torch.inference_mode()
 def test_a_model_that_fails_on_trees_alone_is_served_chains(monkeypatch):
-    monkeypatch.setattr(execution, "layout", blind_to_branches)
+    monkeypatch.setattr(execution, "MaskInputs", blind_to_branches)
     target = Target(tiny())
     assert "self-test of LlamaForCausalLM" in target.chains_only and "branching tree" in target.chains_only
     target.open([[3, 4, 5]])
@@ -43,7 +43,7 @@ def test_the_prefix_is_longer_than_the_window(name, monkeypatch):
     assert max(lengths) > 12 + 4
 
     def everything(**arguments):
-        where = arguments["config"].foredraft_layout
+        where = arguments["config"].foredraft_mask_inputs
         return where.visible[:, None]
 
     monkeypatch.setitem(masks.AttentionMaskInterface()._global_mapping, masks.NAME, everything)

@@ -30,7 +30,6 @@ FEWEST = 16  # queries of the smallest kernel
 FINE = 8192  # spans are powers of two up to here, then multiples of half of it
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # row, head, query, slot -> bool
-Shape = tuple[int, int, int, int, bool]
 
 
 def queries_of(nodes: int) -> int:
@@ -200,14 +199,8 @@ def layout_bits(layout: tuple[int, ...], before: int, device: torch.device) -> T
 
 def block_mask_in_positions(*, mask_function: Any, config: PreTrainedConfig, **unused: Any) -> BlockMask:
     """A mask builder in transformers' interface: a block mask from the :class:`TreeMask` that ``config`` carries."""
-    where: TreeMask = config.foredraft_layout
+    where: TreeMask = config.foredraft_mask_inputs
     return where.whole if mask_function is causal_mask_function else where.windowed(mask_function)
 
 
 AttentionMaskInterface.register(NAME, block_mask_in_positions)
-
-
-def shape_of(tree: TokenTree, window: Window) -> Shape:
-    """What a kernel is compiled for."""
-    words = 0 if tree.chain else queries_of(max(WORD, tree.nodes)) // WORD
-    return window.rows, queries_of(window.nodes), words, span_of(max(window.starts) + window.nodes), tree.chain

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foredraft.backends.kernels import difference
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.temperature import tuned_layers
+from foredraft.models.positions import tuned_layers
 
 NODES = 64  # tokens per row of a compiled pass at most; beyond, arithmetic takes the time, and the model's own layers are as fast
 
@@ -62,6 +62,12 @@ class Compilation:
                 self.refused = "its layers do not take the cache in a way that can be compiled"
         if self.refused is not None:
             self.undo()
+
+    name = "compiled"
+    hints = ()
+
+    def follow_weights(self) -> None:
+        """Nothing: weights are inputs of the graphs."""
 
     @property
     def graphs(self) -> int:

@@ -1,25 +1,26 @@
-"""Passes of all rows at once over a :class:`~foredraft.models.cache.TreeCache`: how most models are served."""
+"""Passes of all rows at once over a :class:`~foredraft.models.cache.TreeCache`: how most models are served.
+
+The model is called as it is, with whatever its layers were replaced by. Where that is one call of a kernel, the classes around it are
+left out.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from foredraft.backends.block_masks import spanned
-from foredraft.backends.flex import Flex
-from foredraft.backends.graphs import Graphs
+from foredraft.backends.base import Backend, ForwardPass, Overrides, PassOutput
 from foredraft.backends.kernel_pass import Direct
 from foredraft.device import to_device
-from foredraft.models.alibi import alibi_from, uses_alibi
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.masks import MaskBuilder, layout
-from foredraft.models.temperature import temperature_from, tuned_layers
+from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
+from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
+from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -28,153 +29,141 @@ if TYPE_CHECKING:
     from foredraft.models.features import Features
 
 
-class TreeExecution:
-    """Forward passes over trees and chains, every row behind a prefix of its own length.
+class ModelCall:
+    """Calls of one model, with the overrides that positions of our own need."""
 
-    Args:
-        model: takes the cache, and a mask of four dimensions where it needs one.
-        device: where its input ids go.
-        context: positions the model knows; filler is kept inside.
-
-    Attributes:
-        flex: attention through FlexAttention, None for the model's own.
-        graphs: passes that are replayed, None where all of them are made.
-        features: hidden states that passes hand out, None for none; ``hidden`` are those of the last pass, ``[R, nodes, F * d]``, or
-            ``[R, 1, F * d]`` where ``keep`` asked for one node per row and they are not wanted for the whole text.
-    """
-
-    def __init__(self, model: PreTrainedModel, device: torch.device, context: int | None):
+    def __init__(self, model: PreTrainedModel):
         config = model.config.get_text_config()
-        self.model, self.device, self.context = model, device, context
-        self.cache = TreeCache()
-        self.passes = 0
-        self.flex: Flex | None = None
-        self.graphs: Graphs | None = None
-        self.features: Features | None = None
-        self.hidden: Tensor | None = None
         parameters = inspect.signature(model.forward).parameters
+        self.model = model
+        self.masks = MaskBuilder(config, config._attn_implementation, model.dtype)
+        self.uses_alibi = uses_alibi(model)
+        self.tuned = tuned_layers(model)
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-        self._masks = MaskBuilder(config, config._attn_implementation, model.dtype)
-        self._alibi = uses_alibi(model)
-        self._tuned = tuned_layers(model)
-        self._called: tuple[object, Direct | None] = (None, None)
-        self._counting = torch.arange(1024, device=device)[None]
 
-    def forward(self, tree: TokenTree, window: Window, *, tokens: Tensor | None = None, keep: Sequence[int] | None = None) -> Tensor:
-        """``[R, nodes, V]`` logits of one pass over ``tokens`` (None: the tree's). ``keep`` asks for those of one node per row only,
-        ``[R, 1, V]``."""
-        self.passes += 1
-        model_pass = partial(self._pass, tree, window, tokens, keep)
-        if self.graphs is not None and keep is None:
-            return self._replayed(tree, window, tree.tokens if tokens is None else tokens, model_pass)
-        masked = not (tree.chain and window.uniform) or (window.nodes > 1 and window.starts[0] > 0)
-        if self.flex is None or not masked:
-            return model_pass()
-        flex_pass = partial(self._pass, tree, spanned(window), tokens, keep, self.flex)
-        within = self.context is None or window.width <= self.context  # filler beyond it stands where no path does
-        return self.flex.run(tree, window, model_pass, flex_pass, timed=keep is None and within)
+    def __call__(
+        self,
+        tokens: Tensor,
+        cache: TreeCache,
+        positions: Tensor,
+        mask: Any,
+        *,
+        where: MaskInputs | KnownMaskInputs | None,
+        width: int,
+        keep: Sequence[int] | None = None,
+        features: Features | None = None,
+    ) -> PassOutput:
+        """One call over ``tokens`` ``[R, N]`` at ``positions`` ``[R, N]``.
 
-    def _replayed(self, tree: TokenTree, window: Window, tokens: Tensor, model_pass: Callable[[], Tensor]) -> Tensor:
-        """One pass from a recording, where there is one."""
-        assert self.graphs is not None
-
-        def eager() -> tuple[Tensor, ...]:
-            logits = model_pass()
-            return (logits,) if self.hidden is None else (logits, self.hidden)
-
-        logits, *hidden = self.graphs.run(tree, window, tokens, eager)
-        self.hidden = hidden[0] if hidden else None
-        return logits
-
-    def _pass(self, tree: TokenTree, window: Window, tokens: Tensor | None, keep: Sequence[int] | None, flex: Flex | None = None) -> Tensor:
-        """One pass, through the model's own attention or through ``flex``."""
-        self.cache.enter(window)
-        if flex is None and (direct := self.direct) is not None:
-            given = tree.tokens if tokens is None else tokens
-            logits, self.hidden = direct(given, window, self.cache, self.context, self._masked(tree, window), keep, self.features)
-            return logits
-        arguments: dict[str, Any] = {}
-        last_only = keep is not None and all(node == tree.nodes - 1 for node in keep)
-        positions = self._positions(tree, window)
+        Args:
+            mask: in the model's own form, None where it builds its own.
+            where: what the mask was made from; None where slots are positions.
+            width: slots that the keys span.
+            keep, features: as in :class:`~foredraft.backends.base.ForwardPass` and :class:`~foredraft.backends.base.Backend`.
+        """
+        arguments: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
         if self._takes_positions:
-            arguments["position_ids"] = positions[:, -window.nodes :]
+            arguments["position_ids"] = positions
+        if keep is not None and self._takes_logits_to_keep:
+            last_only = all(node == tokens.shape[1] - 1 for node in keep)
+            arguments["logits_to_keep"] = 1 if last_only else to_device(sorted(set(keep)), tokens.device)
         with ExitStack() as overrides:
-            if flex is not None:
-                arguments["attention_mask"] = flex.masks(tree, window, positions, self.cache)
-                overrides.enter_context(flex.in_use())
-                if not (tree.chain and window.uniform):
-                    overrides.enter_context(self._temperature(positions[:, -window.nodes :], window))
-            elif not (tree.chain and window.uniform):
-                where = layout(tree, window, positions)
-                arguments["attention_mask"] = self._masks(where, self.cache)
-                overrides.enter_context(self._temperature(where.queries, window))
-                if self._alibi:
-                    overrides.enter_context(alibi_from(self.model, where.keys))
-            elif not self._alibi and (mask := self._masks.for_chain(window, self.device)) is not None:
-                arguments["attention_mask"] = mask
-            if keep is not None and self._takes_logits_to_keep:
-                arguments["logits_to_keep"] = 1 if last_only else torch.tensor(sorted(set(keep)), device=self.device)
-            caught = None if self.features is None else overrides.enter_context(self.features.catching())
-            logits = self.model(
-                input_ids=tree.tokens if tokens is None else tokens, past_key_values=self.cache, use_cache=True, **arguments
-            ).logits
-        if caught is not None:
-            self.hidden = caught.hidden(None if caught.features.whole else keep)
-        if keep is None:
-            return logits
-        return logits[:, -1:] if last_only else self._pick(logits, keep)
-
-    @property
-    def ragged(self) -> bool:
-        """Rows pay for their own nodes of a chain."""
-        return self.direct is not None
-
-    @property
-    def direct(self) -> Direct | None:
-        """The model in one call, where its weights are laid out for that and nobody watches."""
-        decoder = vars(getattr(self.model, "model", self.model)).get("forward")
-        if decoder is None:
-            return None
-        if decoder is not self._called[0]:
-            self._called = decoder, Direct.of(self.model)
-        direct = self._called[1]
-        return direct if direct is not None and direct.ready else None
-
-    def _masked(self, tree: TokenTree, window: Window) -> tuple[Tensor, Tensor] | None:
-        """Positions of the nodes of this pass, and their mask; None for a chain, where slots say both."""
-        if tree.chain:
-            return None
-        where = layout(tree, window, self._positions(tree, window))
-        mask = self._masks(where, self.cache)
-        return where.queries, mask if isinstance(mask, Tensor) else mask["full_attention"]
-
-    def _temperature(self, queries: Tensor, window: Window) -> AbstractContextManager[None]:
-        """For one pass, temperatures that the model would derive from slots come from positions ``queries`` ``[R, N]``."""
-        # up to the first floor scale every position has the same temperature, by slots as well
-        tuned = [layer for layer in self._tuned if window.width >= layer.floor_scale]
-        return temperature_from(tuned, queries) if tuned else nullcontext()
+            # up to the first floor scale every position has the same temperature, by slots as well
+            if where is not None and (tuned := [layer for layer in self.tuned if width >= layer.floor_scale]):
+                overrides.enter_context(temperature_from(tuned, positions))
+            if where is not None and self.uses_alibi:
+                overrides.enter_context(alibi_from(self.model, where.keys))
+            caught = None if features is None else overrides.enter_context(features.catching())
+            logits: Tensor = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments).logits
+        hidden = None if caught is None or features is None else caught.hidden(None if features.whole else keep)
+        return PassOutput(logits if keep is None else self._pick(logits, keep), hidden)
 
     def _pick(self, logits: Tensor, keep: Sequence[int]) -> Tensor:
         """``[R, 1, V]`` of ``logits`` at node ``keep[r]``, whether the model kept all nodes or the wanted ones only."""
         kept = sorted(set(keep)) if self._takes_logits_to_keep else list(range(logits.shape[1]))
-        index = torch.tensor([kept.index(node) for node in keep], device=logits.device)
+        if len(kept) == 1:
+            return logits[:, -1:]
+        index = to_device([kept.index(node) for node in keep], logits.device)
         return logits[torch.arange(len(keep), device=logits.device), index][:, None]
 
-    def _positions(self, tree: TokenTree, window: Window) -> Tensor:
+
+class Eager(Backend):
+    """Every row behind a prefix of its own length, in one call of the model."""
+
+    def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):
+        super().__init__(facts, overrides, reasons)
+        self.cache = TreeCache()
+        self.call = ModelCall(facts.model)
+        self._called: tuple[object, Direct | None] = (None, None)
+        self._counting = torch.arange(1024, device=facts.device)[None]
+
+    def forward(self, given: ForwardPass) -> PassOutput:
+        self.passes += 1
+        return self.plain(given)
+
+    def plain(self, given: ForwardPass) -> PassOutput:
+        """One pass, not counted."""
+        tree, window = given.tree, given.window
+        self.cache.enter(window)
+        if (direct := self.direct) is not None:
+            tree_inputs = self._masked(given)
+            return PassOutput(*direct(given.tokens, window, self.cache, self.facts.context, tree_inputs, given.keep, self.features))
+        positions, where, mask = self.positions(tree, window), None, None
+        if not given.uniform_chain:
+            where = MaskInputs(tree, window, positions)
+            mask = self.call.masks(where, self.cache)
+        elif not self.call.uses_alibi:
+            mask = self.call.masks.for_chain(window, self.facts.device)
+        return self.call(
+            given.tokens,
+            self.cache,
+            positions[:, -window.nodes :],
+            mask,
+            where=where,
+            width=window.width,
+            keep=given.keep,
+            features=self.features,
+        )
+
+    @property
+    def ragged(self) -> bool:  # type: ignore[override]
+        return self.direct is not None
+
+    @property
+    def direct(self) -> Direct | None:  # type: ignore[override]
+        """The model in one call of a kernel, where its weights are laid out for that and nobody watches."""
+        decoder = vars(getattr(self.facts.model, "model", self.facts.model)).get("forward")
+        if decoder is None:
+            return None
+        if decoder is not self._called[0]:
+            self._called = decoder, Direct.of(self.facts.model)
+        direct = self._called[1]
+        return direct if direct is not None and direct.ready else None
+
+    def _masked(self, given: ForwardPass) -> tuple[Tensor, Tensor] | None:
+        """Positions of the nodes of this pass, and their mask; None for a chain, where slots say both."""
+        if given.tree.chain:
+            return None
+        where = MaskInputs(given.tree, given.window, self.positions(given.tree, given.window))
+        mask = self.call.masks(where, self.cache)
+        return where.queries, mask if isinstance(mask, Tensor) else mask["full_attention"]
+
+    def positions(self, tree: TokenTree, window: Window) -> Tensor:
         """``[R, N]`` positions of the tree's nodes (of a uniform chain those of this pass only), filler kept inside the context
         so that learned position tables are not overrun."""
+        device, context = self.facts.device, self.facts.context
         if tree.chain and window.uniform:
             start = window.starts[0]
             if start + window.nodes > self._counting.shape[1]:
-                self._counting = torch.arange(2 * (start + window.nodes), device=self.device)[None]
+                self._counting = torch.arange(2 * (start + window.nodes), device=device)[None]
             positions = self._counting.narrow(1, start, window.nodes)
             if tree.rows > 1:
                 positions = positions.expand(tree.rows, -1)
         elif window.uniform:
             positions = tree.depths + (window.starts[0] - window.before)
         else:
-            positions = to_device(window.starts, self.device)[:, None] - window.before + tree.depths
-        if self.context is not None and window.width > self.context:
-            positions = positions.clamp(max=self.context - 1)
+            positions = to_device(window.starts, device)[:, None] - window.before + tree.depths
+        if context is not None and window.width > context:
+            positions = positions.clamp(max=context - 1)
         return positions

@@ -3,21 +3,17 @@
 transformers' sdpa path takes a boolean mask ``[R, 1, N, W]`` and, with any mask, repeats the keys and values of grouped heads in
 memory. FlexAttention takes the mask as a function (block_masks.py), reads grouped heads where they lie and no block behind the tree.
 
-The attention function is registered under a name of its own, and a model uses it for the length of a pass only. Whether it is faster
-is measured, on CUDA; elsewhere torch runs it uncompiled, which is slow and exact.
+The attention function is registered under a name of its own, and a model uses it for the length of a pass only. On CUDA it is compiled;
+elsewhere torch runs it uncompiled, which is slow and exact. It is used where it is asked for: no report from a GPU shows that it is faster.
 """
 
 from __future__ import annotations
 
 import inspect
-import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,38 +21,33 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedConfig
 
-from foredraft.backends.block_masks import NAME, Shape, shape_of, tree_mask
-from foredraft.models.alibi import uses_alibi
+from foredraft.backends.base import ForwardPass, PassOutput, differs, failure, tree_window
+from foredraft.backends.block_masks import NAME, spanned, tree_mask
+from foredraft.backends.eager import Eager
+from foredraft.backends.self_test import SMALLEST, Trial, texts_of_test
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.masks import MaskBuilder
+from foredraft.models.masks import MaskBuilder, MaskInputs
+from foredraft.models.positions import uses_alibi
+from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-ATTENTIONS = ("auto", "model", "flex")
 DECODE = 128  # fewer queries than this go to the kernel that splits the keys
 TILE = 64  # rows of that kernel's tiles; more would not fit the registers
-WORTH = 2048  # shortest span at which "auto" tries; below it attention is a small part of a pass
-PATIENCE = 8  # passes of one shape before it is compiled
-TRIALS = 12  # shapes compiled at most
-REPEATS = 3  # timed passes of either side in a trial
 RECOMPILES = 64  # variants of the one compiled function: shapes, soft caps, sinks, windows
 
-Pass = Callable[[], Tensor]  # makes the pass and returns its logits
 
-
-def refusal(model: PreTrainedModel, device: torch.device, *, packed: bool, forced: bool) -> str | None:
-    """Why ``model`` cannot, or unless ``forced`` should not, attend through FlexAttention; None if nothing speaks against it."""
+def refusal(facts: ModelFacts, execution: str) -> str | None:
+    """Why a model cannot attend through FlexAttention; None if nothing speaks against it."""
+    model = facts.model
+    if facts.chains_only is not None:
+        return facts.chains_only
     if not hasattr(flex_module, "AuxRequest"):
         return f"torch {torch.__version__} is older than 2.9"
-    if not forced and device.type != "cuda":
-        return f"it is compiled for CUDA, and on {device.type} it would be slower; attention='flex' uses it all the same"
-    if packed:
-        return "the packed layers attend by themselves; use execution='eager'"
+    if execution not in ("auto", "eager"):
+        return f"it takes the model's own layers, and execution={execution!r} was asked for; use execution='eager'"
     if uses_alibi(model):
         return "the model adds a bias by position to its mask, which a block mask does not hold"
-    if len(set((getattr(model, "hf_device_map", None) or {"": device}).values())) > 1:
+    if len(set((getattr(model, "hf_device_map", None) or {"": facts.device}).values())) > 1:
         return "the model lies on several devices and a block mask on one"
     return None
 
@@ -148,55 +139,24 @@ def attend(
 AttentionInterface.register(NAME, attend)
 
 
-# -- when it is used ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Median seconds of a pass through the model's own attention and through FlexAttention."""
-
-    model: float
-    flex: float
-
-    @property
-    def faster(self) -> bool:
-        return self.flex < self.model
+# -- the backend --------------------------------------------------------------------------------------------------------
 
 
 class Flex:
-    """FlexAttention for the passes of one model, where it is asked for or measured to be faster.
+    """FlexAttention in the passes of one model.
 
     Args:
-        forced: every pass that needs a mask; otherwise a shape is tried once it has come up ``PATIENCE`` times behind a long context:
-            compiled, compared with the model's own attention and timed in turns with it.
-        tolerance: how far logits may differ, in parts of the largest.
         compiled: None compiles on CUDA only.
-        clock: seconds; for tests.
 
     Attributes:
-        passes: how many were made so, trials left out.
+        passes: how many were made so.
         calls: of the attention function.
-        trials: what was measured, per shape (rows, queries, words of ancestors, span, whether it is a chain).
-        refused: why no further shape is tried.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        device: torch.device,
-        *,
-        forced: bool,
-        tolerance: float,
-        compiled: bool | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.device, self.forced, self.tolerance, self._clock = device, forced, tolerance, clock
-        self.compiled = device.type == "cuda" if compiled is None else compiled
+    def __init__(self, facts: ModelFacts, *, compiled: bool | None = None):
+        model = facts.model
+        self.compiled = facts.device.type == "cuda" if compiled is None else compiled
         self.passes = self.calls = 0
-        self.trials: dict[Shape, Trial] = {}
-        self.refused: str | None = None
-        self._half = model.dtype not in (torch.float32, torch.float64)
-        self._seen: Counter[Shape] = Counter()
         configs = [vars(module).get("config") for module in model.modules()]
         self._configs = list({id(each): each for each in configs if isinstance(each, PreTrainedConfig)}.values())
         self._masks = MaskBuilder(model.config.get_text_config(), NAME, model.dtype, builder=NAME)
@@ -218,60 +178,61 @@ class Flex:
                 config.__dict__["_attn_implementation_internal"] = implementation
                 del config.__dict__["foredraft_flex"]
 
-    def run(self, tree: TokenTree, window: Window, model_pass: Pass, flex_pass: Pass, *, timed: bool) -> Tensor:
-        """The logits of a pass, by whichever way is the faster for its shape; the model's own if it is none to be ``timed``."""
-        if self.forced or (timed and self._wins(shape_of(tree, window), model_pass, flex_pass)):
-            self.passes += 1
-            return flex_pass()
-        return model_pass()
 
-    def _wins(self, shape: Shape, model_pass: Pass, flex_pass: Pass) -> bool:
-        if shape not in self.trials:
-            if self.refused is not None or shape[3] < WORTH or len(self.trials) >= TRIALS:
-                return False
-            self._seen[shape] += 1
-            if self._seen[shape] < PATIENCE:
-                return False
-            trial = self._try(model_pass, flex_pass)
-            if trial is None:
-                return False
-            self.trials[shape] = trial
-        return self.trials[shape].faster
+class Flexed(Eager):
+    """Passes that need a mask attend through FlexAttention, others as the model does."""
 
-    def _try(self, model_pass: Pass, flex_pass: Pass) -> Trial | None:
-        """Time one pass both ways, in turns; None, and the reason kept, if FlexAttention fails or computes something else."""
-        try:
-            self.refused = self.differs(flex_pass(), model_pass())
-        except Exception as error:  # what a compiler raises has no common type, and the other way remains
-            self.refused = failure(error)
-        if self.refused is not None:
-            return None
-        seconds: dict[Pass, list[float]] = {model_pass: [], flex_pass: []}
-        for _ in range(REPEATS):
-            for each, taken in seconds.items():
-                self._settle()
-                began = self._clock()
-                each()
-                self._settle()
-                taken.append(self._clock() - began)
-        return Trial(*map(statistics.median, seconds.values()))
+    def __init__(self, facts: ModelFacts, reasons: dict[str, str], *, compiled: bool | None = None):
+        super().__init__(facts, None, reasons)
+        self.flex = Flex(facts, compiled=compiled)
 
-    def differs(self, found: Tensor, expected: Tensor) -> str | None:
-        """By how much ``found`` ``[R, N, V]`` differs from ``expected``, if that is too much; NaN is.
-
-        In half precision a quarter of the nodes may differ by more: experts are chosen by scores that rounding may reorder.
-        """
-        errors = (found.float() - expected.float()).abs().amax(-1).flatten() / expected.float().abs().max().clamp(min=1e-6)
-        difference = float(errors.quantile(0.75 if self._half else 1.0, interpolation="lower"))
-        if difference <= self.tolerance:
-            return None
-        return f"its logits differ from those of the model's own attention by {difference:.1e} of their scale"
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def forward(self, given: ForwardPass) -> PassOutput:
+        window = given.window
+        if given.uniform_chain and (window.nodes == 1 or window.starts[0] == 0):
+            return super().forward(given)
+        self.passes += 1
+        self.flex.passes += 1
+        wide = spanned(window)
+        self.cache.enter(wide)
+        positions = self.positions(given.tree, wide)
+        mask = self.flex.masks(given.tree, wide, positions, self.cache)
+        where = None if given.uniform_chain else MaskInputs(given.tree, wide, positions)
+        with self.flex.in_use():
+            return self.call(
+                given.tokens,
+                self.cache,
+                positions[:, -window.nodes :],
+                mask,
+                where=where,
+                width=wide.width,
+                keep=given.keep,
+                features=self.features,
+            )
 
 
-def failure(error: Exception) -> str:
-    """The first line of ``error``; a compiler's goes on for pages."""
-    return f"a pass through it failed with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+@torch.inference_mode()
+def attention_test(backend: Flexed) -> str | None:
+    """Score a tree and a chain behind two prefixes of unequal length through the model's own attention and through FlexAttention.
+
+    Returns:
+        Why FlexAttention is not to be used, None if the logits are the same.
+    """
+    facts, flex = backend.facts, backend.flex
+    if facts.context is not None and facts.context < SMALLEST:
+        return f"a context of {facts.context} tokens has no room for the test"
+    try:
+        trial = Trial(backend, texts_of_test(facts))
+        tree = trial.tree()
+        for each in (tree, TokenTree.from_chain(tree.tokens)):
+            given = ForwardPass(each, tree_window(each, backend.cache.lengths), each.tokens)
+            expected = backend.plain(given).logits
+            flex.calls = 0
+            difference = differs(facts.model, backend.forward(given).logits, expected)
+            if difference is not None or not flex.calls:
+                return difference or "its layers do not ask transformers' attention interface"
+        return None
+    except Exception as error:  # what a compiler, or a model that was given a block mask, raises has no common type
+        return failure(error)
+    finally:
+        flex.passes = 0
+        backend.release()

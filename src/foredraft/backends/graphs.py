@@ -1,8 +1,8 @@
-"""Passes that are replayed from recordings, so that a pass costs the host one launch and not hundreds.
+"""Passes from recordings, so that a pass costs the host one launch and not hundreds.
 
 A recording is made for a bucket: rows, nodes and a span of the cache, of which the first two are padded with filler that the masks hide.
-A bucket is recorded when it has come up before, and checked against the eager pass when it is recorded and once more with other inputs:
-what was baked in by mistake shows then. Whatever goes wrong, the eager pass is what remains, and :attr:`Graphs.refused` says why.
+A bucket is recorded when it has come up before. Its first runs are compared with eager passes: an input that was baked in by mistake shows
+in the second. Whoever asks gets an :class:`Outcome`, and makes the pass otherwise where there is no recording.
 
 Prompts, and passes in which the cache grows, are eager. When the cache's buffers have moved, recordings over the old ones are dropped.
 """
@@ -10,126 +10,194 @@ Prompts, and passes in which the cache grows, are eager. When the cache's buffer
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from foredraft.backends import recorder as recorders
-from foredraft.backends.flex import failure
+from foredraft.backends.base import ForwardPass, PassOutput, differs, failure
+from foredraft.backends.eager import Eager
 from foredraft.backends.grouped import Grouped
 from foredraft.backends.recorder import Outputs, Recorder
+from foredraft.backends.self_test import SMALLEST, Trial, some_text
 from foredraft.backends.static_pass import Bucket, PassFrame, StaticPass
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.features import Features
+from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.models.features import Features
-    from foredraft.target.target import Target
-
 PATIENCE = 2  # times that a bucket comes up before it is recorded
-TRIALS = 2  # replays of a recording that are compared with the eager pass
+TRIALS = 2  # runs of a recording that are compared with the eager pass
 MOST = 48  # recordings kept at most
 TOKENS = 512  # of a recorded pass at most; beyond, arithmetic takes longer than launching it
-SMALLEST = 32  # context in which the test has room
-TREE = (-1, 0, 0, 1, 1, 2)  # parents
 SPAN = 256  # shortest span; the others are its doubles
 STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)  # nodes; beyond, multiples of 32
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Frame(Protocol):
-    """Static inputs and a function over them."""
+    """Static inputs, and a function over them."""
 
     def run(self) -> Outputs: ...
+
+    def cut(self, outputs: Outputs) -> Outputs:
+        """Of what was computed for a whole bucket, the part that was asked for."""
+
+
+F = TypeVar("F", bound=Frame)
 
 
 @dataclass(eq=False)
 class Recording:
-    """A frame, what it reads, what replays it and where that leaves its outputs; ``trials`` counts the replays that were compared."""
+    """A frame, what it reads, what plays it and where that leaves its outputs; ``trials`` counts the runs that were compared."""
 
     frame: Any
-    inputs: list[Tensor]
-    replay: Callable[[], Any]
+    inputs: list[torch.Tensor]
+    play: Callable[[], Any]
     outputs: Outputs
     trials: int = 0
 
 
-class Graphs:
-    """The recordings of one target.
-
-    Args:
-        model, cache, context: as in :class:`~foredraft.backends.eager.TreeExecution`.
-        tolerance: how far logits may differ from those of an eager pass, in parts of the largest.
-        owner: whose cache it is; asked to give up what filler overwrites, and to read its texts again after a recording went wrong.
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What became of a wish to play a recording.
 
     Attributes:
-        refused: why nothing is replayed any more; None while all is well.
-        ungrouped: why heads that share keys have them repeated; None if they have not.
-        captures, replays: how many there were.
+        outputs: tensors of the caller's own; None where nothing was played.
+        reason: why nothing was played.
+        frame: what was played.
+        trial: the outputs are to be compared with those of an eager pass first (:meth:`Recordings.refuse` if they differ). The cache is
+            as it was before.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, cache: TreeCache, context: int | None, recorder: Recorder, *, tolerance: float, owner: Target
-    ):
-        self.model, self.cache, self.context, self.recorder = model, cache, context, recorder
-        self.tolerance, self.owner = tolerance, owner
-        self.refused: str | None = None
-        self.ungrouped: str | None = None
-        self.passes = StaticPass(model, cache, context, Grouped.of(model))
+    outputs: Outputs | None = None
+    reason: str | None = None
+    frame: Any = None
+    trial: bool = False
+
+
+class Recordings:
+    """The recordings over one cache.
+
+    Args:
+        facts, cache, reasons: of the backend whose passes are recorded.
+        recorder: makes them.
+
+    Attributes:
+        captures, replays: how many recordings were made, and how often one was played, trials left out.
+    """
+
+    def __init__(self, facts: ModelFacts, cache: TreeCache, reasons: dict[str, str], recorder: Recorder):
+        self.facts, self.cache, self.reasons, self.recorder = facts, cache, reasons, recorder
+        self.passes = StaticPass(facts, cache, Grouped.of(facts.model))
         self.captures = self.replays = 0
-        self._half = model.dtype not in (torch.float32, torch.float64)
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
         self._buffers: object = None
-        self._ready = self._paused = False
+        self._ready = False
         self._hooks: list[Any] = []
-        self.follow()
-
-    @staticmethod
-    def of(model: PreTrainedModel, cache: TreeCache, context: int | None, *, tolerance: float, owner: Target) -> Graphs | None:
-        """None where nothing can be recorded."""
-        recorder = recorders.recorder_for(owner.device)
-        return None if recorder is None else Graphs(model, cache, context, recorder, tolerance=tolerance, owner=owner)
+        self.follow_weights()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    # -- passes ---------------------------------------------------------------------------------------------------------
+    @property
+    def refused(self) -> str | None:
+        """Why nothing is played any more; None while all is well."""
+        return self.reasons.get("graphs")
 
-    def run(self, tree: TokenTree, window: Window, tokens: Tensor, eager: Callable[[], Outputs]) -> Outputs:
-        """What ``eager`` gives for a pass over ``tokens``, by a replay or by itself: ``[R, N, V]`` logits, and hidden states where some are
-        wanted; tensors of the caller's own."""
-        self.cache.enter(window)
-        bucket = self.bucket(window) if self.ready else None
-        if bucket is None:
-            return eager()
+    @property
+    def settled(self) -> bool:
+        """There are recordings, and all of them have been compared as often as they have to be."""
+        return bool(self._kept) and all(each.trials >= TRIALS for each in self._kept.values())
 
-        def load(frame: PassFrame) -> None:
-            frame.load(tree, window, tokens)
+    @property
+    def ready(self) -> bool:
+        """All buffers have the size that passes may ask for, and nobody looks at the passes. Recordings over buffers that are gone are
+        dropped here."""
+        cache = self.cache
+        buffers = (cache.allocations, cache.capacity, cache.row_capacity, len(cache.layers))
+        if buffers != self._buffers:
+            self.drop()
+            written = cache.written
+            self._ready = bool(written) and all(
+                len(layer.keys) >= cache.row_capacity and layer.keys.shape[2] >= cache.capacity for layer in written
+            )
+            self._buffers = buffers
+        return self._ready and self.refused is None and torch.is_inference_mode_enabled() and not any(self._hooks)
 
-        found = self.recorded(bucket, lambda: PassFrame(self.passes, bucket, tokens.device), load, bucket.rows, bucket.span - bucket.total)
-        if found is None:
-            return eager()
-        found.replay()
-        outputs = tuple(each[: window.rows, : window.nodes].clone() for each in found.outputs)  # the next replay overwrites them
+    def play(self, key: Hashable, make: Callable[[], F], load: Callable[[F], None], *, rows: int, span: int, filler: int) -> Outcome:
+        """Play the recording of ``key``; make it first if its time has come.
+
+        Args:
+            make, load: a :class:`Frame`, and what copies the inputs of this pass into it.
+            rows, span: of the cache, that it writes to; rows beyond the live ones lose what they hold from slot ``filler`` on.
+        """
+        if not self.ready:
+            return Outcome(reason=self.refused or "the cache has no buffers of the final size yet, or somebody watches the passes")
+        self.cache.spoil(rows, filler)
+        found = self._kept.get(key)
+        if found is not None:
+            self._kept.move_to_end(key)
+            load(found.frame)
+        else:
+            self._seen[key] += 1
+            if self._seen[key] < PATIENCE:
+                return Outcome(reason=f"a bucket is recorded when it comes up {PATIENCE} times")
+            frame = make()
+            load(frame)
+            try:
+                found = Recording(frame, recorders.inputs_of(frame.run), *self.recorder.capture(frame.run))
+            except Exception as error:  # what a device or a model raises when it is recorded has no common type
+                self.refuse(failure(error))
+                return Outcome(reason=failure(error))
+            self._keep(key, found)
         if found.trials >= TRIALS:
+            found.play()
             self.replays += 1
-            return outputs
-        expected = eager()
+            return Outcome(tuple(each.clone() for each in found.frame.cut(found.outputs)), frame=found.frame)
         found.trials += 1
-        reasons = [self.differs(ours, theirs, what) for ours, theirs, what in zip(outputs, expected, ("logits", "hidden states"))]
-        if (why := next((each for each in reasons if each), None)) is not None:
-            self.fail(why)
-            if window.before == 0:
-                self.owner.read_again()
-                expected = eager()
-        return expected
+        with self.cache.restored(rows, span):  # it may write anywhere there
+            found.play()
+            return Outcome(tuple(each.clone() for each in found.frame.cut(found.outputs)), frame=found.frame, trial=True)
+
+    def _keep(self, key: Hashable, made: Recording) -> None:
+        self.captures += 1
+        self._kept[key] = made
+        while len(self._kept) > MOST:
+            gone, _ = self._kept.popitem(last=False)
+            del self._seen[gone]
+
+    def refuse(self, why: str) -> None:
+        """Recordings gave something else, or could not be made: without attention of our own at first, then without recordings."""
+        self.drop()
+        self.recorder.reset()
+        if self.passes.grouped is not None:
+            self.reasons["grouped"], self.passes.grouped = why, None
+        else:
+            self.reasons["graphs"] = why
+
+    def follow_weights(self) -> None:
+        """The model's modules or weights are others now."""
+        self.drop()
+        self._hooks = [hooks for module in self.facts.model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+
+    def drop(self) -> None:
+        """Forget every recording, and the buffers that they hold."""
+        if self._kept:
+            self._kept.clear()
+            self.recorder.reset()
+        self._seen.clear()
+        self._buffers = None
+
+    def read(self, features: Features | None) -> None:
+        """Passes are to hand out these hidden states from now on; recordings that do not are dropped."""
+        self.drop()
+        self.passes.features = features
+
+    # -- sizes ----------------------------------------------------------------------------------------------------------
 
     def bucket(self, window: Window) -> Bucket | None:
         """What a pass is recorded as; None if it is not to be."""
@@ -149,117 +217,14 @@ class Graphs:
         """Rows of the bucket for ``rows``, as far as the buffers reach."""
         return min(rounded(rows, ROWS), max(rows, self.cache.row_capacity))
 
-    def roomy(self, tokens: int) -> int:
-        """A capacity for ``tokens`` that the next calls are likely to fit into as well: buffers that move cost every recording."""
-        span = SPAN
-        while span < tokens:
-            span *= 2
-        return span
-
     def span(self, end: int) -> int | None:
         """The span of a pass whose last slot is ``end`` - 1; None where the cache has no room for it yet."""
-        if end > self.cache.capacity:
-            return None
-        return min(self.roomy(end), self.cache.capacity)
+        return None if end > self.cache.capacity else min(roomy(end), self.cache.capacity)
 
-    @property
-    def ready(self) -> bool:
-        """All buffers are there in the size that passes may ask for, and nobody looks at the passes. Recordings over buffers that are
-        gone are dropped here."""
-        cache = self.cache
-        buffers = (cache.allocations, cache.capacity, cache.row_capacity, len(cache.layers))
-        if buffers != self._buffers:
-            self.drop()
-            written = cache.written
-            self._ready = bool(written) and all(
-                len(layer.keys) >= cache.row_capacity and layer.keys.shape[2] >= cache.capacity for layer in written
-            )
-            self._buffers = buffers
-        return self._ready and not self._paused and self.refused is None and torch.is_inference_mode_enabled() and not any(self._hooks)
 
-    # -- recordings -----------------------------------------------------------------------------------------------------
-
-    def recorded(self, key: Hashable, make: Callable[[], Any], load: Callable[[Any], None], rows: int, filler: int) -> Recording | None:
-        """The recording of ``key``, loaded and ready to be replayed; None before its time and where it fails. To be asked where
-        :attr:`ready` was just seen to be True.
-
-        Args:
-            make, load: a :class:`Frame`, and what copies the inputs of this pass into it.
-            rows: of the cache that it writes to; those beyond the live ones lose what they hold from slot ``filler`` on.
-        """
-        if rows > len(self.cache.lengths):
-            self.owner.give_up(rows, filler)
-        found = self._kept.get(key)
-        if found is not None:
-            self._kept.move_to_end(key)
-            load(found.frame)
-            return found
-        self._seen[key] += 1
-        if self._seen[key] < PATIENCE:
-            return None
-        frame = make()
-        load(frame)
-        try:
-            found = Recording(frame, recorders.inputs_of(frame.run), *self.recorder.capture(frame.run))
-        except Exception as error:  # what a device or a model raises when it is recorded has no common type
-            self.fail(failure(error))
-            return None
-        self.captures += 1
-        self._kept[key] = found
-        while len(self._kept) > MOST:
-            gone, _ = self._kept.popitem(last=False)
-            del self._seen[gone]
-        return found
-
-    def fail(self, why: str) -> None:
-        """Without attention of our own at first; then without recordings."""
-        self.drop()
-        self.recorder.reset()
-        if self.passes.grouped is not None:
-            self.ungrouped, self.passes.grouped = why, None
-        else:
-            self.refused = why
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, every pass is eager."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-    def follow(self) -> None:
-        """The model's modules or weights are others now."""
-        self.drop()
-        self._hooks = [hooks for module in self.model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-
-    @property
-    def settled(self) -> bool:
-        """There are recordings, and all of them have been compared as often as they have to be."""
-        return bool(self._kept) and all(each.trials >= TRIALS for each in self._kept.values())
-
-    def drop(self) -> None:
-        """Forget every recording, and the buffers that they hold."""
-        if self._kept:
-            self._kept.clear()
-            self.recorder.reset()
-        self._seen.clear()
-        self._buffers = None
-
-    def read(self, features: Features | None) -> None:
-        """Passes are to hand out these hidden states from now on; recordings that do not are dropped."""
-        self.drop()
-        self.passes.features = features
-
-    def differs(self, found: Tensor, expected: Tensor, what: str = "logits") -> str | None:
-        """By how much ``found`` ``[R, N, V]`` differs from ``expected``, if that is too much; NaN is.
-
-        In half precision a quarter of the nodes may differ by more: experts are chosen by scores that rounding may reorder.
-        """
-        errors = (found.float() - expected.float()).abs().amax(-1).flatten() / expected.float().abs().max().clamp(min=1e-6)
-        difference = float(errors.quantile(0.75 if self._half else 1.0, interpolation="lower"))
-        return None if difference <= self.tolerance else f"its {what} differ from those of an eager pass by {difference:.1e} of their scale"
+def roomy(tokens: int) -> int:
+    """A capacity for ``tokens`` that the next calls are likely to fit into as well: buffers that move cost every recording."""
+    return max(SPAN, 1 << (tokens - 1).bit_length())
 
 
 def rounded(count: int, steps: Sequence[int]) -> int:
@@ -267,10 +232,73 @@ def rounded(count: int, steps: Sequence[int]) -> int:
     return next((step for step in steps if count <= step), -(-count // 32) * 32)
 
 
-def refusal(model: PreTrainedModel, device: torch.device, chains_only: str | None, attention: str) -> str | None:
-    """Why the passes of ``model`` cannot be recorded, or None."""
-    if chains_only is not None:
-        return f"it keeps a cache of its own ({chains_only})"
+class Recorded(Eager):
+    """Passes from recordings where there are some, and eager ones.
+
+    Args:
+        facts, reasons: as in :class:`~foredraft.backends.base.Backend`.
+        recorder: what makes recordings on this device.
+    """
+
+    warm_up = PATIENCE + TRIALS
+
+    def __init__(self, facts: ModelFacts, reasons: dict[str, str], recorder: Recorder):
+        super().__init__(facts, None, reasons)
+        self.recordings = Recordings(facts, self.cache, reasons, recorder)
+
+    @property
+    def name(self) -> str:
+        return "graphs" if self.recordings.refused is None else "eager"
+
+    def forward(self, given: ForwardPass) -> PassOutput:
+        self.passes += 1
+        outcome = Outcome() if given.keep is not None else self._play(given)
+        if outcome.outputs is None:
+            return self.plain(given)
+        if not outcome.trial:
+            return PassOutput(*outcome.outputs)
+        expected = self.plain(given)
+        pairs = zip(outcome.outputs, (expected.logits, expected.hidden), ("logits", "hidden states"))
+        reasons = [differs(self.facts.model, found, theirs, what) for found, theirs, what in pairs if theirs is not None]
+        if (why := next((each for each in reasons if each), None)) is not None:
+            self.recordings.refuse(why)
+        return expected
+
+    def _play(self, given: ForwardPass) -> Outcome:
+        window, recordings = given.window, self.recordings
+        self.cache.enter(window)
+        bucket = recordings.bucket(window)
+        if bucket is None:
+            return Outcome(reason="no bucket has room for the pass")
+        return recordings.play(
+            bucket,
+            lambda: PassFrame(recordings.passes, bucket, given.tokens.device),
+            lambda frame: frame.load(given.tree, window, given.tokens),
+            rows=bucket.rows,
+            span=bucket.span,
+            filler=bucket.span - bucket.total,
+        )
+
+    def read(self, features: Features | None) -> None:
+        super().read(features)
+        self.recordings.read(features)
+
+    def roomy(self, tokens: int) -> int:
+        return roomy(tokens)
+
+    def follow_weights(self) -> None:
+        self.recordings.follow_weights()
+
+    def release(self) -> None:
+        super().release()
+        self.recordings.drop()
+
+
+def refusal(facts: ModelFacts) -> str | None:
+    """Why the passes of a model cannot be recorded, or None."""
+    model, device = facts.model, facts.device
+    if facts.chains_only is not None:
+        return f"it keeps a cache of its own ({facts.chains_only})"
     if recorders.recorder_for(device) is None:
         return f"graphs are recorded on a CUDA device, and the model is on {device.type}"
     places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
@@ -279,36 +307,30 @@ def refusal(model: PreTrainedModel, device: torch.device, chains_only: str | Non
     if any("forward" in vars(module) for module in model.modules()):
         return "its layers have overrides of their own already (another Speculator)"
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return "hooks look at its passes, and a replay calls none"
-    if attention == "flex":
-        return "attention='flex' was asked for, whose masks are made by the host"
+        return "hooks look at its passes, and a recording calls none"
     return None
 
 
 @torch.inference_mode()
-def graph_test(target: Target) -> str | None:
-    """Record a tree, a chain and a single token behind prefixes of unequal length, and replay them behind others.
+def graph_test(backend: Recorded) -> str | None:
+    """Record a tree, a chain and a single token behind prefixes of unequal length, and play them behind others.
 
     Returns:
-        Why passes are not to be replayed, None if their logits are those of eager passes.
+        Why passes are not to be recorded, None if their logits are those of eager passes.
     """
-    graphs = target.graphs
-    assert graphs is not None
-    if target.context is not None and target.context < SMALLEST:
-        return f"a context of {target.context} tokens has no room for the test"
-    texts = [[(row + 3 * place * place) % target.vocab_size for place in range(12 - 8 * row)] for row in range(2)]
-    parents = torch.tensor([TREE] * 2, device=target.device)
-    target.open(texts)
+    facts, recordings = backend.facts, backend.recordings
+    if facts.context is not None and facts.context < SMALLEST:
+        return f"a context of {facts.context} tokens has no room for the test"
     try:
-        target.prefill(texts, first=0)
+        trial = Trial(backend, [some_text(facts, 12, 3), some_text(facts, 4, 1)])
         for attempt in range(2 * (PATIENCE + TRIALS)):  # twice: once more without grouped attention, should that be what fails
-            nodes = torch.arange(2 * len(TREE), device=target.device).view(2, -1) * (attempt + 2) % target.vocab_size
-            for tree in (TokenTree(nodes, parents), TokenTree.from_chain(nodes[:, :4]), TokenTree.root(nodes[:, 0])):
-                target.score(tree)
-            target.commit(None, (1, 0))
-            texts[0].append(int(nodes[0, 0]))
-            if graphs.refused is not None or graphs.settled:
+            tree = trial.tree()
+            nodes = (tree.tokens + 5 * attempt) % facts.vocab_size
+            for each in (TokenTree(nodes, tree.parents), TokenTree.from_chain(nodes[:, :4]), TokenTree.root(nodes[:, 0])):
+                trial.score(each)
+            trial.commit(None, (1, 0))
+            if recordings.refused is not None or recordings.settled:
                 break
-        return graphs.refused
+        return recordings.refused
     finally:
-        target.release()
+        backend.release()

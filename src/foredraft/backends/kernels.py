@@ -30,19 +30,32 @@ class Kernels:
     """
 
     def __init__(self, model: nn.Module, sample: Callable[[], Tensor], *, owned: bool, hints: Sequence[int]):
-        self.owned, self.hints = owned, hints
-        expected = sample()
-        self._packing = Packing(model, sample, owned=owned, hints=hints)
-        self._fusion = Fusion(model, self._packing)
+        self.model, self.owned, self.hints, self._sample = model, owned, hints, sample
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        expected = self._sample()
+        self._packing = Packing(self.model, self._sample, owned=self.owned, hints=self.hints)
+        self._fusion = Fusion(self.model, self._packing)
         self.unfused = self._fusion.unfused
-        if self._fusion.layers and (found := difference(sample(), expected)) is not None:
+        if self._fusion.layers and (found := difference(self._sample(), expected)) is not None:
             self._fusion.undo()
             self.unfused = f"fused layers gave logits that differ by {found:.1e} of their scale"
         self.fused, self.native = len(self._fusion.layers), self._fusion.native
         self.refused: str | None = None
-        if not self.fused and (found := difference(sample(), expected)) is not None:
+        if not self.fused and (found := difference(self._sample(), expected)) is not None:
             self._packing.undo()
             self.refused = f"packed weights gave logits that differ by {found:.1e} of their scale"
+
+    @property
+    def name(self) -> str:
+        return "native" if self.native else "packed"
+
+    def follow_weights(self) -> None:
+        """Packed weights that replaced the model's own are the model's; others are laid out anew."""
+        if not self.owned:
+            self.undo()
+            self._lay_out()
 
     @property
     def bytes(self) -> int:

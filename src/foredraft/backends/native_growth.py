@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from foredraft.backends.kernel_pass import Direct, NativePass
 from foredraft.backends.packing import NATIVE, Product
 from foredraft.models.cache import TreeCache, Window
 from foredraft.shapes import DynamicShape, StaticShape
-
-if TYPE_CHECKING:
-    from foredraft.target.target import Target
 
 MISSED = 8  # tokens that are read in front of the first level, at most; more are for a prefill
 WIDEST = 16  # nodes of a level
@@ -70,7 +67,7 @@ class Grower:
         self._held: list[Tensor] = []
 
     def grow(self, ids: Sequence[int], shape: DynamicShape, *, depth: int, vocab_size: int) -> Grown | None:
-        """The tree below the last of ``ids``, as :func:`~foredraft.drafters.growth.grow_on_host` grows it, at most ``depth`` levels deep.
+        """The tree below the last of ``ids``, as level-by-level drafting grows it, at most ``depth`` levels deep.
         None where this text cannot be continued here.
 
         The cache then holds the text, its last token aside, and behind it the nodes that were read, not committed.
@@ -147,16 +144,16 @@ class Grower:
 
 
 class NativeGrowth(Grower):
-    """Grows trees below the text of the only row of a target.
+    """Grows trees below the text of the only row of ``cache``.
 
     Args:
-        target: whose ``direct`` call is in use.
-        direct: that call.
+        direct: the call of the model that is in use.
         head: its output layer.
+        cache, context: of the backend that makes its passes.
     """
 
-    def __init__(self, target: Target, direct: Direct, head: Product):
-        self.target, self.direct = target, direct
+    def __init__(self, direct: Direct, head: Product, cache: TreeCache, context: int | None):
+        self.direct, self.cache, self.context = direct, cache, context
         base, first = direct.decoder.base, direct.decoder.kernels[0]
         about = native.Growth(
             layers=ctypes.addressof(direct.decoder.abouts),
@@ -167,10 +164,9 @@ class NativeGrowth(Grower):
         super().__init__(first.library, first.about, head, base.embed_tokens.weight.new_empty(0), about)
 
     @staticmethod
-    def of(target: Target) -> NativeGrowth | None:
-        """For ``target``, or None if it has no such kernel or somebody watches its passes."""
-        direct = target.direct
-        if direct is None or direct.model.lm_head._forward_hooks or direct.model.lm_head._forward_pre_hooks:
+    def of(direct: Direct, cache: TreeCache, context: int | None) -> NativeGrowth | None:
+        """None if there is no such kernel for the model, or somebody watches its output layer."""
+        if direct.model.lm_head._forward_hooks or direct.model.lm_head._forward_pre_hooks:
             return None
         head = vars(direct.model.lm_head).get("forward")
         layer = direct.decoder.kernels[0]
@@ -178,15 +174,14 @@ class NativeGrowth(Grower):
             return None
         if native.library(head.dtype, head.int8) is not layer.library:
             return None
-        return NativeGrowth(target, direct, head)
+        return NativeGrowth(direct, head, cache, context)
 
     def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
         """What the cache lacks of ``ids``."""
-        cache = self.target.cache
-        assert isinstance(cache, TreeCache)
+        cache = self.cache
         start = cache.lengths[0]
         missed, most = len(ids) - start, len(ids) + nodes
-        if not 1 <= missed <= MISSED or (self.target.context is not None and most > self.target.context):
+        if not 1 <= missed <= MISSED or (self.context is not None and most > self.context):
             return None
         decoder, about = self.direct.decoder, self._about
         angles = decoder.angles_by_position(self._like, most)
@@ -203,14 +198,13 @@ class NativeGrowth(Grower):
         return (ctypes.c_int64 * missed)(*ids[start:])
 
     def _end(self, ids: Sequence[int], fed: int) -> None:
-        cache = self.target.cache
-        assert isinstance(cache, TreeCache)
+        cache = self.cache
         cache.rewind([len(ids) - 1])
         cache.enter(Window(0, 1, (len(ids) - 1,), fed))
 
 
 @dataclass(frozen=True)
-class Layout:
+class StaticParents:
     """A static shape as the kernel takes it: ``parents`` and ``ranks`` of all nodes but the root; ``read`` of them are asked about, in
     levels of at most ``widest``; ``siblings`` at most."""
 
@@ -222,7 +216,7 @@ class Layout:
 
 
 @lru_cache(maxsize=256)
-def laid_out(shape: StaticShape) -> Layout | None:
+def laid_out(shape: StaticShape) -> StaticParents | None:
     """For ``shape``, or None if its levels are too wide or not in order."""
     parents = [parent for level in shape.levels for parent in level.parents]
     ranks = [rank for level in shape.levels for rank in level.ranks]
@@ -230,4 +224,4 @@ def laid_out(shape: StaticShape) -> Layout | None:
     if parents != sorted(parents) or tuple(parents) != shape.parents[1:] or widest > WIDEST:
         return None
     number = ctypes.c_int32 * len(parents)
-    return Layout(number(*parents), number(*ranks), shape.levels[-1].first - 1, widest, 1 + max(ranks))
+    return StaticParents(number(*parents), number(*ranks), shape.levels[-1].first - 1, widest, 1 + max(ranks))

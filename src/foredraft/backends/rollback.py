@@ -1,11 +1,11 @@
-"""Passes of one row at a time over transformers' own cache: for models that can verify a chain but no tree.
+"""Passes of one row at a time over transformers' own cache: for models that can roll back but not branch.
 
-A recurrent state has read its tokens for good, so a rejected draft cannot be cut off. Instead a copy of the state is
-kept from before the draft, at a point of the text that stays. When a draft is rejected in part, the next pass starts
-from that copy and reads the kept tokens again, in front of the new draft. Caches of attention layers alone are cut.
+A recurrent state cannot forget a rejected draft. A copy of the state is therefore kept from before the draft. When part of a draft is
+rejected, the next pass starts from that copy and reads the kept tokens again, in front of the new draft. Caches that consist of attention
+layers alone are cut instead.
 
-The cost: every round is one pass per row rather than one per batch, each reads up to ``REPLAY`` tokens again, and each
-copies the recurrent states (not the keys and values). Correct first; a speed-up is to be had at batch 1 only.
+The cost: a round is one pass per row, not one per batch. Each pass reads up to ``READ_AGAIN`` tokens again and copies the recurrent
+states (not the keys and values). A speed-up is possible at batch 1 only.
 """
 
 from __future__ import annotations
@@ -15,22 +15,17 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from foredraft.models.cache import Window
-from foredraft.tree import TokenTree
+from foredraft.backends.base import Backend, ForwardPass, Overrides, PassOutput
+from foredraft.models.support import ModelFacts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.models.features import Features
-
-REPLAY = 32  # kept tokens read again in a pass; more of them get a pass of their own, after which the copy is renewed
+READ_AGAIN = 32  # kept tokens read again in a pass; more of them get a pass of their own, after which the copy is renewed
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
@@ -60,7 +55,7 @@ class State:
 
 
 @dataclass(eq=False)
-class ReplayRow:
+class RollbackRow:
     """One row: its committed ``text``, the ``drafted`` tokens of the round, the ``live`` state after the last pass, and the
     ``kept`` one, which has read nothing but text that stays. The two may be the same object."""
 
@@ -85,14 +80,14 @@ class ReplayRow:
         return self.live
 
 
-class ReplayCache:
-    """The rows of a :class:`ReplayExecution`; the same verbs as :class:`~foredraft.models.cache.TreeCache`."""
+class RollbackCache:
+    """The rows of a :class:`Rollback`; the same verbs as :class:`~foredraft.models.cache.TreeCache`."""
 
     shares = False
 
     def __init__(self) -> None:
-        self.rows: list[ReplayRow] = []
-        self.entered: list[ReplayRow] = []  # rows of the pass just made
+        self.rows: list[RollbackRow] = []
+        self.entered: list[RollbackRow] = []  # rows of the pass just made
 
     @property
     def lengths(self) -> list[int]:
@@ -100,7 +95,7 @@ class ReplayCache:
 
     def open(self, lengths: Sequence[int]) -> None:
         """Append fresh rows; nothing is shared, so every length is 0."""
-        self.rows += [ReplayRow() for _ in lengths]
+        self.rows += [RollbackRow() for _ in lengths]
 
     def reserve(self, tokens: int) -> None:
         """Nothing: transformers allocates as it goes."""
@@ -141,61 +136,51 @@ class ReplayCache:
         return sum(state.bytes for state in states.values())
 
 
-class ReplayExecution:
-    """Forward passes over chains, a row at a time, each as transformers' own ``generate`` would make it.
+class Rollback(Backend):
+    """Forward passes over chains, a row at a time, each as transformers' own ``generate`` would make it. Of a row beyond the model's
+    context nothing is read; its logits, and those of filler, are zeros.
 
     Args:
-        model: takes a cache as one of ``CACHE_ARGUMENTS`` and reads several tokens behind it in one pass.
-        device: where its input ids go.
-        vocab_size: ids it knows; others are read as the nearest of these.
+        facts: a model that takes a cache as one of ``CACHE_ARGUMENTS`` and reads several tokens behind it in one pass.
         chunk: most tokens of text read in one pass.
-        context: positions the model knows; of a row beyond it nothing is read, and its logits are zeros.
-
-    Attributes:
-        features, hidden: as those of a :class:`~foredraft.backends.eager.TreeExecution`; filler and what is not read have zeros.
     """
 
-    ragged = True  # each row pays for its own nodes
-    direct = None
+    ragged = True
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, vocab_size: int, chunk: int, context: int | None):
-        self.model, self.device, self.vocab_size, self.chunk, self.context = model, device, vocab_size, chunk, context
-        self.cache = ReplayCache()
-        self.passes = 0
-        self.features: Features | None = None
-        self.hidden: Tensor | None = None
-        parameters = inspect.signature(model.forward).parameters
+    def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str], chunk: int):
+        super().__init__(facts, overrides, reasons)
+        self.model, self.chunk = facts.model, chunk
+        self.cache = RollbackCache()
+        parameters = inspect.signature(facts.model.forward).parameters
         self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in parameters)
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
-    def forward(self, tree: TokenTree, window: Window, *, tokens: Tensor | None = None, keep: Sequence[int] | None = None) -> Tensor:
-        """``[R, nodes, V]`` logits after the nodes of the chain ``tree`` from ``window.before`` on; filler is not read and has zeros.
-
-        ``keep`` asks for the logits of one node per row only, ``[R, 1, V]``, and says that nothing behind it is real.
-        """
+    def forward(self, given: ForwardPass) -> PassOutput:
+        tree, window, keep = given.tree, given.window, given.keep
         self.cache.entered = self.cache.rows[window.first : window.last]
-        chains = tree.tokens.clamp(0, self.vocab_size - 1).tolist()
+        chains = tree.tokens.clamp(0, self.facts.vocab_size - 1).tolist()
         counts = [tree.nodes] * tree.rows if tree.valid is None else tree.valid.sum(-1).tolist()
         if keep is not None:
             counts = [node + 1 for node in keep]
-        before = window.before
-        found, states = zip(*[self._read(row, chain[:count], before) for row, chain, count in zip(self.cache.entered, chains, counts)])
-        if self.features is not None:
-            self.hidden = together(states, window.nodes, last=keep is not None and not self.features.whole)
-        return together(found, window.nodes, last=keep is not None)
+        found = [self._read(row, chain[:count], window.before) for row, chain, count in zip(self.cache.entered, chains, counts)]
+        logits = together([each[0] for each in found], window.nodes, last=keep is not None)
+        if self.features is None:
+            return PassOutput(logits)
+        last = keep is not None and not self.features.whole
+        return PassOutput(logits, together([each[1] for each in found], window.nodes, last=last))
 
-    def _read(self, row: ReplayRow, drafted: list[int], before: int) -> tuple[Tensor, Tensor]:
+    def _read(self, row: RollbackRow, drafted: list[int], before: int) -> tuple[Tensor, Tensor]:
         """``[n, V]`` logits and ``[n, F * d]`` hidden states at the n tokens of ``drafted`` from ``before`` on, behind the row's text."""
         row.drafted = drafted
         text, whole = len(row.text), row.text + drafted
         ended = before >= len(drafted)  # in an earlier pass
-        if ended or (self.context is not None and len(whole) > self.context):
-            sizes = self.vocab_size, 0 if self.features is None else self.features.width
-            made = [torch.zeros(max(0, len(drafted) - before), size, dtype=self.model.dtype, device=self.device) for size in sizes]
+        if ended or (self.facts.context is not None and len(whole) > self.facts.context):
+            sizes = self.facts.vocab_size, 0 if self.features is None else self.features.width
+            made = [torch.zeros(max(0, len(drafted) - before), size, dtype=self.model.dtype, device=self.facts.device) for size in sizes]
             return made[0], made[1]
         state = row.take(whole, text + before)
-        if text - len(state.tokens) > REPLAY:
+        if text - len(state.tokens) > READ_AGAIN:
             for end in range(len(state.tokens) + self.chunk, text, self.chunk):
                 self._pass(state, whole[len(state.tokens) : end], 1)
             self._pass(state, whole[len(state.tokens) : text], 1)
@@ -210,12 +195,12 @@ class ReplayExecution:
         arguments: dict[str, Any] = {self._cache_argument: state.memory}
         if self._takes_positions:
             start = len(state.tokens)
-            arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
+            arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.facts.device)[None]
         if self._takes_logits_to_keep:
             arguments["logits_to_keep"] = wanted
         self.passes += 1
         with nullcontext() if self.features is None else self.features.catching() as caught:
-            output = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=True, **arguments)
+            output = self.model(input_ids=torch.tensor([tokens], device=self.facts.device), use_cache=True, **arguments)
         state.memory = getattr(output, self._cache_argument)
         state.tokens += tokens
         logits = output.logits[0, -wanted:]

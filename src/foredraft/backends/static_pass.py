@@ -1,4 +1,4 @@
-"""A forward pass that is a function of tensors alone, so that it can be recorded once and replayed.
+"""A forward pass that is a function of tensors alone, so that it can be recorded once and played again.
 
 What changes from pass to pass are tensors: the tokens, the slots that the trees begin at, the nodes that lie in front, the depths and
 the ancestors of the nodes. Positions, masks and the slots that keys are written to are derived from them inside the pass, for a span of
@@ -7,52 +7,43 @@ slots that is given once. The cache's own buffers are read and written where the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from foredraft.backends.base import PassOutput
+from foredraft.backends.eager import ModelCall
 from foredraft.backends.grouped import Grouped
 from foredraft.device import to_device
-from foredraft.models.alibi import alibi_from, uses_alibi
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.masks import Layout, MaskBuilder
-from foredraft.models.temperature import temperature_from, tuned_layers
+from foredraft.models.features import Features
+from foredraft.models.masks import KnownMaskInputs
+from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from foredraft.models.features import Features
 
 
 class StaticPass:
     """Passes of one model over slots of its cache.
 
     Args:
-        model, cache, context: as in :class:`~foredraft.backends.eager.TreeExecution`.
+        facts, cache: as a backend has them.
         grouped: how heads that share keys attend, None for the model's own way.
 
     Attributes:
-        features: hidden states that passes hand out, None for none; ``hidden`` are those of the last pass, ``[R, N, F * d]``.
+        features: hidden states that passes hand out, None for none.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: TreeCache, context: int | None, grouped: Grouped | None):
-        config = model.config.get_text_config()
-        self.model, self.cache, self.context, self.grouped = model, cache, context, grouped
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self._masks = MaskBuilder(config, config._attn_implementation, model.dtype)
-        self._alibi = uses_alibi(model)
-        self._tuned = tuned_layers(model)
+    def __init__(self, facts: ModelFacts, cache: TreeCache, grouped: Grouped | None):
+        self.facts, self.cache, self.grouped = facts, cache, grouped
+        self.call = ModelCall(facts.model)
         self.features: Features | None = None
-        self.hidden: Tensor | None = None
 
-    def __call__(self, tokens: Tensor, roots: Tensor, first: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> Tensor:
-        """``[R, N, V]`` logits after ``tokens`` ``[R, N]``, rows 0 to R of the cache; their keys are written.
+    def __call__(self, tokens: Tensor, roots: Tensor, first: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> PassOutput:
+        """Logits ``[R, N, V]`` after ``tokens`` ``[R, N]``, rows 0 to R of the cache; their keys are written.
 
         Args:
             roots: ``[R]`` slots of the trees' roots, as many as the tokens in front of them.
@@ -65,47 +56,21 @@ class StaticPass:
         root = roots[:, None]
         own = (first[:, None] + torch.arange(nodes, device=tokens.device)).expand(rows, nodes)  # their numbers in the tree
         positions = root + depths
-        if self.context is not None:
-            positions = positions.clamp(max=self.context - 1)  # filler, so that learned position tables are not overrun
+        if self.facts.context is not None:
+            positions = positions.clamp(max=self.facts.context - 1)  # filler, so that learned position tables are not overrun
         slots = torch.arange(span, device=tokens.device)[None]
         node = slots - root  # [R, W] that a slot would hold
         inside = node.clamp(0, total - 1)
         ancestry = ancestors.expand(rows, nodes, total).gather(2, inside[:, None].expand(rows, nodes, span))
-        where = Placed(
+        where = KnownMaskInputs(
             positions.gather(1, own),
             torch.where(node < 0, slots, positions.gather(1, inside)),
             (node < 0)[:, None] | ((node < total)[:, None] & ancestry),
         )
-        return self._pass(tokens, where, SlotCache(self.cache, root + own, span, roots[0]), span)
-
-    def _pass(self, tokens: Tensor, where: Placed, view: SlotCache, span: int) -> Tensor:
-        arguments: dict[str, Any] = {"attention_mask": self._masks(where, view)}
-        if self._takes_positions:
-            arguments["position_ids"] = where.queries
-        tuned = [layer for layer in self._tuned if span >= layer.floor_scale]
-        with ExitStack() as overrides:
-            if tuned:
-                overrides.enter_context(temperature_from(tuned, where.queries))
-            if self._alibi:
-                overrides.enter_context(alibi_from(self.model, where.keys))
-            if self.grouped is not None:
-                overrides.enter_context(self.grouped.in_use())
-            caught = None if self.features is None else overrides.enter_context(self.features.catching())
-            logits: Tensor = self.model(input_ids=tokens, past_key_values=view, use_cache=True, **arguments).logits
-        self.hidden = None if caught is None else caught.hidden()
-        return logits
-
-
-class Placed(Layout):
-    """Where queries ``[R, N]`` and keys ``[R, W]`` stand and what is ``visible`` ``[R, N, W]``, as tensors that are known already."""
-
-    def __init__(self, queries: Tensor, keys: Tensor, visible: Tensor):
-        self.__dict__.update(_queries=queries, keys=keys, visible=visible)
-
-    @property
-    def queries(self) -> Tensor:
-        found: Tensor = self.__dict__["_queries"]
-        return found
+        view = SlotCache(self.cache, root + own, span, roots[0])
+        with nullcontext() if self.grouped is None else self.grouped.in_use():
+            mask = self.call.masks(where, view)
+            return self.call(tokens, view, where.queries, mask, where=where, width=span, features=self.features)
 
 
 class SlotCache(TreeCache):
@@ -150,7 +115,7 @@ class Bucket:
 class PassFrame:
     """The static inputs of the passes of one bucket, and the pass over them.
 
-    Filler rows stand at the end of the span, where ``Target`` gives up what finished rows left there; filler nodes stand behind the tree.
+    Filler rows stand at the end of the span, and overwrite what finished rows left there; filler nodes stand behind the tree.
     Both see themselves, so that nothing they leave behind is NaN.
     """
 
@@ -163,9 +128,11 @@ class PassFrame:
         self.ancestors = torch.zeros(rows, nodes, total, dtype=torch.bool, device=device)
         self._itself = torch.eye(total, dtype=torch.bool, device=device)
         self._form: object = None
+        self._loaded = (rows, nodes)
 
     def load(self, tree: TokenTree, window: Window, tokens: Tensor) -> None:
         """Copy the inputs of the pass over ``tokens`` ``[r, n]``, the newest nodes of ``tree``, to where the recorded pass finds them."""
+        self._loaded = window.rows, window.nodes
         filler = self.bucket.rows - window.rows
         roots = [start - window.before for start in window.starts] + [self.bucket.span - self.bucket.total] * filler
         upload(self.places, [roots, [window.before] * self.bucket.rows])
@@ -178,9 +145,13 @@ class PassFrame:
 
     def run(self) -> tuple[Tensor, ...]:
         """``[R, N, V]`` logits of the bucket, and the hidden states ``[R, N, F * d]`` where some are wanted."""
-        logits = self.passes(self.tokens, self.places[0], self.places[1], self.depths, self.ancestors, self.bucket.span)
-        hidden, self.passes.hidden = self.passes.hidden, None
-        return (logits,) if hidden is None else (logits, hidden)
+        output = self.passes(self.tokens, self.places[0], self.places[1], self.depths, self.ancestors, self.bucket.span)
+        return (output.logits,) if output.hidden is None else (output.logits, output.hidden)
+
+    def cut(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Of the bucket's, those of the pass that was loaded."""
+        rows, nodes = self._loaded
+        return tuple(each[:rows, :nodes] for each in outputs)
 
     def _shape(self, tree: TokenTree, window: Window) -> None:
         before, nodes, total = window.before, self.bucket.nodes, window.before + window.nodes

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foredraft.backends.native_growth import NativeGrowth
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
-from foredraft.drafters.draft_loop import Loops
+from foredraft.drafters.draft_loops import DraftLoop, draft_loops
 from foredraft.drafters.growth import Expand, Growth, grow
-from foredraft.drafters.kernel_growth import greedy, grow_by
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, vocabulary_difference
@@ -30,8 +28,6 @@ from foredraft.tree import Proposal, TokenTree, depths_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from foredraft.backends.kernel_pass import Direct
 
 
 class DraftModel(Drafter):
@@ -66,13 +62,11 @@ class DraftModel(Drafter):
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self.quantization = quantization
         self._target: Target | None = None
-        self._loops: Loops | None = None  # drafts that are replayed whole
+        self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
         self._slots: list[int] = []
         self._smaller = False
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
-        self._direct: Direct | None = None
-        self._kernel: NativeGrowth | None = None  # for that
 
     @property
     def model(self) -> Target:
@@ -91,7 +85,7 @@ class DraftModel(Drafter):
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
         self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=isinstance(self.source, str))
         self.info = replace(self.info, draft_model=self._target)
-        self._loops = None if self._target.graphs is None else Loops(self._target)
+        self._loops = draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
@@ -118,33 +112,13 @@ class DraftModel(Drafter):
             return TokenTree.root(request.roots())
         self.expected_accepted, chain = None, request.shape.is_chain
         request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits)
-        self._grown = self._by_kernel(request)
-        if self._grown is not None:
-            self.expected_accepted = self._grown.expected
-            return self._grown.tree
-        grown = None if self._loops is None else self._loops.draft(request, chain=chain)
-        if chain:
-            return self._chain(request) if grown is None else self._replayed(request, grown.tree)
-        self._grown = grow(request, self._expand(request.rows)) if grown is None else grown
+        self._grown = next((grown for loop in self._loops if (grown := loop.draft(request, chain=chain)) is not None), None)
+        by_level = self._grown is None
+        if self._grown is None and chain:
+            return self._chain(request)
+        self._grown = self._grown or grow(request, self._expand(request.rows))
         self.expected_accepted = self._grown.expected
-        return self._grown.tree.truncate(limits) if grown is None else grown.tree
-
-    def _replayed(self, request: DraftRequest, chain: TokenTree) -> TokenTree:
-        """The state and the tree that :meth:`_chain` leaves behind."""
-        self._begun = [len(row.ids) - 1 for row in request.rows]
-        self.model.rewind([begun + request.depth for begun in self._begun])
-        return chain
-
-    def _by_kernel(self, request: DraftRequest) -> Growth | None:
-        """The draft of a single greedy row in one call of a kernel, where this model has one."""
-        direct = self.model.direct
-        if direct is None or not greedy(request) or self.model.device != request.device:
-            return None
-        if direct is not self._direct:
-            self._direct, self._kernel = direct, NativeGrowth.of(self.model)
-        if self._kernel is None or (self._smaller and max(request.rows[0].ids[self.model.lengths[0] :]) >= self.model.vocab_size):
-            return None
-        return grow_by(self._kernel, request)
+        return self._grown.tree.truncate(limits) if by_level else self._grown.tree
 
     def _chain(self, request: DraftRequest) -> TokenTree:
         drafted: list[Tensor] = []

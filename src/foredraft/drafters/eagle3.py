@@ -16,11 +16,11 @@ from torch import Tensor
 
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, Feedback, Row
+from foredraft.drafters.draft_loops.eagle3 import Eagle3Growth, Eagle3Step
+from foredraft.drafters.draft_loops.kernels import greedy, grow_by
 from foredraft.drafters.eagle3_cache import LayerCache, root_mask, tree_mask
-from foredraft.drafters.eagle3_growth import Eagle3Growth, Eagle3Step
 from foredraft.drafters.growth import Expand, Growth
 from foredraft.drafters.heads import HeadDrafter
-from foredraft.drafters.kernel_growth import greedy, grow_by
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head, refuse_another_target
@@ -96,7 +96,7 @@ class Eagle3(HeadDrafter):
             layer = head.layer().to(target.device, target.model.dtype)
             if self.quantization is not None:
                 layer = layer.quantized()
-            self._layer = layer if target.kernels is None else layer.packed()
+            self._layer = layer.packed() if target.backend.hints else layer
         self._kernel, self._step = Eagle3Growth.of(self._layer), Eagle3Step.of(self._layer)
         self._head, self.info = head, replace(self.info, head=head, features=head.features)
         target.read(head.features, whole=True)

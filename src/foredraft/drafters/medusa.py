@@ -17,10 +17,10 @@ from torch import Tensor
 
 from foredraft.backends.packing import NATIVE, Packing
 from foredraft.drafters.base import DraftRequest, Row
+from foredraft.drafters.draft_loops.kernels import greedy, grow_by
+from foredraft.drafters.draft_loops.medusa import MedusaGrowth
 from foredraft.drafters.growth import IMPOSSIBLE, Expand, Growth, Offer, grow_offered
 from foredraft.drafters.heads import HeadDrafter
-from foredraft.drafters.kernel_growth import greedy, grow_by
-from foredraft.drafters.medusa_growth import MedusaGrowth
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
 from foredraft.heads.medusa import MedusaHead
@@ -68,11 +68,12 @@ class Medusa(HeadDrafter):
         super().bind(target)
         head: MedusaHead = self.head
         self._successors = None if self.successors == "off" or head.log_odds is None else head.log_odds.to(target.device)
-        if target.kernels is None:
+        if not target.backend.hints:
             return
         hidden = torch.zeros(1, head.config.target.hidden_size, dtype=head.dtype)
         with torch.no_grad():
-            hints, native = target.kernels.hints, NATIVE in target.kernels.hints and MedusaGrowth.fits(head)
+            hints = target.backend.hints
+            native = NATIVE in hints and MedusaGrowth.fits(head)
             self._packing = Packing(head, lambda: head(hidden), owned=head is not self.source, hints=hints, native=native)
         self._kernel = MedusaGrowth.of(head, self._packing, self._successors, heed=self._heeds)
 

@@ -7,7 +7,8 @@ layers are stored full length: the mask does the windowing, so that every layer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -87,6 +88,7 @@ class TreeCache(Cache):
         self.row_capacity = 1
         self.capacity = self._least = _blocks(reserve)
         self.window: Window | None = None
+        self.spoiled: dict[int, int] = {}  # rows behind the live ones whose slots from there on were overwritten
         self.allocations = 0  # so far; what pointed into the buffers is stale when this changes
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._viewed: list[Any] | None = None
@@ -156,6 +158,7 @@ class TreeCache(Cache):
     def open(self, lengths: Sequence[int]) -> None:
         """Append rows that hold ``lengths`` tokens already (0 for fresh rows)."""
         self.lengths.extend(lengths)
+        self.spoiled = {row: slot for row, slot in self.spoiled.items() if row >= len(self.lengths)}
         if len(self.lengths) > self.row_capacity:
             self.row_capacity = max(len(self.lengths), 2 * self.row_capacity if self.layers else 1)
 
@@ -199,7 +202,25 @@ class TreeCache(Cache):
                 for layer in self.written:
                     layer.keys[goal, :, :length] = layer.keys[source, :, :length]
                     layer.values[goal, :, :length] = layer.values[source, :, :length]
+        for row in range(len(keep), len(self.lengths)):
+            self.spoiled.pop(row, None)
         self.lengths = [self.lengths[row] for row in keep]
+
+    def spoil(self, rows: int, slot: int) -> None:
+        """Rows behind the live ones, up to ``rows``, are about to lose what they hold from ``slot`` on."""
+        for row in range(len(self.lengths), rows):
+            self.spoiled[row] = min(slot, self.spoiled.get(row, slot))
+
+    @contextmanager
+    def restored(self, rows: int, span: int) -> Iterator[None]:
+        """Inside, anything may be written to the first ``span`` slots of the first ``rows`` rows; afterwards they are as they were."""
+        stores = [store[:rows, :, :span] for layer in self.written for store in (layer.keys, layer.values)]
+        before = [store.clone() for store in stores]
+        try:
+            yield
+        finally:
+            for store, kept in zip(stores, before):
+                store.copy_(kept)
 
     def gather(self, sources: Sequence[int], lengths: Sequence[int], first: int) -> None:
         """Copy the first ``lengths[i]`` tokens of physical row ``sources[i]`` to row ``first + i``; sources are read first."""
@@ -216,7 +237,7 @@ class TreeCache(Cache):
     def forget(self) -> None:
         """Release every buffer and row; the next ones begin as small as the first."""
         self.layers, self.lengths, self.window = [], [], None
-        self._viewed = None
+        self._viewed, self.spoiled = None, {}
         self.row_capacity, self.capacity = 1, self._least
 
     @property

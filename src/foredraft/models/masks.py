@@ -27,15 +27,15 @@ NAME = "foredraft_positions"
 CHAIN = 64  # longest chain whose mask is cut out of the band
 
 
-class Standing(Protocol):
-    """What a mask builder of ours is given through the config: where the queries of a pass stand, ``[R, N]``, and more."""
+class Queries(Protocol):
+    """What a mask builder of ours is given through the config: the positions of a pass's queries, ``[R, N]``, and more."""
 
     @property
     def queries(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class MaskInputs:
     """Where queries and keys stand in one pass over ``tree``, with ``positions`` ``[R, nodes]`` of all its nodes.
 
     Queries are the nodes from ``window.before`` on; keys are the prefix and every node so far.
@@ -77,13 +77,18 @@ class Layout:
         return slots, starts, (slots - starts).clamp(0, self.tree.nodes - 1)
 
 
-def layout(tree: TokenTree, window: Window, positions: Tensor) -> Layout:
-    """The layout of ``tree`` behind each row's prefix."""
-    return Layout(tree, window, positions)
+@dataclass(frozen=True, eq=False)
+class KnownMaskInputs:
+    """The same as tensors that are known already: positions of ``queries`` ``[R, N]`` and ``keys`` ``[R, W]``, and what is ``visible``
+    ``[R, N, W]``."""
+
+    queries: Tensor
+    keys: Tensor
+    visible: Tensor
 
 
 def seen_on_host(ancestors: Tensor, window: Window, nodes: int) -> Tensor:
-    """:attr:`Layout.visible` for ``ancestors`` ``[R, N, nodes]`` of the queries, by slices: on a CPU calls cost more than what they do."""
+    """:attr:`MaskInputs.visible` for ``ancestors`` ``[R, N, nodes]`` of the queries, by slices: on a CPU calls cost more than work."""
     seen = np.ones((window.rows, window.nodes, window.width), dtype=np.bool_)
     for row, start, within in zip(seen, window.starts, ancestors.numpy()):
         start -= window.before
@@ -95,8 +100,8 @@ def seen_on_host(ancestors: Tensor, window: Window, nodes: int) -> Tensor:
 def mask_in_positions(
     *, batch_size: int, q_length: int, kv_length: int, mask_function: Any, config: PreTrainedConfig, **unused: Any
 ) -> Tensor:
-    """A mask builder in transformers' interface: ``[R, 1, N, W]`` bool from the :class:`Layout` that ``config`` carries."""
-    where: Layout = config.foredraft_layout
+    """A mask builder in transformers' interface: ``[R, 1, N, W]`` bool from the :class:`MaskInputs` that ``config`` carries."""
+    where: MaskInputs | KnownMaskInputs = config.foredraft_mask_inputs
     device = where.queries.device
     rows = torch.arange(where.queries.shape[0], device=device)[:, None, None, None]
     heads = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
@@ -125,14 +130,16 @@ class MaskBuilder:
         self._causal = bool(getattr(config, "is_causal", True))
         self._band: Tensor | None = None  # [CHAIN, 2 capacity]
 
-    def __call__(self, where: Standing, cache: TreeCache) -> Any:
-        if self.full and self._causal and isinstance(where, Layout):  # a node sees nothing behind it that causality would hide
+    def __call__(self, where: Queries, cache: TreeCache) -> Any:
+        if (
+            self.full and self._causal and isinstance(where, (MaskInputs, KnownMaskInputs))
+        ):  # a node sees nothing behind it that causality would hide
             mask = self._finish(where.visible[:, None])
             return {"full_attention": mask} if self._keyed else mask
-        self.config.__dict__["foredraft_layout"] = where
+        self.config.__dict__["foredraft_mask_inputs"] = where
         embeds = torch.empty(*where.queries.shape, 0, dtype=self.dtype, device=where.queries.device)
         masks = create_masks_for_generate(self.config, embeds, None, cache, where.queries)
-        del self.config.__dict__["foredraft_layout"]
+        del self.config.__dict__["foredraft_mask_inputs"]
         if isinstance(masks, dict):
             return {kind: self._finish(mask) for kind, mask in masks.items()}
         return self._finish(masks)

@@ -8,6 +8,7 @@ below are those known to differ; the self-test of a target (self_test.py) catche
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +19,52 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ROLLS_BACK = {"full_attention", "sliding_attention", "chunked_attention"}
-REPLAYED = {  # recurrent, and able to read several tokens from a state in one pass
+RECURRENT_IN_STEPS = {  # recurrent, and able to read several tokens from a state in one pass
     "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_next", "rwkv", "zamba2",
 }  # fmt: skip
 RECURRENT = {"falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "xlstm", "zamba"}
 SLOT_POSITIONS = {"gpt_neo": "its local attention mask", "mpt": "its position bias"}
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """A model, and what everybody who makes passes of it has to know.
+
+    Attributes:
+        device: where input ids go.
+        vocab_size: ids that it has logits for.
+        context: most tokens that a row may hold; None if the model sets no limit.
+        chains_only: why it can verify chains but no branching trees; None if it takes trees.
+    """
+
+    model: PreTrainedModel
+    device: torch.device
+    vocab_size: int
+    context: int | None
+    chains_only: str | None
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> ModelFacts:
+        """
+        Raises:
+            UnsupportedModelError: see :func:`check_model`.
+        """
+        check_model(model)
+        config = model.config.get_text_config()
+        vocab_size: int = getattr(model.get_output_embeddings(), "out_features", None) or config.vocab_size
+        return ModelFacts(model, input_device(model), vocab_size, context_of(config), chains_only(model))
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where input ids go: the device of the embeddings, also under a device map."""
+    embeddings = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device if embeddings is not None else model.device
+    if device.type != "meta":
+        return device
+    hook = getattr(embeddings, "_hf_hook", None)  # accelerate: an offloaded weight is nowhere until it is needed
+    return torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
 def describe(model: PreTrainedModel) -> str:
@@ -45,7 +85,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} has no language-modelling head; load it with AutoModelForCausalLM")
     kinds = set(getattr(config, "layer_types", None) or ())
     recurrent = config.model_type in RECURRENT or getattr(model, "_is_stateful", False) or kinds - ROLLS_BACK
-    if recurrent and config.model_type not in REPLAYED:
+    if recurrent and config.model_type not in RECURRENT_IN_STEPS:
         odd = f" (layers: {', '.join(sorted(kinds - ROLLS_BACK))})" if kinds - ROLLS_BACK else ""
         raise UnsupportedModelError(f"{name} keeps a recurrent state{odd} that cannot roll back a rejected token; use model.generate")
     if config._attn_implementation not in ("sdpa", "eager"):
@@ -71,7 +111,7 @@ def context_of(config: PreTrainedConfig) -> int | None:
                 warnings.warn(
                     f"{config.model_type} with longrope rotates every token in another way beyond {boundary} tokens; Foredraft serves it "
                     f"up to there (of {longest})",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 longest = boundary
     return longest
@@ -81,7 +121,7 @@ def chains_only(model: PreTrainedModel) -> str | None:
     """Why ``model``, which passed :func:`check_model`, can verify chains but no branching trees; None if it takes trees."""
     config = model.config.get_text_config()
     name = describe(model)
-    if config.model_type in REPLAYED:
+    if config.model_type in RECURRENT_IN_STEPS:
         return f"{name} keeps a recurrent state, which can roll back but not branch"
     if config.model_type in SLOT_POSITIONS:
         return f"{name} computes {SLOT_POSITIONS[config.model_type]} from cache slots, so it can roll back but not branch"
@@ -93,3 +133,7 @@ def chains_only(model: PreTrainedModel) -> str | None:
 def tolerance(model: PreTrainedModel) -> float:
     """What logits of two ways to compute the same may differ by, in parts of the largest."""
     return TOLERANCE.get(model.dtype, 0.1)  # half precision and quantised weights round differently per shape
+
+
+def is_half(model: PreTrainedModel) -> bool:
+    return model.dtype not in (torch.float32, torch.float64)

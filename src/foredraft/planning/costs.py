@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foredraft.backends.graphs import PATIENCE, TRIALS
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
@@ -229,8 +228,7 @@ class Measurement:
         self.prompt = max(1, min(PROMPT, room))
         self.longer = min(PROMPT * LONGER, room)
         passing = [target, drafter.info.draft_model]
-        replayed = any(getattr(each, "graphs", None) is not None for each in passing)
-        self.warm_ups = 1 + PATIENCE + TRIALS if replayed else 1  # calls until a pass is replayed, unwatched
+        self.warm_ups = 1 + max((each.backend.warm_up for each in passing if isinstance(each, Target)), default=0)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, target.vocab_size, (rows, max(self.prompt, self.longer)), generator=generator).tolist()
         self.texts = [line[: self.prompt] for line in ids]

@@ -1,66 +1,34 @@
-"""The target: an unmodified transformers model behind four verbs, open, prefill, score and commit.
+"""The target: an unmodified transformers model behind a few verbs, open, prefill, score, advance and commit.
 
-The only module that calls the model; masks.py and cache.py beside it are the only ones that know its masks and caches.
+How its passes are made is the business of a backend (:mod:`foredraft.backends`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from foredraft.backends import native
-from foredraft.backends.compilation import Compilation
-from foredraft.backends.compilation import refusal as compilation_refusal
-from foredraft.backends.eager import TreeExecution
-from foredraft.backends.flex import ATTENTIONS, Flex
-from foredraft.backends.flex import refusal as flex_refusal
-from foredraft.backends.graphs import Graphs, graph_test
-from foredraft.backends.graphs import refusal as graph_refusal
-from foredraft.backends.kernels import Kernels
-from foredraft.backends.packing import HINTS, NATIVE
-from foredraft.backends.packing import refusal as packing_refusal
-from foredraft.backends.rollback import ReplayCache, ReplayExecution
-from foredraft.errors import ConfigurationError, UnsupportedModelError
-from foredraft.models.cache import TreeCache, Window
+from foredraft.backends.base import ForwardPass, tree_window
+from foredraft.backends.choice import SAMPLE, choose
+from foredraft.device import to_device
+from foredraft.errors import UnsupportedModelError
+from foredraft.models.cache import Window
 from foredraft.models.features import Features, PromptStates, Tap, features_of, stop_watching, taps_of
-from foredraft.models.support import chains_only, check_model, context_of, describe, tolerance
+from foredraft.models.support import ModelFacts, describe
 from foredraft.models.weights import fingerprint, unwrap
 from foredraft.target.prefixes import shared_beginnings
-from foredraft.target.self_test import attention_test, self_test
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.backends.kernel_pass import Direct
-
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
-SAMPLE = 7  # tokens of the pass that packed weights are compared on
-EXECUTIONS = ("auto", "eager", "packed", "native", "compiled", "graphs")
-
-
-class Execution(Protocol):
-    """How forward passes are made and what they leave behind; one per kind of cache."""
-
-    passes: int
-    features: Features | None
-    hidden: Tensor | None
-
-    @property
-    def ragged(self) -> bool: ...
-
-    @property
-    def direct(self) -> Direct | None: ...
-
-    @property
-    def cache(self) -> TreeCache | ReplayCache: ...
-
-    def forward(self, tree: TokenTree, window: Window, *, tokens: Tensor | None = None, keep: Sequence[int] | None = None) -> Tensor: ...
 
 
 class Target:
@@ -74,24 +42,17 @@ class Target:
         test: run the self-test (a few passes over a handful of tokens).
         prefill_chunk: most tokens of a row in one prefill pass; bounds the memory of a long prompt.
         reuse_prefix: keep the cache of finished rows for prompts that begin alike.
-        execution: ``eager`` runs the model as it is; ``packed`` lays its weights out for oneDNN's kernels first, ``native`` for
-            kernels compiled on this machine; ``compiled`` compiles its decoder layers with torch.compile; ``graphs``, on CUDA, replays
-            passes from recordings; ``auto`` takes what is measured to be fastest of the first three, and only where that can be done
-            without holding the weights twice, and ``graphs`` where they pass their test.
+        execution: ``eager`` runs the model as it is. ``packed`` lays its weights out for oneDNN, ``native`` for kernels that are compiled
+            on this machine. ``compiled`` compiles its decoder layers with torch.compile. ``graphs`` records passes, on CUDA. ``auto``
+            takes the fastest of the first three on a CPU, where weights need not be held twice, and ``eager`` on CUDA.
         owned: nobody else holds the model, so that packed weights may replace the originals.
-        attention: how passes that need a mask attend: ``model``, as the model was loaded; ``flex``, through FlexAttention; ``auto``
-            takes FlexAttention on CUDA for the shapes that it is measured to be faster for.
+        attention: how passes that need a mask attend: ``model`` and ``auto``, as the model was loaded; ``flex``, through FlexAttention.
 
     Attributes:
-        execution: what is in use: ``eager``, ``packed``, ``native``, ``compiled`` or ``graphs``; ``unpacked`` says why weights are
-            not packed, ``ungraphed`` why passes are not replayed.
-        kernels: how the weights are laid out, None if they are as they were.
-        compilation: the compiled layers, None if there are none.
-        graphs: the recorded passes, None if there are none.
-        flex: FlexAttention, its passes and trials; None if it is out of the question, and ``unflexed`` says why.
-        chains_only: why this target can verify chains but no branching trees; None if it takes trees.
-        context: most tokens a row may hold, None if the model sets no limit.
+        backend: what makes the passes.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
+        hidden: ``[R, N - first, F * d]`` the :attr:`features` at the nodes of the last pass, :meth:`score` or :meth:`advance`, in the
+            model's dtype, on :attr:`device`; None if there are none. Filler of a chain may have any. A tensor of the caller's own.
 
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
@@ -110,53 +71,53 @@ class Target:
         attention: str = "auto",
     ):
         self.model = unwrap(model)
-        check_model(self.model)
-        config = self.model.config.get_text_config()
-        self.vocab_size: int = getattr(self.model.get_output_embeddings(), "out_features", None) or config.vocab_size
-        self.context = context_of(config)
-        self.device = self._input_device()
+        facts = ModelFacts.of(self.model)
+        self.vocab_size, self.context, self.device = facts.vocab_size, facts.context, facts.device
         self.prefill_chunk = prefill_chunk
         self.owner: object = None  # the session whose rows these are
-        self.chains_only: str | None = chains_only(self.model)
-        self._execution: Execution
-        if self.chains_only is None:
-            self._execution = TreeExecution(self.model, self.device, self.context)
-        else:
-            self._execution = ReplayExecution(self.model, self.device, self.vocab_size, prefill_chunk, self.context)
         self.reuse_prefix = reuse_prefix
         self._texts: list[Sequence[int]] = []  # of live rows
-        self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones still hold
+        self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones held when they were dropped
         self._weights: object = None
         self._taps: list[Tap | None] = []  # where hidden states come by, once that was asked
         self._reused_prefix = reuse_prefix  # before somebody read whole texts
+        self.hidden: Tensor | None = None
         self.prompt_hidden: list[Tensor] | None = None
         self._check_mode()
-        self.kernels: Kernels | None = None
-        self.compilation: Compilation | None = None
-        self.graphs: Graphs | None = None
-        self.unpacked = self._pack(execution, owned)
-        if test:
-            self.chains_only = self_test(self)
-        self.flex: Flex | None = None
-        self._ungraphed = self._record(execution, attention, test)
-        self.unflexed = self._attend(attention, test)
-        self._execution.passes = 0
+        self.backend = choose(facts, execution=execution, attention=attention, owned=owned, test=test, chunk=prefill_chunk)
+
+    @property
+    def chains_only(self) -> str | None:
+        """Why this target can verify chains but no branching trees; None if it takes trees."""
+        return self.backend.facts.chains_only
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """Why other ways to make passes are not in use: ``packed``, ``fused``, ``graphs``, ``grouped`` or ``flex``, and the reason."""
+        return MappingProxyType(self.backend.reasons)
+
+    @property
+    def execution(self) -> str:
+        """What is in use: ``eager``, ``packed``, ``native``, ``compiled`` or ``graphs``."""
+        return self.backend.name
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     @property
-    def cache(self) -> TreeCache | ReplayCache:
-        return self._execution.cache
+    def cache(self) -> Any:
+        """The backend's: a ``TreeCache``, or one of the same verbs for models that can roll back but not branch."""
+        return self.backend.cache
 
     @property
     def passes(self) -> int:
         """Forward passes made so far, the self-test's left out."""
-        return self._execution.passes
+        return self.backend.passes
 
     @property
     def lengths(self) -> list[int]:
         """Tokens cached per live row."""
-        return self.cache.lengths
+        lengths: list[int] = self.cache.lengths
+        return lengths
 
     def open(self, texts: Sequence[Sequence[int]], *, reserve: Sequence[int] = ()) -> None:
         """Append a row for each text. What a row shares with the beginning of another row, live or recently dropped, is copied.
@@ -170,8 +131,7 @@ class Target:
         first = len(self.lengths)
         sources = self._shared_beginnings(texts, first)
         self.cache.open([length for _, length in sources])
-        tokens = min(max(reserve, default=0), RESERVE)
-        self.cache.reserve(tokens if self.graphs is None else self.graphs.roomy(tokens))
+        self.cache.reserve(self.backend.roomy(min(max(reserve, default=0), RESERVE)))
         self.cache.gather([row for row, _ in sources], [length for _, length in sources], first)
         self._texts += texts
         self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.lengths)}
@@ -193,48 +153,20 @@ class Target:
 
     def release(self) -> None:
         """Drop all rows and give the memory back."""
-        self.cache.forget()
+        self.backend.release()
         self._texts, self._dropped = [], {}
-        self._execution.hidden = self.prompt_hidden = None
-        if self.graphs is not None:
-            self.graphs.drop()
+        self.hidden = self.prompt_hidden = None
 
     def close(self) -> None:
         """Release everything and leave the model as it was found; no more passes after this."""
         self.release()
         self.read(())
-        if self.kernels is not None:
-            self.kernels.undo()
-            self.kernels = None
-        if self.compilation is not None:
-            self.compilation.undo()
-            self.compilation = None
-        self._replay(None)
-
-    @property
-    def execution(self) -> str:
-        if self.compilation is not None:
-            return "compiled"
-        if self.graphs is not None and self.graphs.refused is None:
-            return "graphs"
-        if self.kernels is None:
-            return "eager"
-        return "native" if self.kernels.native else "packed"
-
-    @property
-    def ungraphed(self) -> str | None:
-        """Why passes are not replayed from recordings, None if they are."""
-        return self._ungraphed if self.graphs is None else self.graphs.refused
+        self.backend.close()
 
     @property
     def ragged(self) -> bool:
         """Rows of a pass over chains pay for their own nodes alone."""
-        return self._execution.ragged
-
-    @property
-    def direct(self) -> Direct | None:
-        """The model in one call of a kernel, where its weights are laid out for that and nobody watches."""
-        return self._execution.direct
+        return self.backend.ragged
 
     # -- hidden states ------------------------------------------------------------------------------------------------
 
@@ -259,24 +191,17 @@ class Target:
                 ids = torch.arange(min(SAMPLE, self.context or SAMPLE), device=self.device)[None] % self.vocab_size
                 self._taps = taps_of(self.model, ids)
             found = features_of(self.model, features, self._taps, whole=whole, device=self.device)
-        before, self._execution.features = self._execution.features, found
-        self._execution.hidden = self.prompt_hidden = None
+        before = self.backend.features
+        self.backend.read(found)
+        self.hidden = self.prompt_hidden = None
         if before is None or not before.whole:
             self._reused_prefix = self.reuse_prefix
         self.reuse_prefix = self._reused_prefix and not (found is not None and whole)
-        if self.graphs is not None:
-            self.graphs.read(found)
 
     @property
     def features(self) -> tuple[int, ...]:
         """The hidden states that passes hand out, in their order; the number of the last layer is given as ``LAST``."""
-        return () if self._execution.features is None else self._execution.features.numbers
-
-    @property
-    def hidden(self) -> Tensor | None:
-        """``[R, N - first, F * d]`` the :attr:`features` at the nodes of the last pass, :meth:`score` or :meth:`advance`, in the model's
-        dtype, on :attr:`device`; None if there are none. Of a chain's filler they may be anything. A tensor of the caller's own."""
-        return self._execution.hidden
+        return () if self.backend.features is None else self.backend.features.numbers
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -323,14 +248,13 @@ class Target:
         if tree.rows != len(self.lengths):
             raise ValueError(f"the tree has {tree.rows} rows and the cache {len(self.lengths)}")
         self.prompt_hidden = None
-        counts = None if first or tree.rows == 1 or self.device.type != "cpu" else tree.counts
-        window = Window(0, len(self.lengths), tuple(length + first for length in self.lengths), tree.nodes - first, first, counts)
-        return self._execution.forward(tree, window, tokens=tree.tokens[:, first:].clamp(0, self.vocab_size - 1))
+        tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
+        return self._forward(ForwardPass(tree, tree_window(tree, self.lengths, first), tokens))
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Append one token ``[R]`` to every row; returns the logits after it, ``[R, V]``."""
-        window = Window(0, len(self.lengths), tuple(self.lengths), 1)
-        logits = self._execution.forward(TokenTree.root(tokens), window)[:, 0]
+        root, window = TokenTree.root(tokens), Window(0, len(self.lengths), tuple(self.lengths), 1)
+        logits = self._forward(ForwardPass(root, window, root.tokens))[:, 0]
         self.cache.advance()
         return logits
 
@@ -348,113 +272,10 @@ class Target:
             raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
         stop_watching(self.model)
 
-    def _pack(self, execution: str, owned: bool) -> str | None:
-        """Pack the weights if that is asked for, or can be done without holding them twice; else returns why not."""
-        if execution not in EXECUTIONS:
-            raise ConfigurationError(f"unknown execution {execution!r}; choose {', '.join(EXECUTIONS)}")
-        if execution == "eager":
-            return "execution='eager' was asked for"
-        if execution == "compiled":
-            self._compile()
-            return "execution='compiled' was asked for"
-        if execution == "graphs":
-            return "execution='graphs' was asked for"
-        if execution == "auto" and not owned:
-            return "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
-        hints = self._hints(execution)
-        why = packing_refusal(self.model, hints)
-        if why is None:
-            kernels = Kernels(self.model, self._sample, owned=owned, hints=hints)
-            why = kernels.refused
-            self.kernels = kernels if why is None else None
-        if why is not None and execution != "auto":
-            raise ConfigurationError(f"{describe(self.model)} cannot be packed: {why}; use execution='auto'")
-        return why
-
-    def _compile(self) -> None:
-        why = compilation_refusal(self.model, self.chains_only)
-        if why is None:
-            self.compilation = Compilation(self.model, self._every_kind)
-            why = self.compilation.refused
-        if why is not None:
-            self.compilation = None
-            raise ConfigurationError(f"{describe(self.model)} cannot be compiled: {why}; use execution='auto'")
-
-    @torch.inference_mode()
-    def _every_kind(self) -> list[Tensor]:
-        """The logits of one pass of each kind that is compiled: one node and several, of one row, of rows that stand alike and not."""
-        found = []
-        for lengths in ((4,), (4, 4), (4, 2)):
-            texts = [[(3 + row + i) % self.vocab_size for i in range(length)] for row, length in enumerate(lengths)]
-            self.open(texts)
-            self.prefill(texts, first=0)
-            for nodes in (1, 3):
-                tokens = torch.arange(7, 7 + nodes, device=self.device).expand(len(lengths), -1) % self.vocab_size
-                found.append(self.score(TokenTree.from_chain(tokens)))
-            self.release()
-        self._execution.passes = 0
-        return found
-
-    def _record(self, execution: str, attention: str, test: bool) -> str | None:
-        """Replay passes from recordings if that is asked for, or passes the test; else returns why not."""
-        if execution not in ("auto", "graphs"):
-            return f"execution={execution!r} was asked for"
-        why = graph_refusal(self.model, self.device, self.chains_only, attention)
-        if why is None and isinstance(self._execution, TreeExecution):
-            self._replay(Graphs.of(self.model, self._execution.cache, self.context, tolerance=tolerance(self.model), owner=self))
-            why = graph_test(self) if test else None
-        if why is None:
-            return None
-        self._replay(None)
-        if execution == "graphs":
-            raise ConfigurationError(f"passes of {describe(self.model)} cannot be replayed: {why}; use execution='auto'")
-        return why
-
-    def _replay(self, graphs: Graphs | None) -> None:
-        if self.graphs is not None:
-            self.graphs.drop()
-        self.graphs = graphs
-        if isinstance(self._execution, TreeExecution):
-            self._execution.graphs = graphs
-
-    def give_up(self, rows: int, slot: int) -> None:
-        """Filler is about to overwrite what dropped rows before ``rows`` hold from ``slot`` on."""
-        for row in range(len(self.lengths), rows):
-            if row in self._dropped:
-                del self._dropped[row][slot:]
-
-    def read_again(self) -> None:
-        """Fill the cache of every live row anew, after a pass that may have written anywhere."""
-        texts = [list(text[:length]) for text, length in zip(self._texts, self.lengths)]
-        self._dropped = {}
-        self.cache.rewind([0] * len(texts))
-        self.prefill(texts, first=0)
-
-    def _attend(self, attention: str, test: bool) -> str | None:
-        """Attend through FlexAttention if that is asked for, or may turn out to be faster; else returns why not."""
-        if attention not in ATTENTIONS:
-            raise ConfigurationError(f"unknown attention {attention!r}; choose {', '.join(ATTENTIONS)}")
-        if attention == "model":
-            return "attention='model' was asked for"
-        if self.graphs is not None:
-            return "passes are replayed from recordings"
-        why = self.chains_only or flex_refusal(self.model, self.device, packed=self.kernels is not None, forced=attention == "flex")
-        if why is None and isinstance(self._execution, TreeExecution):
-            flex = Flex(self.model, self.device, forced=attention == "flex", tolerance=tolerance(self.model))
-            why = attention_test(self, self._execution, flex) if flex.forced and test else None
-            self.flex = self._execution.flex = flex if why is None else None
-        if why is not None and attention == "flex":
-            raise ConfigurationError(f"{describe(self.model)} cannot attend through FlexAttention: {why}; use attention='auto'")
-        return why
-
-    def _hints(self, execution: str) -> tuple[int, ...]:
-        """The layouts to choose among."""
-        missing = native.refusal(self.model.dtype)
-        if execution == "native":
-            if missing is not None:
-                raise ConfigurationError(f"the native kernels cannot be used: {missing}; use execution='auto'")
-            return (NATIVE,)
-        return HINTS if execution == "packed" or missing is not None else (*HINTS, NATIVE)
+    def _forward(self, given: ForwardPass) -> Tensor:
+        output = self.backend.forward(given)
+        self.hidden = output.hidden
+        return output.logits
 
     def _follow_weights(self) -> None:
         """Forget what was made from weights that have changed since."""
@@ -462,25 +283,16 @@ class Target:
             return
         if self._weights is not None:
             self._dropped = {}
-            if self.graphs is not None:
-                self.graphs.follow()
-            if self.kernels is not None and not self.kernels.owned:
-                self.kernels.undo()
-                self.kernels = Kernels(self.model, self._sample, owned=False, hints=self.kernels.hints)
+            self.backend.follow_weights()
         self._weights = fingerprint(self.model)
-
-    @torch.inference_mode()
-    def _sample(self) -> Tensor:
-        ids = torch.arange(min(SAMPLE, self.context or SAMPLE), device=self.device)[None] % self.vocab_size
-        logits: Tensor = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        return logits
 
     def _shared_beginnings(self, texts: Sequence[Sequence[int]], first: int) -> list[tuple[int, int]]:
         """For each text the physical row that shares the longest beginning with it, and how long it is."""
         if not (self.reuse_prefix and self.cache.shares):
             return [(first, 0)] * len(texts)
         held = [(row, ids, self.lengths[row]) for row, ids in enumerate(self._texts)]
-        held += [(row, ids, len(ids)) for row, ids in self._dropped.items()]
+        spoiled = self.cache.spoiled
+        held += [(row, ids, min(len(ids), spoiled.get(row, len(ids)))) for row, ids in self._dropped.items()]
         return shared_beginnings(texts, held, first)
 
     def _group(self, prompts: Sequence[Sequence[int]], row: int, first: int) -> int:
@@ -497,27 +309,18 @@ class Target:
         return last
 
     def _prefill_group(self, prompts: Sequence[Sequence[int]], row: int) -> tuple[Tensor, list[Tensor]]:
-        last, features = row + len(prompts), self._execution.features
+        last, features = row + len(prompts), self.backend.features
         states = None if features is None else PromptStates(len(prompts), whole=features.whole)
         while True:
             starts = tuple(self.lengths[row:last])
             counts = [min(len(prompt) - start, self.prefill_chunk) for prompt, start in zip(prompts, starts)]
             width = max(counts)
             chunk = [list(p[s : s + c]) + [0] * (width - c) for p, s, c in zip(prompts, starts, counts)]
-            tokens = torch.tensor(chunk, device=self.device).clamp(max=self.vocab_size - 1)  # a draft may know fewer than its target
+            tokens = to_device(chunk, self.device).clamp(max=self.vocab_size - 1)  # a draft may know fewer than its target
             window = Window(row, last, starts, width, counts=tuple(counts))
-            logits = self._execution.forward(TokenTree.from_chain(tokens), window, keep=[count - 1 for count in counts])
+            logits = self._forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=[count - 1 for count in counts]))
             self.commit(None, counts)
             if states is not None and self.hidden is not None:
                 states.add(self.hidden, counts)
             if self.lengths[row] == len(prompts[0]):
                 return logits[:, 0], [] if states is None else states.rows()
-
-    def _input_device(self) -> torch.device:
-        """Where input ids go: the device of the embeddings, also under a device map."""
-        embeddings = self.model.get_input_embeddings()
-        device: torch.device = embeddings.weight.device if embeddings is not None else self.model.device
-        if device.type != "meta":
-            return device
-        hook = getattr(embeddings, "_hf_hook", None)  # accelerate: an offloaded weight is nowhere until it is needed
-        return torch.device(getattr(hook, "execution_device", None) or "cpu")

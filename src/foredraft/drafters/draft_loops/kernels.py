@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from foredraft.backends.native_growth import Grower
+from foredraft.backends.kernel_pass import Direct
+from foredraft.backends.native_growth import Grower, NativeGrowth
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.growth import UNSEEN, Growth
 from foredraft.shapes import DynamicShape, StaticShape
+from foredraft.target import Target
 from foredraft.tree import TokenTree
 
 
@@ -33,3 +35,22 @@ def grow_by(kernel: Grower, request: DraftRequest) -> Growth | None:
         parents, pruned = [[-1, *grown.parents]], isinstance(shape, DynamicShape)
         tree = TokenTree.from_lists([tokens], parents, [[True] * len(tokens)], pruned=pruned)
     return Growth(tree, grown.fed, torch.tensor([[0, *(UNSEEN if node < 0 else node for node in grown.own)]]), grown.expected)
+
+
+class KernelLoop:
+    """Drafts of a model that is one call of a kernel."""
+
+    def __init__(self, model: Target):
+        self.model = model
+        self._direct: Direct | None = None
+        self._kernel: NativeGrowth | None = None  # for that
+
+    def draft(self, request: DraftRequest, *, chain: bool) -> Growth | None:
+        model, direct = self.model, self.model.backend.direct
+        if direct is None or not greedy(request) or model.device != request.device:
+            return None
+        if direct is not self._direct:
+            self._direct, self._kernel = direct, NativeGrowth.of(direct, model.cache, model.context)
+        if self._kernel is None or max(request.rows[0].ids[model.lengths[0] :], default=0) >= model.vocab_size:
+            return None
+        return grow_by(self._kernel, request)

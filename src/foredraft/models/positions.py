@@ -1,4 +1,8 @@
-"""Attention temperature that grows with the position, for models that count positions from the cache's length (llama4)."""
+"""Overrides, for the length of one pass, where a model would compute positions from cache slots.
+
+Models with linear biases (bloom) derive them from a padding mask of two dimensions; an attention temperature that grows with the position
+(llama4) is derived from the length of the cache. Both are given the positions of the nodes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,33 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def uses_alibi(model: PreTrainedModel) -> bool:
+    return hasattr(model.base_model, "build_alibi_tensor")
+
+
+@contextmanager
+def alibi_from(model: PreTrainedModel, positions: Tensor) -> Iterator[None]:
+    """For one pass, build the bias from key ``positions`` ``[R, W]`` rather than from a mask that has four dimensions now.
+
+    Softmax ignores what is constant over keys, so slope x key position is the whole bias. The override lives on this
+    instance and is removed afterwards.
+    """
+    body = model.base_model
+    original = body.build_alibi_tensor
+
+    def build(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+        pair = torch.ones(1, 2, device=mask.device)
+        slopes = original(pair, num_heads, torch.float32)[:, 0, 1]  # [H]: the bias of position 1
+        bias = slopes[None, :, None] * positions[:, None].to(slopes)  # [R, H, W]
+        return bias.reshape(-1, 1, positions.shape[1]).to(dtype)
+
+    body.build_alibi_tensor = build
+    try:
+        yield
+    finally:
+        del body.build_alibi_tensor
 
 
 def tuned_layers(model: PreTrainedModel) -> list[Any]:

@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.backends.graphs import TRIALS, Graphs, Recording
-from foredraft.backends.static_pass import upload
+from foredraft.backends.base import ForwardPass, differs, tree_window
+from foredraft.backends.graphs import Recorded
+from foredraft.backends.static_pass import StaticPass, upload
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.growth import Growth, grow_from
@@ -34,9 +35,10 @@ AGREE = 0.9  # of the tokens in a trial; nearly tied scores may be rounded to an
 class LoopFrame:
     """Static inputs of one loop: of each row the last two tokens, the root's slot and the key of its noise."""
 
-    def __init__(self, target: Target, graphs: Graphs, request: DraftRequest, chain: bool, rows: int, span: int):
+    def __init__(self, target: Target, passes: StaticPass, request: DraftRequest, chain: bool, rows: int, span: int):
         device = request.device
-        self.graphs, self.chain, self.rows, self.span = graphs, chain, rows, span
+        self.passes, self.chain, self.rows, self.span = passes, chain, rows, span
+        self._loaded = rows
         self.vocab_size, self.own_vocabulary = request.vocab_size, target.vocab_size
         self.inputs = torch.zeros(3, rows, dtype=torch.long, device=device)  # the token before the root, the root, its slot
         self.noise = torch.zeros(2, rows, dtype=torch.long, device=device)  # keys and positions
@@ -51,6 +53,7 @@ class LoopFrame:
         self.request = replace(request, rows=(), limits=[request.depth] * rows, sampler=static)
 
     def load(self, request: DraftRequest) -> None:
+        self._loaded = len(request.rows)
         filler = self.rows - len(request.rows)
         lines = [[row.ids[-2], row.ids[-1], len(row.ids) - 1] for row in request.rows]
         lines += [[0, 0, self.span - request.shape.nodes - 1]] * filler
@@ -71,9 +74,13 @@ class LoopFrame:
         tree = drafted(self.request, self.chain, self.inputs[1], expand)
         return (tree.tokens, *(each for each in (tree.valid, tree.q) if each is not None), torch.cat(logits, 1))
 
-    def tree(self, outputs: tuple[Tensor, ...], rows: int) -> TokenTree:
-        """A tree of the caller's own out of what :meth:`run` left behind."""
-        tokens, *rest = (each[:rows].clone() for each in outputs[:-1])
+    def cut(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Of the rows that were loaded."""
+        return tuple(each[: self._loaded] for each in outputs)
+
+    def tree(self, outputs: tuple[Tensor, ...]) -> TokenTree:
+        """The tree in what :meth:`run` left behind."""
+        tokens, *rest = outputs[:-1]
         valid = rest.pop(0) if rest and rest[0].dtype == torch.bool else None
         q = rest.pop(0) if rest else None
         shape, proposal = self.request.shape, self.request.proposal
@@ -86,14 +93,13 @@ class LoopFrame:
         device = self.inputs.device
         tokens = self._known(self.inputs[:2].t())
         before = self.inputs[2] - 1
-        logits = self.graphs.passes(
-            tokens, before, torch.zeros_like(before), chain_depths(2, device), chain_ancestors(2, device), self.span
-        )
+        zero = torch.zeros_like(before)
+        logits = self.passes(tokens, before, zero, chain_depths(2, device), chain_ancestors(2, device), self.span).logits
         return logits[:, 1:]
 
     def _pass(self, tree: TokenTree, first: int) -> Tensor:
         tokens, slots = self._known(tree.tokens[:, first:]), self.inputs[2]
-        return self.graphs.passes(tokens, slots, torch.full_like(slots, first), tree.depths, tree.ancestors[:, first:], self.span)
+        return self.passes(tokens, slots, torch.full_like(slots, first), tree.depths, tree.ancestors[:, first:], self.span).logits
 
     def _known(self, tokens: Tensor) -> Tensor:
         """A token that only the target's padding knows is fed as another."""
@@ -118,56 +124,50 @@ def drafted(request: DraftRequest, chain: bool, roots: Tensor, expand: Callable[
     return TokenTree.from_chain(torch.stack(path, 1), proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
 
 
-class Loops:
-    """The recorded loops of one draft model.
+class RecordedLoop:
+    """The recorded drafts of one draft model.
 
     Attributes:
-        refused: why drafts are made level by level; None if that is not for good.
-        drafts: how many were replayed, trials left out.
+        drafts: how many were played, trials left out.
     """
 
     def __init__(self, target: Target):
         self.target = target
-        self.refused: str | None = None
         self.drafts = 0
 
     def draft(self, request: DraftRequest, *, chain: bool) -> Growth | None:
-        """What :func:`drafted` makes of ``request``, whose ``depth`` is that of its shape; None where it has to be made level by level.
-        Afterwards the draft model's cache holds every node that was fed behind the root, uncommitted."""
-        graphs = self.target.graphs
-        if graphs is None or not self._fits(request):
+        backend = self.target.backend
+        if not isinstance(backend, Recorded) or not self._fits(request):
             return None
+        recordings = backend.recordings
         self._catch_up(request)
         starts = tuple(len(row.ids) - 1 for row in request.rows)
         window = Window(0, len(starts), starts, request.shape.nodes + 1)
-        graphs.cache.enter(window)
-        rows = graphs.rows(len(starts))
-        span = graphs.span(max(starts) + 1 + request.shape.nodes) if graphs.ready else None
+        self.target.cache.enter(window)
+        rows, span = recordings.rows(len(starts)), recordings.span(max(starts) + 1 + request.shape.nodes)
         if span is None:
             return None
-        found = graphs.recorded(
+        outcome = recordings.play(
             ("loop", chain, rows, span, *self._way(request)),
-            lambda: LoopFrame(self.target, graphs, request, chain, rows, span),
+            lambda: LoopFrame(self.target, recordings.passes, request, chain, rows, span),
             lambda frame: frame.load(request),
-            rows,
-            span - request.shape.nodes - 2,
+            rows=rows,
+            span=span,
+            filler=span - request.shape.nodes - 2,
         )
-        if found is None:
+        if outcome.outputs is None:
             return None
-        found.replay()
-        self.target.rewind(starts)
-        tree = found.frame.tree(found.outputs, len(starts))
-        if found.trials < TRIALS:
-            found.trials += 1
-            if (why := self._differs(request, graphs, found, tree)) is not None:
-                graphs.fail(why)
-                self.target.rewind([0] * len(starts))  # it may have written anywhere
+        tree = outcome.frame.tree(outcome.outputs)
+        if outcome.trial:
+            if (why := self._differs(request, backend, outcome.outputs[-1], tree)) is not None:
+                recordings.refuse(why)
                 return None
         else:
             self.drafts += 1
-            graphs.replays += 1
-        graphs.cache.enter(window)
-        return Growth(replace(tree, valid=within(tree, request)), self._fed(request))
+        self.target.rewind(starts)
+        self.target.cache.enter(window)
+        own = torch.arange(tree.nodes).expand(tree.rows, -1) if chain else None
+        return Growth(replace(tree, valid=within(tree, request)), self._fed(request), own)
 
     def _fits(self, request: DraftRequest) -> bool:
         """Nothing that has to be known is known to the host alone."""
@@ -203,26 +203,28 @@ class Loops:
         assert isinstance(request.shape, StaticShape)
         return request.shape.levels[-1].first
 
-    def _differs(self, request: DraftRequest, graphs: Graphs, found: Recording, tree: TokenTree) -> str | None:
-        """Compare the choices with those made of the same logits now, and the logits with those of an eager pass over the tree; that
-        pass leaves the cache as it should be."""
-        count, fed = len(request.rows), self._fed(request)
-        logits = found.outputs[-1][:count].clone()
-        eager = replace(request, limits=[request.depth] * count)
+    def _differs(self, request: DraftRequest, backend: Recorded, logits: Tensor, tree: TokenTree) -> str | None:
+        """Compare the choices with those made of the same ``logits`` now, and the logits with those of eager passes, which leave in the
+        cache what the recording would have left there."""
+        target, fed = self.target, self._fed(request)
+        eager = replace(request, limits=[request.depth] * len(request.rows))
         chosen = drafted(eager, tree.chain, tree.tokens[:, 0], lambda grown, first: logits[:, first : grown.nodes])
         agreed = float((chosen.tokens == tree.tokens).float().mean())
         if agreed < AGREE:
             return f"only {agreed:.0%} of the tokens in a recorded draft are those that its scores say"
         if tree.tokens[:, 0].tolist() != [row.ids[-1] for row in request.rows]:
             return "a recorded draft began at other roots"
-        known = tree.tokens[:, :fed].clamp(max=self.target.vocab_size - 1)
+        texts = [row.ids[:-1] for row in request.rows]
+        target.rewind([min(length, len(text) - 1) for text, length in zip(texts, target.lengths)])
+        target.prefill(texts, first=0)
+        known = tree.tokens[:, :fed].clamp(max=target.vocab_size - 1)
         if tree.chain:
             seen = TokenTree.from_chain(known)
         else:
             assert isinstance(request.shape, StaticShape)
             seen = TokenTree.from_parents(known, request.shape.parents[:fed])
-        with graphs.paused():
-            return graphs.differs(logits, self.target.score(seen))
+        given = ForwardPass(seen, tree_window(seen, target.lengths), seen.tokens)
+        return differs(target.model, logits, backend.plain(given).logits)
 
 
 def within(tree: TokenTree, request: DraftRequest) -> Tensor | None:

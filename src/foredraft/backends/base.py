@@ -1,0 +1,156 @@
+"""The interface of a backend: one forward pass in, logits and hidden states out. Nothing here knows how a pass is made.
+
+A backend owns the cache that its passes read and write. What it does not do, and why, stands in one mapping, :attr:`Backend.reasons`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from foredraft.models.cache import Window
+from foredraft.models.features import Features
+from foredraft.models.support import ModelFacts, is_half, tolerance
+from foredraft.tree import TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardPass:
+    """What one pass is asked for.
+
+    Attributes:
+        tree: all nodes so far; the newest ``window.nodes`` of them are read now.
+        window: the rows and slots that the pass reads and writes.
+        tokens: ``[R, nodes]`` of the nodes that are read now, inside the vocabulary.
+        keep: the one node per row whose logits are wanted, in the prefill of prompts; None for all nodes.
+    """
+
+    tree: TokenTree
+    window: Window
+    tokens: Tensor
+    keep: Sequence[int] | None = None
+
+    @property
+    def uniform_chain(self) -> bool:
+        """Slots alone say what every node sees."""
+        return self.tree.chain and self.window.uniform
+
+
+@dataclass(frozen=True, eq=False)
+class PassOutput:
+    """What a pass gives.
+
+    Attributes:
+        logits: ``[R, nodes, V]``, or ``[R, 1, V]`` where one node per row was asked for.
+        hidden: ``[R, nodes, F * d]`` the wanted hidden states (``[R, 1, F * d]`` with ``keep``, unless they are wanted for whole texts);
+            None if there are none. Filler may have any.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Overrides(Protocol):
+    """What was put on the layers of a model to make them faster, and how to take it back."""
+
+    @property
+    def name(self) -> str:
+        """``packed``, ``native`` or ``compiled``."""
+
+    @property
+    def hints(self) -> Sequence[int]:
+        """The layouts that weights were packed in, of :mod:`foredraft.backends.packing`; none where they were not."""
+
+    def follow_weights(self) -> None:
+        """The weights have changed."""
+
+    def undo(self) -> None:
+        """Leave the model as it was found."""
+
+
+class Backend:
+    """Base of backends; a subclass has a ``cache`` and writes :meth:`forward`.
+
+    Args:
+        facts: the model, and what is known of it.
+        overrides: what its layers were replaced by; None if they are its own.
+        reasons: why other ways to make passes are not in use, by their names.
+
+    Attributes:
+        passes: how many were made.
+        features: the hidden states that passes hand out; None for none.
+        ragged: each row of a chain pays for its own nodes alone.
+        direct: the model in one call of a kernel, None where it is none; draft loops build on it.
+        warm_up: passes of one kind until the next is as fast as it will be.
+    """
+
+    cache: Any
+    ragged = False
+    direct: Any = None
+    warm_up = 0
+
+    def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):
+        self.facts, self.overrides, self.reasons = facts, overrides, reasons
+        self.passes = 0
+        self.features: Features | None = None
+
+    @property
+    def name(self) -> str:
+        return "eager" if self.overrides is None else self.overrides.name
+
+    @property
+    def hints(self) -> Sequence[int]:
+        """As :attr:`Overrides.hints`."""
+        return () if self.overrides is None else self.overrides.hints
+
+    def forward(self, given: ForwardPass) -> PassOutput:
+        """Make one pass."""
+        raise TypeError(f"{type(self).__name__} must define forward(given)")
+
+    def read(self, features: Features | None) -> None:
+        """Passes hand out these hidden states from now on."""
+        self.features = features
+
+    def roomy(self, tokens: int) -> int:
+        """The capacity to reserve for rows of so many tokens."""
+        return tokens
+
+    def follow_weights(self) -> None:
+        """The model's modules or weights have changed."""
+        if self.overrides is not None:
+            self.overrides.follow_weights()
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.cache.forget()
+
+    def close(self) -> None:
+        """Release everything and leave the model as it was found; no more passes after this."""
+        self.release()
+        if self.overrides is not None:
+            self.overrides.undo()
+            self.overrides = None
+
+
+def tree_window(tree: TokenTree, lengths: Sequence[int], first: int = 0) -> Window:
+    """The window of a pass over the nodes of ``tree`` from ``first`` on, in all rows."""
+    counts = None if first or tree.rows == 1 or tree.tokens.device.type != "cpu" else tree.counts
+    return Window(0, len(lengths), tuple(length + first for length in lengths), tree.nodes - first, first, counts)
+
+
+def failure(error: BaseException) -> str:
+    """The first line of ``error``; a compiler's goes on for pages."""
+    return f"a pass failed with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def differs(model: Any, found: Tensor, expected: Tensor, what: str = "logits") -> str | None:
+    """By how much ``found`` ``[R, N, V]`` differs from what an eager pass of ``model`` gives, if that is too much; NaN is.
+
+    In half precision a quarter of the nodes may differ by more: experts are chosen by scores that rounding may reorder.
+    """
+    errors = (found.float() - expected.float()).abs().amax(-1).flatten() / expected.float().abs().max().clamp(min=1e-6)
+    difference = float(errors.quantile(0.75 if is_half(model) else 1.0, interpolation="lower"))
+    return None if difference <= tolerance(model) else f"its {what} differ from those of an eager pass by {difference:.1e} of their scale"

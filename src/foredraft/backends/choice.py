@@ -1,0 +1,159 @@
+"""The one place that chooses how passes are made.
+
+``auto`` means what was measured: on a CPU packed weights or kernels where the model can have them without being held twice, and everywhere
+else, CUDA included, the model as it is with its own attention. Recordings and FlexAttention are used where they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from foredraft.backends import flex, graphs, native, packing, recorder
+from foredraft.backends.base import Backend, Overrides
+from foredraft.backends.compilation import Compilation
+from foredraft.backends.compilation import refusal as compilation_refusal
+from foredraft.backends.eager import Eager
+from foredraft.backends.kernels import Kernels
+from foredraft.backends.packing import HINTS, NATIVE
+from foredraft.backends.rollback import Rollback
+from foredraft.backends.self_test import Trial, self_test
+from foredraft.errors import ConfigurationError
+from foredraft.models.support import ModelFacts, describe
+from foredraft.tree import TokenTree
+
+EXECUTIONS = ("auto", "eager", "packed", "native", "compiled", "graphs")
+ATTENTIONS = ("auto", "model", "flex")
+SAMPLE = 7  # tokens of the pass that packed weights are compared on
+UNPROVEN = "no report from a GPU shows that it is equal and faster there; {} uses it all the same"
+
+
+def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, test: bool, chunk: int) -> Backend:
+    """The backend for a model.
+
+    Args:
+        execution, attention, owned, test: as in :class:`~foredraft.target.Target`.
+        chunk: most tokens of text that a model is given in one pass.
+
+    Returns:
+        A backend whose ``facts`` say whether the model takes trees, and whose ``reasons`` say why other ways are not in use.
+
+    Raises:
+        ConfigurationError: an unknown name, or a way that was asked for and cannot be had.
+        UnsupportedModelError: the model fails the self-test.
+    """
+    for what, asked, known in (("execution", execution, EXECUTIONS), ("attention", attention, ATTENTIONS)):
+        if asked not in known:
+            raise ConfigurationError(f"unknown {what} {asked!r}; choose {', '.join(known)}")
+    reasons: dict[str, str] = {}
+    why_no_flex = flex.refusal(facts, execution)
+    if attention == "flex" and why_no_flex is not None:
+        raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why_no_flex}; use attention='auto'")
+    overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons)
+    backend: Backend = Eager(facts, overrides, reasons)
+    if facts.chains_only is not None:
+        backend = Rollback(facts, overrides, reasons, chunk)
+    if test:
+        backend.facts = facts = replace(facts, chains_only=self_test(backend))
+    backend = _record(facts, execution, attention, test, reasons) or backend
+    if attention == "flex":
+        flexed = flex.Flexed(facts, reasons)
+        if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
+            raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why}; use attention='auto'")
+        backend = flexed
+    else:
+        asked_for = "attention='model' was asked for" if attention == "model" else None
+        reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
+    backend.passes = 0
+    return backend
+
+
+def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reasons: dict[str, str]) -> Overrides | None:
+    """Packed weights, if they are asked for or can be had without holding weights twice."""
+    if execution not in ("auto", "packed", "native"):
+        reasons["packed"] = f"execution={execution!r} was asked for"
+    elif attention == "flex":
+        reasons["packed"] = "attention='flex' was asked for, and the packed layers attend by themselves"
+    elif execution == "auto" and not owned:
+        reasons["packed"] = "the model was handed in, and packed weights would be held beside its own; execution='packed' accepts that"
+    if "packed" in reasons:
+        return None
+    hints, model = _hints(facts, execution), facts.model
+    why = packing.refusal(model, hints)
+    kernels = None if why is not None else Kernels(model, sample_of(facts), owned=owned, hints=hints)
+    if kernels is not None and kernels.refused is None:
+        if kernels.unfused is not None:
+            reasons["fused"] = kernels.unfused
+        return kernels
+    reasons["packed"] = why or (kernels and kernels.refused) or ""
+    if execution != "auto":
+        raise ConfigurationError(f"{describe(model)} cannot be packed: {reasons['packed']}; use execution='auto'")
+    return None
+
+
+def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:
+    """The layouts to choose among."""
+    missing = native.refusal(facts.model.dtype)
+    if execution == "native":
+        if missing is not None:
+            raise ConfigurationError(f"the native kernels cannot be used: {missing}; use execution='auto'")
+        return (NATIVE,)
+    return HINTS if execution == "packed" or missing is not None else (*HINTS, NATIVE)
+
+
+def sample_of(facts: ModelFacts) -> Callable[[], Tensor]:
+    """A pass over a few tokens, without a cache, that returns the logits."""
+
+    @torch.inference_mode()
+    def sample() -> Tensor:
+        ids = torch.arange(min(SAMPLE, facts.context or SAMPLE), device=facts.device)[None] % facts.vocab_size
+        logits: Tensor = facts.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        return logits
+
+    return sample
+
+
+def _compile(facts: ModelFacts, execution: str, reasons: dict[str, str]) -> Overrides | None:
+    if execution != "compiled":
+        return None
+    why = compilation_refusal(facts.model, facts.chains_only)
+    if why is None:
+        compilation = Compilation(facts.model, lambda: every_kind(Eager(facts, None, reasons)))
+        why = compilation.refused
+    if why is not None:
+        raise ConfigurationError(f"{describe(facts.model)} cannot be compiled: {why}; use execution='auto'")
+    return compilation
+
+
+@torch.inference_mode()
+def every_kind(backend: Backend) -> list[Tensor]:
+    """The logits of one pass of each kind that is compiled: one node and several, of one row, of rows that stand alike and not."""
+    vocab_size, found = backend.facts.vocab_size, []
+    for lengths in ((4,), (4, 4), (4, 2)):
+        trial = Trial(backend, [[(3 + row + i) % vocab_size for i in range(length)] for row, length in enumerate(lengths)])
+        for nodes in (1, 3):
+            tokens = torch.arange(7, 7 + nodes, device=backend.facts.device).expand(len(lengths), -1) % vocab_size
+            found.append(trial.score(TokenTree.from_chain(tokens)))
+        backend.release()
+    return found
+
+
+def _record(facts: ModelFacts, execution: str, attention: str, test: bool, reasons: dict[str, str]) -> Backend | None:
+    """Recorded passes, if they are asked for."""
+    if execution not in ("auto", "graphs"):
+        reasons["graphs"] = f"execution={execution!r} was asked for"
+        return None
+    why = graphs.refusal(facts)
+    if execution == "auto":
+        reasons["graphs"] = why or UNPROVEN.format("execution='graphs'")
+        return None
+    made = recorder.recorder_for(facts.device)
+    if why is None and made is not None:
+        recorded = graphs.Recorded(facts, reasons, made)
+        why = graphs.graph_test(recorded) if test else None
+        if why is None:
+            return recorded
+    raise ConfigurationError(f"passes of {describe(facts.model)} cannot be recorded: {why}; use execution='auto'")

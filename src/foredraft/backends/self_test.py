@@ -1,0 +1,146 @@
+"""The test of a backend when a target is built: some architectures give wrong logits without an exception, and no list names them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foredraft.backends.base import Backend, ForwardPass, tree_window
+from foredraft.errors import UnsupportedModelError
+from foredraft.models.cache import Window
+from foredraft.models.support import ModelFacts, describe, tolerance
+from foredraft.tree import TokenTree
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SMALLEST = 32  # context in which a test has room
+WINDOW = 512  # widest window that the self-test goes beyond
+WINDOW_OPTIONS = ("sliding_window", "attention_chunk_size", "window_size")
+TREE = (-1, 0, 0, 1, 1, 2)  # parents; two levels that branch
+LEAVES = ((4, 5), (5,))  # of each row, whose paths are compared
+PATH = (0, 2, 5)  # what is kept of it: nodes that have to move
+
+
+class Trial:
+    """A few rows over ``backend``, behind ``texts``, which are read at once."""
+
+    def __init__(self, backend: Backend, texts: Sequence[Sequence[int]]):
+        self.backend, self.device = backend, backend.facts.device
+        lengths = [len(text) for text in texts]
+        backend.cache.open([0] * len(texts))
+        tokens = torch.tensor([[*text, *[0] * (max(lengths) - len(text))] for text in texts], device=self.device)
+        window = Window(0, len(texts), (0,) * len(texts), max(lengths), counts=tuple(lengths))
+        backend.forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=[length - 1 for length in lengths]))
+        backend.cache.commit(None, lengths)
+
+    def score(self, tree: TokenTree) -> Tensor:
+        """``[R, N, V]``; advances nothing."""
+        return self.backend.forward(ForwardPass(tree, tree_window(tree, self.backend.cache.lengths), tree.tokens)).logits
+
+    def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
+        self.backend.cache.commit(path, kept)
+
+    def tree(self) -> TokenTree:
+        """Two rows with a branching tree each."""
+        facts = self.backend.facts
+        nodes = torch.tensor([some_text(facts, len(TREE), 23), some_text(facts, len(TREE), 29)], device=self.device)
+        return TokenTree(nodes, torch.tensor([TREE] * 2, device=self.device))
+
+
+@torch.inference_mode()
+def self_test(backend: Backend) -> str | None:
+    """Score drafts behind two prefixes of unequal length, keep part of them, score on, and compare with fresh passes.
+
+    First a chain, then a tree that branches, then what is cached after a path of the tree was kept. One prefix is longer
+    than the model's window, if that is at most ``WINDOW`` tokens wide. Wider ones are not exceeded: a handful of passes over
+    4096 tokens would take minutes on a CPU, and a wide window is made by the same code of the model as a narrow one. A context
+    of fewer than ``SMALLEST`` tokens has no room for the test, and there is none.
+
+    Returns:
+        Why the model can only verify chains, None if it takes trees.
+
+    Raises:
+        UnsupportedModelError: the logits of a chain differ from those of one pass over the whole text.
+    """
+    facts = backend.facts
+    if facts.context is not None and facts.context < SMALLEST:
+        return facts.chains_only
+    texts = texts_of_test(facts)
+    try:
+        trial = Trial(backend, texts)
+        difference = _chain_error(trial, texts, (1, 2))
+        if difference is not None:
+            raise UnsupportedModelError(
+                f"{describe(facts.model)}: logits through a rolled-back cache differ from a plain pass by {difference}; generation "
+                "would be wrong. If you know that it is rounding, pass self_test=False; else use model.generate"
+            )
+        if facts.chains_only is not None:
+            return facts.chains_only
+        difference = _tree_error(trial, texts) or _chain_error(trial, texts, (3, 0))
+        if difference is not None:
+            return f"in the self-test of {describe(facts.model)} a branching tree's logits differed from a plain pass by {difference}"
+        return None
+    finally:
+        backend.release()
+
+
+def texts_of_test(facts: ModelFacts) -> list[list[int]]:
+    """Two texts, one of them so long that its beginning is out of sight."""
+    return [some_text(facts, _beyond_window(facts.model), 3), some_text(facts, 3, 1)]
+
+
+def some_text(facts: ModelFacts, length: int, seed: int) -> list[int]:
+    """Tokens that do not repeat soon, inside the vocabulary and the context."""
+    room = length if facts.context is None else min(length, max(1, facts.context - 16))
+    return [(seed + 2 + 7 * place + place * place) % facts.vocab_size for place in range(room)]
+
+
+def _beyond_window(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    windows = [getattr(config, name, None) for name in WINDOW_OPTIONS]
+    return max([window for window in windows if isinstance(window, int) and window <= WINDOW], default=0) + 5
+
+
+def _chain_error(trial: Trial, texts: list[list[int]], kept: Sequence[int]) -> str | None:
+    """Score a chain and keep ``kept[r]`` of it; the rows that keep some are compared."""
+    facts = trial.backend.facts
+    drafted = torch.tensor([some_text(facts, 3, 11), some_text(facts, 3, 17)], device=facts.device)
+    logits = trial.score(TokenTree.from_chain(drafted))
+    trial.commit(None, kept)
+    errors = []
+    for row, count in enumerate(kept):
+        tokens = drafted[row].tolist()
+        if count:
+            errors.append(_error(facts, logits[row], texts[row], tokens))
+        texts[row] += tokens[:count]
+    return next((error for error in errors if error), None)
+
+
+def _tree_error(trial: Trial, texts: list[list[int]]) -> str | None:
+    """Both rows have the same tree; the first keeps a branch, the second only its root."""
+    facts, tree = trial.backend.facts, trial.tree()
+    logits = trial.score(tree)
+    trial.commit(torch.tensor([PATH] * 2, device=facts.device), (len(PATH), 1))
+    errors = []
+    for row, count in enumerate((len(PATH), 1)):
+        for leaf in LEAVES[row]:
+            path = tree.path(row, leaf)
+            errors.append(_error(facts, logits[row, path], texts[row], tree.tokens[row, path].tolist()))
+        texts[row] += tree.tokens[row, list(PATH[:count])].tolist()
+    return next((error for error in errors if error), None)
+
+
+def _error(facts: ModelFacts, cached: Tensor, text: list[int], drafted: list[int]) -> str | None:
+    """How far ``cached`` ``[D, V]`` lies from the logits of a plain pass at ``drafted`` ``[D]`` behind ``text``, if that is too far."""
+    ids = torch.tensor([text + drafted], device=facts.device)
+    fresh = facts.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -len(drafted) :]
+    difference = (cached.float() - fresh.float().to(cached.device)).abs().max()
+    scale = fresh.float().abs().max().clamp(min=1e-6)
+    allowed = tolerance(facts.model)
+    if bool(difference <= allowed * scale):
+        return None
+    return f"{float(difference / scale):.1e} of their scale (allowed {allowed:.0e})"
