@@ -12,6 +12,7 @@ from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, Speculator, TreeShape
 from foredraft.backends.native_growth import MISSED, NativeGrowth, laid_out
+from foredraft.drafters.draft_loops.kernels import KernelLoop
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.growth import UNSEEN
 from foredraft.shapes import DynamicShape
@@ -32,7 +33,7 @@ def speculators(shape, dtype, name="llama", draft="qwen2", **options):
     for _ in range(2):
         drafter = DraftModel(build(draft, dtype), execution="native")
         found.append(Speculator(build(name, dtype), drafter=drafter, shape=shape, **options))
-    found[1].drafter._by_kernel = lambda request: None
+    found[1].drafter._loops = ()
     return found
 
 
@@ -40,7 +41,7 @@ def speculators(shape, dtype, name="llama", draft="qwen2", **options):
 def drafts(monkeypatch):
     """Every tree that a draft model makes, with whether the kernel made it."""
     seen = []
-    draft, by_kernel = DraftModel.draft, DraftModel._by_kernel
+    draft, by_kernel = DraftModel.draft, KernelLoop.draft
 
     def noted(self, request):
         tree = draft(self, request)
@@ -48,14 +49,14 @@ def drafts(monkeypatch):
         seen.append((tree.tokens[0, :last].tolist(), tree.parents[0, :last].tolist()))
         return tree
 
-    def counted(self, request):
-        grown = by_kernel(self, request)
+    def counted(self, request, *, chain):
+        grown = by_kernel(self, request, chain=chain)
         kernel.append(grown is not None)
         return grown
 
     kernel = []
     monkeypatch.setattr(DraftModel, "draft", noted)
-    monkeypatch.setattr(DraftModel, "_by_kernel", counted)
+    monkeypatch.setattr(KernelLoop, "draft", counted)
     return seen, kernel
 
 
@@ -94,7 +95,7 @@ def test_what_was_missed_is_read_first(missed):
     target.open([text[:-missed]], reserve=[100])
     with torch.inference_mode():
         target.prefill([text[:-missed]], first=0)
-        kernel = NativeGrowth.of(target)
+        kernel = NativeGrowth.of(target.backend.direct, target.cache, target.context)
         grown = kernel.fill(text, TreeShape.chain(4), vocab_size=100)
         expected = list(text)
         for _ in range(4):
@@ -108,7 +109,7 @@ def test_what_it_does_not_do_is_left_to_others():
     target.open([PROMPT], reserve=[100])
     with torch.inference_mode():
         target.prefill([PROMPT], first=0)
-        kernel = NativeGrowth.of(target)
+        kernel = NativeGrowth.of(target.backend.direct, target.cache, target.context)
         chain = TreeShape.chain(3)
         assert kernel.fill(PROMPT, chain, vocab_size=100) is None  # nothing is missing, so there is no root to go on from
         assert kernel.fill([*PROMPT, *range(MISSED + 1)], chain, vocab_size=100) is None
@@ -127,7 +128,7 @@ def test_prices_keep_what_is_worth_most():
     target.open([PROMPT], reserve=[100])
     with torch.inference_mode():
         target.prefill([PROMPT], first=0)
-        kernel = NativeGrowth.of(target)
+        kernel = NativeGrowth.of(target.backend.direct, target.cache, target.context)
         free = DynamicShape(3, 3, 12)
         everything = kernel.grow(text, free, depth=3, vocab_size=100)
         model, scores = build("llama", torch.float32), [0.0]
@@ -173,8 +174,9 @@ def test_sampling_and_processors_go_level_by_level(drafts):
 def test_own_numbers_are_where_nodes_were_read():
     (speculator, _) = speculators("product(2,2)", torch.float32)
     found = []
-    by_kernel = speculator.drafter._by_kernel
-    speculator.drafter._by_kernel = lambda request: found.append(by_kernel(request)) or found[-1]
+    by_kernel = speculator.drafter._loops[0]
+    draft = by_kernel.draft
+    by_kernel.draft = lambda request, *, chain: found.append(draft(request, chain=chain)) or found[-1]
     generate(speculator, [PROMPT], max_new_tokens=8)
     (grown, *_) = [each for each in found if each is not None]
     assert grown.seen == 3 and grown.own.tolist() == [[0, 1, 2, UNSEEN, UNSEEN, UNSEEN, UNSEEN]]
@@ -187,7 +189,7 @@ def test_unknown_tokens_are_not_read(monkeypatch):
     generate(speculator, [PROMPT], max_new_tokens=4)
     speculator.drafter._smaller = True
     calls = []
-    monkeypatch.setattr(NativeGrowth, "fill", lambda self, ids, shape, *, vocab_size: calls.append(ids[self.target.lengths[0] :]))
+    monkeypatch.setattr(NativeGrowth, "fill", lambda self, ids, shape, *, vocab_size: calls.append(ids[self.cache.lengths[0] :]))
     speculator.drafter.model.vocab_size = 50
     generate(speculator, [[60, 61, 62, 63, 64]], max_new_tokens=12)
     assert calls and all(max(missed) < 50 for missed in calls)
