@@ -8,6 +8,7 @@ arrives here is prepared alike; this module unpads it, row by row, and drives a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,10 +135,14 @@ class Speculator:
             owned=isinstance(model, str),
             attention=attention,
         )
-        self.drafter.bind(self.target)
-        self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
-        self.planner = self._plan(wanted, rule, lossless)
-        check_shape(self.shape, self.target, self.drafter)
+        with ExitStack() as undo:  # models that were handed in are left as they were if something below is refused
+            undo.callback(self.target.close)
+            self.drafter.bind(self.target)
+            undo.callback(self.drafter.close)
+            self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
+            self.planner = self._plan(wanted, rule, lossless)
+            check_shape(self.shape, self.target, self.drafter)
+            undo.pop_all()
 
     @property
     def shape(self) -> TreeShape:
