@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from foredraft.planning import AutomaticPlanner, CostModel, Round, search
-from foredraft.planning.batches import Outlook, RowRecord, best_plan, plain_plan, worth
+from foredraft.planning.batches import RowForecast, RowRecord, best_schedule, plain_schedule, worth
 from foredraft.planning.largest import largest_shape
 
 MS = 1e-3
@@ -36,42 +36,42 @@ def by_force(rows, accepted, verify, draft):
 def test_no_combination_of_depths_is_better(seed: int):
     """All rows end together in the plan; ending one earlier by drafting more never pays where more nodes never cost less."""
     generator = np.random.default_rng(seed)
-    rows = [Outlook(int(generator.integers(1, 60)), generator.uniform(0.2, 1), generator.uniform(0.2, 2)) for _ in range(3)]
+    rows = [RowForecast(int(generator.integers(1, 60)), generator.uniform(0.2, 1), generator.uniform(0.2, 2)) for _ in range(3)]
     accepted = np.cumsum(np.cumprod(generator.uniform(0.2, 0.95, 4))).tolist()
     verify = steps([1, 2, 5], np.cumsum(generator.uniform(0.1, 2, 3)))
     price = generator.uniform(0, 0.3)
     draft = lambda depth: price * depth  # noqa: E731
-    plan = best_plan(rows, accepted, verify, draft)
+    plan = best_schedule(rows, accepted, verify, draft)
     best = min(by_force(rows, accepted, verify, draft).values())
     assert plan.total == pytest.approx(by_force(rows, accepted, verify, draft)[plan.limits])
     assert plan.total <= best * 1.02  # that a row which ends later makes passes cheaper is not searched for
 
 
 def test_only_the_row_that_everybody_waits_for_is_drafted_for():
-    rows = [Outlook(10), Outlook(10), Outlook(40)]
-    plan = best_plan(rows, [0.8, 1.4, 1.8], steps([1, 4], [1.0, 4.0]), lambda depth: 0.01)
+    rows = [RowForecast(10), RowForecast(10), RowForecast(40)]
+    plan = best_schedule(rows, [0.8, 1.4, 1.8], steps([1, 4], [1.0, 4.0]), lambda depth: 0.01)
     assert plan.limits[:2] == (0, 0) and plan.limits[2] > 0
-    assert plan.total < plain_plan(rows, steps([1, 4], [1.0, 4.0])).total
+    assert plan.total < plain_schedule(rows, steps([1, 4], [1.0, 4.0])).total
 
 
 def test_where_nodes_are_free_all_alike_rows_are_drafted_for_alike():
-    plan = best_plan([Outlook(30)] * 4, [0.8, 1.4, 1.8], steps([1, 4], [1.0, 1.0]), lambda depth: 0.0)
+    plan = best_schedule([RowForecast(30)] * 4, [0.8, 1.4, 1.8], steps([1, 4], [1.0, 1.0]), lambda depth: 0.0)
     assert plan.limits == (3, 3, 3, 3) and plan.rounds == pytest.approx(30 / 2.8)
 
 
 def test_where_nodes_cost_as_much_as_tokens_nothing_is_drafted():
-    assert best_plan([Outlook(30)] * 4, [0.8, 1.4, 1.8], steps([1, 4], [1.0, 4.0]), lambda depth: 0.0).limits == (0,) * 4
+    assert best_schedule([RowForecast(30)] * 4, [0.8, 1.4, 1.8], steps([1, 4], [1.0, 4.0]), lambda depth: 0.0).limits == (0,) * 4
 
 
 def test_rows_that_pay_for_the_deepest_draft_less():
-    rows, verify = [Outlook(10)] * 7 + [Outlook(30)], steps([1, 4], [1.0, 2.5])
-    own, shared = (best_plan(rows, [0.6, 0.9, 1.1], verify, lambda depth: 0.0, own=each) for each in (True, False))
+    rows, verify = [RowForecast(10)] * 7 + [RowForecast(30)], steps([1, 4], [1.0, 2.5])
+    own, shared = (best_schedule(rows, [0.6, 0.9, 1.1], verify, lambda depth: 0.0, own=each) for each in (True, False))
     assert max(shared.limits) < max(own.limits)
 
 
 def test_one_row_gets_the_best_rate():
     accepted, verify = [0.7, 1.2, 1.5], steps([1, 2, 3, 4], [1.0, 1.2, 1.5, 2.4])
-    plan = best_plan([Outlook(50)], accepted, verify, lambda depth: 0.05 * depth)
+    plan = best_schedule([RowForecast(50)], accepted, verify, lambda depth: 0.05 * depth)
     rates = [(1 + ([0.0, *accepted][g])) / (float(verify(1.0 + g)) + 0.05 * g) for g in range(4)]
     assert plan.limits == (int(np.argmax(rates)),)
     assert plan.tokens / plan.seconds == pytest.approx(max(rates))
@@ -84,14 +84,14 @@ def test_worth_is_what_plain_decoding_takes():
 
 def test_a_row_is_average_until_it_was_seen_and_itself_after_long():
     record = RowRecord()
-    assert record.outlook(9, 0.7, 1.5) == Outlook(9, pytest.approx(0.7), pytest.approx(1.0))
+    assert record.forecast(9, 0.7, 1.5) == RowForecast(9, pytest.approx(0.7), pytest.approx(1.0))
     for _ in range(60):
         record.observe(given=True, accepted=3, expected=1.5)
-    seen = record.outlook(9, 0.2, 1.5)
+    seen = record.forecast(9, 0.2, 1.5)
     assert seen.factor > 1.6 and seen.available > 0.75
     for _ in range(60):
         record.observe(given=False, accepted=0, expected=1.5)
-    assert record.outlook(9, 0.2, 1.5).available < 0.1
+    assert record.forecast(9, 0.2, 1.5).available < 0.1
 
 
 # -- through the planner ---------------------------------------------------------------------------------------------------

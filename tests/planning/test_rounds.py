@@ -14,7 +14,7 @@ import pytest
 from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foredraft.planning.acceptance import family
 from foredraft.planning.costs import widths
-from foredraft.planning.forecasts import Candour
+from foredraft.planning.forecasts import PlanRecord
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
 from foredraft.planning.search import Plan
@@ -312,14 +312,14 @@ def test_a_draft_that_is_surer_than_it_says_is_given_more_nodes():
 
 
 def test_promises_that_are_not_kept_count_for_less():
-    candour, plan = Candour(), Plan(TreeShape.chain(4), 3.0, 1.0)
-    assert candour.of(plan) == plan
+    plan_record, plan = PlanRecord(), Plan(TreeShape.chain(4), 3.0, 1.0)
+    assert plan_record.of(plan) == plan
     for _ in range(60):
-        candour.observe(1, 2)
-    assert candour.of(plan).tokens == pytest.approx(2.0, abs=0.1)
+        plan_record.observe(1, 2)
+    assert plan_record.of(plan).tokens == pytest.approx(2.0, abs=0.1)
     for _ in range(300):
-        candour.observe(3, 2)
-    assert candour.of(plan) == plan  # a promise is never taken for more than it says
+        plan_record.observe(3, 2)
+    assert plan_record.of(plan) == plan  # a promise is never taken for more than it says
 
 
 def test_what_the_draft_model_missed_is_part_of_the_price_of_a_try():

@@ -15,7 +15,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Outlook:
+class RowForecast:
     """What is to be expected of one row: ``remaining`` tokens, how often it has a draft when asked (``available``), and its accepted
     tokens over those of an average row with a draft (``factor``)."""
 
@@ -25,7 +25,7 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class Schedule:
     """How deep to draft for each row, the ``rounds`` until the last one is done, the ``tokens`` per row and ``seconds`` of each."""
 
     limits: tuple[int, ...]
@@ -39,23 +39,23 @@ class BatchPlan:
         return self.rounds * self.seconds
 
 
-def plain_plan(rows: Sequence[Outlook], verify: Callable[[np.ndarray], np.ndarray]) -> BatchPlan:
+def plain_schedule(rows: Sequence[RowForecast], verify: Callable[[np.ndarray], np.ndarray]) -> Schedule:
     """Zero drafting."""
     remaining = np.array([row.remaining for row in rows], dtype=float)
     rounds = float(remaining.max())
     seconds = float(verify(np.array([remaining.sum() / rounds / len(rows)]))[0])
-    return BatchPlan((0,) * len(rows), rounds, float(remaining.sum() / rounds / len(rows)), seconds)
+    return Schedule((0,) * len(rows), rounds, float(remaining.sum() / rounds / len(rows)), seconds)
 
 
-def best_plan(
-    rows: Sequence[Outlook],
+def best_schedule(
+    rows: Sequence[RowForecast],
     accepted: Sequence[float],
     verify: Callable[[np.ndarray], np.ndarray],
     draft: Callable[[int], float],
     *,
     once: float = 0.0,
     own: bool = True,
-) -> BatchPlan:
+) -> Schedule:
     """The plan with the least seconds until the last row is done, zero drafting included.
 
     Args:
@@ -89,7 +89,7 @@ def best_plan(
         seconds = some * wide + (1 - some) * bare
     seconds = seconds + np.array([0.0, *(draft(depth) + once for depth in range(1, deepest + 1))])[deep]
     best = int((rounds * seconds).argmin())
-    return BatchPlan(
+    return Schedule(
         tuple(limits[best].tolist()), float(rounds[best]), float(remaining.sum() / rounds[best] / len(rows)), float(seconds[best])
     )
 
@@ -121,8 +121,8 @@ class RowRecord:
             self.accepted = self.MEMORY * self.accepted + accepted
             self.expected = self.MEMORY * self.expected + expected
 
-    def outlook(self, remaining: int, available: float, usual: float) -> Outlook:
+    def forecast(self, remaining: int, available: float, usual: float) -> RowForecast:
         """Between what was seen and an average row's: ``available``, and ``usual`` tokens accepted of a draft."""
         weight = self.WEIGHT * max(usual, 1e-3)
         there = (self.given + self.WEIGHT * available) / (self.asked + self.WEIGHT)
-        return Outlook(remaining, there, (self.accepted + weight) / (self.expected + weight))
+        return RowForecast(remaining, there, (self.accepted + weight) / (self.expected + weight))

@@ -17,14 +17,14 @@ from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 
 GAIN = 1.01  # drafting has to be better than none by so much
 SWITCH = 1.02  # another shape has to be better than the one in use by so much
-HOPE, TRY = 0.7, 4  # acceptance that a try is made for, and its length at most
+TRIAL_ACCEPTANCE, TRIAL_LENGTH = 0.7, 4  # acceptance that a try is made for, and its length at most
 HORIZON = 32  # rounds that what the drafter missed is spread over
 GROWN_K, GROWN_DEPTH = 4, 8  # nodes of a level that are expanded in a grown tree, and levels at most, unless told otherwise
 GROWN_TRIES = 12  # rounds that a first opinion of grown trees takes
 GROWN_MEMORY = 0.96  # of what was known of grown trees that a round leaves
 SURER, SURE_OF_IT = 1.5, 8.0  # times as many tokens of a greedy draft are accepted as its probabilities say, and tokens that stand for it
 CALIBRATION_MEMORY = 0.98  # of how far they do that a round leaves
-DOUBT = 4.0  # accepted tokens that were promised and kept before anything was seen
+DOUBT = 4.0  # accepted tokens that were expected and kept before anything was seen
 FINEST = 0.25  # nodes per row that costs are told apart by, where rows have different numbers of them
 
 
@@ -73,19 +73,19 @@ class Grown:
         self.seconds += share * (min(seconds, 3 * self.seconds + 3) - self.seconds)
 
 
-class Candour:
-    """What became of promises: of the shapes that seem best some only seem so, because what is known of them is luck."""
+class PlanRecord:
+    """How many of the expected tokens the chosen shapes kept: the best of many shapes looks better than it is, in part by luck."""
 
     def __init__(self) -> None:
-        self.kept = self.promised = DOUBT
+        self.kept = self.expected = DOUBT
 
-    def observe(self, kept: float, promised: float) -> None:
+    def observe(self, kept: float, expected_tokens: float) -> None:
         self.kept = GROWN_MEMORY * self.kept + kept
-        self.promised = GROWN_MEMORY * self.promised + promised
+        self.expected = GROWN_MEMORY * self.expected + expected_tokens
 
     def of(self, plan: search.Plan) -> search.Plan:
-        """``plan`` with as many accepted tokens as such promises have brought."""
-        share = min(self.kept / max(self.promised, 1e-9), 1.0)
+        """``plan`` with its accepted tokens scaled by the share that such plans have kept."""
+        share = min(self.kept / max(self.expected, 1e-9), 1.0)
         return replace(plan, tokens=1 + (plan.tokens - 1) * share)
 
 
@@ -118,7 +118,7 @@ class Forecaster:
         self.siblings = 1 if largest.is_chain else largest.siblings
         self.acceptance: dict[bool, Acceptance] = {}
         self.grown, self.levels = Grown() if grows else None, levels
-        self.candour = Candour()
+        self.plan_record = PlanRecord()
         self.own = False
         self._filler = 0
         self._seen: dict[int, int] = {}  # slot: tokens that the drafter has read
@@ -142,7 +142,7 @@ class Forecaster:
         if self.siblings > 1:
             tree = search.best_tree(acceptance.by_rank(self.largest.depth, self.siblings), costs)
             best = max(best, tree, key=lambda plan: plan.rate)
-        best = self.candour.of(best)
+        best = self.plan_record.of(best)
         if best.rate < GAIN * chains[0].rate:
             best = chains[0]
         other = None
@@ -162,8 +162,8 @@ class Forecaster:
 
     def attempt(self, rows: Sequence[Row], *, greedy: bool) -> search.Plan:
         """The chain that promises most tokens for the seconds it costs more than a plain round, if drafting did work."""
-        depth = min(TRY, self.largest.depth)
-        plans = search.chains([HOPE] * depth, self._costs(rows, self.of(greedy), horizon=1))
+        depth = min(TRIAL_LENGTH, self.largest.depth)
+        plans = search.chains([TRIAL_ACCEPTANCE] * depth, self._costs(rows, self.of(greedy), horizon=1))
         return max(plans[1:], key=lambda plan: (plan.tokens - 1) / max(plan.seconds - plans[0].seconds, 1e-12))
 
     def catch_up(self, rows: Sequence[Row], done: Round) -> int:
@@ -174,12 +174,12 @@ class Forecaster:
         self._seen = {row.slot: len(row.ids) for row in rows}
         return behind
 
-    def learn(self, rows: Sequence[Row], done: Round, cost: float, *, trying: bool, promised: float | None = None) -> None:
-        """A round that drafted is over; it took ``cost`` plain rounds. ``trying`` where drafts are only made now and then; ``promised`` the
-        tokens that its shape was chosen for."""
+    def learn(self, rows: Sequence[Row], done: Round, cost: float, *, trying: bool, expected_tokens: float | None = None) -> None:
+        """A round that drafted is over; it took ``cost`` plain rounds. ``trying`` where drafts are only made now and then; its shape was
+        chosen for ``expected_tokens``."""
         acceptance = self.of(done.greedy)
-        if promised is not None and promised > 1 and len(rows) == 1 and isinstance(done.shape, StaticShape):
-            self.candour.observe(done.accepted[0], promised - 1)
+        if expected_tokens is not None and expected_tokens > 1 and len(rows) == 1 and isinstance(done.shape, StaticShape):
+            self.plan_record.observe(done.accepted[0], expected_tokens - 1)
         if isinstance(done.shape, DynamicShape) and self.grown is not None:  # of ranks and depths it says nothing
             self.grown.observe(1 + sum(done.accepted) / len(rows), cost, done.expected)
             return
@@ -213,7 +213,7 @@ class Forecaster:
         if not shape.nodes:
             return search.plain(costs)
         accepted = expected(shape.parents, acceptance.by_rank(self.largest.depth, self.siblings))
-        return self.candour.of(search.priced(shape, accepted, widths(shape), costs))
+        return self.plan_record.of(search.priced(shape, accepted, widths(shape), costs))
 
     def compare(self, rows: int, *, context: int, greedy: bool = True) -> list[search.Plan]:
         """What is to be expected of zero drafting, of every chain, and of the best tree where it is better, in a batch of so many rows;
@@ -256,12 +256,12 @@ class Forecaster:
         def verify(nodes: np.ndarray) -> np.ndarray:
             return np.interp(nodes, sizes, seconds)
 
-        outlooks = [
-            self._record(row).outlook(max(1, row.capacity - len(row.ids)), costs.available, accepted[-1] if accepted else 0.0)
+        forecasts = [
+            self._record(row).forecast(max(1, row.capacity - len(row.ids)), costs.available, accepted[-1] if accepted else 0.0)
             for row in rows
         ]
-        plain = batches.plain_plan(outlooks, verify)
-        best = batches.best_plan(outlooks, accepted, verify, lambda depth: costs.draft((1,) * depth), once=costs.once, own=self.own)
+        plain = batches.plain_schedule(forecasts, verify)
+        best = batches.best_schedule(forecasts, accepted, verify, lambda depth: costs.draft((1,) * depth), once=costs.once, own=self.own)
         zero = search.Plan(search.chain(0), plain.tokens, plain.seconds)
         total = plain.total / GAIN
         found, limits = zero, None

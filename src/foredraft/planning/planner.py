@@ -218,7 +218,7 @@ class AutomaticPlanner:
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
         self.account = min(self.account + gain, SAVINGS * plain)
         self._alike = (done.shape, plain, cost, 0) if any(done.drafted) and not self._trying else (None, 0.0, 0.0, 0)
-        self.forecaster.learn(rows, done, cost / plain, trying=self._trying, promised=self._promised(done))
+        self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         if self.forecaster.rounds(done.greedy) <= HASTY:
             self._next, self._earliest = 0, 0.0
         if self._trying and any(done.drafted):  # a try without a draft cost nothing and says nothing
@@ -238,18 +238,18 @@ class AutomaticPlanner:
         self._since_check += 1
         self.account = min((self.account or 0.0) + (1 + done.accepted[0]) * plain - cost, SAVINGS * plain)
         self.forecaster.catch_up(rows, done)
-        self.forecaster.learn(rows, done, cost / plain, trying=False, promised=self._promised(done))
+        self.forecaster.learn(rows, done, cost / plain, trying=False, expected_tokens=self._expected_tokens(done))
         return True
 
-    def _promised(self, done: Round) -> float | None:
+    def _expected_tokens(self, done: Round) -> float | None:
         """Tokens that the round was to keep, if it was of the plan in use; a plan that does not keep its promise is made anew."""
         if self._forecast is None or self._trying or self._forecast.best.shape != done.shape or len(done.accepted) != 1:
             return None
-        promised = self._forecast.best.tokens
+        expected = self._forecast.best.tokens
         self._used, self._kept = self._used + 1, self._kept + 1 + done.accepted[0]
-        if self._used >= PROVEN and self._kept < BROKEN * promised * self._used:
+        if self._used >= PROVEN and self._kept < BROKEN * expected * self._used:
             self._next, self._earliest = 0, 0.0
-        return promised
+        return expected
 
     def _check(self) -> None:
         """Where passes have become much slower or quicker, a few plain rounds show whether all of them have: while a shape is in use,

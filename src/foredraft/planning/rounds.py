@@ -28,7 +28,7 @@ class Round:
         split: the draft's seconds and the target's are known apart; on a GPU only their sum is.
         static_parents, paths: the tree's parents and the nodes kept per row, where it branches and the host knows them.
         greedy: no row samples.
-        expected: accepted tokens per row that the draft's own probabilities promised, where they chose the nodes.
+        expected: accepted tokens per row that the draft's own probabilities predicted, where they chose the nodes.
     """
 
     shape: TreeShape
