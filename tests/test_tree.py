@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foredraft.tree import TokenTree
+from foredraft.tree import TokenTree, check_static_parents, reach
 from foredraft.verification import Verdict
 from foredraft.verification.match import follow
 
@@ -226,3 +226,25 @@ def test_parents_that_break_a_promise_are_not_read_at(promise, real):
     assert tree.malformed.tolist() == [True, True, True, False]
     with pytest.raises(ValueError, match=r"row 0: node 2 has parent 99; (static_parents says 0|a chain says 1)"):
         tree.check(VOCAB)
+
+
+def test_ancestors_are_found_on_a_device_as_they_are_on_the_host():
+    parents = [[-1, 0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 0, 1, 1, 3, 5, 6, 2]]
+    tree = TokenTree(torch.zeros(2, 9, dtype=torch.long), torch.tensor(parents))
+    assert tree.parent_lists == parents and torch.equal(reach(tree.parents), tree.ancestors)
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, [1, 1, 0, 0]), (2, [1, 1, 1, 0]), (3, [1, 1, 1, 1])])
+def test_truncating_keeps_what_is_no_deeper_than_the_limit(limit, kept):
+    tree = TokenTree(torch.arange(4)[None], torch.tensor([[-1, 0, 1, 2]])).truncate([limit])
+    assert (tree.valid is None and all(kept)) or tree.valid.tolist() == [list(map(bool, kept))]
+
+
+def test_a_node_below_filler_makes_a_row_malformed():
+    tree = TokenTree(torch.zeros(2, 3, dtype=torch.long), torch.tensor([[-1, 0, 1]] * 2), torch.tensor([[1, 0, 1], [1, 1, 0]]).bool())
+    assert tree.malformed.tolist() == [True, False]
+
+
+def test_a_node_that_is_its_own_parent_is_refused():
+    with pytest.raises(ValueError, match="node 2 has parent 2"):
+        check_static_parents((-1, 0, 2))

@@ -1,0 +1,124 @@
+"""Plants faults of one line in a copy of the package, one at a time; each must turn its tests red.
+
+    python tests/mutants [--jobs 2] [--only TEXT]
+
+Exit code 1 if a fault survives, or if its line is no longer found. Needs a system that can fork: the libraries are imported once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ROOT = Path(__file__).parents[2]
+SECONDS = 300  # a fault that makes tests run for ever is found as well
+
+from faults import FAULTS, Fault  # noqa: E402
+
+
+def place(fault: Fault) -> Path | str:
+    """The file that has the faulty line once, or what is wrong; code that moved is found in its new file."""
+    files = [each for each in sorted((ROOT / "src" / "foredraft").rglob("*")) if each.suffix in (".py", ".c")]
+    named = [each for each in files if each.name == fault.file and each.read_text().count(fault.line) == 1]
+    found = named or [each for each in files if each.read_text().count(fault.line) == 1]
+    return found[0] if len(found) == 1 else f"found in {len(found)} files: {fault.line!r}"
+
+
+def planted(fault: Fault | None, folder: Path) -> None:
+    """A copy of the package under ``folder``, by links but for the file with the fault."""
+    shutil.copytree(ROOT / "src", folder / "src", copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__"))
+    if fault is not None:
+        file = place(fault)
+        assert isinstance(file, Path)
+        copy = folder / file.relative_to(ROOT)
+        copy.unlink()
+        copy.write_text(file.read_text().replace(fault.line, fault.instead))
+
+
+def run(fault: Fault | None, tests: list[str]) -> int:
+    """In a process of its own: the exit code of pytest with the fault in place."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        planted(fault, folder)
+        sys.path.insert(0, str(folder / "src"))
+        os.environ["PYTHONPATH"] = str(folder / "src")
+        os.chdir(ROOT)
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        import pytest
+
+        signal.alarm(SECONDS)
+        code = pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+        import foredraft
+
+        assert str(folder) in foredraft.__file__, "the copy was not what was tested"
+        if fault is None and code:
+            sys.__stderr__.write((folder / "log").read_text()[-3000:])
+        return int(code)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fork(fault: Fault | None, tests: list[str]) -> int:
+    process = os.fork()
+    if process == 0:
+        code = 70
+        try:
+            code = run(fault, tests)
+        finally:
+            os._exit(code)
+    return process
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", default="", help="faults whose file or line contains this")
+    options = parser.parse_args()
+    faults = [fault for fault in FAULTS if options.only in fault.file + ": " + fault.line]
+    stale = [why for fault in faults if isinstance(why := place(fault), str)]
+    import hypothesis  # noqa: F401
+    import scipy.stats  # noqa: F401
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    torch.set_num_threads(1)
+    waiting: list[Fault | None] = [None, *(fault for fault in faults if isinstance(place(fault), Path))]
+    running: dict[int, tuple[Fault | None, float]] = {}
+    survived, control = [], 0
+    while waiting or running:
+        if waiting and len(running) < options.jobs:
+            fault = waiting.pop(0)
+            tests = sorted({test for each in faults for test in each.tests}) if fault is None else list(fault.tests)
+            running[fork(fault, tests)] = fault, time.monotonic()
+            continue
+        process, status = os.wait()
+        fault, begin = running.pop(process)
+        code = os.waitstatus_to_exitcode(status)
+        if fault is None:
+            control = code
+            continue
+        killed = code in (1, 2, -signal.SIGALRM, -signal.SIGSEGV, -signal.SIGABRT)
+        survived += [] if killed else [fault]
+        print(
+            f"{'killed  ' if killed else f'SURVIVED ({code})'} {time.monotonic() - begin:5.1f} s  {fault.file}: {fault.instead.strip()}",
+            flush=True,
+        )
+    print(f"{len(faults) - len(survived) - len(stale)} of {len(faults)} faults were found")
+    for why in stale:
+        print(f"STALE {why}")
+    if control:
+        print("the tests fail without a fault, so what they found says nothing")
+    return int(bool(survived or stale or control))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

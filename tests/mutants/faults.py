@@ -1,0 +1,133 @@
+"""The faults: where, the line as it is, the line with the fault, and the tests of which one must fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    file: str
+    line: str
+    instead: str
+    tests: tuple[str, ...]
+
+
+TREE = ("tests/test_tree.py",)
+RULES = ("tests/verification/test_rules_enumerated.py",)
+TREE_RULES = ("tests/verification/test_tree_rules.py",)
+MATCH = ("tests/verification/test_match.py", "tests/verification/test_rules_enumerated.py")
+NOISE = ("tests/logits/test_sampling.py", "tests/logits/test_keyed.py")
+CACHE = ("tests/target/test_cache.py",)
+MASKS = ("tests/target/test_trees.py",)
+LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.py")
+HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py")
+NUCLEUS = ("tests/logits/test_nucleus.py",)
+KERNELS = ("tests/target/test_native.py",)
+
+FAULTS = [
+    # -- trees
+    Fault("tree.py", "for _ in range(max(1, (nodes - 1).bit_length())):", "for _ in range(1):", TREE),
+    Fault("tree.py", "            lines[node] = lines[row[node]]\n", "            lines[node] = lines[node - 1]\n", TREE),
+    Fault("tree.py", "return (torch.arange(nodes, device=device) - 1)[None]", "return torch.arange(nodes, device=device)[None]", TREE),
+    Fault("tree.py", "dtype=torch.bool, device=device).tril()[None]", "dtype=torch.bool, device=device).triu()[None]", TREE),
+    Fault("tree.py", "depths.append(0 if parent < 0 else depths[parent] + 1)", "depths.append(0 if parent < 0 else depths[-1] + 1)", TREE),
+    Fault("tree.py", "return nodes[::-1]", "return nodes", TREE),
+    Fault("tree.py", "max(depths) <= limit for depths", "max(depths) <= limit + 1 for depths", TREE),
+    Fault("tree.py", "return self.valid[:, 1:].sum(-1)", "return self.valid.sum(-1)", TREE + RULES),
+    Fault("tree.py", "wrong = wrong | (self.valid & ~above).any(1) | ~self.valid[:, 0]", "wrong = wrong | ~self.valid[:, 0]", TREE),
+    Fault("tree.py", "if (parent >= node or parent < 0)", "if (parent > node or parent < 0)", (*TREE, "tests/test_shapes.py")),
+    # -- rules
+    Fault("rejection.py", "kept.cumprod(1).sum(1)", "kept.sum(1)", RULES),
+    Fault("rejection.py", "left_of(p_at, q_at), p_at)", "p_at, p_at)", RULES),
+    Fault("block.py", "P.append((P[-1] * ratio).clamp(max=1))", "P.append(ratio.clamp(max=1))", RULES),
+    Fault("block.py", "residual(kept * p_at, q_at)", "residual(p_at, q_at)", RULES),
+    Fault("block.py", "return torch.where(index == drafted, P[:, 1:], h)", "return h", RULES),
+    Fault("ratios.py", "left = (p - q).clamp(min=0)", "left = (p - q).abs()", RULES),
+    Fault("ratios.py", "self.minus_q.scatter_(1, x, torch.where(rejected", "self.minus_q.scatter(1, x, torch.where(rejected", TREE_RULES),
+    Fault("ratios.py", "self.q_mass = -self.minus_q.sum(-1)", "self.q_mass = self.q_mass", TREE_RULES),
+    Fault("multi_candidate.py", "tried = alive & (node >= 0) & (won < 0)", "tried = alive & (node >= 0)", TREE_RULES),
+    Fault("multi_candidate.py", "weights = torch.where(alive[:, None], left.p, weights)", "weights = left.p", TREE_RULES),
+    Fault("k_seq.py", "left = torch.where((k > 0)[:, None], rest(left, kept, k), left)", "left = left * 1", TREE_RULES),
+    Fault("k_seq.py", "high = k.clamp(min=1).to(p.dtype)", "high = torch.ones_like(low)", TREE_RULES),
+    Fault(
+        "traversal.py",
+        "self.A[depth - 1] = torch.where(deleted, safe_ratio(Z, Z + (1 - A)), A)",
+        "self.A[depth - 1] = torch.where(deleted, Z, A)",
+        TREE_RULES,
+    ),
+    Fault("traversal.py", "self.open = self.open & ~survives", "self.open = self.open & survives", TREE_RULES),
+    Fault("match.py", "below[row].sort()", "below[row].reverse()", (*MATCH, "tests/test_host_paths.py")),
+    Fault(
+        "match.py",
+        "last[row], following[row] = nodes[0], wanted[0]",
+        "last[row], following[row] = nodes[0], wanted[-1]",
+        (*MATCH, "tests/test_host_paths.py"),
+    ),
+    Fault("match.py", "choices.roll(1, 1) if tree.chain", "choices if tree.chain", MATCH),
+    # -- noise
+    Fault(
+        "noise.py",
+        "return _run(p, self.words(Purpose.MATCH, depths + 1))",
+        "return _run(p, self.words(Purpose.MATCH, depths * 0 + 1))",
+        NOISE,
+    ),
+    Fault(
+        "noise.py",
+        "self._uniforms(node[:, None] + torch.arange(count",
+        "self._uniforms(node[:, None] + 0 * torch.arange(count",
+        NOISE + TREE_RULES,
+    ),
+    Fault("noise.py", "bits.mul_(high | 1)", "bits.mul_(1)", NOISE),
+    Fault(
+        "noise.py",
+        "return self._accepts[:, node : node + count] < probability",
+        "return self._accepts[:, node : node + count] <= probability * 1.1",
+        RULES + NOISE,
+    ),
+    Fault(
+        "noise.py",
+        "return _first(weights, self.words(purpose, 0, nodes[None]), k)",
+        "return _first(weights, self.words(purpose, 0, 0 * nodes[None]), k)",
+        NOISE,
+    ),
+    Fault("noise.py", "return [(seed, row) for row in range(rows)], seed", "return [(seed, 0) for row in range(rows)], seed", NOISE + LOOP),
+    # -- processors, histories, nucleus
+    Fault("histories.py", "over[node] = over[node] or over[parent]", "over[node] = over[node]", HISTORIES),
+    Fault(
+        "histories.py", "ends = [self.lengths[row] for row, _ in places]", "ends = [self.lengths[row] - 1 for row, _ in places]", HISTORIES
+    ),
+    Fault("histories.py", "return torch.where(ids < 0, ids[:, -1:], ids) if fill is None", "return ids if fill is None", HISTORIES),
+    Fault("nucleus.py", "inside[:, :least] = True", "inside[:, :1] = True", NUCLEUS),
+    Fault("nucleus.py", "before = mass.cumsum(-1) - mass", "before = mass.cumsum(-1)", NUCLEUS),
+    # -- cache and masks
+    Fault("cache.py", "            self.lengths[row] += count\n", "            self.lengths[row] += count - (count > 1)\n", CACHE),
+    Fault("cache.py", "store[row, :, goal] = store[row, :, source]", "store[row, :, goal] = store[row, :, goal]", CACHE + MASKS),
+    Fault("cache.py", "layer.values[goal, :, :length] = layer.values[source, :, :length]", "pass", (*CACHE, "tests/test_session.py")),
+    Fault(
+        "cache.py",
+        "self.lengths = [self.lengths[row] for row in keep]",
+        "self.lengths = self.lengths[: len(keep)]",
+        (*CACHE, "tests/test_session.py"),
+    ),
+    Fault("masks.py", "row[:, start + nodes :] = False", "row[:, start + nodes :] = True", MASKS),
+    Fault("masks.py", "row[:, start : start + nodes] = within", "row[:, start : start + nodes] = True", MASKS),
+    Fault("masks.py", "return allowed & where.visible[:, None]", "return allowed", MASKS),
+    Fault("masks.py", "torch.where(slots < starts, slots, self.positions.gather(1, node))", "slots.expand_as(node)", MASKS),
+    # -- the loop
+    Fault(
+        "session.py",
+        "self.target.commit(outcome.path, [count + 1 for count in accepted])",
+        "self.target.commit(outcome.path, [max(count, 1) for count in accepted])",
+        LOOP,
+    ),
+    Fault(
+        "session.py", "to_device([len(row.ids) - 1 for row in rows], device)", "to_device([0 * len(row.ids) for row in rows], device)", LOOP
+    ),
+    Fault("session.py", "lengths=[len(row.ids) for row in rows],", "lengths=[len(row.ids) - 1 for row in rows],", LOOP),
+    # -- kernels
+    Fault("layer.c", "_mm512_reduce_add_ps(sum) / size + eps", "_mm512_reduce_add_ps(sum) / size", KERNELS),
+    Fault("layer.c", "store(out + i, _mm512_sub_ps(left,", "store(out + i, _mm512_add_ps(left,", KERNELS),
+    Fault("layer.c", "_mm512_set1_ps(l->scaling)", "_mm512_set1_ps(1.0f)", KERNELS),
+    Fault("layer.c", "return _mm512_scalef_ps(p, n);", "return p;", KERNELS),
+]
