@@ -17,7 +17,7 @@ TREE = ("tests/test_tree.py",)
 RULES = ("tests/verification/test_rules_enumerated.py",)
 TREE_RULES = ("tests/verification/test_tree_rules.py",)
 MATCH = ("tests/verification/test_match.py", "tests/verification/test_rules_enumerated.py")
-NOISE = ("tests/logits/test_sampling.py", "tests/logits/test_keyed.py")
+NOISE = ("tests/logits/test_noise.py", "tests/logits/test_keyed.py")
 CACHE = ("tests/target/test_cache.py",)
 MASKS = ("tests/target/test_trees.py",)
 LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.py")
@@ -57,7 +57,7 @@ FAULTS = [
         TREE_RULES,
     ),
     Fault("traversal.py", "self.open = self.open & ~survives", "self.open = self.open & survives", TREE_RULES),
-    Fault("match.py", "below[row].sort()", "below[row].reverse()", (*MATCH, "tests/test_host_paths.py")),
+    Fault("match.py", "below.sort()", "below.reverse()", (*MATCH, "tests/test_host_paths.py")),
     Fault(
         "match.py",
         "last[row], following[row] = nodes[0], wanted[0]",
@@ -116,15 +116,15 @@ FAULTS = [
     Fault("masks.py", "torch.where(slots < starts, slots, self.positions.gather(1, node))", "slots.expand_as(node)", MASKS),
     # -- the loop
     Fault(
-        "session.py",
-        "self.target.commit(outcome.path, [count + 1 for count in accepted])",
-        "self.target.commit(outcome.path, [max(count, 1) for count in accepted])",
+        "round.py",
+        "self.target.commit(outcome.path, [row.accepted + 1 for row in outcome.rows])",
+        "self.target.commit(outcome.path, [max(row.accepted, 1) for row in outcome.rows])",
         LOOP,
     ),
     Fault(
-        "session.py", "to_device([len(row.ids) - 1 for row in rows], device)", "to_device([0 * len(row.ids) for row in rows], device)", LOOP
+        "round.py", "to_device([len(row.ids) - 1 for row in rows], device)", "to_device([0 * len(row.ids) for row in rows], device)", LOOP
     ),
-    Fault("session.py", "lengths=[len(row.ids) for row in rows],", "lengths=[len(row.ids) - 1 for row in rows],", LOOP),
+    Fault("round.py", "lengths=[len(row.ids) for row in rows],", "lengths=[len(row.ids) - 1 for row in rows],", LOOP),
     # -- kernels
     Fault("layer.c", "_mm512_reduce_add_ps(sum) / size + eps", "_mm512_reduce_add_ps(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, _mm512_sub_ps(left,", "store(out + i, _mm512_add_ps(left,", KERNELS),
