@@ -40,11 +40,8 @@ LAYERS = [
     {"cli", "__main__"},
     {"benchmarks", "recipes"},
 ]
-KNOWN_CIRCLES = [  # to be cut; nothing may join them
-    {"foredraft.backends.eager", "foredraft.backends.graphs", "foredraft.target.self_test", "foredraft.target.target"},
-    {"foredraft.backends.fusion", "foredraft.backends.kernel_pass"},
-]
-KNOWN_UPWARDS = {(f"foredraft.backends.{name}", "foredraft.target.target") for name in ("graphs", "native_growth")}  # to be cut
+KNOWN_CIRCLES: list[set[str]] = []
+KNOWN_UPWARDS: set[tuple[str, str]] = set()
 
 
 @cache

@@ -8,18 +8,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from foredraft.backends import native
-from foredraft.backends.packing import NATIVE
+from foredraft.backends.packing import NATIVE, Product
 from foredraft.models.cache import TreeCache, Window
 
 if TYPE_CHECKING:
-    from foredraft.backends.fusion import FusedLayer
     from foredraft.models.features import Features
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -102,10 +101,30 @@ class NativePass:
         return self._scratch[key]
 
 
+class DecoderParts(Protocol):
+    """What a kernel needs of a decoder layer: its products, its norms and its sizes."""
+
+    shared: Any
+    index: int
+    size: int
+    queries: int
+    pairs: int
+    scaling: float
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
+    before: Any
+    after: Any
+    q_norm: Any
+    k_norm: Any
+    activation: Any
+
+
 class NativeLayer:
     """A decoder layer in one call of a kernel."""
 
-    def __init__(self, layer: FusedLayer):
+    def __init__(self, layer: DecoderParts):
         self.shared, self.index, self.library = layer.shared, layer.index, native.library(layer.qkv.dtype, layer.qkv.int8)
         products = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
         norms = {"before": layer.before, "after": layer.after, "query_norm": layer.q_norm, "key_norm": layer.k_norm}
@@ -124,7 +143,7 @@ class NativeLayer:
         )
 
     @staticmethod
-    def of(layer: FusedLayer) -> NativeLayer | None:
+    def of(layer: DecoderParts) -> NativeLayer | None:
         """The kernel for ``layer``, or None if its sizes or layouts are not those that the kernel is made for."""
         products = (layer.qkv, layer.output, layer.gate_up, layer.down)
         whole = [layer.qkv.outputs, layer.output.outputs, layer.gate_up.outputs, layer.down.outputs]
