@@ -6,6 +6,7 @@
 # make check  ruff and mypy, and the docs
 # make docs   the documentation as a site, under build/site; fails on a broken link. Needs Python 3.11
 # make bench  the benchmark, beside whatever peers are installed
+# make gpu    on a machine with CUDA: noise, the CUDA tests and speed on models of 1 B parameters, reports in build/gpu, 20 minutes
 # make peers  the peers it is compared with, each in an environment of its own under $(PEERS): downloads some 4 GB, and builds
 #             llama.cpp for this machine (about 20 minutes on 2 cores). Needs cmake, ninja and a C++ compiler. One alone:
 #             make peer-vllm, peer-llamacpp or peer-openvino
@@ -20,7 +21,7 @@ JOBS ?= 2
 # One thread each: on tiny models, threads that wait for each other cost more than they compute.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test golden nightly mutants check docs bench clean peers peer-vllm peer-llamacpp peer-openvino
+.PHONY: demo test golden nightly mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -68,6 +69,9 @@ check: $(VENV)/.installed-check docs
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks overhead
 	$(BIN)/python -m benchmarks speed --peers $(PEERS)
+
+gpu: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.gpu build/gpu
 
 peers: peer-openvino peer-vllm peer-llamacpp
 

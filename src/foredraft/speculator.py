@@ -89,7 +89,7 @@ class Speculator:
         execution: how forward passes are run: ``eager``, ``packed``, ``native``, ``compiled``, ``graphs`` or ``auto`` (see
             docs/platforms.md).
         attention: ``"model"`` keeps the model's attention; ``"flex"`` uses FlexAttention with a block mask of the tree; ``"auto"``
-            chooses.
+            is ``"model"``.
         quantization: ``"int8"`` loads a model given by name with int8 weights (torchao; see docs/quantization.md). The text then has the
             output distribution of the int8 model, not of the original checkpoint.
 
