@@ -17,12 +17,11 @@ from foredraft.heads import checkpoints
 from foredraft.heads.base import Head
 from foredraft.shapes import TreeShape
 from foredraft.training import generation, prompts
-from foredraft.training.acceptance import Held
+from foredraft.training.acceptance import Held, calibrated
 from foredraft.training.data import Texts
 from foredraft.training.journal import Journal
 from foredraft.training.options import Options
 from foredraft.training.runs import RUN, run
-from foredraft.training.trees import calibrated
 from foredraft.zoo import CATALOGUE, PREFIX, TARGET, load, load_tokenizer
 from recipes.zoo import packaging, recipe
 
@@ -43,7 +42,7 @@ def write_texts(out: Path) -> Iterator[str]:
         windows = prompts.windows(tokenizer, entries, count=texts.windows, tokens=texts.tokens, seed=texts.seed)
         answering = generation.Answering(texts.answer, texts.temperatures, seed=texts.seed, execution="auto")
         about = {"files": [source.name], "windows": texts.windows, "prompt_tokens": texts.tokens}
-        made = generation.write(load(TARGET), windows, answering, folder(out, name), source=about, per_shard=texts.per_shard)
+        made = generation.generate(load(TARGET), windows, answering, folder(out, name), source=about, per_shard=texts.per_shard)
         yield f"{name}: {made.rows:,} texts, {made.tokens:,} tokens, {made.seconds:.0f} s"
 
 

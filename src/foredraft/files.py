@@ -23,13 +23,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
     try:
         yield Path(name)
         os.chmod(name, 0o666 & ~_umask())  # only now: whatever wrote it may have made it anew
-        _to_disk(name)
+        to_disk(name)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
     if os.name == "posix":  # the new name as well
-        _to_disk(path.parent)
+        to_disk(path.parent)
 
 
 def _umask() -> int:
@@ -38,7 +38,8 @@ def _umask() -> int:
     return mask
 
 
-def _to_disk(path: str | Path) -> None:
+def to_disk(path: str | Path) -> None:
+    """Return when a file or a folder's names are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

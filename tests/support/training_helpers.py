@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from helpers import prompts, tiny
 
-from foredraft import Speculator
 from foredraft.heads.base import LAST, Batch, Head, HeadConfig, Losses, shape_of
 from foredraft.heads.medusa import MedusaHead
 from foredraft.training import generation
@@ -36,11 +35,9 @@ def make_data(folder: Path, *, count: int = 32, per_shard: int = 8, model: Any =
     """``count`` prompts answered by a tiny model, in shards of ``per_shard``."""
     model = tiny() if model is None else model
     asked = prompts([LENGTHS[index % len(LENGTHS)] for index in range(count)])
-    how = answering(**changed)
-    manifest = generation.plan(model, asked, how, per_shard=per_shard, source={})
-    speculator = Speculator(model, "none", execution="eager", reuse_prefix=False)
-    generation.generate(speculator, asked, how, manifest, folder, report=report or (lambda count: None))
-    return manifest
+    report = report or (lambda count: None)
+    generation.generate(model, asked, answering(**changed), folder, source={}, per_shard=per_shard, report=report)
+    return Manifest.read(folder)
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,8 @@ def in_a_process(code: str, *arguments: str, processes: int = 1) -> subprocess.C
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     file = Path(arguments[0]).parent / "program.py"
     file.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, *launcher, str(file), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
 

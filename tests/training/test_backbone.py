@@ -102,5 +102,5 @@ def test_every_kind_of_head_is_trained(data, tmp_path, kind):
     assert any(not torch.equal(value, before[name]) for name, value in run.weights().items())
     from foredraft.training.journal import Journal
 
-    losses = [line["loss"] for line in Journal(tmp_path, step=99).lines() if "loss" in line]
+    losses = [line["loss"] for line in Journal.read(tmp_path) if "loss" in line]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])

@@ -144,14 +144,10 @@ def test_what_is_there_is_not_made_again(data, tmp_path):
 
 
 def test_parts_of_a_run_make_the_same_files(data, tmp_path):
-    from foredraft import Speculator
     from foredraft.training import generation
 
-    how = answering(top=3)
-    manifest = generation.plan(tiny(), asked(), how, per_shard=8, source={})
     for part in ((2, 3), (3, 3), (1, 3)):
-        speculator = Speculator(tiny(), "none", execution="eager", reuse_prefix=False)
-        generation.generate(speculator, asked(), how, manifest, tmp_path, part=part)
+        generation.generate(tiny(), asked(), answering(top=3), tmp_path, source={}, per_shard=8, part=part)
     assert files(tmp_path) == files(data)
 
 

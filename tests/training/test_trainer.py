@@ -53,9 +53,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(data, tmp_p
     second = trainer(data, tmp_path / "parts", cls=cls, resume=True)
     assert second.train().finished
     assert same(whole.weights(), second.weights())
-    ours, theirs = (
-        [{**line, "seconds": 0, "tokens_per_second": 0} for line in Journal(run.folder, step=99).lines()] for run in (whole, second)
-    )
+    ours, theirs = ([{**line, "seconds": 0, "tokens_per_second": 0} for line in Journal.read(run.folder)] for run in (whole, second))
     assert ours == theirs
 
 
@@ -97,7 +95,7 @@ def test_sigterm_saves_and_a_second_signal_ends_at_once(data, tmp_path):
     run.report = lambda line: signal.raise_signal(signal.SIGTERM) if line["step"] == 4 else None
     outcome = run.train()
     assert (outcome.finished, outcome.state.step) == (False, 5)
-    assert checkpoints.state_of(checkpoints.latest(tmp_path)).step == 5
+    assert checkpoints.read(checkpoints.latest(tmp_path))[0].step == 5
     again = toy(data, tmp_path, resume=True)
     again.report = lambda line: [signal.raise_signal(signal.SIGINT) for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
@@ -155,7 +153,7 @@ def test_two_processes_learn_what_one_does_from_twice_the_batch(data, tmp_path):
     theirs = torch.load(tmp_path / "two" / "weights.pt")
     for name, value in one.weights().items():
         torch.testing.assert_close(theirs[name], value, atol=2e-5, rtol=1e-4)
-    ours, theirs = (Journal(tmp_path / each, step=99).lines() for each in ("one", "two"))
+    ours, theirs = (Journal.read(tmp_path / each) for each in ("one", "two"))
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
         for name in mine.keys() & {"loss", "loss_1", "accuracy_0", "gradient_norm", "acceptance_length", "tokens"}:
@@ -213,7 +211,7 @@ def test_acceptance_is_that_of_a_speculator_with_the_head(data):
 def test_medusa_learns_and_acceptance_grows(data, tmp_path):
     run = trainer(data, tmp_path, steps=60, learning_rate=3e-2, evaluate_every=30, held=Held([Texts(data).prompt(i) for i in range(8)], 16))
     outcome = run.train()
-    lines = Journal(tmp_path, step=99).lines()
+    lines = Journal.read(tmp_path)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.5 * losses[0] and outcome.state.best_length > 1.1
     assert (tmp_path / "curves.png").stat().st_size > 10_000

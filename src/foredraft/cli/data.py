@@ -13,7 +13,6 @@ from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from foredraft.training.data import Manifest
     from foredraft.training.generation import Count
 
 app = typer.Typer(help="Make training data for foredraft train: texts that the target itself generates.", no_args_is_help=True)
@@ -80,7 +79,6 @@ def generate(
 
         from foredraft.cli.generation import pick_device
         from foredraft.loading import load_model, load_tokenizer
-        from foredraft.speculator import Speculator
         from foredraft.training import generation, prompts
 
         quiet()
@@ -109,10 +107,8 @@ def generate(
             ids = prompts.encode(tokenizer, entries, longest=prompt_tokens, target=target)
         model = load_model(target, dtype=dtype, device=pick_device(device, target))
         source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
-        manifest = generation.plan(model, ids, answering, per_shard=shard_size, source=source)
-        speculator = Speculator(model, "none", execution=execution, reuse_prefix=False)
-        with Bar(manifest, share) as bar:
-            count = generation.generate(speculator, ids, answering, manifest, out, part=share, report=bar.show)
+        with Bar() as bar:
+            count = generation.generate(model, ids, answering, out, source=source, per_shard=shard_size, part=share, report=bar.show)
         typer.echo(f"{out}: {count.shards} shards made, {count.rows:,} texts, {count.tokens:,} tokens, {count.seconds:.0f} s")
 
 
@@ -178,17 +174,16 @@ def info(
 class Bar:
     """How far a run is: a bar on a terminal, otherwise a line per shard, on stderr."""
 
-    def __init__(self, manifest: Manifest, part: tuple[int, int]):
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
-        mine = [shard for shard in range(manifest.shards) if shard % part[1] == part[0] - 1]
-        self._mine, self._printed, self._live = len(mine), 0, console.is_terminal
+        self._printed, self._live = 0, console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), console=console
         )
-        self._task = self._progress.add_task("answering", total=sum(len(manifest.members(shard)) for shard in mine), speed="")
+        self._task = self._progress.add_task("answering", total=None, speed="")
 
     def __enter__(self) -> Bar:
         if self._live:
@@ -202,7 +197,7 @@ class Bar:
     def show(self, count: Count) -> None:
         speed = f"{count.tokens / max(count.seconds, 1e-9):,.0f} tokens/s"
         if self._live:
-            self._progress.update(self._task, completed=count.rows, speed=speed)
+            self._progress.update(self._task, completed=count.rows, total=count.of_rows, speed=speed)
         elif count.shards > self._printed:
             self._printed = count.shards
             note(f"{count.shards} shards, {count.tokens:,} tokens, {speed}")

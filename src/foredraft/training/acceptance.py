@@ -1,25 +1,37 @@
-"""Held-out acceptance: how many tokens a pass really yields with the head as it is, which is what a head is trained for."""
+"""Held-out acceptance: how many tokens a pass yields with the head as it is, which is what a head is trained for. And what a trained head
+gets besides its weights: the tree that it drafts by default, chosen by how often its guesses are right, and the log-odds of n-grams in the
+texts that it was trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from foredraft import drafters
 from foredraft.heads.base import Head
+from foredraft.heads.calibration import Calibration, calibrate, weigh_log_odds
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.ngram_log_odds import NgramLogOdds
+from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.planning.tree_costs import tree_costs
 from foredraft.rows import RowParameters, SessionRow
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
+from foredraft.training.data import Texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from foredraft.drafters.base import Drafter
 
+BATCH = 32  # prompts that are answered together
 DEPTH = 5  # of the chains that acceptance is measured with, where the head does not say how deep it drafts
+COUNTED = 1 << 26  # tokens of the texts that n-grams are counted in
 
 
 def drafter_of(head: Head) -> Drafter:
@@ -41,20 +53,16 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Measures heads on ``prompts``, answered greedily with ``tokens`` tokens each, ``batch`` prompts at a time, over ``shape``: chains as
-    deep as the head drafts, unless it says otherwise."""
+    """Measures heads on ``prompts``, answered greedily with ``tokens`` tokens each, over chains as deep as the head drafts."""
 
     prompts: Sequence[Sequence[int]]
     tokens: int
-    batch: int = 32
-    drafter: Callable[[Head], Drafter] = drafter_of
-    shape: str | None = None
 
     def measure(self, model: PreTrainedModel, head: Head) -> Measured:
         """Leaves the generators of torch as they were."""
         stats, _ = self._answer(model, head)
-        accepted = [*stats.accepted_by_depth, *[0] * (len(stats.drafted_by_depth) - len(stats.accepted_by_depth))]
-        by_depth = tuple(kept / max(1, drafted) for kept, drafted in zip(accepted, stats.drafted_by_depth))
+        depths = zip_longest(stats.accepted_by_depth, stats.drafted_by_depth, fillvalue=0)
+        by_depth = tuple(accepted / max(1, drafted) for accepted, drafted in depths)
         return Measured(stats.acceptance_length, by_depth, stats.kept)
 
     def answers(self, model: PreTrainedModel, head: Head) -> tuple[list[list[int]], list[int]]:
@@ -64,14 +72,13 @@ class Held:
 
     def _answer(self, model: PreTrainedModel, head: Head) -> tuple[Stats, list[SessionRow]]:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            drafter = self.drafter(head)
-            shape = self.shape or f"chain({min(DEPTH, getattr(head.config, 'heads', DEPTH))})"
-            speculator = Speculator(model, drafter, shape=shape, self_test=False, reuse_prefix=False, execution="eager")
+            shape = f"chain({min(DEPTH, getattr(head.config, 'heads', DEPTH))})"
+            speculator = Speculator(model, drafter_of(head), shape=shape, self_test=False, reuse_prefix=False, execution="eager")
             rows: list[SessionRow] = []
             try:
                 session = speculator.session()
-                for start in range(0, len(self.prompts), self.batch):
-                    for prompt in self.prompts[start : start + self.batch]:
+                for start in range(0, len(self.prompts), BATCH):
+                    for prompt in self.prompts[start : start + BATCH]:
                         session.add(prompt, RowParameters(max_new_tokens=self.tokens))
                     rows += session.waiting
                     while session.live:
@@ -79,3 +86,39 @@ class Held:
             finally:
                 speculator.close()
         return session.stats, rows
+
+
+def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | None = None) -> Calibration | None:
+    """Measure ``head`` on the answers to the held-out prompts and put its tree into its configuration; None for kinds that have none.
+
+    Args:
+        nodes: the tree has so many, those that are accepted most often; None for as many as pay by what passes cost on this machine.
+    """
+    if not isinstance(head, VocabularyHead):
+        return None
+    texts, answers = held.answers(model, head)
+    found = calibrate(
+        head, model, texts, cost=(lambda count: 1.0) if nodes else costs(head, model), answers=answers, most_nodes=nodes or 64
+    )
+    found.store(head)
+    return found
+
+
+def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts) -> NgramLogOdds:
+    """Count what follows what in ``texts``, as many as ``COUNTED`` tokens, and put that beside the head, weighed by the answers to the
+    held-out prompts."""
+    many = int(np.searchsorted(np.cumsum(texts.lengths), COUNTED)) + 1
+    lines = [texts[index] for index in range(min(many, len(texts)))]
+    head.log_odds = NgramLogOdds.count(lines, head.config.target.vocab_size, heads=head.config.heads)
+    answered, firsts = held.answers(model, head)
+    head.log_odds = weigh_log_odds(head, model, answered, answers=firsts)
+    return head.log_odds
+
+
+def costs(head: Head, model: PreTrainedModel) -> Callable[[int], float]:
+    """Seconds of a round by its drafted nodes, as this machine runs the model."""
+    speculator = Speculator(model, drafter_of(head), shape="chain(1)", self_test=False, reuse_prefix=False)
+    try:
+        return tree_costs(speculator.target, speculator.drafter)
+    finally:
+        speculator.close()

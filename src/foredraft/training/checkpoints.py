@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +17,12 @@ import numpy as np
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
+from foredraft.files import to_disk
 from foredraft.training.data import write_bytes, write_json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-NAME = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 
 
@@ -59,8 +57,8 @@ def load_best(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def latest(folder: Path) -> Path | None:
-    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and (path / STATE).exists()]
-    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)
+    """The checkpoint of the latest step, None if there is none."""
+    return max((path.parent for path in folder.glob(f"checkpoint-{7 * '[0-9]'}/{STATE}")), default=None)
 
 
 def save(accelerator: Accelerator, folder: Path, state: State, settings: Mapping[str, Any]) -> Path:
@@ -73,59 +71,35 @@ def save(accelerator: Accelerator, folder: Path, state: State, settings: Mapping
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_json(partial / STATE, {"state": asdict(state), "settings": settings})
-        _settle(partial)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                to_disk(path)
         if final.exists():
             shutil.rmtree(final)
         partial.replace(final)
-        for path in folder.glob("checkpoint-*"):
-            if path != final:
-                shutil.rmtree(path)
-        for path in folder.glob("best-*.safetensors"):
-            if path != best_file(folder, state.best):
-                path.unlink()
+        for path in set(folder.glob("checkpoint-*")) - {final}:
+            shutil.rmtree(path)
+        for path in set(folder.glob("best-*.safetensors")) - {best_file(folder, state.best)}:
+            path.unlink()
     accelerator.wait_for_everyone()
     return final
 
 
 def load(accelerator: Accelerator, path: Path) -> None:
-    """Put weights, optimiser and random state back as they were."""
-    with _untouched():
-        accelerator.load_state(str(path))
-
-
-def state_of(path: Path) -> State:
-    """Where the run stood."""
-    return State(**_document(path)["state"])
-
-
-def settings_of(path: Path) -> dict[str, Any]:
-    """What the run was asked to do."""
-    return _document(path)["settings"]
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigurationError(f"{str(path)!r} is not a readable checkpoint: {error}; delete it to start again") from error
-
-
-def _settle(folder: Path) -> None:
-    """Make sure that all of it is on the disk before it gets its name."""
-    import os
-
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
-@contextmanager
-def _untouched() -> Iterator[None]:
-    """accelerate puts back Python's and numpy's generators too, which training does not use and callers may."""
+    """Restore weights, optimiser and torch's random state. accelerate restores Python's and numpy's generators too; training does not use
+    them, but callers may, so they are put back."""
     python, numbers = random.getstate(), np.random.get_state()
     try:
-        yield
+        accelerator.load_state(str(path))
     finally:
         random.setstate(python)
         np.random.set_state(numbers)
+
+
+def read(path: Path) -> tuple[State, dict[str, Any]]:
+    """Where the run stood, and its settings."""
+    try:
+        found = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigurationError(f"{str(path)!r} is not a readable checkpoint: {error}; delete it to start again") from error
+    return State(**found["state"]), found["settings"]

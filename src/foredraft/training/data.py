@@ -83,18 +83,19 @@ class Manifest:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / MANIFEST).exists():
             write_json(folder / MANIFEST, asdict(self))
-        there = Manifest.read(folder)
-        ours, theirs = _flat(self), _flat(there)
-        changed = [f"{name} was {theirs.get(name)!r} and is now {ours.get(name)!r}" for name in ours if ours[name] != theirs.get(name)]
-        if changed:
+        if changed := changes(Manifest.read(folder)._flat(), self._flat()):
             raise ConfigurationError(
                 f"{str(folder)!r} was started with other settings: {'; '.join(changed)}. Give the same ones, or another --out"
             )
 
+    def _flat(self) -> dict[str, Any]:
+        found = json.loads(json.dumps(asdict(self)))
+        return {**found.pop("settings"), **found}
 
-def _flat(manifest: Manifest) -> dict[str, Any]:
-    found = json.loads(json.dumps(asdict(manifest)))
-    return {**found.pop("settings"), **found}
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The settings of ``now`` that were others ``before``, in words."""
+    return [f"{name} was {before.get(name)!r} and is now {value!r}" for name, value in now.items() if value != before.get(name)]
 
 
 def shard_file(folder: Path, shard: int, kind: str = "texts") -> Path:

@@ -21,7 +21,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.files import replacing
 from foredraft.models.features import LAST, features_of, taps_of
 from foredraft.training.batches import Order, Tokens
-from foredraft.training.data import Texts, refuse_other_data, shard_file, weights_digest, write_json
+from foredraft.training.data import Texts, changes, refuse_other_data, shard_file, weights_digest, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,8 +76,7 @@ def store(
     wanted = {"features": list(features), "weights": weights_digest(model), "dtype": str(model.dtype)}
     if not (folder / INDEX).exists():
         write_json(folder / INDEX, wanted)
-    there = index_of(folder)
-    if changed := [f"{name} was {there.get(name)!r} and is now {value!r}" for name, value in wanted.items() if there.get(name) != value]:
+    if changed := changes(index_of(folder), wanted):
         raise ConfigurationError(f"{str(folder / INDEX)!r} says otherwise: {'; '.join(changed)}. Delete it and the files hidden-* first")
     reader, made = Reader(model, features), 0
     for number, shard in enumerate(texts.shards):
@@ -141,9 +140,7 @@ class StoredReader(Reader):
         if absent := [path.name for path in paths.values() if not path.exists()]:
             raise ConfigurationError(f"{', '.join(absent[:3])} missing: let foredraft data hidden {texts.folder} finish")
         self._files: dict[int, Any] = {shard: safe_open(path, "pt").get_slice("hidden") for shard, path in paths.items()}
-        starts = np.cumsum([0, *texts.lengths[:-1]])
-        first = {shard: min(index for index, (of, _) in enumerate(texts.origins) if of == shard) for shard in texts.shards}
-        self._starts = [int(starts[index] - starts[first[shard]]) for index, (shard, _) in enumerate(texts.origins)]
+        self._starts = [int(start - texts.starts[index - row]) for index, (start, (_, row)) in enumerate(zip(texts.starts, texts.origins))]
         self._check()
 
     @torch.no_grad()

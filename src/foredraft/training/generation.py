@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of
+from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import RowParameters, SessionRow
 from foredraft.speculator import Speculator
@@ -26,8 +27,6 @@ from foredraft.training.prompts import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from foredraft.session import Session
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class Answering:
     def __post_init__(self) -> None:
         if not self.temperatures or any(not 0 <= each < float("inf") for each in self.temperatures):
             raise ConfigurationError(f"temperatures must be 0 (greedy) or above, got {self.temperatures}")
-        for name, value, low, high in (("top_p", self.top_p, 0, 1), ("min_p", self.min_p, 0, 1)):
-            if value is not None and not low < value <= high:
-                raise ConfigurationError(f"{name} must be above {low} and at most {high}, got {value}")
+        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if value is not None and not 0 < value <= 1:
+                raise ConfigurationError(f"{name} must be above 0 and at most 1, got {value}")
         for name, least in (("max_new_tokens", 0), ("batch", 1)):
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -86,31 +85,16 @@ class Answering:
 
 @dataclass(frozen=True)
 class Count:
-    """Where a run stands: shards and tokens of answers made by it, of how many shards in all, in how many seconds."""
+    """Where a run stands: shards, texts and tokens of answers made by it, the texts of its part in all, and its seconds."""
 
     shards: int
-    tokens: int
     rows: int
+    tokens: int
+    of_rows: int
     seconds: float
 
 
-def plan(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], answering: Answering, *, per_shard: int, source: dict[str, Any]
-) -> Manifest:
-    """The manifest of a run, for a model as it was loaded; ``source`` says where the prompts come from."""
-    return Manifest(
-        target=name_of(model),
-        vocabulary=fingerprint_of(model) or "",
-        weights=weights_digest(model),
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        prompts=digest(prompts),
-        count=len(prompts),
-        per_shard=per_shard,
-        settings={**source, **asdict(answering), "temperatures": list(answering.temperatures)},
-    )
-
-
-def write(
+def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     answering: Answering,
@@ -121,66 +105,65 @@ def write(
     part: tuple[int, int] = (1, 1),
     report: Callable[[Count], None] = lambda count: None,
 ) -> Count:
-    """Let a model answer ``prompts`` into ``folder``: :func:`plan` and :func:`generate` with a Speculator that drafts nothing."""
-    manifest = plan(model, prompts, answering, per_shard=per_shard, source=source)
-    speculator = Speculator(model, "none", execution=answering.execution, reuse_prefix=False)
-    try:
-        return generate(speculator, prompts, answering, manifest, folder, part=part, report=report)
-    finally:
-        speculator.close()
-
-
-def generate(
-    speculator: Speculator,
-    prompts: Sequence[Sequence[int]],
-    answering: Answering,
-    manifest: Manifest,
-    folder: Path,
-    *,
-    part: tuple[int, int] = (1, 1),
-    report: Callable[[Count], None] = lambda count: None,
-) -> Count:
-    """Make the shards that are missing; of n parts, each a process of its own, ``part = (i, n)`` makes every n-th.
+    """Let a model answer ``prompts``, and make the shards that are missing in ``folder``; ``source`` says where the prompts come from. Of n
+    parts, each a process of its own, ``part = (i, n)`` makes every n-th.
 
     Raises:
         ConfigurationError: the folder was started with other settings, or a prompt that the target cannot read.
     """
+    manifest = Manifest(
+        target=name_of(model),
+        vocabulary=fingerprint_of(model) or "",
+        weights=weights_digest(model),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        prompts=digest(prompts),
+        count=len(prompts),
+        per_shard=per_shard,
+        settings={**source, **asdict(answering), "temperatures": list(answering.temperatures)},
+    )
     manifest.claim(folder)
-    eos = _ends(speculator)
-    begin = time.monotonic()
-    shards = tokens = rows = 0
-    for shard in range(manifest.shards):
-        path = shard_file(folder, shard)
-        if shard % part[1] != part[0] - 1 or path.exists():
-            continue
-        so_far = Count(shards, tokens, rows, 0.0)
+    mine = range(part[0] - 1, manifest.shards, part[1])
+    begin, of_rows = time.monotonic(), sum(len(manifest.members(shard)) for shard in mine)
+    shards = rows = tokens = 0
 
-        def progress(made: int, done: int, so_far: Count = so_far) -> None:
-            report(Count(so_far.shards, so_far.tokens + made, so_far.rows + done, time.monotonic() - begin))
+    def count(more_tokens: int = 0, more_rows: int = 0) -> Count:
+        return Count(shards, rows + more_rows, tokens + more_tokens, of_rows, time.monotonic() - begin)
 
-        members = manifest.members(shard)
-        if not answering.max_new_tokens:
-            asked = [prompts[index] for index in members]
-            save_shard(path, Shard.of(asked, [len(each) for each in asked]).arrays())
-            shards, rows = shards + 1, rows + len(asked)
-            report(Count(shards, tokens, rows, time.monotonic() - begin))
-            continue
-        finished = answer(speculator, [(index, prompts[index]) for index in members], answering, eos, progress)
-        save_shard(path, _shard(finished, answering).arrays())
-        shards, rows = shards + 1, rows + len(finished)
-        tokens += sum(len(row.ids) - row.prompt_length for row in finished)
-        report(Count(shards, tokens, rows, time.monotonic() - begin))
-    return Count(shards, tokens, rows, time.monotonic() - begin)
+    speculator = Speculator(model, "none", execution=answering.execution, reuse_prefix=False)
+    try:
+        for path, members in ((shard_file(folder, shard), manifest.members(shard)) for shard in mine):
+            if path.exists():
+                continue
+            asked = [(index, prompts[index]) for index in members]
+            shard = _answered(speculator, asked, answering, lambda *more: report(count(*more)))
+            save_shard(path, shard.arrays())
+            shards, rows, tokens = shards + 1, rows + len(asked), tokens + int((shard.lengths - shard.prompt_lengths).sum())
+            report(count())
+        return count()
+    finally:
+        speculator.close()
+
+
+def _answered(
+    speculator: Speculator, prompts: Sequence[tuple[int, Sequence[int]]], answering: Answering, progress: Callable[[int, int], None]
+) -> Shard:
+    """A shard of numbered prompts with their answers."""
+    if not answering.max_new_tokens:
+        return Shard.of([prompt for _, prompt in prompts], [len(prompt) for _, prompt in prompts])
+    rows = answer(speculator, prompts, answering, progress)
+    shard = Shard.of([row.ids for row in rows], [row.prompt_length for row in rows])
+    if not answering.top:
+        return shard
+    found = LogProbs.joined([part for row in rows for part in row.logprobs])
+    return replace(shard, top_ids=found.ids.cpu().numpy().astype(np.int32), top_logprobs=found.values.cpu().numpy().astype(np.float32))
 
 
 def answer(
-    speculator: Speculator,
-    prompts: Sequence[tuple[int, Sequence[int]]],
-    answering: Answering,
-    eos: frozenset[int],
-    progress: Callable[[int, int], None] = lambda tokens, rows: None,
+    speculator: Speculator, prompts: Sequence[tuple[int, Sequence[int]]], answering: Answering, progress: Callable[[int, int], None]
 ) -> list[SessionRow]:
     """The rows of numbered prompts in their order, all answered; a row joins whenever another one has left."""
+    ends = speculator.model.generation_config.eos_token_id
+    eos = frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
     session = speculator.session()
     queue, rows, made, done = list(reversed(prompts)), [], 0, 0
     try:
@@ -188,7 +171,9 @@ def answer(
             free = answering.batch - len(session.rows)
             # A pass for every row that leaves would cost more than waiting for a few.
             if queue and (free >= max(1, answering.batch // 8) or not session.live):
-                rows += [_join(session, *queue.pop(), answering, eos) for _ in range(min(free, len(queue)))]
+                for index, prompt in (queue.pop() for _ in range(min(free, len(queue)))):
+                    session.add(prompt, answering.parameters(index, prompt, eos))
+                rows += session.waiting
             commits = session.step()
             made += sum(len(commit.tokens) for commit in commits)
             done += sum(commit.finish_reason is not None for commit in commits)
@@ -197,23 +182,3 @@ def answer(
         session.close()
         speculator.release()  # the next shard begins on a cache of its own, as it would in another process
     return rows
-
-
-def _join(session: Session, index: int, prompt: Sequence[int], answering: Answering, eos: frozenset[int]) -> SessionRow:
-    session.add(prompt, answering.parameters(index, prompt, eos))
-    return session.waiting[-1]
-
-
-def _shard(rows: Sequence[SessionRow], answering: Answering) -> Shard:
-    shard = Shard.of([row.ids for row in rows], [row.prompt_length for row in rows])
-    if not answering.top:
-        return shard
-    parts = [part for row in rows for part in row.logprobs]
-    ids = np.concatenate([part.ids.cpu().numpy() for part in parts]).astype(np.int32)
-    values = np.concatenate([part.values.cpu().numpy() for part in parts]).astype(np.float32)
-    return Shard(shard.ids, shard.lengths, shard.prompt_lengths, ids, values)
-
-
-def _ends(speculator: Speculator) -> frozenset[int]:
-    ends = speculator.model.generation_config.eos_token_id
-    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)

@@ -1,10 +1,12 @@
-"""What a run reports: sums and means over steps, a JSON line per report, curves as a picture, TensorBoard where it is installed."""
+"""What a run reports: sums and means of its steps, a JSON line per report, curves as a picture, TensorBoard where it is installed."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,6 @@ class Journal:
                     if isinstance(number, (int, float)) and name != "step":
                         self._board.add_scalar(label, number, line["step"])
 
-    def lines(self) -> list[dict[str, Any]]:
-        """All lines so far."""
-        return self.read(self.folder)
-
     @staticmethod
     def read(folder: Path) -> list[dict[str, Any]]:
         """All lines of a folder's log; one that a crash cut off is left out."""
@@ -53,39 +51,32 @@ class Journal:
         if self._board is not None:
             self._board.close()
 
-    def draw(self) -> Path | None:
-        """Curves of losses, rate and acceptance; None where matplotlib is not installed."""
+    def draw(self) -> None:
+        """Draw the curves of losses and acceptance, if matplotlib is installed."""
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError:
-            return None
-        lines = self.lines()
+            return
+        lines = self.read(self.folder)
         reports = [line for line in lines if "loss" in line]
         measured = [line for line in lines if "acceptance_length" in line]
         figure = Figure(figsize=(12, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
         left, middle, right = figure.subplots(1, 3)
-        for name in _curves(reports):
+        for name in sorted({name for line in reports for name in line if name.startswith("loss")})[:12]:
             left.plot(*zip(*[(line["step"], line[name]) for line in reports if name in line]), label=name, linewidth=1)
         left.set(xlabel="step", title="training loss")
-        if reports:
-            left.legend(fontsize="x-small")
-        middle.plot([line["step"] for line in measured], [line["acceptance_length"] for line in measured], marker=".")
+        steps = [line["step"] for line in measured]
+        middle.plot(steps, [line["acceptance_length"] for line in measured], marker=".")
         middle.set(xlabel="step", title="held-out acceptance length, greedy chain")
-        for depth in range(max((len(line["accepted_by_depth"]) for line in measured), default=0)):
-            points = [(line["step"], line["accepted_by_depth"][depth]) for line in measured if len(line["accepted_by_depth"]) > depth]
-            right.plot(*zip(*points), marker=".", label=f"depth {depth + 1}")
+        for depth, shares in enumerate(zip_longest(*(line["accepted_by_depth"] for line in measured), fillvalue=math.nan), 1):
+            right.plot(steps, shares, marker=".", label=f"depth {depth}")
         right.set(xlabel="step", ylim=(0, 1), title="accepted, of those drafted at a depth")
-        if any(line["accepted_by_depth"] for line in measured):
-            right.legend(fontsize="x-small")
+        for each in (left, right):
+            if each.lines:
+                each.legend(fontsize="x-small")
         figure.savefig(self.folder / PICTURE, dpi=110)
-        return self.folder / PICTURE
-
-
-def _curves(reports: list[dict[str, Any]]) -> list[str]:
-    parts = sorted({name for line in reports for name in line if name.startswith("loss")})
-    return parts[:12]
 
 
 def _tensorboard(folder: Path, step: int) -> Any:

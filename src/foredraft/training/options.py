@@ -66,23 +66,13 @@ class Options:
         for name, valid in (("precision", PRECISIONS), ("backbone", BACKBONES)):
             if getattr(self, name) not in valid:
                 raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}; choose {', '.join(valid)}")
-        for name in (
-            "batch_tokens",
-            "accumulate",
-            "held_out",
-            "answer_tokens",
-            "evaluate_every",
-            "report_every",
-            "save_every",
-            "lora_rank",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
+        counts = ("batch_tokens", "accumulate", "held_out", "answer_tokens", "evaluate_every", "report_every", "save_every", "lora_rank")
+        for name in (*counts, "steps"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {value}")
         for name in ("learning_rate", "epochs", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigurationError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.steps is not None and self.steps < 1:
-            raise ConfigurationError(f"steps must be at least 1, got {self.steps}")
 
     @property
     def trains_backbone(self) -> bool:
@@ -101,12 +91,3 @@ class Options:
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         return json.loads(json.dumps(asdict(self)))
-
-    def changed(self, before: Mapping[str, Any]) -> list[str]:
-        """What differs, in words, from the settings that a run was begun with, apart from what may."""
-        now = self.to_dict()
-        return [
-            f"{name} was {before.get(name)!r} and is now {value!r}"
-            for name, value in now.items()
-            if name not in FREE and value != before.get(name)
-        ]

@@ -13,11 +13,10 @@ from foredraft import heads
 from foredraft.errors import ConfigurationError
 from foredraft.heads.medusa import MedusaHead
 from foredraft.loading import load_model, load_tokenizer
-from foredraft.training.acceptance import Held
+from foredraft.training.acceptance import Held, calibrated, counted
 from foredraft.training.data import Manifest, Texts, name_of, refuse_other_data
 from foredraft.training.options import Options
 from foredraft.training.trainer import Outcome, Trainer
-from foredraft.training.trees import calibrated, counted
 
 RUN = "run"  # checkpoints, log and curves, below the folder of the head
 

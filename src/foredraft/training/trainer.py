@@ -31,11 +31,11 @@ from foredraft.training import checkpoints
 from foredraft.training.acceptance import Held
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.checkpoints import State
-from foredraft.training.data import Texts
+from foredraft.training.data import Texts, changes
 from foredraft.training.features import Reader, StoredReader
 from foredraft.training.journal import Journal, Since, Sums
 from foredraft.training.learner import BACKBONE, HEAD, Learner, learnt, open_backbone, optimizer_of, part
-from foredraft.training.options import Options
+from foredraft.training.options import FREE, Options
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -152,19 +152,12 @@ class Trainer:
             )
         if last is None:
             return
-        before = checkpoints.settings_of(last)
-        changed = [*self.options.changed(before)]
-        changed += [
-            f"{name} was {before[name]} and is now {self._settings[name]}"
-            for name in ("data", "processes")
-            if before[name] != self._settings[name]
-        ]
-        if changed:
+        self.state, before = checkpoints.read(last)
+        if changed := changes(before, {name: value for name, value in self._settings.items() if name not in FREE}):
             raise ConfigurationError(
                 f"the run in {str(self.folder)!r} was started with other settings: {'; '.join(changed)}. Resume with the same settings, "
                 "or start a new run"
             )
-        self.state = checkpoints.state_of(last)
 
     # -- the loop ---------------------------------------------------------------------------------------------------------
 
