@@ -53,10 +53,13 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Measures heads on ``prompts``, answered greedily with ``tokens`` tokens each, over chains as deep as the head drafts."""
+    """Measures heads on ``prompts``, answered greedily with ``tokens`` tokens each, over ``shape``: by default
+    chains as deep as the head drafts."""
 
     prompts: Sequence[Sequence[int]]
     tokens: int
+    drafter: Callable[[Head], Drafter] = drafter_of
+    shape: str | None = None
 
     def measure(self, model: PreTrainedModel, head: Head) -> Measured:
         """Leaves the generators of torch as they were."""
@@ -72,8 +75,8 @@ class Held:
 
     def _answer(self, model: PreTrainedModel, head: Head) -> tuple[Stats, list[SessionRow]]:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            shape = f"chain({min(DEPTH, getattr(head.config, 'heads', DEPTH))})"
-            speculator = Speculator(model, drafter_of(head), shape=shape, self_test=False, reuse_prefix=False, execution="eager")
+            shape = self.shape or f"chain({min(DEPTH, getattr(head.config, 'heads', DEPTH))})"
+            speculator = Speculator(model, self.drafter(head), shape=shape, self_test=False, reuse_prefix=False, execution="eager")
             rows: list[SessionRow] = []
             try:
                 session = speculator.session()

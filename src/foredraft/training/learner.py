@@ -13,7 +13,7 @@ from torch.nn import functional
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Batch, Head
 from foredraft.training.batches import Tokens
-from foredraft.training.hidden import Reader
+from foredraft.training.features import Reader
 from foredraft.training.options import Options
 
 if TYPE_CHECKING:
