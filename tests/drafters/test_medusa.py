@@ -112,7 +112,7 @@ def test_the_targets_lm_head_is_shared_and_stays_as_it_is():
     [
         ({"head": 3}, "no option 'head'.*heads"),
         ({"embedding_size": 3}, "no option"),
-        ({"heads": 0}, "heads must be a whole number from 1"),
+        ({"heads": 0}, "heads must be a whole number of at least 1"),
         ({"layers": 1.5}, "layers"),
         ({"bias": 1}, "bias must be True or False"),
         ({"lm_head": "shared"}, "own, target, low-rank"),
