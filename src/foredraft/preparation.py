@@ -196,6 +196,14 @@ def with_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> 
     return arguments
 
 
+def pad(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0) -> dict[str, Any]:
+    """Arguments of ``generate`` for prompts of several lengths: ``input_ids`` and ``attention_mask`` ``[B, L]``, padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[token] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": token}
+
+
 def unpad(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Each row's ids without its padding, left or right.
 

@@ -19,7 +19,7 @@ def audit(*arguments: str):
 
 def test_an_exact_configuration_ends_well_and_is_written_down(tmp_path: Path):
     file = tmp_path / "audit.json"
-    result = audit("--rule", "match", "--json", str(file))
+    result = audit("--rule", "match", "--shape", "chain(5)", "--json", str(file))
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith("EXACT: rule 'match' with drafter 'prompt-lookup' and shape chain(5)")
     assert (

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import Divergence, KeyedPart
+from foredraft.preparation import pad
 from foredraft.speculator import Speculator
 
 ALLOWANCE = 4  # times the measured rounding: other shapes of a pass round differently again
@@ -78,7 +79,7 @@ def generate(
     They are made twice, because keeping the logits takes another way through the loop; where the two differ, the text made without counts.
     """
     seeds = [(seed, index) for index in range(len(references))]
-    batch = padded([reference.prompt for reference in references], speculator.model.device)
+    batch = pad([reference.prompt for reference in references], speculator.model.device)
     options = {"max_new_tokens": count, "seed": seeds, **batch, **arguments}
     output = speculator.generate(**options)
     recorded = speculator.generate(output_logits=True, return_dict_in_generate=True, **options)
@@ -147,11 +148,3 @@ def changes(logits: Tensor, plain: int, spoken: int, amount: float) -> list[Tens
             changed[plain] = logits[plain] + yours
             found.append(changed)
     return found
-
-
-def padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Any]:
-    """``input_ids`` and ``attention_mask`` of a ragged batch, padded on the left; what the padding is plays no role."""
-    width = max(map(len, prompts))
-    ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device), "pad_token_id": 0}

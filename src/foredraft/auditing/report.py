@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from foredraft.errors import ForedraftError
 
 Verdict = Literal["exact", "fault", "lossy", "inconclusive"]
+LEFT_OUT = "left out"
 
 
 class ExactnessError(ForedraftError, RuntimeError):
@@ -262,26 +263,12 @@ class AuditReport:
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values that JSON can hold."""
         document = {"verdict": self.verdict, "summary": self.summary, "reasons": self.reasons, **asdict(self)}
-        document["sampling"] = {name: value if _plain(value) else repr(value) for name, value in self.sampling.items()}
-        for name, parts in (("exact", [self.exact]), ("statistical", [self.statistical])):
-            if parts[0] is not None:
-                document[name]["passed"] = parts[0].passed
+        plain = (bool, int, float, str, type(None))
+        document["sampling"] = {name: value if isinstance(value, plain) else repr(value) for name, value in self.sampling.items()}
         document["keyed"] = [{**asdict(part), "passed": part.passed} for part in self.keyed]
-        cleaned: dict[str, Any] = _finite(document)
+        for name, part in (("exact", self.exact), ("statistical", self.statistical)):
+            if part is not None:
+                document[name]["passed"] = part.passed
+        # JSON has no infinity: such numbers become the words "inf" and "nan"
+        cleaned: dict[str, Any] = json.loads(json.dumps(document), parse_constant=lambda name: str(float(name)))
         return cleaned
-
-
-LEFT_OUT = "left out"
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity."""
-    if isinstance(value, Mapping):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

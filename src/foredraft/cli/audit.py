@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from foredraft.cli.failures import quiet
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.prompts import read_prompts
 from foredraft.cli.settings import Configuration
-from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 
 SHOWN = 3  # divergences
@@ -24,16 +22,6 @@ def run(configuration: Configuration, prompts: Path | None, parts: Sequence[str]
     tokenizer = load_tokenizer(configuration.target)
     rows = None if prompts is None else [tokenizer(text)["input_ids"] for text in read_prompts(None, prompts)]
     return audit(load_speculator(configuration, tokenizer), prompts=rows, parts=parts, **options)
-
-
-def write(report: AuditReport, path: Path) -> None:
-    """Raises:
-    ConfigurationError: the file cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def lines(report: AuditReport) -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from foredraft import __version__
 from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
-from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, note
+from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, note, write_json
 from foredraft.cli.heads import convert, export
 from foredraft.cli.options import (
     LINES,
@@ -222,7 +222,7 @@ def audit(
             own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
             report = auditing.run(configuration, prompts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
             if as_json is not None:
-                auditing.write(report, as_json)
+                write_json(as_json, report.to_dict())
         typer.echo("\n".join(auditing.lines(report)))
         if report.verdict != "exact":
             raise typer.Exit(FAILED)
@@ -248,7 +248,10 @@ def demo(
         from foredraft.cli.demo import Demo, Setting
         from foredraft.cli.demo_report import show
 
-        if not show(Demo(Setting(target, drafter or (), dtype, device, max_new_tokens, repeats, threads)), progress):
+        setting = Setting(
+            target, drafters=drafter or (), dtype=dtype, device=device, threads=threads, max_new_tokens=max_new_tokens, repeats=repeats
+        )
+        if not show(Demo(setting), progress):
             raise typer.Exit(FAILED)
 
 
@@ -277,10 +280,19 @@ def tune(
             from foredraft.cli import tune as tuning
 
             draw = None if plot is None else tuning.plotter()
-            setting = tuning.Setting(target, drafter or (), dtype, device, threads, batch_size, prompts, quantization)
+            setting = tuning.Setting(
+                target,
+                drafters=drafter or (),
+                dtype=dtype,
+                device=device,
+                threads=threads,
+                quantization=quantization,
+                batch_size=batch_size,
+                prompts=prompts,
+            )
             found = tuning.Tuning(setting, progress).run()
             if as_json is not None:
-                tuning.write(as_json, tuning.document(setting, found))
+                write_json(as_json, tuning.document(setting, found))
             if draw is not None and plot is not None:
                 draw(plot, setting, found)
         tables.console().print(tuning.report(setting, found))

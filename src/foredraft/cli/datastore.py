@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.cli.failures import exit_codes, quiet
+from foredraft.cli.failures import exit_codes, quiet, writing
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
 
@@ -62,10 +62,8 @@ def build(
             except ValueError as error:
                 raise ConfigurationError(f"cannot build a datastore from these files: {error}") from None
             progress.show(f"writing {out}")
-            try:
+            with writing(out):
                 store.save(out)
-            except OSError as error:
-                raise ConfigurationError(f"cannot write {str(out)!r}: {error.strerror or error}") from error
         typer.echo(f"{_described(out, store)}, made in {time.perf_counter() - begin:.1f} s")
 
 

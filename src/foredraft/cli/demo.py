@@ -16,7 +16,8 @@ import torch
 
 from foredraft import zoo
 from foredraft.cli.failures import quiet
-from foredraft.cli.generation import make_drafter, pick_device
+from foredraft.cli.generation import load_speculator, make_drafter
+from foredraft.cli.settings import Contest
 from foredraft.loading import load_tokenizer
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
@@ -27,22 +28,13 @@ ROUNDING = 8  # units in the last place by which rounding may move two logits pa
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Contest):
     """The options of the same names."""
 
     target: str = "zoo:python-300m"
-    drafters: Sequence[str] = ()
     dtype: str = "bfloat16"
-    device: str | None = None
     max_new_tokens: int = 40
     repeats: int = 3
-    threads: int | None = None
-
-    @property
-    def ways(self) -> list[str]:
-        """Drafters to compare, plain decoding first."""
-        embedded = ["draft-model:zoo:python-1m"] if self.target.startswith(zoo.PREFIX) else []
-        return list(dict.fromkeys([PLAIN, *(self.drafters or [*embedded, "prompt-lookup"])]))
 
 
 @dataclass(frozen=True)
@@ -87,31 +79,26 @@ class Comparison:
 
 
 class Demo:
-    """The target once, and a Speculator for each way."""
+    """Loads the target once and makes a Speculator for each drafter."""
 
     def __init__(self, setting: Setting):
         quiet()
-        if setting.threads is not None:
-            torch.set_num_threads(setting.threads)
         self.setting, self.prompts = setting, zoo.prompts("demo")
         self.tokenizer = load_tokenizer(setting.target)
-        drafters = {way: make_drafter(way, {}, self.tokenizer) for way in setting.ways}
+        drafters = {way: make_drafter(way, {}, self.tokenizer) for way in setting.names if way != PLAIN}
         # Every run reads its prompt afresh: a cache kept from the run before would flatter whoever comes second.
-        device = pick_device(setting.device, setting.target)
-        self.speculators: dict[str, Speculator] = {}
-        for way, drafter in drafters.items():  # the first one loads the target and lays its weights out, the others take it as it is
-            if not self.speculators:
-                self.speculators[way] = Speculator(setting.target, drafter, dtype=setting.dtype, device=device, reuse_prefix=False)
-                self.model = self.speculators[way].model
-            else:
-                self.speculators[way] = Speculator(self.model, drafter, execution="eager", reuse_prefix=False)
+        plain = load_speculator(setting.plain, self.tokenizer, reuse_prefix=False)
+        self.model = plain.model
+        self.speculators = {PLAIN: plain}  # the others take its model as it laid the weights out
+        for way, drafter in drafters.items():
+            self.speculators[way] = Speculator(self.model, drafter, execution="eager", reuse_prefix=False)
 
     def compare(self) -> Iterator[Comparison]:
         """One comparison after another; the ways take turns within each."""
-        for way in self.setting.ways:
+        for way in self.speculators:
             self._generate(way, self.prompts[0], max_new_tokens=WARM_UP)
         for prompt in self.prompts:
-            runs: dict[str, list[Run]] = {way: [] for way in self.setting.ways}
+            runs: dict[str, list[Run]] = {way: [] for way in self.speculators}
             for _ in range(self.setting.repeats):
                 for way, done in runs.items():
                     done.append(self._run(way, prompt))

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from foredraft import zoo
 from foredraft.cli.demo import PLAIN, Comparison, Demo, Difference
-from foredraft.cli.figures import counted, number
+from foredraft.cli.figures import combine, counted, number
 from foredraft.cli.progress import Progress
 from foredraft.cli.tables import add_row, console, new_table
 
@@ -87,17 +87,12 @@ def speed(comparisons: Sequence[Comparison], way: str) -> float:
     return sum(each.stats(way).new_tokens for each in comparisons) / sum(each.seconds(way) for each in comparisons)
 
 
-def acceptance_length(comparisons: Sequence[Comparison], way: str) -> float:
-    passes = sum(each.stats(way).row_passes for each in comparisons)
-    return sum(each.stats(way).kept for each in comparisons) / passes if passes else float("nan")
-
-
 def _table(out: Console, comparisons: Sequence[Comparison]) -> None:
     table = new_table("drafter", ">tokens/s", ">acceptance length", ">target passes", ">speed")
     plain = speed(comparisons, PLAIN)
     for way in comparisons[0].runs:
         rate = speed(comparisons, way)
-        passes = sum(each.stats(way).target_passes for each in comparisons)
+        stats = combine([each.stats(way) for each in comparisons], seed=None)
         name = f"{way} (plain)" if way == PLAIN else way
-        add_row(table, name, f"{rate:.1f}", number(acceptance_length(comparisons, way), 2), str(passes), f"{rate / plain:.2f}×")
+        add_row(table, name, f"{rate:.1f}", number(stats.acceptance_length, 2), str(stats.target_passes), f"{rate / plain:.2f}×")
     out.print(table)

@@ -5,11 +5,14 @@ Exit codes: 0 done, 1 it failed while running (the target's output, memory), 2 i
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -47,6 +50,22 @@ def note(message: str) -> None:
     """A line on stderr."""
     sys.stdout.flush()
     typer.echo(message, err=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises:
+    ConfigurationError: ``path`` cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    with writing(path):
+        path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from itertools import zip_longest
 
 from foredraft.stats import Stats
@@ -11,24 +13,18 @@ from foredraft.stats import Stats
 
 def combine(parts: Sequence[Stats], *, seed: int | None) -> Stats:
     """The statistics of calls that ran one after another: counts and seconds add up, rows follow each other."""
-    first = parts[0]
-    same = {name: getattr(first, name) for name in ("rule", "drafter", "shape", "lossless", "time_to_first_token")}
-    total = Stats(seed=seed, **same)
-    for part in parts:
+    total = replace(deepcopy(parts[0]), seed=seed)
+    for part in parts[1:]:
         for name in ("target_passes", "row_passes", "new_tokens", "kept", "drafted", "accepted"):
             setattr(total, name, getattr(total, name) + getattr(part, name))
-        total.drafted_by_depth = _added(total.drafted_by_depth, part.drafted_by_depth)
-        total.accepted_by_depth = _added(total.accepted_by_depth, part.accepted_by_depth)
-        phases = [*total.seconds, *(part.seconds.keys() - total.seconds.keys())]
-        total.seconds = {phase: total.seconds.get(phase, 0.0) + part.seconds.get(phase, 0.0) for phase in phases}
+        for name in ("drafted_by_depth", "accepted_by_depth"):
+            setattr(total, name, [sum(pair) for pair in zip_longest(getattr(total, name), getattr(part, name), fillvalue=0)])
+        for phase, seconds in part.seconds.items():
+            total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
         for shape, rounds in part.shapes.items():
             total.shapes[shape] = total.shapes.get(shape, 0) + rounds
         total.rows += part.rows
     return total
-
-
-def _added(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
-    return [sum(pair) for pair in zip_longest(ours, theirs, fillvalue=0)]
 
 
 def figures_line(stats: Stats, *, drafter: str, sampled: bool, interrupted: bool = False) -> str:

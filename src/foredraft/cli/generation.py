@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Configuration, Decoding, Outcome, Result
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
+from foredraft.preparation import pad
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
 
@@ -32,14 +34,14 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     results = [Result(index, prompt, ids, Detokenizer(tokenizer, ids)) for index, (prompt, ids) in enumerate(zip(prompts, rows))]
     speculator = load_speculator(configuration, tokenizer)
     seed = decoding.seed if decoding.seed is not None else secrets.randbits(32)
+    token = next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
     progress.show("reading the prompt")
     stats: list[Stats] = []
     interrupted = False
     for start in range(0, len(results), decoding.batch_size):
         batch = results[start : start + decoding.batch_size]
-        stream = speculator.stream(
-            **padded(tokenizer, batch, speculator.target.device), seed=[(seed, result.index) for result in batch], **decoding.arguments()
-        )
+        ids = pad([result.ids for result in batch], speculator.target.device, token)
+        stream = speculator.stream(**ids, seed=[(seed, result.index) for result in batch], **decoding.arguments())
         stats.append(stream.stats)
         try:
             for tokens in stream:
@@ -59,7 +61,7 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     return Outcome(configuration, results[: len(total.rows)], total, decoding.sampled, interrupted)
 
 
-def load_speculator(configuration: Configuration, tokenizer: Any) -> Speculator:
+def load_speculator(configuration: Configuration, tokenizer: Any, *, reuse_prefix: bool = True) -> Speculator:
     """Unknown names and options are refused before any weights are read."""
     if configuration.threads is not None:
         torch.set_num_threads(configuration.threads)
@@ -76,6 +78,7 @@ def load_speculator(configuration: Configuration, tokenizer: Any) -> Speculator:
         dtype=configuration.dtype,
         device=pick_device(configuration.device, configuration.target),
         quantization=configuration.quantization,
+        reuse_prefix=reuse_prefix,
     )
 
 
@@ -115,12 +118,9 @@ def parse_value(text: str) -> Any:
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    readers: tuple[Callable[[str], Any], ...] = (int, float)
-    for read in readers:
-        try:
+    for read in (int, float):
+        with suppress(ValueError):
             return read(text)
-        except ValueError:
-            continue
     return text
 
 
@@ -141,13 +141,3 @@ def check_device(name: str) -> None:
         torch.empty(1, device=name).fill_(0)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigurationError(f"device {name!r} cannot be used here: {first_line(error)}") from error
-
-
-def padded(tokenizer: Any, batch: Sequence[Result], device: torch.device) -> dict[str, Any]:
-    """Arguments of ``generate``: ``input_ids`` and ``attention_mask`` ``[B, L]``, padded on the left with whatever there is."""
-    pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-    width = max(len(result.ids) for result in batch)
-    gaps = [width - len(result.ids) for result in batch]
-    ids = torch.tensor([[pad] * gap + result.ids for gap, result in zip(gaps, batch)], device=device)
-    mask = torch.tensor([[0] * gap + [1] * (width - gap) for gap in gaps], device=device)
-    return {"inputs": ids, "attention_mask": mask, "pad_token_id": pad}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft import zoo
-from foredraft.cli.failures import exit_codes, note, quiet
+from foredraft.cli.failures import exit_codes, note, quiet, writing
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
 
@@ -158,10 +158,8 @@ def convert(
             raise ConfigurationError(f"there is no {str(described)!r}, which says what the tensors are; name it with --config FILE")
         tensors = unpickled(file)
         stored = folders.Stored(folders.read_json(described), tensors)
-        try:
+        with writing(out):
             folders.write(stored, out)
-        except OSError as error:
-            raise ConfigurationError(f"cannot write {str(out)!r}: {error.strerror or error}") from error
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         typer.echo(f"{out}: {len(tensors)} tensors, {size / 1e6:.1f} MB")
 

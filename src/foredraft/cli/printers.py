@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -103,7 +102,7 @@ class JsonPrinter(Printer):
 
     def finished(self, outcome: Outcome) -> None:
         self.end_line()
-        write(json.dumps(plain(self._document(outcome)), allow_nan=False) + "\n")
+        write(json.dumps(without_nan(self._document(outcome)), allow_nan=False) + "\n")
 
     def _document(self, outcome: Outcome) -> dict[str, Any]:
         stats = outcome.stats.to_dict()
@@ -180,13 +179,9 @@ def encodable(text: str) -> bool:
     return True
 
 
-def plain(value: Any) -> Any:
-    """``value`` as JSON has it: a number that does not exist is null."""
-    if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def without_nan(document: dict[str, Any]) -> Any:
+    """``document`` with null in place of NaN and infinity, which JSON does not have."""
+    return json.loads(json.dumps(document), parse_constant=lambda name: None)
 
 
 def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool, logprobs: bool = False) -> Printer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +33,24 @@ class Configuration:
     @property
     def drafter_name(self) -> str:
         return self.drafter or PAIRED.get(self.target, "prompt-lookup")
+
+
+@dataclass(frozen=True)
+class Contest(Configuration):
+    """Several drafters that are compared on one target."""
+
+    drafters: Sequence[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The drafters to compare, each once."""
+        embedded = ["draft-model:zoo:python-1m"] if self.target.startswith("zoo:") else []
+        return list(dict.fromkeys(self.drafters or [*embedded, "prompt-lookup"]))
+
+    @property
+    def plain(self) -> Configuration:
+        """Plain decoding with the same target."""
+        return replace(self, drafter="none", draft_length=0)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def one_drafter(name: str) -> Text:
     usage += "".join(f" [--drafter-option {key}=…]" for key in options if key != "source")
     lines = [f"{name}: {cls.summary}", f"proposals: {', '.join(cls.info.proposals)}", f"usage: {usage}", ""]
     lines += [f"  {_option(option)}" for option in options.values()]
-    lines += ["", _own_docstring(cls)]
+    lines += ["", inspect.cleandoc(vars(cls).get("__doc__") or "")]
     return Text("\n".join(lines).strip())
 
 
@@ -81,10 +81,6 @@ def _automatic(choices: Mapping[Proposal, tuple[str, str]]) -> str:
 
 def _option(option: inspect.Parameter) -> str:
     return f"{option.name} (required)" if option.default is inspect.Parameter.empty else f"{option.name}={option.default!r}"
-
-
-def _own_docstring(cls: type) -> str:
-    return inspect.cleandoc(cls.__dict__.get("__doc__") or "")
 
 
 def new_table(*titles: str) -> Table:

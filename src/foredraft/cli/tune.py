@@ -6,7 +6,6 @@ decoding are run in turns, and what was measured is set against what was predict
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,15 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from foredraft import zoo
-from foredraft.cli.failures import quiet
+from foredraft.cli.failures import quiet, writing
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode, read_prompts
-from foredraft.cli.settings import PAIRED, Configuration
+from foredraft.cli.settings import Contest
 from foredraft.cli.tables import add_row, new_table
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 from foredraft.planning import AUTO, AutomaticPlanner
+from foredraft.preparation import pad
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
@@ -41,23 +41,11 @@ SHOWN = 8  # depths
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Contest):
     """The options of the same names."""
 
-    target: str
-    drafters: Sequence[str] = ()
-    dtype: str = "auto"
-    device: str | None = None
-    threads: int | None = None
     batch_size: int = 1
     prompts: Path | None = None
-    quantization: str | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """Drafters to choose from."""
-        embedded = ["draft-model:zoo:python-1m"] if self.target.startswith(zoo.PREFIX) else []
-        return list(dict.fromkeys(self.drafters or [PAIRED.get(self.target, "prompt-lookup"), *embedded, "prompt-lookup"]))
 
 
 @dataclass(frozen=True)
@@ -99,7 +87,7 @@ class Candidate:
 
 
 class Tuning:
-    """The target once, and one drafter after the other."""
+    """Loads the target once and measures one drafter after the other."""
 
     def __init__(self, setting: Setting, progress: Progress):
         quiet()
@@ -114,16 +102,7 @@ class Tuning:
             for start in range(0, len(rows), setting.batch_size)
         ]
         self.given = [make_drafter(name, {}, self.tokenizer) for name in setting.names]  # unknown names before any weights are read
-        configuration = Configuration(
-            setting.target,
-            "none",
-            dtype=setting.dtype,
-            device=setting.device,
-            threads=setting.threads,
-            draft_length=0,
-            quantization=setting.quantization,
-        )
-        self.plain = load_speculator(configuration, self.tokenizer)
+        self.plain = load_speculator(setting.plain, self.tokenizer)
 
     def run(self) -> list[Candidate]:
         """Best first."""
@@ -172,13 +151,8 @@ class Tuning:
 
     def _time(self, speculator: Speculator, batch: Sequence[Sequence[int]]) -> tuple[float, Stats]:
         """Seconds per token of a row after the prefill."""
-        device = speculator.target.device
-        width = max(map(len, batch))
-        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in batch], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
-        stats = speculator.generate(
-            ids, attention_mask=mask, do_sample=False, min_new_tokens=None, max_new_tokens=NEW, pad_token_id=0
-        ).stats
+        prompts = pad(batch, speculator.target.device)
+        stats = speculator.generate(**prompts, do_sample=False, min_new_tokens=None, max_new_tokens=NEW).stats
         assert stats is not None
         spent = stats.seconds["total"] - stats.seconds["prefill"] - stats.seconds.get("planning", 0.0)
         return spent / max(1, stats.new_tokens - len(batch)) * len(batch), stats
@@ -248,16 +222,6 @@ def bar(share: float) -> str:
     return "█" * max(1, round(BAR * min(1.0, share)))
 
 
-def write(path: Path, found: dict[str, Any]) -> None:
-    """Raises:
-    ConfigurationError: the file cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(found, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from error
-
-
 def plotter() -> Callable[[Path, Setting, Sequence[Candidate]], None]:
     """What draws the picture.
 
@@ -289,8 +253,9 @@ def plotter() -> Callable[[Path, Setting, Sequence[Candidate]], None]:
         middle.legend()
         figure.tight_layout()
         try:
-            figure.savefig(path, dpi=120)
-        except (OSError, ValueError) as error:
+            with writing(path):
+                figure.savefig(path, dpi=120)
+        except ValueError as error:  # matplotlib knows no such kind of file
             raise ConfigurationError(f"cannot write {str(path)!r}: {error}") from error
         finally:
             pyplot.close(figure)
