@@ -389,3 +389,14 @@ def test_the_gpu_draws_the_same():
     assert torch.equal(there.race(p.cuda(), depths.cuda()).cpu(), here.race(p, depths))
     assert torch.equal(there.draw(p[:, 0].cuda(), Purpose.DRAFT, 2).cpu(), here.draw(p[:, 0], Purpose.DRAFT, 2))
     assert torch.equal(there.accept(p[..., 0].cuda() * 9).cpu(), here.accept(p[..., 0] * 9))
+
+
+def test_every_node_has_noise_of_its_own_however_it_is_asked_for():
+    noise = Noise(torch.tensor([3, 4]), torch.tensor([7, 9]))
+    chance, nodes = torch.full((2, 40), 0.5), torch.tensor([2, 2])
+    assert torch.equal(noise.accept(chance, nodes), noise.accept(chance, 2))
+    weights = torch.ones(2, 3, 50)
+    together = noise.rank(weights, 4, Purpose.DRAFT, torch.arange(3))
+    assert len({tuple(line) for line in together[0].tolist()}) == 3
+    for node in range(3):
+        assert torch.equal(noise.rank(weights[:, :1], 4, Purpose.DRAFT, torch.tensor([node]))[:, 0], together[:, node])

@@ -50,7 +50,7 @@ def run(fault: Fault | None, tests: list[str]) -> int:
         sys.path.insert(0, str(folder / "src"))
         os.environ["PYTHONPATH"] = str(folder / "src")
         os.chdir(ROOT)
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+        terminal, log = os.dup(2), os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
         import pytest
@@ -61,7 +61,7 @@ def run(fault: Fault | None, tests: list[str]) -> int:
 
         assert str(folder) in foredraft.__file__, "the copy was not what was tested"
         if fault is None and code:
-            sys.__stderr__.write((folder / "log").read_text()[-3000:])
+            os.write(terminal, (folder / "log").read_bytes()[-3000:])
         return int(code)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
