@@ -182,7 +182,7 @@ def test_text_is_the_same_with_trees_and_a_packed_draft(always):
 @pytest.mark.parametrize("execution", ["packed", "native"])
 def test_a_refused_speculator_leaves_both_models_as_they_were(always, execution):
     model, draft = tiny("llama"), perturbed()
-    with pytest.raises(ConfigurationError, match="draft model.s context"):  # known only when the target is there
+    with pytest.raises(ConfigurationError, match=r"draft model.s context"):  # known only when the target is there
         Speculator(model, drafter=DraftModel(draft, execution=execution), execution=execution, shape="product(4000)")
     assert not [name for each in (model, draft) for name, part in each.named_modules() if "forward" in vars(part)]
 
