@@ -131,7 +131,7 @@ def test_a_recurrent_tree_may_be_deeper_than_it_was_measured():
 
 def test_what_can_not_be_calibrated_is_refused():
     head = taught_head("medusa")
-    with pytest.raises(ConfigurationError, match="no token"):
+    with pytest.raises(ConfigurationError, match="too short for the head to predict a token"):
         calibrate(head, tiny(), [[5, 6]], cost=lambda nodes: 1.0)
     with pytest.raises(ConfigurationError, match="was trained for"):
         calibrate(head, small_llama(), repetitive(), cost=lambda nodes: 1.0)

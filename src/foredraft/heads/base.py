@@ -9,7 +9,7 @@ layer i (the input of layer i + 1). :data:`~foredraft.models.features.LAST` is w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -135,6 +135,26 @@ def shape_of(model: PreTrainedModel) -> TargetShape:
         name=str(model.name_or_path or ""),
         vocabulary=fingerprint_of(model) or "",
     )
+
+
+def lm_head_rows(lm_head: nn.Module) -> Tensor:
+    """``[V, d]`` the weights of a target's LM head, without a gradient.
+
+    Raises:
+        ConfigurationError: they were packed for a backend's kernels.
+    """
+    rows = lm_head.weight
+    if not isinstance(rows, Tensor) or rows.is_meta:
+        raise ConfigurationError(
+            "the target's weights were packed for its kernels; make or store the head before the Speculator, or with a freshly loaded model"
+        )
+    return rows.detach()
+
+
+def refuse_unknown_options(what: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises ConfigurationError if a head, such as ``a medusa``, is given other options than ``known``, and names them."""
+    if unknown := sorted(options.keys() - set(known)):
+        raise ConfigurationError(f"{what} head has no option {', '.join(map(repr, unknown))}; its options: {', '.join(known)}")
 
 
 def refuse_another_target(config: HeadConfig, model: PreTrainedModel) -> None:

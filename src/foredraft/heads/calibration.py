@@ -8,12 +8,14 @@ size. How many nodes are worth verifying is told by what they cost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from foredraft import shapes
 from foredraft.errors import ConfigurationError
@@ -98,19 +100,24 @@ def measure_accuracies(
 ) -> tuple[list[list[float]], int]:
     """``[k][i]`` how often the i-th guess of head k is right, and how many tokens the first head was asked for."""
     ranks = min(ranks, head.config.target.vocab_size)
-    hits: list[Tensor] = []
-    asked: list[int] = []
+    hits: dict[int, Tensor] = {}
+    asked: Counter[int] = Counter()
+    for k, states, tokens, above in _guesses(head, batches, AT_ONCE):
+        right = head.guessed(states, k, above).topk(ranks, -1).indices == tokens[:, None]
+        hits[k] = hits.get(k, 0) + right.sum(0).cpu()
+        asked[k] += len(tokens)
+    return [(hits[k].double() / max(asked[k], 1)).tolist() for k in sorted(hits)], asked[0]
+
+
+def _guesses(head: VocabularyHead, batches: Iterator[Batch], at_once: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Parts of at most ``at_once`` logits, and the number k of their head: the states ``[M, d]`` that its LM head reads, the tokens ``[M]``
+    that follow, and the two before each ``[M, 2]``."""
+    rows = max(1, at_once // head.config.target.vocab_size)
     for batch in batches:
         ids = batch.ids.flatten()
         for k, guess in enumerate(head.guesses(batch)):
-            if k == len(hits):
-                hits, asked = [*hits, torch.zeros(ranks, dtype=torch.long)], [*asked, 0]
-            size = max(1, AT_ONCE // head.config.target.vocab_size)
-            for states, places in zip(torch.split(guess.states, size), torch.split(guess.places, size)):
-                right = head.guessed(states, k, before(batch, places)).topk(ranks, -1).indices == ids[places][:, None]
-                hits[k] += right.sum(0).cpu()
-                asked[k] += len(places)
-    return [(each.double() / max(count, 1)).tolist() for each, count in zip(hits, asked)], asked[0] if asked else 0
+            for states, places in zip(torch.split(guess.states, rows), torch.split(guess.places, rows)):
+                yield k, states, ids[places], before(batch, places)
 
 
 def before(batch: Batch, places: Tensor) -> Tensor:
@@ -177,15 +184,9 @@ def weigh_log_odds(
     assert counted is not None
     spent = torch.zeros(head.config.heads, len(WEIGHTS), dtype=torch.float64)
     whole = counted.weighed([1.0] * head.config.heads)
-    rows = max(1, (AT_ONCE >> 2) // head.config.target.vocab_size)
-    for batch in _batches(head, target, texts, answers, 0):
-        ids = batch.ids.flatten()
-        for k, guess in enumerate(head.guesses(batch)):
-            for states, places in zip(torch.split(guess.states, rows), torch.split(guess.places, rows)):
-                logits = head.logits(states, k).float()
-                odds = whole.added(torch.zeros_like(logits), before(batch, places), k)
-                for index, weight in enumerate(WEIGHTS):
-                    spent[k, index] += (
-                        torch.nn.functional.cross_entropy(logits + weight * odds, ids[places], reduction="sum").double().cpu()
-                    )
+    for k, states, tokens, above in _guesses(head, _batches(head, target, texts, answers, 0), AT_ONCE >> 2):
+        logits = head.logits(states, k).float()
+        odds = whole.added(torch.zeros_like(logits), above, k)
+        for index, weight in enumerate(WEIGHTS):
+            spent[k, index] += cross_entropy(logits + weight * odds, tokens, reduction="sum").double().cpu()
     return counted.weighed([WEIGHTS[int(line.argmin())] for line in spent])

@@ -6,15 +6,15 @@
 
 A head is stored so that the engine that has such heads loads the folder as it is (:mod:`foredraft.heads.formats`); one that uses the
 target's LM head, or a product of low rank, in a layout of our own, and ``foredraft export`` writes it for engines. Reading is strict: a
-tensor that is missing, unknown or of another shape is refused by its name. Tensors are copied into parameters that were filled with NaN
-before, so that one that nobody set would be found. Pickles are not read; ``foredraft convert`` makes safetensors of them.
+tensor that is missing, unknown or of another shape raises ConfigurationError, which names it. A new head has no values, so none can be
+left unset. Pickles are not read; ``foredraft convert`` makes safetensors of them.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from foredraft.files import replacing
 from foredraft.heads import formats
 from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.formats import OURS, Contents, Format
-from foredraft.heads.formats.folders import PICKLED, read, read_config, refusal, write
+from foredraft.heads.formats.folders import PICKLED, dtype_name, read, read_config, read_tensors, refusal, write
 from foredraft.heads.inflation import inflate
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LOG_ODDS = "successors/table.safetensors"
-UNSET = -(1 << 62)  # what whole numbers are filled with, where floating point takes NaN
 
 
 def save(
@@ -71,8 +70,8 @@ def save(
             f"format {chosen.name!r} stores {' or '.join(chosen.kinds)} heads, not {head.kind}; choose {', '.join(able)}"
         )
     stored = chosen.write(head, about or {}, head.config.target.name if target is None else target)
-    if poor := [name for name, tensor in stored.tensors.items() if _spoiled(tensor)]:
-        raise ConfigurationError(f"the head holds NaN or infinity in {', '.join(sorted(poor))}; it is not stored")
+    if poor := not_finite(stored.tensors):
+        raise ConfigurationError(f"the head holds NaN or infinity in {', '.join(poor)}; it is not stored")
     try:
         write(stored, folder)
         write_log_odds(head if format is None else None, folder)
@@ -100,17 +99,8 @@ def read_log_odds(folder: Path) -> NgramLogOdds | None:
     Raises:
         ConfigurationError: the file is damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = folder / LOG_ODDS
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, "pt") as file:
-            said, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is not a readable safetensors file: {error}") from error
-    return NgramLogOdds.of(tensors, said, str(path))
+    return NgramLogOdds.of(*read_tensors(path), str(path)) if path.is_file() else None
 
 
 def load(
@@ -221,7 +211,7 @@ def load_folder(folder: Path, model: PreTrainedModel | None = None, *, dtype: st
     stored = read(folder)
     format = formats.recognise(stored)
     contents = format.read(stored, model)
-    head = _filled(contents, format, stored.where)
+    head = _made(contents, format, stored.where)
     if isinstance(head, VocabularyHead):
         head.log_odds = read_log_odds(folder)
         if head.log_odds is not None and head.log_odds.vocab_size != head.config.target.vocab_size:
@@ -247,52 +237,25 @@ def _load_embedded(source: str, model: PreTrainedModel | None, dtype: str | torc
     return head if dtype is None else head.to(parse_dtype(dtype))
 
 
-def _filled(contents: Contents, format: Format, where: str) -> Head:
-    """The head with the tensors of ``contents``, after it was full of NaN."""
-    head = blank(contents)
-    slots = head.state_dict()
-    _refuse_misfits(slots, contents.tensors, format, where)
-    if spoiled := sorted(name for name, tensor in contents.tensors.items() if _spoiled(tensor)):
-        names = ", ".join(format.spelled(each) for each in spoiled)
-        raise ConfigurationError(f"{where} is damaged: {names} {_holds(spoiled)} NaN or infinity")
+def _made(contents: Contents, format: Format, where: str) -> Head:
+    """The head of that configuration with the tensors of ``contents``."""
+    head: Head = heads.find(contents.kind)(contents.config)  # type: ignore[call-arg]
+    _refuse_misfits(head.state_dict(), contents.tensors, format, where)
+    if spoiled := not_finite(contents.tensors):
+        raise ConfigurationError(f"{where} is damaged: NaN or infinity in {', '.join(map(format.spelled, spoiled))}")
     fill(head, contents.tensors)
-    if unset := unset_in(head):
-        raise RuntimeError(f"{where}: reading a {contents.kind} head left {', '.join(unset)} unset; this is a bug in Foredraft")
-    return head
-
-
-def blank(contents: Contents) -> Head:
-    """A head of that configuration on the CPU, its tensors of the file's dtype and full of NaN."""
-    made = heads.find(contents.kind)
-    head: Head = made(contents.config)  # type: ignore[call-arg]
-    slots = dict(head.state_dict())
-    if any(tensor.is_meta for tensor in (*head.parameters(), *head.buffers())):
-        head.to_empty(device="cpu")
-        slots |= dict(head.named_buffers())  # those that are not stored have no values either now
-    floating = [tensor.dtype for tensor in contents.tensors.values() if tensor.is_floating_point()]
-    if floating:  # of mixed files, that which loses nothing
-        wanted = floating[0]
-        for each in floating:
-            wanted = torch.promote_types(wanted, each)
-        head.to(wanted)
-    found = {**dict(head.named_parameters()), **dict(head.named_buffers())}
-    with torch.no_grad():
-        for name in slots:
-            found[name].fill_(_filler(found[name]))
     return head
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors`` into those of ``head`` that have their names."""
-    with torch.no_grad():
-        for name, slot in head.state_dict().items():
-            slot.copy_(tensors[name])
+    """Give ``head``, which has no values yet, copies of ``tensors``. Mixed floating-point numbers take the dtype that loses nothing.
 
-
-def unset_in(head: Head) -> list[str]:
-    """The names of tensors that still hold what :func:`blank` filled them with."""
-    found = {**dict(head.named_parameters()), **dict(head.named_buffers())}
-    return sorted(name for name, tensor in found.items() if _unset(tensor))
+    Raises:
+        RuntimeError: a tensor of the head is missing, or there is one that it does not have.
+    """
+    slots, wanted = head.state_dict(), reduce(torch.promote_types, (each.dtype for each in tensors.values() if each.is_floating_point()))
+    copies = {name: each.to(wanted if each.is_floating_point() else slots[name].dtype, copy=True) for name, each in tensors.items()}
+    head.load_state_dict(copies, strict=True, assign=True)
 
 
 def _refuse_misfits(slots: Mapping[str, Tensor], tensors: Mapping[str, Tensor], format: Format, where: str) -> None:
@@ -306,30 +269,11 @@ def _refuse_misfits(slots: Mapping[str, Tensor], tensors: Mapping[str, Tensor], 
         if slots[name].shape != tensors[name].shape:
             faults.append(f"has {format.spelled(name)} of shape {list(tensors[name].shape)} instead of {list(slots[name].shape)}")
         elif slots[name].is_floating_point() != tensors[name].is_floating_point():
-            faults.append(f"has {format.spelled(name)} in {_of(tensors[name])} instead of {_of(slots[name])}")
+            faults.append(f"has {format.spelled(name)} in {dtype_name(tensors[name].dtype)} instead of {dtype_name(slots[name].dtype)}")
     if faults:
         raise ConfigurationError(f"{where} does not hold the head that its config.json describes: it {'; it '.join(faults)}")
 
 
-def _of(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _filler(tensor: Tensor) -> float | int | bool:
-    if tensor.is_floating_point():
-        return math.nan
-    return False if tensor.dtype == torch.bool else max(UNSET, torch.iinfo(tensor.dtype).min)
-
-
-def _unset(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return bool(tensor.isnan().any())
-    return tensor.dtype != torch.bool and bool((tensor == _filler(tensor)).any())
-
-
-def _spoiled(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not bool(tensor.isfinite().all())
-
-
-def _holds(names: list[str]) -> str:
-    return "holds" if len(names) == 1 else "hold"
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that hold NaN or infinity."""
+    return sorted(name for name, each in tensors.items() if each.is_floating_point() and not each.isfinite().all())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Batch, Head, HeadConfig, Losses, TargetShape, shape_of
+from foredraft.heads.base import Batch, Head, HeadConfig, Losses, TargetShape, lm_head_rows, refuse_unknown_options, shape_of
 from foredraft.heads.eagle3_config import Eagle3Config, rope_like
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.heads.eagle3_loss import ahead, attend, divergence
@@ -111,15 +111,9 @@ class Eagle3Head(Head):
             seed: of the weights.
             options: fields of :class:`Eagle3Config`; the target's own sizes by default.
         """
-        known = set(Eagle3Config.__dataclass_fields__) - {"target"}
-        if unknown := sorted(options.keys() - known):
-            options_known = ", ".join(sorted(known | {"counts", "seed"}))
-            raise ConfigurationError(f"an EAGLE-3 head has no option {', '.join(map(repr, unknown))}; its options: {options_known}")
-        target, rows = shape_of(model), model.get_output_embeddings().weight.detach()
-        if rows.is_meta:
-            raise ConfigurationError(
-                "the target's weights were packed for its kernels; make the head before the Speculator, or from a freshly loaded model"
-            )
+        known = [*sorted(set(Eagle3Config.__dataclass_fields__) - {"target"}), "counts", "seed"]
+        refuse_unknown_options("an EAGLE-3", options, known)
+        target, rows = shape_of(model), lm_head_rows(model.get_output_embeddings())
         config = Eagle3Config(target=target, **{**defaults_for(model, target), **options})
         if config.draft_vocab_size < target.vocab_size and (counts is None or counts.shape != (target.vocab_size,)):
             raise ConfigurationError(

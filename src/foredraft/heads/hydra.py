@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,14 @@ from foredraft.heads.medusa import MedusaConfig
 from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyHead, whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HydraConfig(MedusaConfig):
     """As Medusa's; ``layers`` counts those of each head's MLP, of which the first reads the hidden state and the embeddings.
 
     ``embedding_size`` is the width of the target's embeddings. It is taken from the target and is no option.
     """
 
-    embedding_size: int = field(default=0, kw_only=True)
+    embedding_size: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from foredraft.heads.losses import pairs
 from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyConfig, VocabularyHead, whole, yes_or_no
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MedusaConfig(VocabularyConfig):
     """Attributes, besides those of :class:`~foredraft.heads.vocabulary.VocabularyConfig`:
 
@@ -21,9 +21,9 @@ class MedusaConfig(VocabularyConfig):
     bias: those layers have biases.
     """
 
-    heads: int = field(default=4, kw_only=True)
-    layers: int = field(default=1, kw_only=True)
-    bias: bool = field(default=False, kw_only=True)
+    heads: int = 4
+    layers: int = 1
+    bias: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -100,7 +100,7 @@ class NgramLogOdds:
             for back in range(reach, 0, -1):
                 context = context * vocab_size + stream[places - back]
             while True:
-                level = _counted(context, stream[places], _Lower(anywhere, vocab_size, levels), most, least)
+                level = _counted(context, stream[places], anywhere, levels, most, least)
                 if reach == 1 or len(level.tokens) <= MOST:
                     break
                 least *= 2
@@ -242,31 +242,24 @@ class _Level:
         return Lists(torch.from_numpy(self.contexts), torch.from_numpy(self.first).int(), torch.from_numpy(self.tokens), odds)
 
 
-@dataclass(frozen=True, eq=False)
-class _Lower:
-    """p(y | c) of the levels that are counted already."""
-
-    anywhere: Array  # [V]
-    vocab_size: int
-    levels: Sequence[_Level]
-
-    def __call__(self, contexts: Array, tokens: Array) -> Array:
-        """``[n]`` for contexts, as numbers, one token longer than those of the newest level."""
-        p = self.anywhere[tokens]
-        for reach, level in enumerate(self.levels, 1):
-            shorter = contexts % self.vocab_size**reach
-            place = np.minimum(np.searchsorted(level.contexts, shorter), len(level.contexts) - 1)
-            p = np.where(level.contexts[place] == shorter, p * level.left[place], p)
-            key = shorter * self.vocab_size + tokens
-            pair = np.minimum(np.searchsorted(level.keys[:, 0], key), len(level.keys) - 1)
-            listed = level.keys[pair, 0] == key
-            p = np.where(listed, p * np.exp(level.odds[level.keys[pair, 1]]), p)
-        return p
+def _interpolated(contexts: Array, tokens: Array, anywhere: Array, levels: Sequence[_Level]) -> Array:
+    """``[n]`` p(y | c) by the ``levels`` that are counted already, for contexts, as numbers, one token longer than the newest level's;
+    ``anywhere`` is p(y) ``[V]``."""
+    p, vocab_size = anywhere[tokens], len(anywhere)
+    for reach, level in enumerate(levels, 1):
+        shorter = contexts % vocab_size**reach
+        place = np.minimum(np.searchsorted(level.contexts, shorter), len(level.contexts) - 1)
+        p = np.where(level.contexts[place] == shorter, p * level.left[place], p)
+        key = shorter * vocab_size + tokens
+        pair = np.minimum(np.searchsorted(level.keys[:, 0], key), len(level.keys) - 1)
+        listed = level.keys[pair, 0] == key
+        p = np.where(listed, p * np.exp(level.odds[level.keys[pair, 1]]), p)
+    return p
 
 
-def _counted(context: Array, token: Array, lower: _Lower, most: int, least: int) -> _Level:
+def _counted(context: Array, token: Array, anywhere: Array, levels: Sequence[_Level], most: int, least: int) -> _Level:
     """The ``most`` tokens that followed each context most often, ``least`` times at least."""
-    vocab_size, empty = lower.vocab_size, np.zeros(0, np.int64)
+    vocab_size, empty = len(anywhere), np.zeros(0, np.int64)
     nothing = _Level(np.full(1, -1), np.zeros(2, np.int64), np.full((1, 2), -1), empty, empty.astype(float), np.ones(1))
     if not len(context):
         return nothing
@@ -284,7 +277,7 @@ def _counted(context: Array, token: Array, lower: _Lower, most: int, least: int)
     contexts, tokens, counts, every = contexts[kept], tokens[kept], counts[kept], every[kept]
     if not len(contexts):
         return nothing
-    odds = np.log1p(counts / ((total + types)[every] * left[every] * lower(contexts, tokens)))
+    odds = np.log1p(counts / ((total + types)[every] * left[every] * _interpolated(contexts, tokens, anywhere, levels)))
     begin = np.flatnonzero(np.r_[True, contexts[1:] != contexts[:-1]])
     pairs = contexts * vocab_size + tokens
     order = np.argsort(pairs, kind="stable")

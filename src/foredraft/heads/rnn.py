@@ -8,7 +8,7 @@ embeddings and LM head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CELLS = {"gru": nn.GRU, "lstm": nn.LSTM}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RnnConfig(VocabularyConfig):
     """Attributes, besides those of :class:`~foredraft.heads.vocabulary.VocabularyConfig`:
 
@@ -39,12 +39,12 @@ class RnnConfig(VocabularyConfig):
     embedding_size: of the target's embeddings; found, not chosen.
     """
 
-    cell: str = field(default="gru", kw_only=True)
-    width: int = field(default=0, kw_only=True)
-    layers: int = field(default=1, kw_only=True)
-    hidden_states: bool = field(default=True, kw_only=True)
-    steps: int = field(default=5, kw_only=True)
-    embedding_size: int = field(default=0, kw_only=True)
+    cell: str = "gru"
+    width: int = 0
+    layers: int = 1
+    hidden_states: bool = True
+    steps: int = 5
+    embedding_size: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Batch, Head, HeadConfig, Losses, shape_of
+from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options, shape_of
 from foredraft.heads.losses import cross_entropy
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.shapes import TreeShape
@@ -37,7 +37,7 @@ class Guess:
     places: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VocabularyConfig(HeadConfig):
     """Attributes:
 
@@ -51,12 +51,12 @@ class VocabularyConfig(HeadConfig):
         :mod:`foredraft.drafters.calibration`.
     """
 
-    lm_head: str = field(default="own", kw_only=True)
-    rank: int = field(default=0, kw_only=True)
-    lm_head_bias: bool = field(default=False, kw_only=True)
-    decay: float = field(default=0.8, kw_only=True)
-    labels: str = field(default="text", kw_only=True)
-    accuracies: tuple[tuple[float, ...], ...] = field(default=(), kw_only=True)
+    lm_head: str = "own"
+    rank: int = 0
+    lm_head_bias: bool = False
+    decay: float = 0.8
+    labels: str = "text"
+    accuracies: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "accuracies", tuple(tuple(map(float, line)) for line in self.accuracies))  # JSON has lists
@@ -82,9 +82,9 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigurationError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
-def whole(name: str, value: object, *, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}")
+def whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def yes_or_no(name: str, value: object) -> None:
@@ -98,17 +98,12 @@ def configured(made: type[Config], kind: str, model: PreTrainedModel, options: M
     Raises:
         ConfigurationError: an unknown option, or a target whose LM head such a head cannot stand in for.
     """
-    known = [each.name for each in fields(made) if each.name not in FOUND]
-    if unknown := sorted(options.keys() - set(known)):
-        raise ConfigurationError(f"a {kind} head has no option {', '.join(map(repr, unknown))}; its options: {', '.join(known)}")
+    refuse_unknown_options(f"a {kind}", options, [each.name for each in fields(made) if each.name not in FOUND])
     shape, lm_head = shape_of(model), model.get_output_embeddings()
-    if lm_head.weight.is_meta:
+    width = lm_head_rows(lm_head).shape[1]
+    if width != shape.hidden_size:
         raise ConfigurationError(
-            "the target's weights were packed for its kernels; make the head before the Speculator, or from a freshly loaded model"
-        )
-    if lm_head.weight.shape[1] != shape.hidden_size:
-        raise ConfigurationError(
-            f"the LM head of {shape.name or 'this target'} reads {lm_head.weight.shape[1]} numbers where its layers have "
+            f"the LM head of {shape.name or 'this target'} reads {width} numbers where its layers have "
             f"{shape.hidden_size}; a {kind} head needs a target without a projection between them"
         )
     found: dict[str, Any] = {"lm_head_bias": getattr(lm_head, "bias", None) is not None}

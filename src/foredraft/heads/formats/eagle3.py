@@ -19,7 +19,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.heads.formats import OURS, Contents, Format, block, check_size, from_block_as, needs_target, same_weights
-from foredraft.heads.formats.folders import Stored
+from foredraft.heads.formats.folders import Stored, dtype_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +50,7 @@ def layer_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "tie_word_embeddings": False,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
     }
 
 
@@ -250,7 +250,7 @@ class Speculators(Eagle3Format):
             AUX: list(ours.aux_layers),
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
-            "dtype": str(head.fc.weight.dtype).removeprefix("torch."),
+            "dtype": dtype_name(head.fc.weight.dtype),
             OURS: block(head, about),
         }
         return Stored(config, {self.spelled(name): tensor for name, tensor in tensors_of(head).items()})

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
@@ -64,15 +65,12 @@ def read(folder: Path) -> Stored:
     Raises:
         ConfigurationError: a file is missing, is not a safetensors file, or contradicts the index.
     """
-    config = read_config(folder)
-    index = folder / INDEX
-    files = sorted(each for each in folder.glob("*.safetensors"))
+    config, index = read_config(folder), folder / INDEX
+    files = [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob("*.safetensors"))
     if index.is_file():
         tensors = _sharded(folder, index)
-    elif (folder / WEIGHTS).is_file():
-        tensors = read_tensors(folder / WEIGHTS)
-    elif len(files) == 1:  # published under another name, as medusa_lm_head.safetensors
-        tensors = read_tensors(files[0])
+    elif len(files) == 1:  # some are published under another name, as medusa_lm_head.safetensors
+        tensors, _ = read_tensors(files[0])
     elif files:
         raise ConfigurationError(
             f"{folder} holds {', '.join(each.name for each in files)}, but neither {WEIGHTS} nor {INDEX}, so it is unclear which to read"
@@ -105,15 +103,24 @@ def write(stored: Stored, folder: Path) -> None:
         new.write_text(text, encoding="utf-8")
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Raises ConfigurationError if ``path`` is not a safetensors file, or is cut short."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, and its metadata.
+
+    Raises:
+        ConfigurationError: ``path`` is not a safetensors file, or is cut short.
+    """
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return load_file(path)
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigurationError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configuration files and messages have it, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
@@ -129,9 +136,8 @@ def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
             raise ConfigurationError(f"{index} names {name!r}, which is not there")
     tensors: dict[str, Tensor] = {}
     for name in names:
-        found = read_tensors(folder / name)
-        listed = {key for key, shard in placed.items() if shard == name}
-        if differing := sorted(found.keys() ^ listed):
+        found, _ = read_tensors(folder / name)
+        if differing := sorted(found.keys() ^ {key for key, shard in placed.items() if shard == name}):
             raise ConfigurationError(f"{folder / name} and {index.name} disagree about {', '.join(map(repr, differing))}")
         tensors |= found
     return tensors
@@ -139,9 +145,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
 
 def _pickled_hint(folder: Path) -> str:
     found = sorted(each for each in folder.iterdir() if each.suffix in PICKLED)
-    if not found:
-        return ""
-    return "; " + refusal(found[0])
+    return f"; {refusal(found[0])}" if found else ""
 
 
 def refusal(path: Path) -> str:

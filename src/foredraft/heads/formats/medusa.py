@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
+from foredraft.heads.base import lm_head_rows
 from foredraft.heads.formats import OURS, Contents, Format, block, check_size, from_block_as, needs_target, same_weights
-from foredraft.heads.formats.folders import Stored
+from foredraft.heads.formats.folders import Stored, dtype_name
 from foredraft.heads.medusa import MedusaConfig, MedusaHead
 
 if TYPE_CHECKING:
@@ -77,10 +78,7 @@ def one_lm_head(head: MedusaHead) -> Tensor:
         raise ConfigurationError(
             "this head uses the target's LM head, which the format stores too: load the head with its target (--target)"
         )
-    weight = head._lm_head[0].weight
-    if not isinstance(weight, Tensor) or weight.is_meta:
-        raise ConfigurationError("the target's weights were packed for its kernels; store the head with a freshly loaded target")
-    return weight.detach().to(head.dtype)
+    return lm_head_rows(head._lm_head[0]).to(head.dtype)
 
 
 def refuse_bias(head: MedusaHead, readers: str) -> None:
@@ -202,7 +200,7 @@ class VllmMedusa(Format):
             "medusa_fc_bias": head.config.bias,
             "original_lm_head": shared,
             "logit_scale": 1.0,
-            "dtype": str(head.dtype).removeprefix("torch."),
+            "dtype": dtype_name(head.dtype),
             "base_model_name_or_path": target,
             OURS: block(head, about, described),
         }
