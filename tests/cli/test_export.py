@@ -85,7 +85,7 @@ def test_options_of_export(tmp_path: Path, target: Path):
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(target)
     medusa = stored("medusa", tmp_path / "medusa", target)
     said = refused("export", medusa, "--to", "vllm", "--out", tmp_path / "x", "--draft-length", "2")
-    assert "a token with every head, 3 here, not 2; leave --draft-length out" in said
+    assert "one token per head, here 3, not 2; leave --draft-length out" in said
 
 
 def test_what_a_format_leaves_behind_is_said(tmp_path: Path, target: Path):
