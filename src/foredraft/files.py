@@ -1,12 +1,16 @@
-"""Files that are replaced in one step, and files written under the project's former name."""
+"""Files that are read as text or replaced in one step, and files written under the project's former name."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from foredraft.errors import ConfigurationError
 
 
 @contextmanager
@@ -30,6 +34,46 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise
     if os.name == "posix":  # the new name as well
         to_disk(path.parent)
+
+
+def read_text(path: Path) -> str:
+    """The text in a file.
+
+    Raises:
+        ConfigurationError: a folder, a file that cannot be read, or one that is not UTF-8.
+    """
+    if path.is_dir():
+        raise ConfigurationError(f"{str(path)!r} is a folder; name the files in it, for instance {str(path / '*.txt')!r}")
+    try:
+        return decoded(path.read_bytes(), repr(str(path)))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
+
+
+def decoded(data: bytes, where: str) -> str:
+    """Raises:
+    ConfigurationError: ``data`` is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[Any, str]]:
+    """The value on each line of a ``.jsonl`` file, and where it stands; empty lines are left out.
+
+    Raises:
+        ConfigurationError: as in :func:`read_text`, or a line is not JSON.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigurationError(f"{where}: this is not JSON: {error.msg}") from None
+            yield value, where
 
 
 def _umask() -> int:

@@ -329,12 +329,12 @@ def test_what_cannot_work_is_refused_with_exit_code_2(arguments, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"prompt": "a"}\n{"text": "b"}\n', ':2: expected an object with a text "prompt"'),
-        (b"{\n", ":1: not JSON"),
+        (b'{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected an object with a text "prompt"'),
+        (b"{\n", "line 1: this is not JSON"),
         (b'{"prompt": "\\ud800"}', "the prompt is not UTF-8"),
         (b'{"prompt": ""}\n{"prompt": "a"}\n', "prompt 1 is empty"),
         (b"\n\n", "contains no prompt"),
-        (b"\xff", "is not UTF-8 (byte 0)"),
+        (b"\xff", "is not UTF-8 text: invalid start byte at byte 0"),
     ],
 )
 def test_bad_files_of_prompts(tmp_path, content, message):

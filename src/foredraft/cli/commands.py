@@ -21,13 +21,19 @@ from foredraft.cli.options import (
     SPECULATION,
     Candidates,
     Device,
+    Drafter,
+    DrafterOption,
     Dtype,
     JsonFile,
     PromptFile,
     Quantization,
+    Shape,
     Target,
     Temperature,
     Threads,
+    TopK,
+    TopP,
+    VerificationRule,
 )
 from foredraft.cli.train import train
 
@@ -80,42 +86,16 @@ def generate(
     quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
-    drafter: Annotated[
-        str | None,
-        SPECULATION(
-            metavar="NAME[:SOURCE]",
-            help="The drafter (see foredraft drafters); none is plain decoding.",
-            show_default="prompt-lookup; for zoo:python-300m, draft-model:zoo:python-1m",
-        ),
-    ] = None,
-    drafter_option: Annotated[
-        list[str] | None,
-        SPECULATION(
-            metavar="KEY=VALUE",
-            show_default=False,
-            help="An option of the drafter; repeat for more. Values may be numbers, true, false, none or text.",
-        ),
-    ] = None,
-    rule: Annotated[str, SPECULATION(help="The verification rule: auto, or a name (see foredraft rules).")] = "auto",
-    shape: Annotated[
-        str | None,
-        SPECULATION(
-            help="The largest tree per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16), opt(total=16), or "
-            "auto, which chooses in every round by measured costs.",
-            show_default="auto",
-        ),
-    ] = None,
+    drafter: Drafter = None,
+    drafter_option: DrafterOption = None,
+    rule: VerificationRule = "auto",
+    shape: Shape = None,
     draft_length: Annotated[int | None, SPECULATION(min=0, help="The same as --shape 'chain(N)'.", show_default=False)] = None,
     lossy: Annotated[bool, SPECULATION("--lossy", help="Allow a rule that changes the output distribution.")] = False,
     max_new_tokens: Annotated[int, SAMPLING(min=1, help="Most new tokens per prompt.")] = 128,
     temperature: Temperature = 0.0,
-    top_k: Annotated[
-        int | None, SAMPLING(min=0, help="Sample from the k most likely tokens; 0 is all.", show_default="the model's, or transformers' 50")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        SAMPLING(min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this.", show_default="the model's"),
-    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     seed: Annotated[
         int | None,
         SAMPLING(
@@ -176,23 +156,13 @@ def audit(
     quantization: Quantization = None,
     device: Device = None,
     threads: Threads = None,
-    drafter: Annotated[
-        str | None,
-        SPECULATION(metavar="NAME[:SOURCE]", help="The drafter (see foredraft drafters).", show_default="as in foredraft generate"),
-    ] = None,
-    drafter_option: Annotated[
-        list[str] | None, SPECULATION(metavar="KEY=VALUE", show_default=False, help="An option of the drafter; repeat for more.")
-    ] = None,
-    rule: Annotated[str, SPECULATION(help="auto, or a name (see foredraft rules).")] = "auto",
-    shape: Annotated[str | None, SPECULATION(help="The largest tree per round, or auto.", show_default="auto")] = None,
+    drafter: Drafter = None,
+    drafter_option: DrafterOption = None,
+    rule: VerificationRule = "auto",
+    shape: Shape = None,
     temperature: Temperature = 1.0,
-    top_k: Annotated[
-        int | None, SAMPLING(min=0, help="Sample from the k most likely tokens; 0 is all.", show_default="the model's")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        SAMPLING(min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this.", show_default="the model's"),
-    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     seed: Annotated[int, SAMPLING(min=0, help="Seed of all random draws.")] = 0,
     max_new_tokens: Annotated[int, SAMPLING(min=1, help="Tokens per prompt in the comparison with plain decoding.")] = 48,
     samples: Annotated[

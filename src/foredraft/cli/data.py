@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.failures import exit_codes, note, quiet
+from foredraft.cli.options import Device, Dtype, Threads
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
 
@@ -61,9 +62,9 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered together.")] = 64,
     shard_size: Annotated[int, typer.Option(min=1, help="Prompts per file. A killed run loses at most one file.")] = 1024,
     part: Annotated[str, typer.Option(metavar="I/N", help="Make part I of N, so that N processes can share one folder.")] = "1/1",
-    dtype: Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….", show_default="cuda if there is one, else cpu")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="torch's choice")] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    threads: Threads = None,
     execution: Annotated[
         str, typer.Option(help="As in Speculator. Values other than eager choose kernels by timing, so a restart may round differently.")
     ] = "eager",
@@ -120,8 +121,8 @@ def hidden(
         str, typer.Option(metavar="N[,N...]", help="0 is the embeddings, i the output of layer i, -1 the output of the final norm.")
     ] = "-1",
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens per pass.")] = 8192,
-    dtype: Annotated[str, typer.Option(help="auto (as in the checkpoint), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….", show_default="cuda if there is one, else cpu")] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
 ) -> None:
     """Store the target's hidden states for foredraft train --stored-hidden. They take 2 bytes x width x features per token in
     bfloat16: 1.5 KB for width 256 and three features."""

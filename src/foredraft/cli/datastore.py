@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 from foredraft.cli.failures import exit_codes, quiet, writing
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
+from foredraft.files import json_lines, read_text
 
 if TYPE_CHECKING:
     from foredraft.drafters.datastore import Datastore
@@ -58,7 +60,8 @@ def build(
             encoded = list(_encoded(tokenizer, documents(files)))
             progress.show("sorting")
             try:
-                store = Datastore.build(encoded, vocab_size=_ids(tokenizer), fingerprint=fingerprint(tokenizer))
+                ids = 1 + max(tokenizer.get_vocab().values())  # len(tokenizer) may be less
+                store = Datastore.build(encoded, vocab_size=ids, fingerprint=fingerprint(tokenizer))
             except ValueError as error:
                 raise ConfigurationError(f"cannot build a datastore from these files: {error}") from None
             progress.show(f"writing {out}")
@@ -90,47 +93,19 @@ def documents(files: list[Path]) -> Iterator[str]:
         ConfigurationError: one cannot be read, or a line of a .jsonl file holds no text.
     """
     for path in files:
-        if path.is_dir():
-            raise ConfigurationError(f"{str(path)!r} is a folder; name the files in it, for instance {str(path / '*.txt')!r}")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(f"{str(path)!r} is not UTF-8 text: {error.reason} at byte {error.start}") from error
         if path.suffix != ".jsonl":
-            yield text
+            yield read_text(path).replace("\r\n", "\n")
             continue
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                yield _text_of(line, f"{path}, line {number}")
-
-
-def _text_of(line: str, where: str) -> str:
-    try:
-        found: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: this is not JSON: {error.msg}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
-        raise ConfigurationError(f'{where}: a line of a .jsonl file must be a JSON object with a "text"')
-    return str(found["text"])
+        for found, where in json_lines(path):
+            if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+                raise ConfigurationError(f'{where}: a line of a .jsonl file must be a JSON object with a "text"')
+            yield found["text"]
 
 
 def _encoded(tokenizer: Any, texts: Iterator[str]) -> Iterator[list[int]]:
     """Token ids of each text, without special tokens."""
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == AT_ONCE:
-            yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-            batch = []
-    if batch:
+    while batch := list(islice(texts, AT_ONCE)):
         yield from tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def _ids(tokenizer: Any) -> int:
-    """One more than the largest id, which ``len(tokenizer)`` need not be."""
-    return 1 + max(tokenizer.get_vocab().values())
 
 
 def _facts(path: Path, store: Datastore) -> dict[str, Any]:

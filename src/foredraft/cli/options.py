@@ -37,5 +37,37 @@ PromptFile = Annotated[Path | None, PROMPTS(metavar="FILE", help=LINES, show_def
 Candidates = Annotated[
     list[str] | None, SPECULATION(metavar="NAME[:SOURCE]", help="A drafter to measure; repeat for more.", show_default=COMPARED)
 ]
+Drafter = Annotated[
+    str | None,
+    SPECULATION(
+        metavar="NAME[:SOURCE]",
+        help="The drafter (see foredraft drafters); none is plain decoding.",
+        show_default="prompt-lookup; for zoo:python-300m, draft-model:zoo:python-1m",
+    ),
+]
+DrafterOption = Annotated[
+    list[str] | None,
+    SPECULATION(
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="An option of the drafter; repeat for more. Values may be numbers, true, false, none or text.",
+    ),
+]
+VerificationRule = Annotated[str, SPECULATION(help="The verification rule: auto, or a name (see foredraft rules).")]
+Shape = Annotated[
+    str | None,
+    SPECULATION(
+        help="The largest tree per round: chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=16), opt(total=16), or "
+        "auto, which chooses in every round by measured costs.",
+        show_default="auto",
+    ),
+]
+TopK = Annotated[
+    int | None, SAMPLING(min=0, help="Sample from the k most likely tokens; 0 is all.", show_default="the model's, or transformers' 50")
+]
+TopP = Annotated[
+    float | None,
+    SAMPLING(min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this.", show_default="the model's"),
+]
 Temperature = Annotated[float, SAMPLING(min=0.0, help="Above 0, sample; at 0, decode greedily.")]
 JsonFile = Annotated[Path | None, OUTPUT("--json", metavar="FILE", help="Write the full report to this file.", show_default=False)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigurationError
+from foredraft.files import decoded, json_lines, read_text
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
@@ -36,40 +36,23 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 def _from_stdin(*, asked: bool) -> str:
     if sys.stdin.isatty() and not asked:
         raise ConfigurationError('no prompt; give one: foredraft generate "PROMPT", pipe a text in, or use --prompts FILE')
-    return _decoded(sys.stdin.buffer.read(), "stdin")
+    return decoded(sys.stdin.buffer.read(), "stdin")
 
 
 def _from_file(path: Path) -> list[str]:
-    try:
-        lines = _decoded(path.read_bytes(), str(path)).split("\n")
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    parse = _from_json if path.suffix == ".jsonl" else _as_it_is
-    prompts = [parse(line.rstrip("\r"), f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if path.suffix == ".jsonl":
+        prompts = [_prompt_of(entry, where) for entry, where in json_lines(path)]
+    else:
+        prompts = [line.rstrip("\r") for line in read_text(path).split("\n") if line.strip()]
     if not prompts:
         raise ConfigurationError(f"{str(path)!r} contains no prompt")
     return prompts
 
 
-def _as_it_is(line: str, where: str) -> str:
-    return line
-
-
-def _from_json(line: str, where: str) -> str:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: not JSON: {error.msg}") from error
+def _prompt_of(entry: Any, where: str) -> str:
     if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
         raise ConfigurationError(f'{where}: expected an object with a text "prompt"')
     return str(entry["prompt"])
-
-
-def _decoded(data: bytes, where: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{where} is not UTF-8 (byte {error.start})") from error
 
 
 def encode(tokenizer: Any, prompts: list[str], *, chat: bool, target: str) -> list[list[int]]:

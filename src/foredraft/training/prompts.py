@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from foredraft.errors import ConfigurationError
+from foredraft.files import json_lines, read_text
 
 KEYS = ("prompt", "messages", "text")
 LETTERS_PER_TOKEN = 16  # a window is cut from so many letters per token at first, and from all that follow where these do not do
@@ -24,31 +24,18 @@ def read_entries(files: Sequence[Path]) -> Iterator[str | list[Any]]:
         ConfigurationError: a file that cannot be read, or a line that holds none of these.
     """
     for path in files:
-        if path.is_dir():
-            raise ConfigurationError(f"{str(path)!r} is a folder; name the files in it, for instance {str(path / '*.jsonl')!r}")
-        try:
-            content = path.read_bytes().decode("utf-8")
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {str(path)!r}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(f"{str(path)!r} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-        if path.suffix != ".jsonl":
-            yield content
-            continue
-        for number, line in enumerate(content.split("\n"), 1):
-            if line.strip():
-                yield _entry(line, f"{path}, line {number}")
+        if path.suffix == ".jsonl":
+            yield from (_entry(found, where) for found, where in json_lines(path))
+        else:
+            yield read_text(path)
 
 
-def _entry(line: str, where: str) -> str | list[Any]:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{where}: this is not JSON: {error.msg}") from None
+def _entry(found: Any, where: str) -> str | list[Any]:
     key = next((key for key in KEYS if isinstance(found, dict) and key in found), None)
     if key is None or not isinstance(found[key], list if key == "messages" else str) or not found[key]:
         raise ConfigurationError(f'{where}: expected an object with a text "prompt" or "text", or a list of "messages"')
-    return found[key]
+    entry: str | list[Any] = found[key]
+    return entry
 
 
 def encode(tokenizer: Any, entries: Sequence[str | list[Any]], *, longest: int | None, target: str) -> list[list[int]]:
