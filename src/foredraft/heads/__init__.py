@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from foredraft.errors import ConfigurationError
@@ -31,5 +31,5 @@ def find(kind: str) -> type[Head]:
     """
     if kind not in REGISTRY:
         raise ConfigurationError(f"unknown kind of head {kind!r}; choose {', '.join(REGISTRY)}")
-    module, _, attribute = REGISTRY[kind].partition(":")
-    return getattr(import_module(module), attribute)
+    made: type[Head] = resolve_name(REGISTRY[kind])
+    return made

@@ -94,8 +94,7 @@ class RnnHead(VocabularyHead):
         """As of :class:`~foredraft.heads.vocabulary.VocabularyHead`; ``seed`` is that of the recurrent layers' weights."""
         options.setdefault("width", model.config.get_text_config().hidden_size)
         head = super().for_target(model, **options)
-        drawn = list(head.rnn.parameters())
-        drawn += [each.weight for each in (head.start, None if head.start else head.out) if each is not None]
+        drawn = [*head.rnn.parameters(), (head.start or head.out).weight]
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in drawn:

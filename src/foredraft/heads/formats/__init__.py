@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -51,10 +51,12 @@ class Contents:
 
 
 class Format(ABC):
-    """One way to store heads of ``kinds`` (none named: all)."""
+    """One way to store heads of ``kinds`` (none named: all). ``without_tree`` says why its readers do not see a calibrated tree; "" where
+    they do."""
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]] = ()
+    without_tree: ClassVar[str] = ""
 
     @abstractmethod
     def recognises(self, config: Mapping[str, Any]) -> bool:
@@ -82,7 +84,12 @@ class Format(ABC):
 
     def losses(self, head: Head) -> list[str]:
         """What of ``head`` readers of this format will not see, a sentence each."""
-        return []
+        if not self.without_tree:
+            return []
+        found = [f"the calibrated tree stays behind: {self.without_tree}"] if head.config.tree else []
+        if getattr(head, "log_odds", None) is not None:
+            found.append("its n-gram log-odds stay behind: other engines draft by the heads alone, and accept less")
+        return found
 
 
 def names() -> list[str]:
@@ -93,8 +100,7 @@ def find(name: str) -> Format:
     """Raises ConfigurationError for an unknown name, listing the known ones."""
     if name not in REGISTRY:
         raise ConfigurationError(f"unknown format {name!r}; choose {', '.join(REGISTRY)}")
-    module, _, attribute = REGISTRY[name].partition(":")
-    made: Format = getattr(import_module(module), attribute)()
+    made: Format = resolve_name(REGISTRY[name])()
     return made
 
 

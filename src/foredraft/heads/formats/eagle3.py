@@ -32,7 +32,7 @@ SPECULATORS_DEFAULTS = {"norm_before_residual": True}  # what vLLM takes a missi
 TOKENS = 5  # drafted in a row, at most, where nobody says otherwise
 EMBEDDINGS, OUT_BIAS = "embed_tokens.weight", "midlayer.self_attn.o_proj.bias"
 FIXED = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "logit_scale": 1.0}  # what we compute, under llama's names
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
 
 
@@ -76,7 +76,7 @@ def config_from(
         }
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{where}: its config.json lacks a field, or has no number there: {error}") from error
-    flags: dict[str, Any] = {name: bool(outer.get(name, layer.get(name, defaults.get(name, False)))) for name in FLAGS}
+    flags: dict[str, Any] = {name: bool(outer.get(name, layer.get(name, defaults.get(name, False)))) for name in (*FLAGS, "attention_bias")}
     layers = tuple(aux) if aux else (2, shape.layers // 2, shape.layers - 3)
     return Eagle3Config(
         shape,
@@ -165,15 +165,15 @@ def tensors_of(head: Eagle3Head) -> dict[str, Tensor]:
 
 def own_fields(config: Eagle3Config) -> dict[str, Any]:
     """The fields that both formats have beside the decoder layer's."""
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     sizes = {"draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target.hidden_size}
-    return {**sizes, **{name: getattr(config, name) for name in flags}}
+    return {**sizes, **{name: getattr(config, name) for name in FLAGS}}
 
 
 class Eagle3Format(Format):
     """What both formats share: how a checkpoint becomes contents, and what is lost."""
 
     kinds = ("eagle3",)
+    without_tree = "other engines draft chains"
 
     @abstractmethod
     def foreign(self, stored: Stored, shape: TargetShape) -> Eagle3Config:
@@ -182,9 +182,6 @@ class Eagle3Format(Format):
     def read(self, stored: Stored, model: PreTrainedModel | None) -> Contents:
         config = from_block_as(Eagle3Config, stored) or self.foreign(stored, needs_target(stored, model))
         return Contents("eagle3", config, tensors_in(stored, config, model))
-
-    def losses(self, head: Head) -> list[str]:
-        return ["the calibrated tree stays behind: other engines draft chains"] if head.config.tree else []
 
 
 class PublishedEagle3(Eagle3Format):

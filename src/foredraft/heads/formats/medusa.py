@@ -86,16 +86,10 @@ def refuse_bias(head: MedusaHead, readers: str) -> None:
         raise ConfigurationError(f"{readers} has LM heads without a bias, and this head's have one")
 
 
-def tree_is_lost(head: Head, because: str) -> list[str]:
-    found = [f"the calibrated tree stays behind: {because}"] if head.config.tree else []
-    if getattr(head, "log_odds", None) is not None:
-        found.append("its n-gram log-odds stay behind: other engines draft by the heads alone, and accept less")
-    return found
-
-
 class PublishedMedusa(Format):
     name = "medusa"
     kinds = ("medusa",)
+    without_tree = "the format has no place for one"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return "medusa_num_heads" in config and config.get("model_type") != "medusa"
@@ -135,9 +129,6 @@ class PublishedMedusa(Format):
             return f"{match[1]}.{self.layers}.{match[2]}"
         return name
 
-    def losses(self, head: Head) -> list[str]:
-        return tree_is_lost(head, "the format has no place for one")
-
 
 def _ours(name: str) -> str:
     bare = name
@@ -153,6 +144,7 @@ def _ours(name: str) -> str:
 class VllmMedusa(Format):
     name = "vllm"
     kinds = ("medusa",)
+    without_tree = "vLLM drafts chains of each head's likeliest token"
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return config.get("model_type") == "medusa"
@@ -205,9 +197,6 @@ class VllmMedusa(Format):
             OURS: block(head, about, described),
         }
         return Stored(config, tensors)
-
-    def losses(self, head: Head) -> list[str]:
-        return tree_is_lost(head, "vLLM drafts chains of each head's likeliest token")
 
 
 def _refuse_unsupported(stored: Stored, tensors: Mapping[str, Tensor]) -> None:
