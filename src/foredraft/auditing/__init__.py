@@ -76,8 +76,8 @@ def audit(
     Raises:
         ConfigurationError: an option that cannot work.
     """
-    check_options(parts, significance, bias, sampling)
-    check_counts(max_new_tokens=max_new_tokens, samples=samples, batch_size=batch_size)
+    counts = {"max_new_tokens": max_new_tokens, "samples": samples, "batch_size": batch_size}
+    check_options(parts, {"significance": significance, "bias": bias}, counts, sampling)
     if not isinstance(target, Speculator):
         precision, drafter = (dtype or "float32") if isinstance(target, str) else dtype, "prompt-lookup" if drafter is None else drafter
         speculator = Speculator(
@@ -166,23 +166,19 @@ def unneeded(rule: Rule, sampled: bool) -> dict[str, str]:
     return {}
 
 
-def check_counts(**counts: int | None) -> None:
-    """Raise ConfigurationError for a number below 1."""
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ConfigurationError(f"{name} must be at least 1, got {count!r}")
-
-
-def check_options(parts: Sequence[str] | None, significance: float, bias: float, sampling: dict[str, Any]) -> None:
+def check_options(parts: Sequence[str] | None, shares: dict[str, float], counts: dict[str, int | None], sampling: dict[str, Any]) -> None:
     """Raises:
     ConfigurationError: names the option and what it takes.
     """
     unknown = [part for part in parts or () if part not in PARTS]
     if unknown or (parts is not None and (isinstance(parts, str) or not parts)):
         raise ConfigurationError(f"parts must be a list of {', '.join(PARTS)}, got {parts!r}")
-    for name, value in (("significance", significance), ("bias", bias)):
+    for name, value in shares.items():
         if not 0 < value < 0.5:
             raise ConfigurationError(f"{name} must lie between 0 and 0.5, got {value!r}")
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ConfigurationError(f"{name} must be at least 1, got {count!r}")
     if taken := sorted(OWN & sampling.keys()):
         raise ConfigurationError(
             f"{', '.join(taken)} is not supported: audit builds its own batches; pass prompts=[...] and max_new_tokens instead"

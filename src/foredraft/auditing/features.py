@@ -8,7 +8,6 @@ a token to the ones before it. A function of the drafted *tokens* would not do: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -89,8 +88,3 @@ def directions(p: Tensor, q: Tensor | None) -> dict[str, Tensor]:
     flat = torch.where(p > 0, p.clamp(min=FLOOR).sqrt(), 0)
     found = {"the likeliest token": only_best(p), "a higher temperature": flat / flat.sum(-1, keepdim=True)}
     return {"the draft's distribution": q, **found} if q is not None else found
-
-
-def names_of_directions(draft: bool) -> Sequence[str]:
-    one = torch.ones(1, 1)
-    return list(directions(one, one if draft else None))

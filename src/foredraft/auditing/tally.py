@@ -10,7 +10,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from foredraft.auditing.features import Features, directions, names_of_directions
+from foredraft.auditing.features import Features, directions
 from foredraft.auditing.report import Power, Statistic
 
 ENOUGH = 100.0  # variance that a sum of differences in [-1, 1] needs to be taken for normal
@@ -58,7 +58,8 @@ class Tally:
         count = len(self.names)
         self.total = torch.zeros(length, count, dtype=torch.float64)
         self.covariance = torch.zeros(length, count, count, dtype=torch.float64)
-        self.directions = names_of_directions(features.draft)
+        one = torch.ones(1, 1)
+        self.directions = list(directions(one, one if features.draft else None))
         self.shift = torch.zeros(len(self.directions), count, dtype=torch.float64)  # expected, of the planted bias
         self.planted = torch.zeros(len(self.directions), TRIALS, count, dtype=torch.float64)  # as it came out
         self.distance = torch.zeros(len(self.directions), dtype=torch.float64)
@@ -111,8 +112,8 @@ class Tally:
         """Tests of the sums ``total`` ``[J]`` over all positions."""
         variance = self.covariance.sum(0).diagonal()
         found = [
-            Statistic(name, two_sided(float(z)), z=float(z))
-            for name, z, enough in zip(self.names, total / variance.clamp(min=1e-30).sqrt(), variance >= ENOUGH)
+            Statistic(name, math.erfc(abs(z) / math.sqrt(2)), z=z)  # two-sided
+            for name, z, enough in zip(self.names, (total / variance.clamp(min=1e-30).sqrt()).tolist(), variance >= ENOUGH)
             if enough
         ]
         together = self._together(total)
@@ -137,8 +138,7 @@ class Tally:
         for index, name in enumerate(self.names):
             use = variance[:, index] >= ENOUGH
             if int(use.sum()) > 1:
-                chi2 = float((self.total[use, index] ** 2 / variance[use, index]).sum())
-                freedom = int(use.sum())
+                chi2, freedom = float((self.total[use, index] ** 2 / variance[use, index]).sum()), int(use.sum())
                 found.append(Statistic(f"{name}, by position", upper_tail(chi2, freedom), chi2=chi2, freedom=freedom))
         return found
 
@@ -162,10 +162,6 @@ class Tally:
 def critical(p_value: float) -> float:
     """The deviation in standard errors whose two-sided p-value this is."""
     return -NormalDist().inv_cdf(p_value / 2)
-
-
-def two_sided(z: float) -> float:
-    return math.erfc(abs(z) / math.sqrt(2))
 
 
 def upper_tail(chi2: float, freedom: int) -> float:

@@ -20,8 +20,8 @@ def run(configuration: Configuration, prompts: Path | None, parts: Sequence[str]
     """Audit what ``configuration`` describes; ``options`` are those of :func:`foredraft.audit`."""
     quiet()
     tokenizer = load_tokenizer(configuration.target)
-    rows = None if prompts is None else [tokenizer(text)["input_ids"] for text in read_prompts(None, prompts)]
-    return audit(load_speculator(configuration, tokenizer), prompts=rows, parts=parts, **options)
+    texts = None if prompts is None else read_prompts(None, prompts)
+    return audit(load_speculator(configuration, tokenizer), prompts=texts, parts=parts, **options)
 
 
 def lines(report: AuditReport) -> list[str]:
