@@ -14,11 +14,12 @@ from foredraft.errors import ConfigurationError
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | Path, *, private: bool = False) -> Iterator[Path]:
     """A new file beside ``path`` that takes its place, in one step and on the disk, when the block is done.
 
     Whoever reads ``path`` meanwhile, or after a crash, finds what was there before; of two writers the last one wins whole. A process
-    that is killed leaves a file ``.NAME.….tmp`` behind.
+    that is killed leaves a file ``.NAME.….tmp`` behind. Only its owner can read a new file that is ``private``; one that is replaced
+    keeps its mode.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +27,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
     os.close(handle)
     try:
         yield Path(name)
-        os.chmod(name, 0o666 & ~_umask())  # only now: whatever wrote it may have made it anew
+        kept = (path.stat().st_mode & 0o777 if path.exists() else 0o600) if private else 0o666 & ~_umask()
+        os.chmod(name, kept)  # only now: whatever wrote it may have made it anew
         to_disk(name)
         os.replace(name, path)
     except BaseException:

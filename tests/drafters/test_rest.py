@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 
 from foredraft import ConfigurationError, Speculator, loading, zoo
 from foredraft.cli import app
-from foredraft.drafters.datastore import SIBLINGS, SORTED, Datastore, most_frequent, sorted_positions
+from foredraft.drafters.datastore import SIBLINGS, SORTED, Datastore, most_frequent
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.rest import Rest
+from foredraft.drafters.stores import sorted_positions
 from foredraft.drafters.tries import Trie
 from foredraft.files import _umask
 from foredraft.loading import load_tokenizer
@@ -39,21 +40,23 @@ VOCAB = 5
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60))
 def test_positions_are_in_the_order_of_what_follows(text: list[int]):
-    order = sorted_positions(np.array(text, np.uint16)).tolist()
+    order = sorted_positions(np.array(text, np.uint16), SORTED, "stable").tolist()
     assert order == sorted(range(len(text)), key=lambda position: (text[position : position + SORTED], position))
 
 
 def test_long_repetitions_are_sorted_as_far_as_is_promised():
     text = [1, 2] * 500 + [0] + [1, 2] * 500
-    order = sorted_positions(np.array(text, np.uint16)).tolist()
+    order = sorted_positions(np.array(text, np.uint16), SORTED, "stable").tolist()
     keys = [text[position : position + SORTED] for position in order]
     assert keys == sorted(keys) and sorted(order) == list(range(len(text)))
 
 
 @settings(deadline=None)
-@given(DOCUMENTS, st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 8), st.integers(1, 3))
-def test_the_longest_ending_is_found_with_all_its_occurrences(documents, context, longest, shortest):
-    store = Datastore.build(documents, vocab_size=VOCAB)
+@given(
+    DOCUMENTS, st.lists(st.integers(0, 4), min_size=1, max_size=8), st.integers(1, 8), st.integers(1, 3), st.sampled_from([VOCAB, 1 << 16])
+)
+def test_the_longest_ending_is_found_with_all_its_occurrences(documents, context, longest, shortest, vocab_size):
+    store = Datastore.build(documents, vocab_size=vocab_size)
     tokens = store.tokens.tolist()
     occurring = {
         length: [place for place in range(len(tokens)) if tokens[place : place + length] == context[-length:]]
@@ -263,7 +266,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path):
     path = tmp_path / "x"
     with pytest.raises(ConfigurationError, match="foredraft datastore build"):
         Rest(path)
-    for content in (b"", b"no tensors here, not at all", b"\xff" * 40, (20).to_bytes(8, "little") + b'{"a": 3}            '):
+    for content in (b"", b"no tensors here, not at all", b"\xff" * 40, (20).to_bytes(8, "little") + b'{"__metadata__": 3}  '):
         path.write_bytes(content)
         with pytest.raises(ConfigurationError, match="not a safetensors file"):
             Rest(path)

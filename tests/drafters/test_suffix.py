@@ -577,12 +577,12 @@ def test_a_crash_leaves_the_old_file_whole(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="disk is full"):
                 stored([4, 5, 6]).save(path)
         assert path.read_bytes() == before
-        assert not list(tmp_path.glob(".*.part"))
+        assert not list(tmp_path.glob(".*.tmp"))
     assert subprocess.run([sys.executable, "-c", CRASH, str(path)], check=False).returncode == 9
-    assert path.read_bytes() == before and len(list(tmp_path.glob(".*.part"))) == 1
+    assert path.read_bytes() == before and len(list(tmp_path.glob(".*.tmp"))) == 1
     stored([4, 5, 6]).save(path)  # the lock was given back
     assert held(path) == [[1, 2, 3], [4, 5, 6]]
-    assert not list(tmp_path.glob(".*.part")), "what the killed one left is cleared away"
+    assert not list(tmp_path.glob(".*.tmp")), "what the killed one left is cleared away"
 
 
 WRITER = """
@@ -648,7 +648,7 @@ def tiny_target():
     ("change", "message"),
     [
         (lambda path: path.write_bytes(b"no store"), "not a safetensors file"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"foredraft-suffix-store", b"foredraft-suffix-stove")), "did not save it"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"foredraft-suffix-store", b"foredraft-suffix-stove")), "not written by"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"9"')), "format version 9"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is not a store"),
         (lambda path: path.unlink(), "no store of past texts at"),
@@ -666,7 +666,7 @@ def test_lengths_that_do_not_add_up(tmp_path):
     from safetensors.numpy import save_file
 
     path = tmp_path / "past.safetensors"
-    metadata = {"format": suffix_files.FORMAT, "version": suffix_files.VERSION}
+    metadata = {"format": suffix_files.FILE.format, "version": suffix_files.FILE.version}
     save_file({"tokens": np.arange(5, dtype=np.uint32), "lengths": np.array([3, 3])}, str(path), metadata)
     with pytest.raises(ConfigurationError, match="damaged"):
         Suffix(source=path)

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foredraft.drafters.stores import map_arrays, write_arrays
+from foredraft.drafters.stores import FileFormat, sorted_positions
 from foredraft.drafters.tries import Trie
-from foredraft.files import current_name
+from foredraft.errors import ConfigurationError
 
-FORMAT, VERSION = "foredraft-datastore", "1"
+FILE = FileFormat("foredraft-datastore", "1", "a datastore", "Datastore.save", ("tokens", "suffixes", "starts"))
 SORTED = 64  # tokens that the order of positions looks at
 SIBLINGS = 8  # continuations of one node at most
 
@@ -88,7 +88,7 @@ class Datastore:
         tokens = np.concatenate(parts)
         if len(tokens) >= 1 << 32:
             raise ValueError(f"a datastore holds fewer than 2**32 tokens, not {len(tokens)}; split it")
-        order = sorted_positions(tokens)
+        order = sorted_positions(tokens, SORTED, "stable")
         order = order[tokens[order] != separator[0]]
         starts = np.searchsorted(tokens[order], np.arange(vocab_size + 1)).astype(np.uint32)
         return cls(tokens, order.astype(np.uint32), starts, vocab_size, fingerprint)
@@ -105,8 +105,7 @@ class Datastore:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file in place of what was there; a crash on the way leaves the old one whole."""
-        metadata = {"format": FORMAT, "version": VERSION, "vocab_size": str(self.vocab_size), "tokenizer": self.fingerprint}
-        write_arrays(path, {"tokens": self.tokens, "suffixes": self.suffixes, "starts": self.starts}, metadata)
+        FILE.write(path, (self.tokens, self.suffixes, self.starts), self.vocab_size, tokenizer=self.fingerprint)
 
     @classmethod
     def load(cls, path: str | Path) -> Datastore:
@@ -114,21 +113,14 @@ class Datastore:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: it is none, or of another version.
+            ConfigurationError: it is none, of another version or damaged.
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no datastore at {path}")
-        arrays, metadata = map_arrays(path)
-        if current_name(metadata.get("format")) != FORMAT:
-            raise ValueError(f"{path} is not a datastore: it was not written by Datastore.save")
-        if metadata.get("version") != VERSION:
-            raise ValueError(f"{path} has format version {metadata.get('version')}; this Foredraft reads version {VERSION}")
-        try:
-            store = cls(arrays["tokens"], arrays["suffixes"], arrays["starts"], int(metadata["vocab_size"]), metadata["tokenizer"])
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{path} is not a complete datastore: {error} is missing or wrong") from None
-        if len(store.starts) != store.vocab_size + 1 or int(store.starts[-1]) != len(store.suffixes) or store.documents < 1:
-            raise ValueError(f"{path} is not a complete datastore: its parts do not fit together")
+        (tokens, suffixes, starts), vocab_size, about = FILE.read(path)
+        store = cls(tokens, suffixes, starts, vocab_size or 0, about.get("tokenizer", ""))
+        if len(starts) != store.vocab_size + 1 or int(starts[-1]) != len(suffixes) or store.documents < 1:
+            raise ConfigurationError(f"{str(path)!r} is damaged: its parts do not fit together; build it again")
         return store
 
     # -- lookups --------------------------------------------------------------------------------------------------------
@@ -179,27 +171,6 @@ class Datastore:
     @cached_property
     def _starts_view(self) -> memoryview:
         return self.starts.data
-
-
-def sorted_positions(tokens: NDArray[Any]) -> NDArray[np.int64]:
-    """``[n]`` positions of ``tokens`` in the order of the ``SORTED`` tokens from there on, equals in the order of the text; the end of
-    all comes before any token. Prefix doubling (Manber and Myers 1993): ranks by 2h tokens are pairs of ranks by h tokens."""
-    rank = tokens.astype(np.int64) + 1
-    span, width = 1, int(rank.max()) + 1
-    while True:
-        later = np.zeros_like(rank)
-        later[: len(rank) - span] = rank[span:]
-        key = rank * width + later
-        order = np.argsort(key, kind="stable")
-        span *= 2
-        if span >= SORTED:
-            return order
-        ordered = key[order]
-        new = np.cumsum(np.concatenate(([1], ordered[1:] != ordered[:-1])))
-        if new[-1] == len(rank):
-            return order
-        rank[order] = new
-        width = int(new[-1]) + 1
 
 
 def most_frequent(trie: Trie, followers: NDArray[Any], stop: int, *, budget: int, chain: bool) -> None:

@@ -22,10 +22,10 @@ from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback
 from foredraft.drafters.growth import grow
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.siblings import SHARED, offered
-from foredraft.drafters.stores import refuse_another_tokenizer
+from foredraft.drafters.stores import Tokenizer, name_of, refuse_another_tokenizer, tokens_of
 from foredraft.drafters.tries import Trie, tree_of
 from foredraft.errors import ConfigurationError
-from foredraft.loading import fingerprint, fingerprint_of
+from foredraft.loading import fingerprint_of
 from foredraft.shapes import TreeShape
 from foredraft.tree import Proposal, TokenTree
 
@@ -64,7 +64,7 @@ class NGram(Drafter):
         order: int | None = None,
         learn: bool | None = None,
         min_context: int = 1,
-        tokenizer: Callable[[str], Sequence[int]] | None = None,
+        tokenizer: Tokenizer | None = None,
         siblings: str = "auto",
         most: int = 1_000_000,
     ):
@@ -240,7 +240,7 @@ class NGram(Drafter):
         return torch.from_numpy(laws).to(request.device)
 
     @staticmethod
-    def _load(source: str | Path | NGramModel | None, order: int | None, tokenizer: Callable[[str], Sequence[int]] | None) -> NGramModel:
+    def _load(source: str | Path | NGramModel | None, order: int | None, tokenizer: Tokenizer | None) -> NGramModel:
         if source is None:
             return NGramModel(4 if order is None else order)
         if isinstance(source, NGramModel):
@@ -248,16 +248,11 @@ class NGram(Drafter):
         if str(source).startswith(zoo.PREFIX):
             source = zoo.path(str(source)) / "ngram.safetensors"
         path = Path(source)
-        if not path.is_file():
-            raise ConfigurationError(f"there is no file {str(path)!r} to load or count an n-gram model from")
-        if path.suffix == ".safetensors":
+        if path.suffix == ".safetensors" and path.is_file():
             model = NGramModel.load(path)
             if order is not None and order != model.order:
                 raise ConfigurationError(f"{str(path)!r} holds an n-gram model of order {model.order}, not {order}; leave order out")
             return model
-        if tokenizer is None:
-            raise ConfigurationError(f"counting the text {str(path)!r} takes drafter_options={{'tokenizer': ...}}")
-        encode = getattr(tokenizer, "encode", tokenizer)
-        counted = NGramModel.from_tokens([encode(path.read_text(encoding="utf-8"))], 4 if order is None else order)
-        counted.fingerprint = fingerprint(tokenizer) if hasattr(tokenizer, "get_vocab") else ""
+        counted = NGramModel.from_tokens([tokens_of(path, tokenizer)], 4 if order is None else order)
+        counted.fingerprint = name_of(tokenizer) or ""
         return counted

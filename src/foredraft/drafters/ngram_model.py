@@ -26,10 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foredraft.drafters.ngram_table import IDS, ROOT, SHIFT, Table
-from foredraft.drafters.stores import write_arrays
-from foredraft.files import current_name
+from foredraft.drafters.stores import FileFormat
 
-FORMAT, VERSION = "foredraft-ngram", "1"
+FILE = FileFormat("foredraft-ngram", "1", "an n-gram model", "NGramModel.save", ("children", "edges", "successors", "tokens", "counts"))
 
 Ids = Sequence[int] | NDArray[np.integer[Any]]
 
@@ -231,29 +230,17 @@ class NGramModel:
         """Writes one safetensors file, in the narrowest integers that hold the counts, in place of what was there; a crash on the way
         leaves the old one whole."""
         self.compact()
-        metadata = {"format": FORMAT, "version": VERSION, "order": str(self.order), "vocab_size": str(self.vocab_size or "")}
-        write_arrays(path, self._table.to_arrays(), {**metadata, "tokenizer": self.fingerprint})
+        FILE.write(path, self._table.to_arrays(), self.vocab_size, order=str(self.order), tokenizer=self.fingerprint)
 
     @classmethod
     def load(cls, path: str | Path) -> NGramModel:
-        """Reads a file written by `save`; a ValueError says why a file cannot be used."""
-        from safetensors import SafetensorError, safe_open
-
+        """Reads a file written by `save`; a ConfigurationError, which is a ValueError, says why a file cannot be used."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no n-gram model at {path}")
-        try:
-            with safe_open(str(path), framework="numpy") as file:
-                metadata = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not an n-gram model: not a safetensors file ({error})") from None
-        if current_name(metadata.get("format")) != FORMAT:
-            raise ValueError(f"{path} is not an n-gram model: it was not written by NGramModel.save")
-        if metadata.get("version") != VERSION:
-            raise ValueError(f"{path} has format version {metadata.get('version')}; this Foredraft reads version {VERSION}")
-        model = cls(int(metadata["order"]), int(metadata["vocab_size"]) if metadata["vocab_size"] else None)
-        model.fingerprint = metadata.get("tokenizer", "")
-        model._set_table(Table.from_arrays(arrays))
+        arrays, vocab_size, about = FILE.read(path)
+        model = cls(int(about["order"]), vocab_size)
+        model.fingerprint = about.get("tokenizer", "")
+        model._set_table(Table.from_arrays(*arrays))
         return model
 
     def __repr__(self) -> str:

@@ -177,24 +177,20 @@ class Table:
 
     # Files
 
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
+    def to_arrays(self) -> list[NDArray[Any]]:
+        """What :meth:`from_arrays` takes, in the narrowest integers that hold it."""
         parent, token = _split(self.edges)
-        arrays = {
-            "children": np.bincount(parent, minlength=self.nodes),
-            "edges": token,
-            "successors": np.diff(self.first),
-            "tokens": self.tokens,
-            "counts": self.counts,
-        }
-        return {name: _narrow(array) for name, array in arrays.items()}
+        children = np.bincount(parent, minlength=self.nodes)
+        return [_narrow(array) for array in (children, token, np.diff(self.first), self.tokens, self.counts)]
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, NDArray[Any]]) -> Table:
-        children = arrays["children"].astype(np.int64)
-        parent = np.repeat(np.arange(len(children), dtype=np.uint64), children)
-        edges = parent << np.uint64(SHIFT) | arrays["edges"].astype(np.uint64)
-        first = np.concatenate(([0], np.cumsum(arrays["successors"].astype(np.int64))))
-        return cls(edges, first, arrays["tokens"].astype(np.uint32), arrays["counts"].astype(np.int64))
+    def from_arrays(
+        cls, children: NDArray[Any], edges: NDArray[Any], successors: NDArray[Any], tokens: NDArray[Any], counts: NDArray[Any]
+    ) -> Table:
+        """From the number of children and of successors of each node, the tokens of the edges, and the successors with their counts."""
+        parent = np.repeat(np.arange(len(children), dtype=np.uint64), children.astype(np.int64))
+        first = np.concatenate(([0], np.cumsum(successors.astype(np.int64))))
+        return cls(parent << np.uint64(SHIFT) | edges.astype(np.uint64), first, tokens.astype(np.uint32), counts.astype(np.int64))
 
 
 def _split(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -13,7 +13,7 @@ quarter of all cases, after five in two thirds and after twelve in nine tenths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +22,10 @@ import numpy as np
 
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.copy_strategies import CopyStrategies, Place, Source
+from foredraft.drafters.stores import Tokenizer, name_of, tokens_of
 from foredraft.drafters.suffix_store import END, REACH, SuffixStore
 from foredraft.drafters.tries import Trie, tree_of
 from foredraft.errors import ConfigurationError
-from foredraft.loading import fingerprint
 from foredraft.shapes import DynamicShape
 from foredraft.tree import TokenTree
 
@@ -70,7 +70,7 @@ class Suffix(Drafter):
         factor: float = 2.0,
         offset: float = 8.0,
         min_probability: float = 0.05,
-        tokenizer: Callable[[str], Sequence[int]] | None = None,
+        tokenizer: Tokenizer | None = None,
     ):
         if not 1 <= min_match <= max_match <= REACH:
             raise ConfigurationError(f"suffix needs 1 <= min_match <= max_match <= {REACH}, got {min_match} and {max_match}")
@@ -89,7 +89,7 @@ class Suffix(Drafter):
         self.learn = learn
         self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
-        self._known = self.store.tokenizer is not None and self.store.tokenizer == _name(tokenizer)
+        self._known = self.store.tokenizer is not None and self.store.tokenizer == name_of(tokenizer)
         self._texts: dict[int, CopyStrategies] = {}
 
     def save(self, path: str | Path) -> None:
@@ -234,18 +234,13 @@ class PastTexts:
         return [each for each in likely if each[0] >= least]
 
 
-def _name(tokenizer: Callable[[str], Sequence[int]] | None) -> str | None:
-    """What it is recognised by; None for a mere callable."""
-    return fingerprint(tokenizer) if hasattr(tokenizer, "get_vocab") else None
-
-
-def _store(source: str | Path | SuffixStore | None, capacity: int | None, tokenizer: Callable[[str], Sequence[int]] | None) -> SuffixStore:
+def _store(source: str | Path | SuffixStore | None, capacity: int | None, tokenizer: Tokenizer | None) -> SuffixStore:
     """The store that the options describe.
 
     Raises:
         ConfigurationError: no such file, no room for it, no tokenizer for a text, or a store made with another tokenizer.
     """
-    name, size = _name(tokenizer), CAPACITY if capacity is None else capacity
+    name, size = name_of(tokenizer), CAPACITY if capacity is None else capacity
     if source is None:
         return SuffixStore(size, tokenizer=name)
     if isinstance(source, SuffixStore) or Path(source).suffix == ".safetensors":
@@ -255,15 +250,9 @@ def _store(source: str | Path | SuffixStore | None, capacity: int | None, tokeni
         if name is not None and store.tokenizer not in (None, name):
             raise ConfigurationError(f"the store of past texts {str(source)!r} was made with another tokenizer; make one with this")
         return store
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigurationError(f"there is no file {str(path)!r} to draft from")
-    if tokenizer is None:
-        raise ConfigurationError(f"drafting from the text {str(path)!r} takes drafter_options={{'tokenizer': ...}}")
-    encode = getattr(tokenizer, "encode", tokenizer)
-    tokens = np.asarray(encode(path.read_text(encoding="utf-8")), np.uint32)
+    tokens = np.asarray(tokens_of(Path(source), tokenizer), np.uint32)
     if len(tokens) >= size:
-        raise ConfigurationError(f"{str(path)!r} has {len(tokens)} tokens and the store room for {size}; pass capacity={2 * len(tokens)}")
+        raise ConfigurationError(f"{str(source)!r} has {len(tokens)} tokens and the store room for {size}; pass capacity={2 * len(tokens)}")
     store = SuffixStore(size, tokenizer=name)
     store.fill([tokens])
     return store

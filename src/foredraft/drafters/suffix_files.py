@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from foredraft.drafters.stores import FileFormat
 from foredraft.errors import ConfigurationError
-from foredraft.files import current_name
 
-FORMAT, VERSION = "foredraft-suffix-store", "1"
+FILE = FileFormat("foredraft-suffix-store", "1", "a store of past texts", "the suffix drafter's save", ("tokens", "lengths"))
 
 Tokens = NDArray[np.uint32]
 
@@ -42,26 +40,14 @@ def read(path: str | Path) -> Held:
     Raises:
         ConfigurationError: there is no such file, it is of another kind or version, or it is damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not Path(path).is_file():
         raise ConfigurationError(f"there is no store of past texts at {str(path)!r}; drafter.save(path) makes one")
-    try:
-        with safe_open(str(path), framework="numpy") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ConfigurationError(f"{str(path)!r} is not a store of past texts: not a safetensors file ({error})") from None
-    if current_name(metadata.get("format")) != FORMAT:
-        raise ConfigurationError(f"{str(path)!r} is not a store of past texts: the suffix drafter did not save it")
-    if metadata.get("version") != VERSION:
-        raise ConfigurationError(f"{str(path)!r} has format version {metadata.get('version')}; this Foredraft reads version {VERSION}")
-    tokens, lengths = arrays["tokens"].astype(np.uint32, copy=False), arrays["lengths"].astype(np.int64)
+    (tokens, lengths), vocab_size, about = FILE.read(path)
+    tokens, lengths = tokens.astype(np.uint32), lengths.astype(np.int64)  # copies, so that the file can be replaced
     if lengths.sum() != len(tokens) or lengths.min(initial=0) < 0:
         raise ConfigurationError(f"{str(path)!r} is damaged: its lengths do not add up; save it again")
-    vocab_size = int(metadata["vocab_size"]) if metadata.get("vocab_size") else None
     sequences = np.split(tokens, lengths.cumsum()[:-1]) if len(lengths) else []
-    return Held(sequences, vocab_size, metadata.get("tokenizer") or None)
+    return Held(sequences, vocab_size, about.get("tokenizer") or None)
 
 
 def write(path: str | Path, sequences: Sequence[Tokens], vocab_size: int | None, tokenizer: str | None, capacity: int) -> None:
@@ -82,7 +68,11 @@ def write(path: str | Path, sequences: Sequence[Tokens], vocab_size: int | None,
             older = {digest(each): each for each in held.sequences}
             wanted = {**{name: each for name, each in older.items() if name not in wanted}, **wanted}
             vocab_size, tokenizer = vocab_size or held.vocab_size, tokenizer or held.tokenizer
-        _replace(path, _packed(latest(list(wanted.values()), capacity), vocab_size, tokenizer))
+        kept = latest(list(wanted.values()), capacity)
+        arrays = np.concatenate([np.empty(0, np.uint32), *kept]), np.array([len(each) for each in kept], np.int64)
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # by a process that was killed
+            left.unlink()
+        FILE.write(path, arrays, vocab_size, private=True, tokenizer=tokenizer or "")  # private: it holds what was generated
 
 
 def refusal(held: Held, vocab_size: int | None, tokenizer: str | None) -> str | None:
@@ -114,15 +104,6 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _packed(sequences: Sequence[Tokens], vocab_size: int | None, tokenizer: str | None) -> bytes:
-    from safetensors.numpy import save
-
-    tokens = np.concatenate([np.empty(0, np.uint32), *sequences])
-    lengths = np.array([len(each) for each in sequences], np.int64)
-    metadata = {"format": FORMAT, "version": VERSION, "vocab_size": str(vocab_size or ""), "tokenizer": tokenizer or ""}
-    return save({"tokens": tokens, "lengths": lengths}, metadata)
-
-
 def latest(sequences: Sequence[Tokens], capacity: int) -> list[Tokens]:
     """The last sequences that ``capacity`` has room for, an end each included."""
     first = len(sequences)
@@ -130,27 +111,3 @@ def latest(sequences: Sequence[Tokens], capacity: int) -> list[Tokens]:
         first -= 1
         capacity -= len(sequences[first]) + 1
     return list(sequences[first:])
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """``content`` under the name ``path``, or else the file that was there; the lock is held."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):  # by a process that was killed
-        left.unlink()
-    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            os.chmod(part, path.stat().st_mode & 0o777)  # a new file is for its owner alone: it holds what was generated
-        os.replace(part, path)
-    except BaseException:
-        Path(part).unlink(missing_ok=True)
-        raise
-    if sys.platform != "win32":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the name too
-        finally:
-            os.close(folder)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foredraft.drafters.stores import sorted_positions
 from foredraft.drafters.suffix_files import digest, latest, read, write
 from foredraft.errors import ConfigurationError
 
@@ -178,7 +179,7 @@ class Segment:
         if text is None or order is None:
             end = np.array([END], np.uint32)
             tokens = np.concatenate([end, *(part for each in reversed(sequences) for part in (each[::-1], end))])
-            places = _order(tokens)
+            places = sorted_positions(tokens, REACH)
             order = places[(tokens[places] != END) & (tokens[places - 1] != END)].astype(np.int32)
             text = tokens.astype(">u4")
         self._bytes, self._places = text.tobytes(), order.data
@@ -216,24 +217,6 @@ class Segment:
         kept = self.sequences[count:]
         size = 1 + sum(len(each) + 1 for each in kept)
         return Segment(kept, self.text[:size], self.order[self.order < size])
-
-
-def _order(text: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Positions of ``text`` in the order of the ``REACH`` tokens from each on, by doubling: two halves in their order make a whole."""
-    _, rank = np.unique(text, return_inverse=True)
-    known = 1
-    while True:
-        beyond = np.zeros(len(rank), np.uint64)
-        beyond[:-known] = rank[known:] + 1
-        key = rank.astype(np.uint64) << np.uint64(32) | beyond
-        order = np.argsort(key)
-        known *= 2
-        ranked = key[order]
-        new = np.concatenate(([False], ranked[1:] != ranked[:-1])).cumsum()
-        if known >= REACH or new[-1] == len(text) - 1:
-            return order
-        rank = np.empty_like(new)
-        rank[order] = new
 
 
 def _common(one: bytes, other: bytes) -> int:

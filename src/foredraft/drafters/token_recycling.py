@@ -8,20 +8,19 @@ after all. A tree is filled from it without a model: the child of rank b says wh
 from __future__ import annotations
 
 import heapq
-import os
-import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foredraft.backends import native
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.stores import FileFormat
 from foredraft.errors import ConfigurationError
-from foredraft.files import current_name
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 from foredraft.tree import TokenTree
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from foredraft.target import Target
 
 K = 8  # successors of a token that are remembered
-FORMAT, VERSION = "foredraft token-recycling", "1"
+FILE = FileFormat("foredraft token-recycling", "1", "a token-recycling matrix", "TokenRecycling.save", ("successors",))
 RATES = (0.45, 0.15, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)  # of siblings, for trees that no shape lays out
 BLOCKS, SMALL = 32, 2**16  # see `top_k`: tokens of a column, and logits that are not worth the trouble
 
@@ -88,21 +87,10 @@ class TokenRecycling(Drafter):
 
     def save(self, path: str | Path) -> None:
         """Write the matrix as one safetensors file, which is there whole or not at all; ``source=path`` loads it again."""
-        from safetensors.torch import save_file
-
         known = self._loaded if self.matrix is None else self.matrix[:-1]
         if known is None:
             raise ConfigurationError("there is nothing to save: this token-recycling drafter is not bound to a Speculator yet")
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        about = {"format": FORMAT, "version": VERSION, "vocab_size": str(len(known)), "k": str(self.k)}
-        handle, made = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        os.close(handle)
-        try:
-            save_file({"successors": known.cpu().contiguous()}, made, about)
-            os.replace(made, path)
-        finally:
-            Path(made).unlink(missing_ok=True)
+        FILE.write(path, (known.cpu().numpy(),), len(known), k=str(self.k))
 
     # -- a round --------------------------------------------------------------------------------------------------------
 
@@ -235,19 +223,10 @@ def load(path: str | Path) -> Tensor:
     Raises:
         ConfigurationError: there is no such file, or it is none of these.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not Path(path).is_file():
         raise ConfigurationError(f"there is no file {str(path)!r} to load token-recycling's matrix from")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            about = file.metadata() or {}
-            if current_name(about.get("format")) != FORMAT or about.get("version") != VERSION:
-                raise ConfigurationError(f"{str(path)!r} was not written by TokenRecycling.save of this version of Foredraft")
-            matrix: Tensor = file.get_tensor("successors")
-    except SafetensorError as error:
-        raise ConfigurationError(f"{str(path)!r} is not a safetensors file ({error}); token-recycling loads what it saved") from error
-    said = about.get("vocab_size"), about.get("k")
+    (successors,), _, about = FILE.read(path)
+    matrix, said = torch.from_numpy(np.array(successors)), (about.get("vocab_size"), about.get("k"))
     if matrix.ndim != 2 or matrix.dtype != torch.int32 or tuple(map(str, matrix.shape)) != said:
         raise ConfigurationError(f"{str(path)!r} is damaged: its matrix is {list(matrix.shape)} {matrix.dtype}, it says {said}")
     twice = (matrix[:, :, None] == matrix[:, None]).triu(1) & (matrix >= 0)[:, :, None]
