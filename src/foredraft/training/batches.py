@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Order:
     everything: bool = False
 
     def __post_init__(self) -> None:
-        longest = int(self._lengths().max()) if len(self.members) else 0
+        longest = int(self._lengths.max()) if len(self.members) else 0
         if longest > self.batch_tokens:
             raise ConfigurationError(
                 f"a text has {longest} tokens and --batch-tokens is {self.batch_tokens}: raise it, or cut texts with --max-length"
@@ -68,6 +69,7 @@ class Order:
                 "--accumulate, or generate more data"
             )
 
+    @cached_property
     def _lengths(self) -> Numbers:
         lengths = self.texts.lengths[np.asarray(self.members, dtype=np.int64)]
         return lengths if self.longest is None else np.minimum(lengths, self.longest)
@@ -75,7 +77,7 @@ class Order:
     def epoch(self, number: int) -> list[Numbers]:
         """The micro-batches of one epoch."""
         random = np.random.default_rng((self.seed, number))
-        members, lengths = np.asarray(self.members, dtype=np.int64), self._lengths()
+        members, lengths = np.asarray(self.members, dtype=np.int64), self._lengths
         shuffled = random.permutation(len(members))
         batches = []
         for start in range(0, len(shuffled), POOL):
@@ -107,8 +109,7 @@ class Order:
     def tokens(self, members: Numbers) -> Tokens:
         """The texts, padded."""
         texts = [self.texts[int(member)][: self.longest] for member in members]
-        width = max(map(len, texts))
-        ids, valid, counted = (np.zeros((len(texts), width), dtype=kind) for kind in (np.int64, bool, bool))
+        ids, valid, counted = (np.zeros((len(texts), max(map(len, texts))), dtype=kind) for kind in (np.int64, bool, bool))
         for row, (member, text) in enumerate(zip(members, texts)):
             ids[row, : len(text)], valid[row, : len(text)] = text, True
             counted[row, 0 if self.everything else int(self.texts.prompt_lengths[member]) : len(text)] = True

@@ -147,12 +147,8 @@ class Shard:
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Shard:
-        flat = [token for text in texts for token in text]
-        return cls(
-            np.asarray(flat, dtype=np.int32),
-            np.asarray([len(text) for text in texts], dtype=np.int32),
-            np.asarray(prompt_lengths, np.int32),
-        )
+        flat, lengths = [token for text in texts for token in text], [len(text) for text in texts]
+        return cls(np.asarray(flat, np.int32), np.asarray(lengths, np.int32), np.asarray(prompt_lengths, np.int32))
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -175,11 +171,8 @@ class Texts:
                 + (", or take what is there with --partial" if self.shards else "")
             )
         loaded = [Shard.load(shard_file(self.folder, shard)) for shard in self.shards]
-        self.ids = np.concatenate([each.ids for each in loaded])
-        self.lengths = np.concatenate([each.lengths for each in loaded]).astype(np.int64)
-        self.prompt_lengths = np.concatenate([each.prompt_lengths for each in loaded]).astype(np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
         self.origins = [(shard, row) for shard, each in zip(self.shards, loaded) for row in range(len(each.lengths))]
+        self._take(loaded)
         self.parts: tuple[Texts, ...] = (self,)
 
     @classmethod
@@ -188,12 +181,16 @@ class Texts:
         if len(parts) == 1:
             return parts[0]
         found = copy(parts[0])
-        found.ids = np.concatenate([each.ids for each in parts])
-        found.lengths = np.concatenate([each.lengths for each in parts])
-        found.prompt_lengths = np.concatenate([each.prompt_lengths for each in parts])
-        found.starts = np.concatenate([[0], np.cumsum(found.lengths)[:-1]])
+        found._take(parts)
         found.parts = tuple(parts)
         return found
+
+    def _take(self, parts: Sequence[Any]) -> None:
+        """The texts of shards, or of folders, one behind the other."""
+        self.ids = np.concatenate([each.ids for each in parts])
+        self.lengths = np.concatenate([each.lengths for each in parts]).astype(np.int64)
+        self.prompt_lengths = np.concatenate([each.prompt_lengths for each in parts]).astype(np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
 
     def __len__(self) -> int:
         return len(self.lengths)

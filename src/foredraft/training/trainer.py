@@ -73,19 +73,13 @@ class Trainer:
         folder: Path,
         options: Options,
         *,
-        accelerator: Accelerator | None = None,
         held: Held | None = None,
         resume: bool = False,
         stored: bool = False,
         report: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ):
-        self.model, self.texts, self.folder, self.options, self.report = (
-            model.eval().requires_grad_(False),
-            texts,
-            Path(folder),
-            options,
-            report,
-        )
+        self.model, self.texts = model.eval().requires_grad_(False), texts
+        self.folder, self.options, self.report = Path(folder), options, report
         members = range(len(texts)) if held is not None else range(len(texts) - options.held_out)
         if not members:
             raise ConfigurationError(f"{len(texts)} texts, {options.held_out} of them held out, leave none to train on; generate more data")
@@ -93,30 +87,23 @@ class Trainer:
             raise ConfigurationError(
                 "there is nothing to train on: the texts are prompts without answers; use --count-prompts to train on prompts"
             )
-        self.accelerator = accelerator or make_accelerator(options, model.device)
+        self.accelerator = make_accelerator(options, model.device)
         self.held = held or Held([texts.prompt(index) for index in range(len(members), len(texts))], options.answer_tokens)
-        self.order = Order(
-            texts,
-            members,
-            options.batch_tokens,
-            options.accumulate * self.accelerator.num_processes,
-            options.seed,
-            options.max_length,
-            options.count_prompts,
-        )
+        per_step = options.accumulate * self.accelerator.num_processes
+        self.order = Order(texts, members, options.batch_tokens, per_step, options.seed, options.max_length, options.count_prompts)
         self.steps = options.steps or max(1, round(options.epochs * self.order.steps(0)))
         self._settings = {**options.to_dict(), "data": texts.digest(), "processes": self.accelerator.num_processes}
         self.dtype = model.dtype
         self.opened = open_backbone(model, options) if options.trains_backbone else None  # what stores a target that changes
         self.drafting = self._fresh(head).requires_grad_(False).eval()  # in the target's dtype; measured, and handed out in the end
         self.head = beside(model, self.drafting).float().requires_grad_().train()
-        reader = self._reader(stored)
-        plain = Learner(self.head, reader, options, backbone=model if options.trains_backbone else None)
-        self.learner, self.optimizer = self.accelerator.prepare(plain, optimizer_of(plain, options))
-        self.plain = plain
-        if asks_for_shards() and not is_sharded(self.accelerator):
+        backbone = model if options.trains_backbone else None
+        self.plain = Learner(self.head, self._reader(stored), options, backbone=backbone)
+        self.learner, self.optimizer = self.accelerator.prepare(self.plain, optimizer_of(self.plain, options))
+        sharded = str(self.accelerator.distributed_type).endswith("FSDP")
+        if asks_for_shards() and not sharded:
             raise ConfigurationError("FSDP shards weights over several processes: start them with torchrun, or train without it")
-        if options.trains_backbone and is_sharded(self.accelerator):
+        if options.trains_backbone and sharded:
             raise ConfigurationError("acceptance is measured with the whole target in one process: train a backbone with DDP, not FSDP")
         self.state = State()
         self._asked = self._stop = False  # this process was told to stop; all have agreed to
@@ -186,7 +173,7 @@ class Trainer:
                     self._evaluate(journal)
                 finished = self._over()
                 if finished or self._stop or step % options.save_every == 0:
-                    self._save()
+                    checkpoints.save(accelerator, self.folder, self.state, self._settings)
         if journal is not None:
             journal.close()
             journal.draw()
@@ -234,14 +221,16 @@ class Trainer:
 
     def _evaluate(self, journal: Journal | None) -> None:
         """Measure acceptance, in the first process, and keep the head if it is the best so far."""
-        weights, length = self.weights(), torch.zeros((), dtype=torch.float64)
+        from accelerate.utils import broadcast_object_list
+
+        weights, length = self.weights(), [0.0]
         if self.accelerator.is_main_process:
             measured = self.held.measure(self.model, self.current(weights))
-            length.fill_(measured.acceptance_length)
+            length = [measured.acceptance_length]
             self._write(journal, {"step": self.state.step, **measured.to_dict()})
-        length = self._told(length)
-        if float(length) > self.state.best_length:
-            self.state = replace(self.state, best=self.state.step, best_length=float(length), stale=0)
+        broadcast_object_list(length)
+        if length[0] > self.state.best_length:
+            self.state = replace(self.state, best=self.state.step, best_length=length[0], stale=0)
             if self.accelerator.is_main_process:
                 checkpoints.save_best(self.folder, self.state.step, weights)
         else:
@@ -257,14 +246,6 @@ class Trainer:
             if self.options.backbone == "full":
                 self.model.to(self.dtype)
         return (self.current(weights) if weights else self.drafting).to(self.dtype)  # of sharded ones the first process alone has all
-
-    def _told(self, value: Tensor) -> Tensor:
-        from accelerate.utils import broadcast
-
-        return broadcast(value.to(self.accelerator.device, torch.float32 if self.accelerator.device.type == "mps" else value.dtype))
-
-    def _save(self) -> None:
-        checkpoints.save(self.accelerator, self.folder, self.state, self._settings)
 
     def _write(self, journal: Journal | None, line: Mapping[str, Any]) -> None:
         if journal is not None:
@@ -325,10 +306,6 @@ def make_accelerator(options: Options, device: torch.device) -> Accelerator:
 def asks_for_shards() -> bool:
     """More generous than accelerate, to which only "true" is true."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on")
-
-
-def is_sharded(accelerator: Accelerator) -> bool:
-    return str(accelerator.distributed_type).endswith("FSDP")
 
 
 def sharding(device: torch.device) -> Accelerator:
