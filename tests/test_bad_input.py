@@ -679,7 +679,7 @@ def test_a_chain_with_a_hole():
     holes = torch.tensor([[True, False, True]])
     drafter = Misbehaving(lambda root: TokenTree.from_chain(torch.tensor([[root, 5, 6]]), valid=holes))
     with pytest.raises(DrafterError, match="hangs below a filler"):
-        generate(Speculator(tiny(), drafter=drafter), ROWS[:1], max_new_tokens=NEW, do_sample=True, seed=1)
+        generate(Speculator(tiny(), drafter=drafter, shape="chain(2)"), ROWS[:1], max_new_tokens=NEW, do_sample=True, seed=1)
 
 
 def test_scores_that_the_temperature_blew_up():

@@ -177,7 +177,7 @@ def valid_of(*line: bool) -> Tensor:
         (tree_of([0, 1], [-1, 1]), "row 1: node 1 names parent 1"),  # its own parent
         (tree_of([0, 1, 2], [-1, 2, 0]), "row 1: node 1 names parent 2"),  # after its child
         (tree_of([0, 1, 2], [-1, 0, -1]), "row 1: node 2 has parent -1; node 0 must be the only root"),
-        (tree_of([0, 1], [0, 0]), "row 1: node 0 has parent 0; it must be the only root"),  # none
+        (tree_of([0, 1], [0, 0]), "row 1: node 0 has parent 0; node 0 must be the only root"),  # none
         (tree_of([0, 1], [-1, -2]), "row 1: node 1 has parent -2; node 0 must be the only root"),
         (tree_of([0, VOCAB], [-1, 0]), f"row 1, node 1: token {VOCAB} is outside the target's vocabulary of {VOCAB}"),
         (tree_of([0, -1], [-1, 0]), "row 1, node 1: token -1 is outside"),

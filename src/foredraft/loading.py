@@ -92,8 +92,9 @@ def vocabulary_difference(target: PreTrainedModel, draft: PreTrainedModel) -> st
 
     The tokenizers are compared where both can be found on this machine; otherwise only the sizes, which may differ by padding.
     """
-    ours, theirs = _vocabulary(target), _vocabulary(draft)
-    if ours is not None and theirs is not None:
+    tokenizers = [_tokenizer_of(model) for model in (target, draft)]
+    if None not in tokenizers:
+        ours, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
         differing = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=str)
         if not differing:
             return None
@@ -114,21 +115,15 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def fingerprint_of(model: PreTrainedModel) -> str | None:
-    """That of the model's tokenizer, None where no tokenizer is found on this machine under the model's name."""
-    if not model.name_or_path:
-        return None
-    try:
-        return fingerprint(load_tokenizer(model.name_or_path, local=True))
-    except (ConfigurationError, ImportError):
-        return None
+    """That of the model's tokenizer, None if no tokenizer is found on this machine under the model's name."""
+    tokenizer = _tokenizer_of(model)
+    return None if tokenizer is None else fingerprint(tokenizer)
 
 
-def _vocabulary(model: PreTrainedModel) -> dict[str, int] | None:
-    source = model.name_or_path
-    if not source:
-        return None
+def _tokenizer_of(model: PreTrainedModel) -> Any:
+    """None where none is found on this machine under the model's name."""
     try:
-        return dict(load_tokenizer(source, local=True).get_vocab())
+        return load_tokenizer(model.name_or_path, local=True) if model.name_or_path else None
     except (ConfigurationError, ImportError):
         return None
 

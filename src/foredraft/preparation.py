@@ -66,14 +66,20 @@ class Prepared:
         input_ids: Tensor,
         logits_processor: Any,
         stopping_criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        model_kwargs: dict[str, Any],
+        generation_config: GenerationConfig,
         *,
         seed: Seed | Sequence[Seed] | None,
-        streamer: Any = None,
-        output_logprobs: int | None = None,
+        streamer: Any,
+        output_logprobs: int | None,
+        **model_kwargs: Any,
     ) -> Prepared:
-        """From what transformers hands to a custom decoding function."""
+        """From what transformers hands to a custom decoding function.
+
+        Raises:
+            ConfigurationError: an unsupported argument; the message names it.
+        """
+        config = generation_config
+        refuse_arguments(model, config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
         prompts = unpad(input_ids, mask)
         check_positions(model_kwargs.get("position_ids"), mask)
@@ -125,12 +131,8 @@ def prepare(
     check_shape(arguments.get("input_ids") if inputs is None else inputs)
     arguments = with_stop_strings(model, arguments, tokenizer)
 
-    def stop(
-        model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **kwargs: Any
-    ) -> Prepared:
-        refuse_arguments(model, generation_config, kwargs)
-        given = (model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
-        return Prepared.of(*given, seed=seed, streamer=streamer, output_logprobs=output_logprobs)
+    def stop(model: Any, input_ids: Tensor, **given: Any) -> Prepared:
+        return Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given)
 
     return model.generate(inputs, custom_generate=stop, **arguments)
 

@@ -130,10 +130,13 @@ class TreeShape:
         if isinstance(shape, TreeShape):
             return shape
         match = re.fullmatch(r"\s*([\w-]+)\s*\((.*)\)\s*", shape) if isinstance(shape, str) else None
-        if match is None or match[1] not in MAKERS:
+        if match is None or match[1] not in ("paths", *MAKERS):
             raise ConfigurationError(f"unknown shape {shape!r}; write {EXAMPLES}, or pass a TreeShape")
         try:
-            return MAKERS[match[1]](match[2])
+            if match[1] == "paths":
+                return TreeShape.paths([tuple(map(int, part.split("."))) for part in match[2].split(",") if part.strip()])
+            positional, named = _numbers(match[2])
+            return MAKERS[match[1]](*positional, **named)
         except (TypeError, ValueError) as error:
             if isinstance(error, ConfigurationError):
                 raise
@@ -278,7 +281,7 @@ EXAMPLES = "chain(5), product(4,2,1), paths(0,1,0.0), dynamic(depth=5,k=4,total=
 def _numbers(text: str) -> tuple[list[Any], dict[str, Any]]:
     """The positional and named arguments of ``1, 2, k=3``."""
     positional, named = [], {}
-    for part in (part.strip() for part in text.split(",") if part.strip()):
+    for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = part.rpartition("=")
         number = int(value) if re.fullmatch(r"\s*[+-]?\d+\s*", value) else float(value)
         if equals:
@@ -288,20 +291,11 @@ def _numbers(text: str) -> tuple[list[Any], dict[str, Any]]:
     return positional, named
 
 
-def _from_numbers(make: Callable[..., TreeShape]) -> Callable[[str], TreeShape]:
-    def read(text: str) -> TreeShape:
-        positional, named = _numbers(text)
-        return make(*positional, **named)
-
-    return read
-
-
-MAKERS: dict[str, Callable[[str], TreeShape]] = {
-    "chain": _from_numbers(TreeShape.chain),
-    "product": _from_numbers(TreeShape.product),
-    "paths": lambda text: TreeShape.paths([tuple(map(int, part.split("."))) for part in text.split(",") if part.strip()]),
-    "dynamic": _from_numbers(TreeShape.dynamic),
-    "opt": _from_numbers(TreeShape.opt),
+MAKERS: dict[str, Callable[..., TreeShape]] = {
+    "chain": TreeShape.chain,
+    "product": TreeShape.product,
+    "dynamic": TreeShape.dynamic,
+    "opt": TreeShape.opt,
 }
 
 

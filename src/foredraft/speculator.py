@@ -25,7 +25,7 @@ from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Seed
 from foredraft.planning import AUTO, FixedPlanner, Planner, make_planner
 from foredraft.planning.largest import largest_shape
-from foredraft.preparation import Prepared, prepare, refuse_arguments
+from foredraft.preparation import Prepared, prepare
 from foredraft.quantization import check_quantization
 from foredraft.rows import Commit
 from foredraft.session import Session
@@ -312,23 +312,19 @@ def custom_generate(
     def decode(
         model: Any,
         input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
         seed: Seed | Sequence[Seed] | None = seed,
         output_logprobs: int | None = None,
-        **model_kwargs: Any,
+        **given: Any,
     ) -> Any:
         nonlocal speculator
-        refuse_arguments(model, generation_config, model_kwargs)
-        if output_logprobs is not None and not generation_config.return_dict_in_generate:
+        prepared = Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given)
+        as_dictionary = given["generation_config"].return_dict_in_generate
+        if output_logprobs is not None and not as_dictionary:
             raise ConfigurationError("output_logprobs needs return_dict_in_generate=True")
         if speculator is None or speculator.model is not model:
             speculator = Speculator(model, drafter, **options)
-        given = (model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        prepared = Prepared.of(*given, seed=seed, streamer=streamer, output_logprobs=output_logprobs)
         output = Run(speculator, prepared).finish()
-        return output if generation_config.return_dict_in_generate else output.sequences
+        return output if as_dictionary else output.sequences
 
     return decode
 
@@ -394,7 +390,7 @@ def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
         raise ConfigurationError(f"the target can only verify chains: {target.chains_only}; use shape='chain({shape.depth})'")
     if target.context is not None and shape.nodes >= target.context:
         raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes, but the model's context holds only {target.context}; draft fewer")
-    siblings = 1 + max((max(level.ranks) for level in shape.levels), default=0) if isinstance(shape, StaticShape) else 1
+    siblings = shape.siblings if isinstance(shape, StaticShape) else 1
     if siblings > target.vocab_size:
         raise ConfigurationError(
             f"shape {shape} needs {siblings} different siblings, but the vocabulary has only {target.vocab_size} tokens"

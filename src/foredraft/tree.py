@@ -260,20 +260,16 @@ class TokenTree:
     def check(self, vocab_size: int) -> None:
         """Raise ValueError unless this is a well-formed tree over ``vocab_size`` tokens (reads values: it synchronises)."""
         self.check_shapes(vocab_size)
-        index = torch.arange(self.nodes, device=self.parents.device)
         if (declared := self.declared_parents) is not None and bool((wrong := self.parents != declared).any()):
             row, node = wrong.nonzero()[0].tolist()
             says = f"{'a chain' if self.chain else 'static_parents'} says {int(declared[0, node])}"
             raise ValueError(f"row {row}: node {node} has parent {int(self.parents[row, node])}; {says}")
-        if bool((self.parents[:, 0] != -1).any()):
-            row = int((self.parents[:, 0] != -1).nonzero()[0])
-            raise ValueError(f"row {row}: node 0 has parent {int(self.parents[row, 0])}; it must be the only root (parent -1)")
-        if bool((self.parents[:, 1:] < 0).any()):
-            row, node = (self.parents[:, 1:] < 0).nonzero()[0].tolist()
-            raise ValueError(f"row {row}: node {node + 1} has parent {int(self.parents[row, node + 1])}; node 0 must be the only root")
-        if bool((self.parents >= index).any()):
-            row, node = (self.parents >= index).nonzero()[0].tolist()
-            raise ValueError(f"row {row}: node {node} names parent {int(self.parents[row, node])}, which does not come before it")
+        for row, line in enumerate(self.parents.tolist()):
+            for node, parent in enumerate(line):
+                if (parent != -1) if node == 0 else (parent < 0):
+                    raise ValueError(f"row {row}: node {node} has parent {parent}; node 0 must be the only root (parent -1)")
+                if parent >= node:
+                    raise ValueError(f"row {row}: node {node} names parent {parent}, which does not come before it")
         outside = (self.tokens < 0) | (self.tokens >= vocab_size)
         if self.valid is not None:
             if not bool(self.valid[:, 0].all()):
