@@ -22,10 +22,11 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.planning import search
 from foredraft.planning.acceptance import Acceptance, expected
-from foredraft.planning.costs import CostModel, measure, widths
+from foredraft.planning.costs import CostModel, measure
 from foredraft.planning.curves import Curve, interpolated, monotone
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.profiles import Profile, describe, profile
+from foredraft.planning.search import widths
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.testing import ProbabilityTable, TableTarget

@@ -13,7 +13,7 @@ import pytest
 
 from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foredraft.planning.acceptance import family
-from foredraft.planning.costs import widths
+from foredraft.planning.search import widths
 from foredraft.planning.forecasts import PlanRecord
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE

@@ -289,11 +289,7 @@ def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Of
     limits = to_device(request.limits, device)[:, None]
     found: Candidates | None = None
     expected = torch.zeros(tree.rows, device=device)
-    score, numbers, first = (
-        torch.zeros(tree.rows, 1, device=device),
-        torch.full((tree.rows, 1), -1, device=device),
-        0,
-    )  # of the newest nodes
+    score, numbers, first = torch.zeros(tree.rows, 1, device=device), torch.full((tree.rows, 1), -1, device=device), 0  # newest nodes
     for depth in range(shape.depth):
         tokens, reached = offer(tree, first, score, depth)
         flat, scores = tokens.flatten(1), reached.flatten(1).masked_fill(limits <= depth, IMPOSSIBLE)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, Feedback
+from foredraft.drafters.tries import from_lists
 from foredraft.tree import TokenTree
 
 
@@ -61,10 +62,7 @@ def merged(parts: Sequence[Part], device: torch.device) -> TokenTree:
     if chains and behind == width:
         real_nodes = None if all(map(all, valid)) else torch.tensor(valid, device=device)
         return TokenTree.from_chain(torch.tensor(tokens, device=device), valid=real_nodes, proposal="mixed")
-    if device.type == "cpu":
-        return TokenTree.from_lists(tokens, parents, valid, proposal="mixed", extra=behind - width)
-    made = [torch.tensor(each, device=device) for each in (tokens, parents, valid)]
-    return TokenTree(made[0], made[1], made[2], "mixed", extra=behind - width)
+    return from_lists(tokens, parents, valid, device, proposal="mixed", extra=behind - width)
 
 
 def _behind(parent: int, first: int, behind: int) -> int:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from foredraft import zoo
-from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DraftRequest, Row
 from foredraft.drafters.growth import grow
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.siblings import SHARED, offered
 from foredraft.drafters.stores import Tokenizer, name_of, refuse_another_tokenizer, tokens_of
-from foredraft.drafters.tries import Trie, tree_of
+from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of
 from foredraft.shapes import TreeShape
@@ -54,8 +54,7 @@ class NGram(Drafter):
 
     name = "ngram"
     summary = "a back-off n-gram model counted from a text, a file or the target's own outputs; chains and trees"
-    # auto_branches: a copy's second guesses bring less than a tree's pass costs in a batch
-    info = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
+    info = LOOKS_UP
 
     def __init__(
         self,
@@ -104,9 +103,6 @@ class NGram(Drafter):
             return request.chains([self._continue(row.ids, limit, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
         nodes = request.shape.nodes
         return tree_of(request, [self._trie(row.ids, limit, nodes, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
-
-    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        """Nothing: what was committed is counted when it is drafted for, or when its row ends."""
 
     def end(self, rows: Sequence[Row]) -> None:
         self._count(rows)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Row
-from foredraft.drafters.tries import Trie, tree_of
+from foredraft.drafters.base import Drafter, DraftRequest, Row
+from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.tree import TokenTree
 
@@ -26,8 +26,7 @@ class PromptLookup(Drafter):
 
     name = "prompt-lookup"
     summary = "copies what followed the last few tokens earlier in the text; chains and trees"
-    # auto_branches: a copy's second guesses bring less than a tree's pass costs in a batch
-    info = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
+    info = LOOKS_UP
 
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1, occurrences: int = 4):
         if not 1 <= min_ngram <= max_ngram:

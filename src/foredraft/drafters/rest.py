@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Row
+from foredraft.drafters.base import Drafter, DraftRequest, Row
 from foredraft.drafters.datastore import SORTED, Datastore, most_frequent
 from foredraft.drafters.stores import refuse_another_tokenizer
-from foredraft.drafters.tries import Trie, tree_of
+from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.tree import TokenTree
 
@@ -29,8 +29,7 @@ class Rest(Drafter):
 
     name = "rest"
     summary = "the most frequent continuations of the last tokens in a datastore of texts"
-    # auto_branches: a copy's second guesses bring less than a tree's pass costs in a batch
-    info = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
+    info = LOOKS_UP
 
     def __init__(self, source: str | Path | Datastore, *, max_match: int = 16, min_match: int = 1, occurrences: int = 512):
         if not 1 <= min_match <= max_match < SORTED:

@@ -131,17 +131,17 @@ class Several(Drafter):
             drafter.observe(rows, self._feedback(drafter, parts.get(id(drafter)), feedback, paths))
 
     def _feedback(self, drafter: Drafter, part: Part | None, feedback: Feedback, paths: list[list[int]]) -> Feedback:
-        """What one drafter is told: how its own nodes did, or of a round without a draft. One that reads hidden states is told of the
-        whole tree: it needs those of every node that was kept, whoever proposed it."""
+        """The feedback for one drafter: on its own nodes, or on a round without a draft. One that reads hidden states gets feedback on the
+        whole tree, because it needs those of every node that was kept, whoever proposed it."""
         info, hidden = drafter.info, feedback.hidden
         mine = self._share(drafter, hidden) if info.features and hidden is not None else None
-        told = replace(feedback, logits=feedback.logits if info.needs_logits else None, hidden=mine)
+        own = replace(feedback, logits=feedback.logits if info.needs_logits else None, hidden=mine)
         if info.features or not (info.learns_from_feedback or info.needs_logits):
-            return told
+            return own
         if part is None:
-            logits = None if told.logits is None else told.logits[:, :1]
+            logits = None if own.logits is None else own.logits[:, :1]
             return Feedback(TokenTree.root(feedback.tree.tokens[:, 0]), [0] * feedback.tree.rows, None, logits)
-        return own_feedback(part, told, paths) if part.places else replace(told, tree=part.tree)
+        return own_feedback(part, own, paths) if part.places else replace(own, tree=part.tree)
 
     # -- the rest -------------------------------------------------------------------------------------------------------
 

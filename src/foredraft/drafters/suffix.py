@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.base import Drafter, DraftRequest, Row
 from foredraft.drafters.copy_strategies import CopyStrategies, Place, Source
 from foredraft.drafters.stores import Tokenizer, name_of, tokens_of
 from foredraft.drafters.suffix_store import END, REACH, SuffixStore
-from foredraft.drafters.tries import Trie, tree_of
+from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
 from foredraft.errors import ConfigurationError
 from foredraft.shapes import DynamicShape
 from foredraft.tree import TokenTree
@@ -54,8 +54,7 @@ class Suffix(Drafter):
 
     name = "suffix"
     summary = "what followed the longest suffix seen before, in this text or in past ones"
-    # auto_branches: a copy's second guesses bring less than a tree's pass costs in a batch
-    info = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
+    info = LOOKS_UP
 
     def __init__(
         self,
@@ -111,9 +110,6 @@ class Suffix(Drafter):
             floor = max(floor, request.shape.floor)
         nodes = request.shape.nodes
         return tree_of(request, [self._tree(row, nodes, limit, floor) for row, limit in zip(request.rows, request.limits)])
-
-    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        """Nothing: what was committed is read when it is drafted for."""
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:

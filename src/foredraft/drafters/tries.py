@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from foredraft.drafters.base import DraftRequest
-from foredraft.tree import TokenTree
+from foredraft.drafters.base import DrafterInfo, DraftRequest
+from foredraft.tree import Proposal, TokenTree
+
+# What drafters that look continuations up declare. A copy's second guesses bring less than a tree's pass costs in a batch.
+LOOKS_UP = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
 
 
 @dataclass
@@ -50,10 +53,23 @@ def tree_of(request: DraftRequest, tries: Sequence[Trie]) -> TokenTree:
     padded = [[row.ids[-1], *tokens] + [0] * (nodes - len(tokens)) for row, (tokens, _) in zip(request.rows, rows)]
     parents = [[-1, *above] + [0] * (nodes - len(above)) for _, above in rows]
     valid = [[True] * (1 + len(tokens)) + [False] * (nodes - len(tokens)) for tokens, _ in rows]
-    if request.device.type == "cpu":
-        return TokenTree.from_lists(padded, parents, valid)
-    made = [torch.tensor(each, device=request.device) for each in (padded, parents, valid)]
-    return TokenTree(made[0], made[1], made[2])
+    return from_lists(padded, parents, valid, request.device)
+
+
+def from_lists(
+    tokens: list[list[int]],
+    parents: list[list[int]],
+    valid: list[list[bool]],
+    device: torch.device,
+    *,
+    proposal: Proposal = "deterministic",
+    extra: int = 0,
+) -> TokenTree:
+    """A token tree on ``device``; on a CPU it keeps the lists."""
+    if device.type == "cpu":
+        return TokenTree.from_lists(tokens, parents, valid, proposal=proposal, extra=extra)
+    made = [torch.tensor(each, device=device) for each in (tokens, parents, valid)]
+    return TokenTree(made[0], made[1], made[2], proposal, extra=extra)
 
 
 def _within(trie: Trie, limit: int) -> tuple[list[int], list[int]]:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.planning.curves import Curve
-from foredraft.shapes import DynamicShape, StaticShape, TreeShape
+from foredraft.shapes import StaticShape, TreeShape
 from foredraft.target import Target
 from foredraft.tree import TokenTree
 
@@ -157,15 +156,6 @@ def _positive(value: Any) -> float:
     if not 0 <= number < 1e6:
         raise ValueError(f"{value!r} is no number of seconds")
     return number
-
-
-@lru_cache(maxsize=1024)
-def widths(shape: TreeShape) -> tuple[int, ...]:
-    """How many nodes each level of a draft of ``shape`` is drafted below."""
-    if isinstance(shape, StaticShape):
-        return (1, *(level.last - level.first for level in shape.levels[:-1])) if shape.depth else ()
-    width = shape.k if isinstance(shape, DynamicShape) else shape.nodes
-    return (1, *(min(width, 8) for _ in range(shape.depth - 1)))
 
 
 # -- measuring ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from foredraft.drafters.base import Row
 from foredraft.planning import batches, search
 from foredraft.planning.acceptance import HASTE, MEMORY, Acceptance, expected
-from foredraft.planning.costs import CostModel, widths
+from foredraft.planning.costs import CostModel
 from foredraft.planning.rounds import Round
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 
@@ -213,7 +213,7 @@ class Forecaster:
         if not shape.nodes:
             return search.plain(costs)
         accepted = expected(shape.parents, acceptance.by_rank(self.largest.depth, self.siblings))
-        return self.plan_record.of(search.priced(shape, accepted, widths(shape), costs))
+        return self.plan_record.of(search.priced(shape, accepted, search.widths(shape), costs))
 
     def compare(self, rows: int, *, context: int, greedy: bool = True) -> list[search.Plan]:
         """What is to be expected of zero drafting, of every chain, and of the best tree where it is better, in a batch of so many rows;

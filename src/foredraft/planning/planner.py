@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.drafters.base import Drafter, Row
 from foredraft.planning import search
-from foredraft.planning.costs import BUDGET, CostModel, measure, widths
+from foredraft.planning.costs import BUDGET, CostModel, measure
 from foredraft.planning.forecasts import FINEST, GAIN, GROWN_DEPTH, SWITCH, Forecast, Forecaster
 from foredraft.planning.profiles import Profile
 from foredraft.planning.rounds import Round
@@ -198,7 +198,7 @@ class AutomaticPlanner:
         if drafting and count == 1 and self._as_before(rows, done):
             return
         grown = isinstance(done.shape, DynamicShape)
-        levels = widths(done.shape.truncate(max(done.asked))) if drafting else ()
+        levels = search.widths(done.shape.truncate(max(done.asked))) if drafting else ()
         behind = self.forecaster.catch_up(rows, done) if drafting else 0
         draft, target, nodes = done.draft, done.target, max(1.0, round(done.nodes / FINEST) * FINEST)
         if not done.split:  # the target's part is what is left of the sum

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch
 
 from foredraft.backends import native
 from foredraft.caching import cache_folder
+from foredraft.files import replacing
 from foredraft.planning.costs import CostModel, timed_beforehand
 
 if TYPE_CHECKING:
@@ -56,15 +56,8 @@ class Profile:
         """Replace the file in one step; where that is not possible, say so in the log and go on."""
         text = json.dumps({"schema": SCHEMA, "key": self.key, "costs": costs.to_dict()}, indent=1)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text + "\n")
-                os.replace(name, self.path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            with replacing(self.path) as new:
+                new.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             log.warning("the cost profile %s cannot be written: %s", self.path, error)
             return False

@@ -16,26 +16,11 @@ from typing import Protocol
 
 import numpy as np
 
-from foredraft.shapes import Path, StaticShape, TreeShape, likeliest_nodes
+from foredraft.shapes import DynamicShape, Path, StaticShape, TreeShape, likeliest_nodes
 
 PATIENCE = 2  # numbers of levels in a row that promise less than fewer did, after which no more are tried
-SIZES = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    9,
-    11,
-    15,
-    19,
-    23,
-    31,
-    47,
-    63,
-)  # drafted nodes of trees: few, so that compiled shapes are used again, and with the
-# root multiples of what kernels take together
+# Drafted nodes of trees: few, so that compiled shapes are used again, and with the root multiples of what kernels take together.
+SIZES = (1, 2, 3, 4, 5, 7, 9, 11, 15, 19, 23, 31, 47, 63)
 
 
 @dataclass(frozen=True)
@@ -121,7 +106,7 @@ def best_tree(table: Sequence[Sequence[float]], costs: Costs, *, most: int | Non
         return first
     _, depth, nodes = found
     shape = shape_of(programs[depth].paths(nodes))
-    return max(first, priced(shape, programs[depth].value(nodes), _widths(shape), costs), key=lambda plan: plan.rate)
+    return max(first, priced(shape, programs[depth].value(nodes), widths(shape), costs), key=lambda plan: plan.rate)
 
 
 def priced(shape: StaticShape, accepted: float, levels: tuple[int, ...], costs: Costs, nodes: int | None = None) -> Plan:
@@ -249,5 +234,10 @@ def _shape(paths: tuple[Path, ...]) -> StaticShape:
     return TreeShape.paths(paths)
 
 
-def _widths(shape: StaticShape) -> tuple[int, ...]:
-    return (1, *(level.last - level.first for level in shape.levels[:-1]))
+@lru_cache(maxsize=1024)
+def widths(shape: TreeShape) -> tuple[int, ...]:
+    """How many nodes each level of a draft of ``shape`` is drafted below."""
+    if isinstance(shape, StaticShape):
+        return (1, *(level.last - level.first for level in shape.levels[:-1])) if shape.depth else ()
+    width = shape.k if isinstance(shape, DynamicShape) else shape.nodes
+    return (1, *(min(width, 8) for _ in range(shape.depth - 1)))

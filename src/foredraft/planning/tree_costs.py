@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foredraft.planning.costs import BUDGET, PROMPT, CostModel, measure, widths
+from foredraft.planning.costs import BUDGET, PROMPT, CostModel, measure
 from foredraft.planning.largest import DEPTH, largest_shape
+from foredraft.planning.search import widths
 
 if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter
