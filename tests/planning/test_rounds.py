@@ -13,11 +13,10 @@ import pytest
 
 from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foredraft.planning.acceptance import family
-from foredraft.planning.search import widths
 from foredraft.planning.forecasts import PlanRecord
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
-from foredraft.planning.search import Plan
+from foredraft.planning.search import Plan, widths
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.tree import depths_of
 
