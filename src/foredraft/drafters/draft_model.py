@@ -16,11 +16,10 @@ from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.draft_loops import DraftLoop, draft_loops
-from foredraft.drafters.growth import Expand, Growth, grow
+from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, vocabulary_difference
-from foredraft.logits.sampler import fit_vocabulary
 from foredraft.quantization import check_quantization
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.target import Target, unwrap
@@ -121,21 +120,8 @@ class DraftModel(Drafter):
         return self._grown.tree.truncate(limits) if by_level else self._grown.tree
 
     def _chain(self, request: DraftRequest) -> TokenTree:
-        drafted: list[Tensor] = []
-        qs: list[Tensor] = []
-        roots = request.roots()
         self._begun = [len(row.ids) - 1 for row in request.rows]
-        logits = self._after(request.rows, roots)
-        while True:
-            token, q = request.choose(fit_vocabulary(logits.to(request.device), request.vocab_size), drafted)
-            drafted.append(token)
-            if q is not None:
-                qs.append(q)
-            if len(drafted) == request.depth:
-                break
-            logits = self._feed(token)
-        tokens, valid = torch.stack([roots, *drafted], 1), request.depth_mask(request.limits, request.depth)
-        return TokenTree.from_chain(tokens, valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
+        return one_by_one(request, lambda path: self._feed(path[-1]) if len(path) > 1 else self._after(request.rows, path[0]))
 
     def _expand(self, rows: Sequence[Row]) -> Expand:
         """What this model says after the nodes of a tree. The root comes first, with whatever else its cache lacks; it is then taken

@@ -57,6 +57,18 @@ def grow(request: DraftRequest, expand: Expand) -> Growth:
     return grow_static(request, request.shape, expand)
 
 
+def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Tensor]) -> TokenTree:
+    """A chain drafted token by token. ``logits_after(path)`` gives the draft's logits ``[R, V]`` after a path of tokens ``[R]``, the root
+    first; it is asked for paths that grow by one token."""
+    path, qs = [request.roots()], []
+    for _ in range(request.depth):
+        token, q = request.choose(fit_vocabulary(logits_after(path).to(request.device), request.vocab_size), path[1:])
+        path.append(token)
+        qs += [] if q is None else [q]
+    valid = request.depth_mask(request.limits, request.depth)
+    return TokenTree.from_chain(torch.stack(path, 1), valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
+
+
 def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Growth:
     look = request.device.type == "cpu"  # where that waits for no device
     return Growth(grow_from(TokenTree.root(request.roots()), request, shape, expand, look=look), shape.levels[-1].first)

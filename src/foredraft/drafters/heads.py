@@ -12,13 +12,12 @@ from torch import Tensor
 from foredraft import zoo
 from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
-from foredraft.drafters.growth import Expand, Growth, grow
+from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.siblings import SHARED, offered
 from foredraft.errors import ConfigurationError
 from foredraft.heads import find
 from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.vocabulary import VocabularyHead
-from foredraft.logits.sampler import fit_vocabulary
 from foredraft.quantization import check_quantization, quantize_linear_layers
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
@@ -162,24 +161,13 @@ class HeadDrafter(Drafter):
     def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
         """``chain`` says that the shape was asked for as a chain: a tree that was cut to one is drawn as a tree is."""
         expand = self._expand(request)
-        return Growth(one_by_one(request, expand), 0) if chain else grow(request, expand)
+        if not chain:
+            return grow(request, expand)
+        return Growth(one_by_one(request, lambda path: expand(TokenTree.from_chain(torch.stack(path, 1)), len(path) - 1)[:, 0]), 0)
 
     def _expand(self, request: DraftRequest) -> Expand:
         """What the head says after the nodes of a tree; asked once per level."""
         raise TypeError(f"{type(self).__name__} must define _expand(request)")
-
-
-def one_by_one(request: DraftRequest, expand: Expand) -> TokenTree:
-    """A chain drafted token by token."""
-    roots = request.roots()
-    path, qs = [roots], []
-    for depth in range(request.depth):
-        logits = expand(TokenTree.from_chain(torch.stack(path, 1)), depth)[:, 0]
-        token, q = request.choose(fit_vocabulary(logits.to(request.device), request.vocab_size), path[1:])
-        path.append(token)
-        qs += [] if q is None else [q]
-    valid = request.depth_mask(request.limits, request.depth)
-    return TokenTree.from_chain(torch.stack(path, 1), valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
 
 
 def fitted(head: VocabularyHead, target: Target) -> VocabularyHead:
