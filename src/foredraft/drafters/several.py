@@ -84,6 +84,8 @@ class Several(Drafter):
         return next((why for drafter in self.drafters if (why := drafter.refusal(self._own(drafter, shape)))), None)
 
     def makes_chains(self, shape: TreeShape) -> bool:
+        if self._chains_only:  # it would only draft chains, which must not pass for the tree that was asked for
+            return shape.is_chain
         return all(drafter.makes_chains(self._own(drafter, shape)) for drafter in self.drafters)
 
     def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
