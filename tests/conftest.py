@@ -5,11 +5,20 @@ or written to the user's cache.
 """
 
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["FOREDRAFT_CACHE"] = "off"
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def accelerate_of_its_own():
+    """accelerate keeps one precision per process: a test that trains in bfloat16 must not decide for those that train in float32."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state()

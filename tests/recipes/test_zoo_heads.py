@@ -8,7 +8,6 @@ from pathlib import Path
 
 import foredraft_zoo
 import pytest
-from accelerate.state import AcceleratorState
 
 from foredraft import zoo
 from foredraft.heads import checkpoints
@@ -41,15 +40,7 @@ def test_the_cards_are_made_from_the_figures_beside_them(kind):
     assert changed != heads.card(name, kind, figures) and "7 parameters" in changed
 
 
-@pytest.fixture
-def accelerate_of_its_own():
-    """accelerate keeps one precision per process: the recipe trains in bfloat16, the tests of the trainer in float32."""
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-
-
-def test_texts_are_written_a_head_is_trained_and_packaged(tmp_path, monkeypatch, accelerate_of_its_own):
+def test_texts_are_written_a_head_is_trained_and_packaged(tmp_path, monkeypatch):
     """All steps for Medusa heads, with few texts."""
     sizes = {"data": 6, "held_out": 2, "corpus_texts": 2}
     small = {name: replace(each, windows=sizes[name], tokens=16, answer=min(each.answer, 4)) for name, each in recipe.TEXT_SETS.items()}
