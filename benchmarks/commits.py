@@ -52,6 +52,9 @@ CELLS: dict[str, tuple[str, str, str, str, int, bool, int]] = {
 
 def serve(threads: int) -> None:
     """The worker: reads names of cells, answers with a JSON line each."""
+    beside = str(Path(__file__).resolve().parent)
+    sys.path[:] = [path for path in sys.path if str(Path(path).resolve()) != beside]  # its modules hide others of the same names
+
     import torch
 
     import foredraft
