@@ -13,6 +13,7 @@ Overhead cells use a target so small (0.9 M parameters) that most of a round is 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import platform
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cells", default="", help="only cells whose names contain this")
     parser.add_argument("--cpu", action="store_true", help="compare CPU seconds, for a machine that is busy")
-    parser.add_argument("--out", type=Path, help="path without an ending; .md and .json are written")
+    parser.add_argument("--out", type=Path, help="path without an ending; .md and .json.gz are written")
     arguments = parser.parse_args()
     if arguments.worker:
         serve(arguments.threads)
@@ -146,7 +147,8 @@ def main() -> None:
     print(text)
     if arguments.out:
         arguments.out.with_suffix(".md").write_text(text)
-        arguments.out.with_suffix(".json").write_text(json.dumps({"about": about, "calls": calls}, separators=(",", ":")))
+        data = json.dumps({"about": about, "calls": calls}, separators=(",", ":"))
+        arguments.out.with_suffix(".json.gz").write_bytes(gzip.compress(data.encode(), mtime=0))
 
 
 if __name__ == "__main__":
