@@ -64,7 +64,7 @@ class Several(Drafter):
         self._chains_only = target.chains_only is not None
 
     def _read_for_members(self, target: Target) -> None:
-        """Have the target hand out what any member reads, in place of what each asked for by itself."""
+        """Ask the target for the hidden states that any of the drafters reads; each had asked for its own alone."""
         wanted = [drafter.info for drafter in self.drafters]
         features = tuple(dict.fromkeys(number for each in wanted for number in each.features))
         whole = any(each.whole_prompt for each in wanted if each.features)
