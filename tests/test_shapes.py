@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from foredraft import ConfigurationError, Speculator, TreeShape
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.parents import depths_of
 from foredraft.shapes import DynamicShape, StaticShape
-from foredraft.tree import depths_of
 
 WRITTEN = [
     "chain(5)",
@@ -79,7 +79,7 @@ def test_a_dynamic_shape_is_cut_to_what_it_can_hold():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ("chian(3)", "unknown shape 'chian(3)'; write chain(5), product"),
+        ("chian(3)", "unknown shape 'chian(3)', did you mean 'chain'? Write chain(5), product"),
         ("chain", "unknown shape 'chain'"),
         ("chain(-1)", "length must be a whole number of at least 0, got -1"),
         ("chain(x)", "cannot parse shape"),

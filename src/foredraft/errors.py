@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -25,6 +26,24 @@ class ForedraftError(Exception):
 
 class ConfigurationError(ForedraftError, ValueError):
     """An argument, option or combination of them cannot work; the message names the fix."""
+
+
+def unknown(what: str, given: object, names: Iterable[str], word: str | None = None, hint: str | None = None) -> ConfigurationError:
+    """The error for a ``given`` name that is none of ``names``; it asks whether the closest of them was meant.
+
+    Args:
+        what: the beginning of the message; the name follows.
+        word: the part of ``given`` that is compared; all of it unless given.
+        hint: what to do; to choose one of ``names`` unless given.
+    """
+    from difflib import get_close_matches
+
+    names = list(names)
+    word = str(given if word is None else word).strip().lower()
+    meant = get_close_matches(word, names, 1, 0.76) or [name for name in names if len(word) > 3 and word in name]
+    hint = hint or f"choose {', '.join(names)}"
+    end = f", did you mean {meant[0]!r}? {hint[0].upper()}{hint[1:]}" if meant else f"; {hint}"
+    return ConfigurationError(f"{what} {given!r}{end}")
 
 
 class UnsupportedModelError(ForedraftError, ValueError):

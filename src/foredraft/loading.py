@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foredraft import zoo
+from foredraft import hub, zoo
 from foredraft.errors import ConfigurationError
 from foredraft.quantization import check_quantization, check_quantized, config_for_loading, quantize
 
@@ -43,10 +42,11 @@ def load_model(
         embedded = zoo.load(source, dtype=parse_dtype(dtype))
         quantize(embedded)
         return embedded.to(device)
-    _check_path(source)
+    hub.check_decoder(source, hub.config_of(source))
     from transformers import AutoModelForCausalLM
 
     how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    how["local_files_only"] = hub.on_this_machine(source)
     if quantization is not None:
         how["quantization_config"] = config_for_loading(quantization)
     try:
@@ -66,11 +66,11 @@ def load_tokenizer(source: str, *, local: bool = False) -> Any:
     """
     if source.startswith(zoo.PREFIX):
         return zoo.load_tokenizer(source)
-    _check_path(source)
+    hub.check_path(source)
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=local)
+        return AutoTokenizer.from_pretrained(source, local_files_only=local or hub.on_this_machine(source))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{source!r} has no loadable tokenizer: {_first_line(error)}") from error
 
@@ -126,12 +126,6 @@ def _tokenizer_of(model: PreTrainedModel) -> Any:
         return load_tokenizer(model.name_or_path, local=True) if model.name_or_path else None
     except (ConfigurationError, ImportError):
         return None
-
-
-def _check_path(source: str) -> None:
-    """Say so plainly, where transformers would take a path that does not exist for a malformed hub id."""
-    if source.startswith((".", "/", "~")) and not Path(source).expanduser().exists():
-        raise ConfigurationError(f"there is no model at {source!r}: no such path")
 
 
 def _first_line(error: Exception) -> str:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from foredraft.errors import ConfigurationError
-from foredraft.tree import depths_of
+from foredraft.errors import ConfigurationError, unknown
+from foredraft.parents import depths_of
 
 MOST_NODES = 4096
 Path = tuple[int, ...]
@@ -131,7 +131,8 @@ class TreeShape:
             return shape
         match = re.fullmatch(r"\s*([\w-]+)\s*\((.*)\)\s*", shape) if isinstance(shape, str) else None
         if match is None or match[1] not in ("paths", *MAKERS):
-            raise ConfigurationError(f"unknown shape {shape!r}; write {EXAMPLES}, or pass a TreeShape")
+            word = re.match(r"\s*[\w-]*", str(shape))
+            raise unknown("unknown shape", shape, ["auto", "paths", *MAKERS], word and word[0], f"write {EXAMPLES}, or pass a TreeShape")
         try:
             if match[1] == "paths":
                 return TreeShape.paths([tuple(map(int, part.split("."))) for part in match[2].split(",") if part.strip()])

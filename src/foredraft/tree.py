@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
+from foredraft.parents import depths_of
 
 Proposal = Literal["deterministic", "iid", "without-replacement", "keyed", "mixed"]
 PROPOSALS: tuple[Proposal, ...] = ("deterministic", "iid", "without-replacement", "keyed", "mixed")
@@ -366,14 +367,6 @@ def check_static_parents(parents: tuple[int, ...]) -> None:
     for node, parent in enumerate(parents):
         if (parent >= node or parent < 0) and (node, parent) != (0, -1):
             raise ValueError(f"static_parents: node {node} has parent {parent}; node 0 must be the only root (-1), and parents come first")
-
-
-def depths_of(parents: Sequence[int]) -> list[int]:
-    """Distance from the root of every node of ``parents``, which come before their children."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 def children_of(parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:

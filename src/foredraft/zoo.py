@@ -128,6 +128,19 @@ def find(name: str) -> Embedded:
     return CATALOGUE[bare]
 
 
+def find_model(name: str) -> Embedded:
+    """The same for a model.
+
+    Raises:
+        ConfigurationError: also for a head or an n-gram table; the message says how to use it.
+    """
+    found = find(name)
+    if found.drafter:
+        what = "a draft head" if found.kind == "head" else "an n-gram table"
+        raise ConfigurationError(f"{PREFIX}{found.name} is {what}, not a model; use it as drafter '{found.drafter}:{PREFIX}{found.name}'")
+    return found
+
+
 def path(name: str) -> Path:
     """The folder with the files of an embedded model, n-gram table or head.
 
@@ -157,10 +170,7 @@ def load(
     Raises:
         ConfigurationError: an unknown name, or that of a head or an n-gram table; the message says how to use it.
     """
-    found = find(name)
-    if found.drafter:
-        what = "a draft head" if found.kind == "head" else "an n-gram table"
-        raise ConfigurationError(f"{PREFIX}{found.name} is {what}, not a model; use it as drafter '{found.drafter}:{PREFIX}{found.name}'")
+    found = find_model(name)
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}

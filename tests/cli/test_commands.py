@@ -23,8 +23,7 @@ from foredraft.cli import app, demo_report, printers
 from foredraft.cli.demo import Demo, Difference, Setting
 from foredraft.cli.detokenizer import UNFINISHED, Detokenizer
 from foredraft.cli.figures import combine, figures_line
-from foredraft.cli.generation import parse_options
-from foredraft.cli.settings import Configuration
+from foredraft.cli.settings import Configuration, parse_options
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.stats import Stats
 
@@ -299,7 +298,7 @@ def test_greedy_decoding_says_that_filters_change_nothing():
         (("x", "--drafter", "draft-model:/no/such/path"), "no model at '/no/such/path'"),
         (("x", "--drafter-option", "nope=1"), "has no option 'nope'; its options: max_ngram, min_ngram"),
         (("x", "--drafter-option", "nope"), "takes KEY=VALUE, got 'nope'"),
-        (("x", "--drafter-option", "max_ngram=many"), "drafter 'prompt-lookup' cannot take these options"),
+        (("x", "--drafter-option", "max_ngram=many"), "drafter 'prompt-lookup' cannot take these options: max_ngram must be int"),
         (("x", "--rule", "nope"), "unknown rule 'nope'; choose auto, match"),
         (("x", "--rule", "rejection"), "not exact for deterministic proposals"),
         (("x", "--target", "/no/such/path"), "no model at '/no/such/path'"),

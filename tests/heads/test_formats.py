@@ -500,7 +500,7 @@ class Hub:
     def __init__(self, root: Path):
         self.root, self.calls = root, []
 
-    def snapshot_download(self, repo_id, *, revision=None, allow_patterns=None):
+    def snapshot_download(self, repo_id, *, revision=None, allow_patterns=None, local_files_only=False):
         self.calls.append((repo_id, revision, allow_patterns))
         folder = self.root / repo_id / (revision or "main")
         if not folder.is_dir():
@@ -526,6 +526,7 @@ def hub(tmp_path: Path, monkeypatch):
     made = Hub(tmp_path / "hub")
     monkeypatch.setattr("huggingface_hub.snapshot_download", made.snapshot_download)
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: made)
+    monkeypatch.setattr("foredraft.heads.checkpoints.on_this_machine", lambda name: False)
     return made
 
 

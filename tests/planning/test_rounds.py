@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from foredraft.parents import depths_of
 from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foredraft.planning.acceptance import family
 from foredraft.planning.forecasts import PlanRecord
@@ -18,7 +19,6 @@ from foredraft.planning.largest import largest_shape
 from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
 from foredraft.planning.search import Plan, widths
 from foredraft.shapes import DynamicShape, TreeShape
-from foredraft.tree import depths_of
 
 CHAINS, TREES = largest_shape(branches=False), largest_shape(branches=True)
 MS = 1e-3

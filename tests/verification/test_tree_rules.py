@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from foredraft.logits.noise import Noise, Purpose, row_key
+from foredraft.parents import depths_of
 from foredraft.testing import EnumeratedNoise, Enumeration, Law, World, distance, enumerate_law
-from foredraft.tree import TokenTree, depths_of
+from foredraft.tree import TokenTree
 from foredraft.verification import Rule, create, names
 from foredraft.verification import k_seq as k_seq_module
 from foredraft.verification import match as match_module

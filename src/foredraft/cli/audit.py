@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from foredraft.auditing import AuditReport, ExactPart, KeyedPart, StatisticalPart, audit
 from foredraft.cli.failures import quiet
 from foredraft.cli.generation import load_speculator
-from foredraft.cli.prompts import read_prompts
 from foredraft.cli.settings import Configuration
 from foredraft.loading import load_tokenizer
 
 SHOWN = 3  # divergences
 
 
-def run(configuration: Configuration, prompts: Path | None, parts: Sequence[str] | None, options: dict[str, Any]) -> AuditReport:
+def run(configuration: Configuration, prompts: Sequence[str] | None, parts: Sequence[str] | None, options: dict[str, Any]) -> AuditReport:
     """Audit what ``configuration`` describes; ``options`` are those of :func:`foredraft.audit`."""
     quiet()
     tokenizer = load_tokenizer(configuration.target)
-    texts = None if prompts is None else read_prompts(None, prompts)
-    return audit(load_speculator(configuration, tokenizer), prompts=texts, parts=parts, **options)
+    return audit(load_speculator(configuration, tokenizer), prompts=prompts, parts=parts, **options)
 
 
 def lines(report: AuditReport) -> list[str]:

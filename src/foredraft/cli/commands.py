@@ -120,22 +120,24 @@ def generate(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C (what was generated is printed).
     """
+    from foredraft.cli.checks import check
     from foredraft.cli.printers import make_printer
     from foredraft.cli.progress import Progress
     from foredraft.cli.prompts import read_prompts
+    from foredraft.cli.settings import Configuration, Decoding
 
     with exit_codes():
         texts = read_prompts(prompt, prompts)
+        configuration = Configuration(
+            target, drafter, drafter_option or (), rule, shape, draft_length, not lossy, dtype, device, threads, quantization
+        )
+        check(configuration)
         if temperature == 0 and not (top_k is None and top_p is None):
             note("note: --top-k and --top-p change nothing at temperature 0, which is greedy decoding")
         with Progress(f"loading {target}") as progress:
             printer = make_printer(progress, count=len(texts), show=show, as_json=as_json, logprobs=logprobs is not None)
             from foredraft.cli.generation import generate
-            from foredraft.cli.settings import Configuration, Decoding
 
-            configuration = Configuration(
-                target, drafter, drafter_option or (), rule, shape, draft_length, not lossy, dtype, device, threads, quantization
-            )
             decoding = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch_size, chat, logprobs)
             try:
                 outcome = generate(texts, configuration, decoding, printer, progress)
@@ -178,19 +180,22 @@ def audit(
 
     Exit codes: 0 exact; 1 a fault, a lossy rule, or a necessary part left out; 2 invalid arguments.
     """
+    from foredraft.cli.checks import check, check_output
     from foredraft.cli.progress import Progress
+    from foredraft.cli.prompts import read_prompts
+    from foredraft.cli.settings import Configuration, Decoding
 
     with exit_codes():
+        configuration = Configuration(target, drafter, drafter_option or (), rule, shape, None, False, dtype, device, threads, quantization)
+        check(configuration)
+        check_output(as_json)
+        texts = None if prompts is None else read_prompts(None, prompts)
         with Progress(f"auditing {target}"):
             from foredraft.cli import audit as auditing
-            from foredraft.cli.settings import Configuration, Decoding
 
-            configuration = Configuration(
-                target, drafter, drafter_option or (), rule, shape, None, False, dtype, device, threads, quantization
-            )
             sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
             own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
-            report = auditing.run(configuration, prompts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
+            report = auditing.run(configuration, texts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
             if as_json is not None:
                 write_json(as_json, report.to_dict())
         typer.echo("\n".join(auditing.lines(report)))
@@ -212,8 +217,12 @@ def demo(
 
     The default target, zoo:python-300m, computes the same as zoo:python-8m at the cost of a model with 300 million parameters.
     """
+    from foredraft.cli.checks import check
     from foredraft.cli.progress import Progress
+    from foredraft.cli.settings import Configuration
 
+    with exit_codes():
+        check(Configuration(target, dtype=dtype, device=device), drafter or ())
     with exit_codes(), Progress(f"loading {target}") as progress:
         from foredraft.cli.demo import Demo, Setting
         from foredraft.cli.demo_report import show
@@ -242,9 +251,18 @@ def tune(
 
     The measured costs are saved; --shape auto uses them from then on.
     """
+    from foredraft.cli.checks import check, check_extra, check_output
     from foredraft.cli.progress import Progress
+    from foredraft.cli.prompts import read_prompts
+    from foredraft.cli.settings import Configuration
 
     with exit_codes():
+        check(Configuration(target, dtype=dtype, device=device, quantization=quantization), drafter or ())
+        texts = () if prompts is None else read_prompts(None, prompts)
+        check_output(as_json)
+        check_output(plot)
+        if plot is not None:
+            check_extra("matplotlib", "plot", "--plot")
         with Progress(f"loading {target}") as progress:
             from foredraft.cli import tables
             from foredraft.cli import tune as tuning
@@ -258,7 +276,7 @@ def tune(
                 threads=threads,
                 quantization=quantization,
                 batch_size=batch_size,
-                prompts=prompts,
+                prompts=texts,
             )
             found = tuning.Tuning(setting, progress).run()
             if as_json is not None:

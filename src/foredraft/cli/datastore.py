@@ -46,15 +46,17 @@ def build(
 
     Exit codes: 0 success, 2 invalid arguments. An interrupted run leaves what was at PATH as it was.
     """
+    from foredraft.cli.checks import check_model, check_output
+
     with exit_codes():
+        check_model(target)
+        check_output(out)
         with Progress(f"loading the tokenizer of {target}") as progress:
             from foredraft.drafters.datastore import Datastore
             from foredraft.loading import fingerprint, load_tokenizer
 
             quiet()
             begin = time.perf_counter()
-            if out.is_dir():
-                raise ConfigurationError(f"{str(out)!r} is a folder; --out names the file to write")
             tokenizer = load_tokenizer(target)
             progress.show(f"tokenizing {len(files)} files")
             encoded = list(_encoded(tokenizer, documents(files)))

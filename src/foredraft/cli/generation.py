@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foredraft import drafters, verification
+from foredraft import drafters
 from foredraft.cli.detokenizer import Detokenizer
 from foredraft.cli.failures import first_line, quiet
 from foredraft.cli.figures import combine
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
-from foredraft.cli.settings import Configuration, Decoding, Outcome, Result
+from foredraft.cli.settings import Configuration, Decoding, Outcome, Result, parse_options
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 from foredraft.preparation import pad
@@ -62,11 +61,9 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
 
 
 def load_speculator(configuration: Configuration, tokenizer: Any, *, reuse_prefix: bool = True) -> Speculator:
-    """Unknown names and options are refused before any weights are read."""
+    """What is wrong with the drafter is said before any weights are read."""
     if configuration.threads is not None:
         torch.set_num_threads(configuration.threads)
-    if configuration.lossless and configuration.rule in verification.names() and not verification.create(configuration.rule).lossless:
-        raise ConfigurationError(f"rule {configuration.rule!r} is lossy: it changes the output distribution; pass --lossy to allow that")
     drafter = make_drafter(configuration.drafter_name, parse_options(configuration.drafter_options), tokenizer)
     return Speculator(
         configuration.target,
@@ -101,27 +98,6 @@ def make_drafter(spec: str, options: dict[str, Any], tokenizer: Any) -> Any:
         return drafters.create(spec, options)
     except TypeError as error:
         raise ConfigurationError(f"drafter {spec!r} cannot take these options: {error}") from error
-
-
-def parse_options(given: Sequence[str], flag: str = "--drafter-option") -> dict[str, Any]:
-    """``KEY=VALUE`` strings given with ``flag``; a value is read as an int, a float, true, false or none, or else as text."""
-    options: dict[str, Any] = {}
-    for entry in given:
-        key, equals, value = entry.partition("=")
-        if not equals or not key:
-            raise ConfigurationError(f"{flag} takes KEY=VALUE, got {entry!r}")
-        options[key.strip().replace("-", "_")] = parse_value(value.strip())
-    return options
-
-
-def parse_value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for read in (int, float):
-        with suppress(ValueError):
-            return read(text)
-    return text
 
 
 def pick_device(name: str | None, target: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def _prompt_of(entry: Any, where: str) -> str:
     return str(entry["prompt"])
 
 
-def encode(tokenizer: Any, prompts: list[str], *, chat: bool, target: str) -> list[list[int]]:
+def encode(tokenizer: Any, prompts: Sequence[str], *, chat: bool, target: str) -> list[list[int]]:
     """Token ids of each prompt, as one user's message of the tokenizer's chat template if ``chat``.
 
     Raises:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from foredraft.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from foredraft.cli.detokenizer import Detokenizer
@@ -121,3 +124,24 @@ class Outcome:
     stats: Stats
     sampled: bool
     interrupted: bool
+
+
+def parse_options(given: Sequence[str], flag: str = "--drafter-option") -> dict[str, Any]:
+    """``KEY=VALUE`` strings given with ``flag``; a value is read as an int, a float, true, false or none, or else as text."""
+    options: dict[str, Any] = {}
+    for entry in given:
+        key, equals, value = entry.partition("=")
+        if not equals or not key:
+            raise ConfigurationError(f"{flag} takes KEY=VALUE, got {entry!r}")
+        options[key.strip().replace("-", "_")] = parse_value(value.strip())
+    return options
+
+
+def parse_value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for read in (int, float):
+        with suppress(ValueError):
+            return read(text)
+    return text

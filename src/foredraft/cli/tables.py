@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from foredraft import drafters, zoo
+from foredraft import drafters, verification, zoo
 
 if TYPE_CHECKING:
     from foredraft.tree import Proposal
@@ -39,7 +39,7 @@ def all_drafters() -> Table:
     table = new_table("drafter", "options and defaults", "")
     for name in drafters.names():
         takes = "\n".join(_option(option) for option in drafters.options(name).values()) or "–"
-        add_row(table, name, takes, drafters.find(name).summary)
+        add_row(table, name, takes, drafters.describe(name).summary)
     return table
 
 
@@ -49,22 +49,20 @@ def one_drafter(name: str) -> Text:
     Raises:
         ConfigurationError: no such drafter.
     """
-    cls = drafters.find(name)
+    known = drafters.describe(name)
     options = drafters.options(name)
     usage = f"--drafter {name}" + (":SOURCE" if "source" in options else "")
     usage += "".join(f" [--drafter-option {key}=…]" for key in options if key != "source")
-    lines = [f"{name}: {cls.summary}", f"proposals: {', '.join(cls.info.proposals)}", f"usage: {usage}", ""]
+    lines = [f"{name}: {known.summary}", f"proposals: {', '.join(known.proposals)}", f"usage: {usage}", ""]
     lines += [f"  {_option(option)}" for option in options.values()]
-    lines += ["", inspect.cleandoc(vars(cls).get("__doc__") or "")]
+    lines += ["", known.doc]
     return Text("\n".join(lines).strip())
 
 
 def rules() -> Table:
-    from foredraft import verification
-
     table = new_table("rule", "lossless", "exact for proposals", "")
     for name in verification.names():
-        rule = verification.create(name)
+        rule = verification.describe(name)
         exact = ", ".join(sorted(rule.proposals)) + (" (chains only)" if rule.chains_only else "") if rule.lossless else "none"
         add_row(table, name, "yes" if rule.lossless else "LOSSY", exact, rule.summary)
     add_row(table, "auto", "yes", "", f"whichever accepts most: {_automatic(verification.AUTO)}")

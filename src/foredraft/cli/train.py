@@ -85,6 +85,14 @@ def train(
     given = dict(locals())
     given.pop("Options")
     with exit_codes():
+        from foredraft import heads
+        from foredraft.cli.checks import check_folders, check_model
+        from foredraft.errors import unknown
+
+        if kind not in heads.names():
+            raise unknown("unknown kind of head", kind, heads.names())
+        check_model(target, dtype, device)
+        check_folders(data if held_out_data is None else [*data, held_out_data])
         from foredraft.training.runs import run
 
         quiet()
@@ -117,7 +125,7 @@ def train(
 
 def head_options(given: Sequence[str]) -> dict[str, Any]:
     """``KEY=VALUE`` strings; whole numbers with commas between them are several, as in ``aux_layers=1,4,6``."""
-    from foredraft.cli.generation import parse_options
+    from foredraft.cli.settings import parse_options
 
     found = parse_options(given, "--head-option")
     for name, value in found.items():

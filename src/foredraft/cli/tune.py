@@ -22,7 +22,7 @@ from foredraft import zoo
 from foredraft.cli.failures import quiet, writing
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
-from foredraft.cli.prompts import encode, read_prompts
+from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Contest
 from foredraft.cli.tables import add_row, new_table
 from foredraft.errors import ConfigurationError
@@ -45,7 +45,7 @@ class Setting(Contest):
     """The options of the same names."""
 
     batch_size: int = 1
-    prompts: Path | None = None
+    prompts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Tuning:
         quiet()
         self.setting, self.progress = setting, progress
         self.tokenizer = load_tokenizer(setting.target)
-        if setting.prompts is None and not setting.target.startswith(zoo.PREFIX):
+        if not setting.prompts and not setting.target.startswith(zoo.PREFIX):
             raise ConfigurationError("give --prompts FILE; only the embedded models have default prompts")
-        texts = zoo.prompts("audit") if setting.prompts is None else read_prompts(None, setting.prompts)
+        texts = setting.prompts or zoo.prompts("audit")
         rows = encode(self.tokenizer, texts, chat=False, target=setting.target)
         self.batches = [
             [rows[(start + offset) % len(rows)] for offset in range(setting.batch_size)]
@@ -223,18 +223,11 @@ def bar(share: float) -> str:
 
 
 def plotter() -> Callable[[Path, Setting, Sequence[Candidate]], None]:
-    """What draws the picture.
+    """What draws the picture."""
+    import matplotlib
 
-    Raises:
-        ConfigurationError: matplotlib is missing.
-    """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigurationError("--plot needs matplotlib; install it with: pip install 'foredraft[plot]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
     def draw(path: Path, setting: Setting, found: Sequence[Candidate]) -> None:
         figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4))

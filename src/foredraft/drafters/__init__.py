@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, unknown
+from foredraft.registry import Entry, entry, load
 
 if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter
@@ -33,25 +33,33 @@ def names() -> list[str]:
     return list(REGISTRY)
 
 
+def describe(name: str) -> Entry:
+    """What is known of the drafter called ``name``; imports nothing for the built-in ones.
+
+    Raises:
+        ConfigurationError: no such drafter; the message lists those there are.
+    """
+    if name not in REGISTRY:
+        raise unknown("unknown drafter", name, REGISTRY)
+    return entry(REGISTRY[name])
+
+
 def find(name: str) -> type[Drafter]:
     """The class of the drafter called ``name``.
 
     Raises:
         ConfigurationError: no such drafter; the message lists those there are.
     """
-    if name not in REGISTRY:
-        raise ConfigurationError(f"unknown drafter {name!r}; choose {', '.join(REGISTRY)}")
-    module, _, attribute = REGISTRY[name].partition(":")
-    return getattr(import_module(module), attribute)
+    return load(describe(name).home)
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:
     """The options of the drafter called ``name``, with their defaults; ``source`` is what follows the colon in ``NAME:SOURCE``."""
-    return dict(inspect.signature(find(name)).parameters)
+    return describe(name).parameters
 
 
-def create(spec: str, given: dict[str, Any] | None = None) -> Any:
-    """The drafter described by ``"NAME"`` or ``"NAME:SOURCE"`` with ``given`` options.
+def check(spec: str, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The options of the drafter described by ``"NAME"`` or ``"NAME:SOURCE"`` with ``given`` ones, its source among them.
 
     Raises:
         ConfigurationError: unknown name or option, a source that is missing or not taken.
@@ -63,12 +71,19 @@ def create(spec: str, given: dict[str, Any] | None = None) -> Any:
         if "source" not in parameters:
             raise ConfigurationError(f"drafter {name!r} takes no source; write {name!r} without {':' + source!r}")
         given["source"] = source
-    unknown = sorted(given.keys() - parameters.keys())
-    if unknown:
-        listed = ", ".join(parameters) or "none"
-        raise ConfigurationError(f"drafter {name!r} has no option {', '.join(map(repr, unknown))}; its options: {listed}")
+    for key in sorted(given.keys() - parameters.keys()):
+        raise unknown(f"drafter {name!r} has no option", key, parameters, hint=f"its options: {', '.join(parameters) or 'none'}")
     required = [key for key, value in parameters.items() if value.default is inspect.Parameter.empty and key not in given]
     if required:
         hint = f"write {name + ':SOURCE'!r}" if required == ["source"] else f"pass drafter_options={{{required[0]!r}: ...}}"
         raise ConfigurationError(f"drafter {name!r} needs {', '.join(required)}; {hint}")
-    return find(name)(**given)
+    return given
+
+
+def create(spec: str, given: dict[str, Any] | None = None) -> Any:
+    """The drafter described by ``"NAME"`` or ``"NAME:SOURCE"`` with ``given`` options.
+
+    Raises:
+        ConfigurationError: unknown name or option, a source that is missing or not taken.
+    """
+    return find(spec.partition(":")[0])(**check(spec, given))

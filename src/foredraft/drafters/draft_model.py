@@ -20,10 +20,11 @@ from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, vocabulary_difference
+from foredraft.parents import depths_of
 from foredraft.quantization import check_quantization
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.target import Target, unwrap
-from foredraft.tree import Proposal, TokenTree, depths_of
+from foredraft.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +44,7 @@ class DraftModel(Drafter):
 
     name = "draft-model"
     summary = "a smaller causal language model with the same tokenizer, KV-cached and batched; chains and trees"
-    info = DrafterInfo(branches=True, grows=True, runs_a_model=True, catches_up=True)
+    info = DrafterInfo(proposals=DRAWN.chains, branches=True, grows=True, runs_a_model=True, catches_up=True)
 
     def __init__(
         self,

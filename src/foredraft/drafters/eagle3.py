@@ -64,6 +64,7 @@ class Eagle3(HeadDrafter):
     """
 
     name = kind = "eagle3"
+    info = replace(HeadDrafter.info, proposals=DRAWN.chains)
     summary = "a one-layer decoder over the target's hidden states, run autoregressively; chains and trees"
 
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):

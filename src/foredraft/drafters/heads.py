@@ -38,7 +38,7 @@ class HeadDrafter(Drafter):
     """
 
     kind: ClassVar[str]  # of its head
-    info = DrafterInfo(branches=True, grows=True, runs_a_model=True)
+    info = DrafterInfo(proposals=SHARED.chains, branches=True, grows=True, runs_a_model=True)
 
     def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
         if not isinstance(source, (str, find(self.kind), type(None))):

@@ -54,7 +54,7 @@ class NGram(Drafter):
 
     name = "ngram"
     summary = "a back-off n-gram model counted from a text, a file or the target's own outputs; chains and trees"
-    info = LOOKS_UP
+    info = replace(LOOKS_UP, proposals=SHARED.chains)
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import unknown
 
 if TYPE_CHECKING:
     from foredraft.heads.base import Head
@@ -30,6 +30,6 @@ def find(kind: str) -> type[Head]:
         ConfigurationError: no such kind; the message lists those there are.
     """
     if kind not in REGISTRY:
-        raise ConfigurationError(f"unknown kind of head {kind!r}; choose {', '.join(REGISTRY)}")
+        raise unknown("unknown kind of head", kind, REGISTRY)
     made: type[Head] = resolve_name(REGISTRY[kind])
     return made

@@ -31,6 +31,7 @@ from foredraft.heads.formats.folders import PICKLED, dtype_name, read, read_conf
 from foredraft.heads.inflation import inflate
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.hub import on_this_machine
 from foredraft.loading import parse_dtype
 
 if TYPE_CHECKING:
@@ -194,11 +195,12 @@ def _downloaded(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    how: dict[str, Any] = {"revision": revision, "local_files_only": on_this_machine(repo_id)}
     wanted = ["*.json", "*.safetensors"]
     try:
-        folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
+        folder = Path(snapshot_download(repo_id, allow_patterns=wanted, **how))
         if not any(folder.glob("*.safetensors")):  # then say whether there is a pickle to be converted
-            folder = Path(snapshot_download(repo_id, revision=revision, allow_patterns=[*wanted, *(f"*{each}" for each in PICKLED)]))
+            folder = Path(snapshot_download(repo_id, allow_patterns=[*wanted, *(f"*{each}" for each in PICKLED)], **how))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, ValueError) as error:
         asked = repo_id if revision is None else f"{repo_id} at {revision}"
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foredraft.device import to_device
-from foredraft.tree import TokenTree, depths_of
+from foredraft.parents import depths_of
+from foredraft.tree import TokenTree
 
 
 class NodeHistories:

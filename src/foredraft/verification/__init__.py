@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from foredraft.errors import ConfigurationError
-from foredraft.logits.noise import Randomness
-from foredraft.tree import Proposal
-from foredraft.verification.base import Rule, Verdict
+from foredraft.errors import unknown
+from foredraft.registry import Entry, entry, load
+
+if TYPE_CHECKING:
+    from foredraft.logits.noise import Randomness
+    from foredraft.tree import Proposal
+    from foredraft.verification.base import Rule, Verdict
 
 __all__ = ["Randomness", "Rule", "Verdict", "automatic", "create", "names"]
 
@@ -36,16 +39,24 @@ def names() -> list[str]:
     return list(REGISTRY)
 
 
+def describe(name: str) -> Entry:
+    """What is known of the rule called ``name``; imports nothing for the built-in ones.
+
+    Raises:
+        ConfigurationError: no such rule; the message lists those there are.
+    """
+    if name not in REGISTRY:
+        raise unknown("unknown rule", name, ["auto", *REGISTRY])
+    return entry(REGISTRY[name])
+
+
 def create(name: str) -> Rule:
     """The rule called ``name``.
 
     Raises:
         ConfigurationError: no such rule; the message lists those there are.
     """
-    if name not in REGISTRY:
-        raise ConfigurationError(f"unknown rule {name!r}; choose auto, {', '.join(REGISTRY)}")
-    module, _, attribute = REGISTRY[name].partition(":")
-    rule: Rule = getattr(import_module(module), attribute)()
+    rule: Rule = load(describe(name).home)()
     return rule
 
 
@@ -53,3 +64,12 @@ def automatic(proposal: Proposal, *, chain: bool) -> Rule:
     """The rule that ``rule="auto"`` stands for where siblings are chosen by ``proposal``, on chains or on any tree."""
     on_chains, on_trees = AUTO[proposal]
     return create(on_chains if chain else on_trees)
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that the names of the rules need no torch."""
+    if name == "Randomness":
+        return load("foredraft.logits.noise:Randomness")
+    if name in ("Rule", "Verdict"):
+        return load(f"foredraft.verification.base:{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

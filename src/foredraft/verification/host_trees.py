@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from foredraft.tree import TokenTree, chain_children, children_of, depths_of, static_children
+from foredraft.parents import depths_of
+from foredraft.tree import TokenTree, chain_children, children_of, static_children
 
 Parents = tuple[int, ...]
 

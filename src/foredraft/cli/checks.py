@@ -1,0 +1,135 @@
+"""Mistakes that are seen without torch, which takes seconds to import: unknown names, missing extras, files and folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+from foredraft import drafters, hub, verification, zoo
+from foredraft.cli.settings import Configuration, parse_options
+from foredraft.errors import ConfigurationError, unknown
+from foredraft.shapes import TreeShape
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", "float", "half", "double")
+QUANTIZATIONS = ("int8",)
+TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "Path": (str,), "None": (type(None),)}
+
+
+def check(configuration: Configuration, candidates: Sequence[str] = ()) -> None:
+    """Refuse what cannot work, before anything is loaded; ``candidates`` are further drafters.
+
+    Raises:
+        ConfigurationError: names the option and what to write instead.
+        UnsupportedModelError: the target is known not to work.
+    """
+    check_model(configuration.target, configuration.dtype, configuration.device, configuration.quantization)
+    options = parse_options(configuration.drafter_options)
+    check_drafter(configuration.drafter_name, options)
+    for each in candidates:
+        check_drafter(each, {})
+    shape = None if configuration.shape in (None, "auto") else TreeShape.parse(configuration.shape)
+    if shape is not None and configuration.draft_length is not None:
+        raise ConfigurationError(f"--draft-length {configuration.draft_length} is --shape 'chain({configuration.draft_length})'; pass one")
+    if configuration.rule != "auto":
+        check_rule(configuration, shape)
+
+
+def check_model(target: str, dtype: str = "auto", device: str | None = None, quantization: str | None = None) -> None:
+    """A model's name and how it is to be loaded."""
+    if dtype not in DTYPES:
+        raise unknown("unknown dtype", dtype, DTYPES[:4])
+    if quantization is not None:
+        if quantization not in QUANTIZATIONS:
+            raise unknown("unknown quantization", quantization, QUANTIZATIONS)
+        check_extra("torchao", "int8", "--quantization int8")
+    if device == "auto" and not target.startswith(zoo.PREFIX):
+        check_extra("accelerate", "device-map", "--device auto")
+    check_source(target)
+
+
+def check_source(source: str) -> None:
+    """A model by name, target or draft."""
+    if source.startswith(zoo.PREFIX):
+        zoo.find_model(source)
+    else:
+        hub.check_decoder(source, hub.config_of(source) if hub.on_this_machine(source) else {})
+
+
+def check_drafter(spec: str, options: Mapping[str, Any]) -> None:
+    """A drafter, its options and its source."""
+    given = drafters.check(spec, dict(options))
+    name = spec.partition(":")[0]
+    parameters = drafters.options(name)
+    for key, value in options.items():
+        check_type(name, parameters[key], value)
+    check_model("zoo:python-8m", given.get("dtype") or "auto", None, given.get("quantization"))
+    source, kinds = given.get("source"), str(parameters["source"].annotation) if "source" in parameters else ""
+    if not isinstance(source, str):
+        return
+    if name == "several":
+        for part in filter(None, map(str.strip, source.split(","))):
+            check_drafter(part, {})
+    elif source.startswith(zoo.PREFIX):
+        zoo.find(source)
+    elif "PreTrainedModel" in kinds:
+        check_source(source)
+    elif "Path" not in kinds:  # a head
+        hub.on_this_machine(source)
+    elif not (path := Path(source).expanduser()).exists() and (parameters["source"].default is Parameter.empty or not path.parent.is_dir()):
+        how = f"; make one with 'foredraft datastore build FILES... --out {source}'" if name == "rest" else ""
+        raise ConfigurationError(f"there is no file {source!r} for drafter {name!r} to draft from{how}")
+
+
+def check_type(drafter: str, option: Parameter, value: object) -> None:
+    """An option's value, where its type can be given on a command line."""
+    types = [part.strip() for part in str(option.annotation).split("|")] if option.annotation is not Parameter.empty else []
+    fitting = [kind for each in types for kind in TYPES.get(each, ())]
+    if not fitting or type(value) in fitting:
+        return
+    names = " or ".join(each for each in types if each in TYPES)
+    raise ConfigurationError(f"drafter {drafter!r} cannot take these options: {option.name} must be {names}, got {value!r}")
+
+
+def check_rule(configuration: Configuration, shape: TreeShape | None) -> None:
+    """A rule by name, with the drafter and the shape."""
+    rule, name = verification.describe(configuration.rule), configuration.rule
+    if configuration.lossless and not rule.lossless:
+        raise ConfigurationError(f"rule {name!r} is lossy: it changes the output distribution; pass --lossy to allow that")
+    spec = configuration.drafter_name
+    proposals = drafters.describe(spec.partition(":")[0]).proposals
+    if not set(rule.proposals) & set(proposals):
+        raise ConfigurationError(
+            f"rule {name!r} is not exact for {' or '.join(proposals)} proposals, which drafter {spec!r} makes "
+            f"(only for {', '.join(sorted(rule.proposals))}); use --rule auto"
+        )
+    if rule.chains_only and isinstance(shape, TreeShape) and not shape.is_chain:
+        raise ConfigurationError(f"rule {name!r} verifies chains only, and shape {shape} may branch; use --rule auto")
+
+
+def check_extra(module: str, extra: str, what: str) -> None:
+    """An optional package."""
+    if find_spec(module) is None:
+        raise ConfigurationError(f"{what} needs {module}; install it with: pip install 'foredraft[{extra}]'")
+
+
+def check_output(path: Path | None) -> None:
+    """A file that will be written at the end, perhaps after minutes."""
+    if path is None:
+        return
+    folder = path.expanduser().parent
+    why = "it is a folder" if path.is_dir() else f"there is no folder {str(folder)!r}" if not folder.is_dir() else None
+    if why is None and not os.access(path if path.exists() else folder, os.W_OK):
+        why = "permission denied"
+    if why is not None:
+        raise ConfigurationError(f"cannot write {str(path)!r}: {why}")
+
+
+def check_folders(folders: Sequence[Path]) -> None:
+    """Folders that are read."""
+    for each in folders:
+        if not each.expanduser().is_dir():
+            raise ConfigurationError(f"there is no folder {str(each)!r}")

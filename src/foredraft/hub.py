@@ -1,0 +1,105 @@
+"""Where models come from, without torch: paths, hub ids, and whether the hub can be reached."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from foredraft import zoo
+from foredraft.errors import ConfigurationError, UnsupportedModelError
+
+PATIENCE = 3.0  # seconds that the hub gets to answer
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def check_path(source: str) -> None:
+    """Say so plainly, where transformers would take a path that does not exist for a malformed hub id.
+
+    Raises:
+        ConfigurationError: ``source`` is a path, and there is nothing there.
+    """
+    path = source.startswith((".", "/", "~")) or not HUB_ID.fullmatch(source)
+    if path and not Path(source).expanduser().exists():
+        raise ConfigurationError(f"there is no model at {source!r}: no such path")
+
+
+def on_this_machine(source: str) -> bool:
+    """Whether ``source``, a path or a hub id, is to be read without asking the hub: it is a path, or it was downloaded before and the hub
+    cannot be reached.
+
+    Raises:
+        ConfigurationError: no such path; or a hub id that was not downloaded before, and the hub cannot be reached.
+    """
+    check_path(source)
+    if Path(source).expanduser().exists():
+        return True
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
+    if why is None:
+        return False
+    if not any(isinstance(try_to_load_from_cache(source, name), str) for name in ("config.json", "tokenizer_config.json")):
+        raise ConfigurationError(f"{source!r} is not on this machine, and {why}; give a path, or a model that was downloaded before")
+    return True
+
+
+@cache
+def unreachable(endpoint: str) -> str | None:
+    """Why the hub cannot be reached; None if it answers, whatever it says."""
+    found: list[str | None] = []
+
+    def ask() -> None:
+        from huggingface_hub import get_session
+
+        try:
+            get_session().head(endpoint, timeout=PATIENCE)
+            found.append(None)
+        except Exception as error:  # of the HTTP library, which is huggingface_hub's choice
+            found.append(f"{endpoint} cannot be reached ({str(error).strip() or type(error).__name__})")
+
+    asking = Thread(target=ask, daemon=True)  # looking up a name knows no timeout
+    asking.start()
+    asking.join(PATIENCE + 1)
+    return found[0] if found else f"{endpoint} does not answer within {PATIENCE:.0f} seconds"
+
+
+def config_of(source: str) -> dict[str, Any]:
+    """The ``config.json`` of a model, downloaded if need be; empty if it has none.
+
+    Raises:
+        ConfigurationError: there is no such model.
+    """
+    if source.startswith(zoo.PREFIX):
+        path = zoo.find(source).path / "config.json"
+    elif (local := on_this_machine(source)) and Path(source).expanduser().exists():
+        path = Path(source).expanduser() / "config.json"
+    else:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+        try:
+            path = Path(hf_hub_download(source, "config.json", local_files_only=local))
+        except EntryNotFoundError:
+            return {}
+        except HfHubHTTPError as error:
+            raise ConfigurationError(f"{source!r} cannot be read from the hub: {str(error).strip().splitlines()[0]}") from error
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
+    return config
+
+
+def check_decoder(source: str, config: dict[str, Any]) -> None:
+    """Raises:
+    UnsupportedModelError: the model at ``source``, with this ``config``, has an encoder.
+    """
+    if config.get("is_encoder_decoder"):
+        kind = config.get("model_type", "unknown")
+        raise UnsupportedModelError(f"{source!r} ({kind}) is an encoder-decoder model; Foredraft speeds up decoder-only language models")
