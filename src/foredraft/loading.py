@@ -75,6 +75,11 @@ def load_tokenizer(source: str, *, local: bool = False) -> Any:
         raise ConfigurationError(f"{source!r} has no loadable tokenizer: {_first_line(error)}") from error
 
 
+def name_of(model: PreTrainedModel) -> str:
+    """What a model is called: as it was asked for, not the folder that it was found in; its class if it was made in memory."""
+    return str(getattr(model.config, "_name_or_path", "") or model.name_or_path or type(model).__name__)
+
+
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """A torch dtype from itself, from its name, or None from None or ``"auto"``."""
     if dtype is None or isinstance(dtype, torch.dtype):

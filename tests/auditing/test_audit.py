@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foredraft
-from foredraft import ConfigurationError, Speculator
-from foredraft.auditing import keyed
+from foredraft import ConfigurationError, Speculator, session
+from foredraft.auditing import keyed, noise
+from foredraft.auditing.exact import PROMPT, tables
 from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import AuditReport
 from foredraft.auditing.statistical import FRACTIONS
@@ -25,7 +26,9 @@ from foredraft.auditing.tally import Design
 from foredraft.backends import eager as execution
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.logits.noise import Noise, Purpose, Randomness
+from foredraft.logits import noise as numbers
+from foredraft.logits.noise import Noise, Purpose, Randomness, row_key
+from foredraft.testing import plain_law
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict
 from foredraft.verification.block import Block, chances, survival
@@ -66,6 +69,13 @@ def speculator(rule: Any, drafter: DraftModel | None = None, *, shape: str = "ch
     return Speculator(models()[0], drafter or DraftModel(models()[1], siblings=siblings), rule=rule, shape=shape)
 
 
+@pytest.fixture(autouse=True)
+def few_continuations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tables, in tests that are not about small faults in the noise."""
+    monkeypatch.setattr(noise, "CONTINUATIONS", 512)
+    monkeypatch.setattr(noise, "BATCH", 512)
+
+
 def audited(subject: Speculator, *parts: str, **options: Any) -> AuditReport:
     return foredraft.audit(subject, **{"prompts": PROMPTS, "parts": parts or None, "max_new_tokens": 24, **SAMPLED, **options})
 
@@ -86,6 +96,7 @@ def test_an_exact_configuration_passes_every_part(rule: str, siblings: str, shap
     report = audited(speculator(rule, siblings=siblings, shape=shape))
     assert report.verdict == "exact", report.reasons
     assert report.exact is not None and report.exact.error < 1e-12
+    assert report.noise is not None and report.noise.passed
     (greedy,) = report.keyed
     assert greedy.accepted > 5 and not greedy.divergences and greedy.tokens == 48
     found = report.statistical
@@ -208,6 +219,74 @@ def test_noise_that_both_sides_share_is_tested_when_the_statistical_part_is_aske
     monkeypatch.setattr(Noise, "words", twice)
     report = audited(speculator("match", siblings="keyed"), "keyed", "statistical", samples=1000)
     assert all(part.passed for part in report.keyed) and report.statistical is not None and not report.statistical.passed
+
+
+# -- faults in the noise ---------------------------------------------------------------------------------------------------
+
+
+def accepts_by_position(patch: pytest.MonkeyPatch) -> None:
+    """Whether a node is accepted is keyed by the node's own position, so that the next round draws the same again."""
+
+    def accept(self: Noise, probability: Tensor, node: Any = 0) -> Tensor:
+        first = node[:, None] if isinstance(node, Tensor) else node
+        places = first + torch.arange(probability.shape[1])[None]
+        return numbers._unit(self.words(Purpose.ACCEPT, places).to(torch.int32)).neg_() < probability
+
+    patch.setattr(Noise, "accept", accept)
+
+
+def races_with_uniforms(patch: pytest.MonkeyPatch) -> None:
+    """The match race runs with uniform noise in place of exponential."""
+    exponentials = numbers._negative_exponentials
+    patch.setattr(numbers, "_negative_exponentials", lambda words, vocab_size: exponentials(words, vocab_size).exp_().sub_(1))
+
+
+def rows_share(patch: pytest.MonkeyPatch) -> None:
+    """The rows of a seed draw the same."""
+    patch.setattr(session, "row_key", lambda seed: row_key((seed[0], 0)))
+
+
+def tokens_share(patch: pytest.MonkeyPatch) -> None:
+    """The last tokens of the vocabulary share their noise, so that the likeliest of them is drawn in place of the others."""
+    hashes = numbers._token_hashes
+    patch.setattr(numbers, "_token_hashes", lambda size, device: hashes(size, device)[torch.arange(size).clamp(max=size - size // 4)])
+
+
+@pytest.mark.parametrize(
+    ("rule", "siblings", "fault", "seen", "count"),
+    [
+        ("block", "iid", accepts_by_position, "whole continuations", 12_288),
+        ("match", "keyed", races_with_uniforms, "whole continuations", 512),
+        ("match", "keyed", rows_share, "rows 1 apart", 512),
+        ("match", "keyed", tokens_share, "match race", 4096),
+    ],
+)
+def test_a_fault_in_the_noise_is_found_by_counting(
+    rule: str, siblings: str, fault: Callable[[pytest.MonkeyPatch], None], seen: str, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The exact part replaces the noise, and the keyed part uses it on both sides: they see nothing, unless rows share."""
+    fault(monkeypatch)
+    monkeypatch.setattr(noise, "CONTINUATIONS", count)
+    report = audited(speculator(rule, siblings=siblings), "exact", "noise", "keyed")
+    assert report.exact is not None and report.exact.passed
+    assert fault is rows_share or all(part.passed for part in report.keyed)
+    assert report.noise is not None and not report.noise.passed and report.verdict == "fault"
+    assert any(seen in each.name and each.p_value < 1e-5 for each in report.noise.statistics)
+
+
+@pytest.mark.parametrize(("shift", "least", "most"), [(0.04, 0.95, 1), (0.03, 0.7, 0.97), (0.02, 0.05, 0.4), (0.0, 0, 0)])
+def test_how_large_a_shift_of_whole_continuations_is_found(shift: float, least: float, most: float):
+    """As docs/audit.md says."""
+    law = plain_law(tables()["dense"][0], PROMPT, noise.TOKENS)
+    keys, found, trials, generator = list(law), 0, 60, torch.Generator().manual_seed(0)
+    p = torch.tensor([*law.values()], dtype=torch.float64)
+    for _ in range(trials):
+        change = torch.randn(len(p), generator=generator, dtype=torch.float64) * p
+        change -= p * change.sum()
+        shifted = (p + change * 2 * shift / change.abs().sum()).clamp(min=0)
+        outcomes = [keys[index] for index in torch.multinomial(shifted, 12_288, replacement=True, generator=generator).tolist()]
+        found += 7 * noise.chi_square("", outcomes, law).p_value < 1e-3
+    assert least <= found / trials <= most
 
 
 # -- faults in the drafter -------------------------------------------------------------------------------------------------
@@ -395,7 +474,8 @@ def test_a_lossy_rule_is_called_lossy_and_its_error_is_shown():
 def test_a_part_that_matters_and_was_left_out_leaves_the_verdict_open():
     report = audited(speculator("block"), "exact")
     assert report.verdict == "inconclusive" and "statistical" in report.summary
-    assert audited(speculator("match", siblings="keyed"), "exact", "keyed").verdict == "exact"
+    assert "sampling with this model" in report.limits
+    assert audited(speculator("match", siblings="keyed"), "exact", "noise", "keyed").verdict == "exact"
 
 
 def test_the_significance_is_spent_once_over_all_tests_and_looks():
@@ -415,10 +495,10 @@ def test_a_report_is_plain_data():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parts": ["keyed", "guess"]}, "exact, keyed, statistical"),
+        ({"parts": ["keyed", "guess"]}, "exact, noise, keyed, statistical"),
         ({"significance": 0}, "between 0 and 0.5"),
         ({"seed": 1, "max_length": 30}, "max_length"),
-        ({"prompts": None}, "only the embedded models"),
+        ({"prompts": None}, "lists of token ids"),
         ({"prompts": [[]]}, "empty"),
         ({"prompts": []}, "at least one"),
         ({"rule": "block"}, "already has a drafter"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from foredraft import zoo
 from foredraft.cli import app
 
 SMALL = ["--max-new-tokens", "12", "--threads", "1"]
@@ -28,6 +29,7 @@ def test_an_exact_configuration_ends_well_and_is_written_down(tmp_path: Path):
         and "sampled with the same seeds" in result.stdout
     )
     document = json.loads(file.read_text())
+    assert all(limit in result.stdout for limit in document["limits"])
     assert document["verdict"] == "exact" and document["exact"]["error"] < 1e-9 and len(document["keyed"]) == 2
 
 
@@ -40,6 +42,13 @@ def test_the_statistical_part_says_what_it_would_have_found(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert "160 continuations" in result.stdout and "towards the draft's distribution" not in result.stdout.splitlines()[-1]
     assert "would have been found with probability 0.9" in result.stdout.splitlines()[-1]
+
+
+def test_a_model_of_ones_own_has_prompts(tmp_path: Path):
+    zoo.load("python-1m").save_pretrained(tmp_path)
+    zoo.load_tokenizer("python-1m").save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["audit", str(tmp_path), *SMALL, "--part", "keyed", "--temperature", "0"], prog_name="foredraft")
+    assert "greedy: 8 texts, 96 tokens" in result.stdout, result.output
 
 
 def test_a_lossy_rule_is_no_exact_one():
@@ -57,7 +66,7 @@ def test_what_was_left_out_is_said():
     [
         (["--rule", "nonsense"], "unknown rule"),
         (["--shape", "star(3)"], "unknown shape"),
-        (["--part", "guess"], "exact, keyed, statistical"),
+        (["--part", "guess"], "exact, noise, keyed, statistical"),
         (["--significance", "2"], "significance"),
         (["--rule", "block"], "not exact for"),
         (["--part", "exact", "--rule", "match", "--json", "{folder}/nowhere/file.json"], "cannot write"),

@@ -1,8 +1,9 @@
 """Is a configuration exact? ``foredraft.audit`` asks the real target, drafter and rule.
 
-Three parts. The exact one enumerates the rule on small tables (``exact.py``); the keyed one compares texts token for token
-where they are a function of the seed (``keyed.py``); the statistical one tests sampled tokens against the target's own
-distribution, where a rule draws freshly (``statistical.py``). What plain decoding is, they take from transformers (``reference.py``).
+Four parts. The exact one enumerates the rule on small tables (``exact.py``); the noise one counts what the random numbers in use
+make of such tables (``noise.py``); the keyed one compares texts token for token where they are a function of the seed
+(``keyed.py``); the statistical one tests sampled tokens against the target's own distribution, where a rule draws freshly
+(``statistical.py``). What plain decoding is, they take from transformers (``reference.py``).
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from foredraft.auditing import exact, keyed, statistical
-from foredraft.auditing.prompts import name_of, token_ids
+from foredraft.auditing import exact, keyed, noise, statistical
+from foredraft.auditing.prompts import token_ids
 from foredraft.auditing.reference import Reference
-from foredraft.auditing.report import LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, StatisticalPart
+from foredraft.auditing.report import LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, NoisePart, StatisticalPart
 from foredraft.auditing.tally import Design
 from foredraft.errors import ConfigurationError
+from foredraft.loading import name_of
 from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
 
@@ -27,14 +29,15 @@ if TYPE_CHECKING:
     from foredraft.shapes import TreeShape
     from foredraft.verification.base import Rule
 
-__all__ = ["AuditReport", "ExactPart", "ExactnessError", "KeyedPart", "StatisticalPart", "audit"]
+__all__ = ["AuditReport", "ExactPart", "ExactnessError", "KeyedPart", "NoisePart", "StatisticalPart", "audit"]
 
-PARTS = ("exact", "keyed", "statistical")
+PARTS = ("exact", "noise", "keyed", "statistical")
 SAMPLERS = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 OWN = {
     "seed", "inputs", "input_ids", "attention_mask", "max_length", "num_return_sequences",
     "output_scores", "output_logits", "output_logprobs", "streamer",
 }  # fmt: skip
+DRAWING = ("noise", "statistical")
 MOST_POSITIONS = 24  # of a continuation in the statistical part
 
 
@@ -63,14 +66,14 @@ def audit(
         target: a :class:`~foredraft.Speculator` as it is in use, or what one is made of: then ``drafter``, ``rule``, ``shape``,
             ``drafter_options``, ``dtype`` and ``device`` are those of the Speculator. A model by name is loaded in float32 unless told
             otherwise: in half precision rounding alone changes the distribution.
-        prompts: texts or lists of token ids; the embedded models have their own.
+        prompts: texts or lists of token ids; None for built-in ones.
         seed: of everything that is drawn.
         max_new_tokens: tokens per prompt in the keyed part.
         samples: continuations in the statistical part; None for as many as find a bias of ``bias`` with probability 0.9.
         batch_size: continuations drawn at once.
-        significance: how often a correct configuration may be accused by the statistical part.
+        significance: how often a correct configuration may be accused by the noise part, and by the statistical one.
         bias: total variation per token that the number of samples is made for, and that is planted to show that it is found.
-        parts: of "exact", "keyed" and "statistical"; None for those that matter.
+        parts: of "exact", "noise", "keyed" and "statistical"; None for those that matter.
         sampling: arguments of ``generate``: ``do_sample``, ``temperature``, ``top_k``, ``top_p``, ``repetition_penalty``, ….
 
     Raises:
@@ -117,9 +120,10 @@ def run(
     sampled = as_asked[0].sampled
     skipped = unneeded(speculator.rule, sampled)
     if parts is not None:  # what is asked for is run, unless there is nothing to run
-        skipped = {part: skipped.get(part, LEFT_OUT) for part in PARTS if part not in parts or (part == "statistical" and not sampled)}
+        skipped = {part: skipped.get(part, LEFT_OUT) for part in PARTS if part not in parts or (part in DRAWING and not sampled)}
     return AuditReport(
-        target=name_of(speculator.model) or type(speculator.model).__name__,
+        target=name_of(speculator.model),
+        dtype=str(speculator.model.dtype).removeprefix("torch."),
         drafter=speculator.drafter.name,
         rule=speculator.rule.name,
         shape=str(speculator.shape),
@@ -128,6 +132,7 @@ def run(
         lossless=speculator.rule.lossless,
         seed=seed,
         exact=None if "exact" in skipped else exact.check(speculator),
+        noise=None if "noise" in skipped else noise.check(speculator, seed=seed, significance=design.significance),
         keyed=[] if "keyed" in skipped else keyed_parts(speculator, as_asked, count=count, seed=seed, sampling=sampling),
         statistical=None
         if "statistical" in skipped
@@ -160,7 +165,9 @@ def keyed_parts(
 def unneeded(rule: Rule, sampled: bool) -> dict[str, str]:
     """Parts that say nothing about such a configuration, and why."""
     if not sampled:
-        return {"statistical": "greedy decoding draws nothing"}
+        return dict.fromkeys(DRAWING, "greedy decoding draws nothing")
+    if not rule.lossless:
+        return {"noise": "a lossy rule does not follow the target's distribution"}
     if isinstance(rule, Match):
         return {"statistical": "the text is a function of the seed, which the keyed part compares token for token"}
     return {}

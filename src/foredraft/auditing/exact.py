@@ -65,15 +65,18 @@ def without_one(table: ProbabilityTable, shift: int) -> ProbabilityTable:
 
 def error(speculator: Speculator, shape: TreeShape, p: ProbabilityTable, q: ProbabilityTable, count: int) -> float:
     """Total variation between the distribution of ``count`` tokens under the loop and under the target."""
-
-    def session(randomness: Callable[[Tensor, Tensor], Randomness]) -> Session:
-        drafter: Drafter = ScriptedDrafter(q, proposal=speculator.proposal)
-        target: Any = TableTarget(p)
-        return Session(target, drafter, speculator.rule, proposal=speculator.proposal, planner=FixedPlanner(shape), randomness=randomness)
-
     with torch.inference_mode():
-        found = continuation_law(session, PROMPT, count)
+        found = continuation_law(lambda randomness: session_on_tables(speculator, shape, p, q, randomness), PROMPT, count)
     return distance(found, plain_law(p, PROMPT, count))
+
+
+def session_on_tables(
+    speculator: Speculator, shape: TreeShape, p: ProbabilityTable, q: ProbabilityTable, randomness: Callable[[Tensor, Tensor], Randomness]
+) -> Session:
+    """``speculator``'s loop, rule and proposal; its target is ``p`` and its drafter follows ``q``."""
+    drafter: Drafter = ScriptedDrafter(q, proposal=speculator.proposal)
+    target: Any = TableTarget(p)
+    return Session(target, drafter, speculator.rule, proposal=speculator.proposal, planner=FixedPlanner(shape), randomness=randomness)
 
 
 def cut(shape: TreeShape) -> TreeShape:

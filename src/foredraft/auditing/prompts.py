@@ -1,4 +1,4 @@
-"""Prompts for the embedded models, which have seen Python; other models need prompts of their own."""
+"""Prompts for audits and tuning: Python for the embedded models, which have seen nothing else; a little of everything for others."""
 
 from __future__ import annotations
 
@@ -7,30 +7,42 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.errors import ConfigurationError
-from foredraft.loading import load_tokenizer
+from foredraft.loading import load_tokenizer, name_of
+
+GENERAL = (
+    "The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather in a small blue book. One night",
+    'def moving_average(values, window):\n    """Return the mean of every `window` neighbouring values."""\n',
+    "Question: A train leaves at 9:40 and arrives at 13:05. How long does the journey take?\nAnswer:",
+    '{"name": "Ada", "age": 36, "languages": ["English", "French"]}\n{"name": "Emil", "age": 41, "languages": ["Danish"]}\n{"name":',
+    "Rewrite the text with every date in ISO form.\nText: The contract was signed on 3 March 2021 and ends on 28 February 2026. Both sides "
+    "may cancel it until 30 November 2025.\nRewritten: The contract was signed on",
+    "Die Hauptstadt von Frankreich ist Paris. Die Hauptstadt von Italien ist Rom. Die Hauptstadt von Spanien ist",
+    "# Changelog\n\n## 2.1.0\n\n- Faster start\n- Fixed a crash when the configuration file is empty\n\n## 2.0.0\n\n-",
+    "Dear Ms Okafor,\n\nthank you for your letter of last week. We have looked into the delay of your order, and",
+)
 
 
-def name_of(model: Any) -> str:
-    """What it was loaded from, ``zoo:NAME`` for an embedded model; empty for one made in memory."""
-    return str(getattr(model.config, "_name_or_path", "") or model.name_or_path)
+def default_prompts(source: str) -> list[str]:
+    """Built-in beginnings of texts for the model ``source``."""
+    return zoo.prompts("audit") if source.startswith(zoo.PREFIX) else list(GENERAL)
 
 
 def token_ids(model: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
-    """Token ids of ``prompts``; of Python beginnings for an embedded model if None.
+    """Token ids of ``prompts``, of the built-in ones if None.
 
     Raises:
-        ConfigurationError: no prompts for another model, an empty one, or texts and no tokenizer.
+        ConfigurationError: no prompt, an empty one, or texts and no tokenizer.
     """
     if prompts is None:
-        if not name_of(model).startswith(zoo.PREFIX):
-            raise ConfigurationError("give prompts=[...], texts or token ids; only the embedded models have default prompts")
-        prompts = zoo.prompts("audit")
+        prompts = default_prompts(name_of(model))
     if isinstance(prompts, str) or not prompts:
         raise ConfigurationError(f"prompts must be a list of texts or of token id lists, with at least one, got {prompts!r}")
     tokenizer: Any = None
     rows = []
     for prompt in prompts:
         if isinstance(prompt, str):
+            if not model.name_or_path:
+                raise ConfigurationError("the model was made in memory and names no tokenizer: give prompts=[...] as lists of token ids")
             tokenizer = tokenizer or load_tokenizer(name_of(model))
             prompt = tokenizer(prompt)["input_ids"]
         if not len(prompt):

@@ -116,6 +116,37 @@ class Statistic:
 
 
 @dataclass(frozen=True)
+class NoisePart:
+    """The random numbers in use, counted against known distributions.
+
+    Attributes:
+        continuations, shape: drawn from a probability table by the audited rule on ``shape``.
+        draws, vocab_size: tokens drawn over the model's vocabulary, by the match race and afresh.
+        statistics: every test.
+        p_value: the smallest, corrected for their number.
+        significance: below this it is a fault.
+        seconds: what it took.
+    """
+
+    continuations: int
+    shape: str
+    draws: int
+    vocab_size: int
+    statistics: Sequence[Statistic]
+    p_value: float
+    significance: float
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.p_value >= self.significance
+
+    @property
+    def worst(self) -> Statistic:
+        return min(self.statistics, key=lambda each: each.p_value)
+
+
+@dataclass(frozen=True)
 class Power:
     """How well a bias in one direction would be seen.
 
@@ -176,14 +207,15 @@ class AuditReport:
     """Whether a configuration is exact, and how sure that is.
 
     Attributes:
-        target, drafter, rule, shape, proposal: the configuration.
+        target, dtype, drafter, rule, shape, proposal: the configuration.
         sampling: the arguments of ``generate``.
         lossless: what the rule claims.
         seed: of everything that was drawn.
-        exact, keyed, statistical: the parts; None where one was not run, with the reason in ``skipped``.
+        exact, noise, keyed, statistical: the parts; None where one was not run, with the reason in ``skipped``.
     """
 
     target: str
+    dtype: str
     drafter: str
     rule: str
     shape: str
@@ -192,6 +224,7 @@ class AuditReport:
     lossless: bool
     seed: int
     exact: ExactPart | None
+    noise: NoisePart | None
     keyed: Sequence[KeyedPart]
     statistical: StatisticalPart | None
     skipped: Mapping[str, str]
@@ -208,8 +241,8 @@ class AuditReport:
         return "exact"
 
     @property
-    def parts(self) -> list[ExactPart | KeyedPart | StatisticalPart]:
-        return [part for part in (self.exact, *self.keyed, self.statistical) if part is not None]
+    def parts(self) -> list[ExactPart | NoisePart | KeyedPart | StatisticalPart]:
+        return [part for part in (self.exact, self.noise, *self.keyed, self.statistical) if part is not None]
 
     @property
     def summary(self) -> str:
@@ -235,11 +268,34 @@ class AuditReport:
         return f"; a total variation of {worst.smallest:.1%} per token, or less, would have been found with probability 0.9"
 
     @property
+    def limits(self) -> list[str]:
+        """What these checks did not look at, a phrase each."""
+        found = [
+            "other prompts, lengths and options than these",
+            "stop strings and stopping criteria",
+            "rows that join and leave a session",
+        ]
+        if self.exact is not None:
+            cut = f", trees larger than {self.exact.shape}" if self.exact.cut else ""
+            found.append(f"in the enumeration: the drafter and the noise, which it replaces{cut}")
+        if self.noise is not None and self.statistical is None:
+            found.append("whether this model's sampled tokens follow its probabilities: the noise was tested on other distributions")
+        if self.statistical is not None:
+            found.append("in the samples: biases that none of the tested functions sees, and smaller ones than the given")
+        if not any(part.sampled for part in self.keyed) and self.statistical is None:
+            found.append("sampling with this model")
+        if self.dtype != "float32":
+            found.append(f"what rounding in {self.dtype} does to the target itself")
+        return found
+
+    @property
     def reasons(self) -> list[str]:
         """What is wrong, a phrase per part that found a fault."""
         found = []
         if self.exact is not None and not self.exact.passed:
             found.append(f"enumeration on small tables is off by {self.exact.error:.2g} in total variation")
+        if self.noise is not None and not self.noise.passed:
+            found.append(f"the random numbers do not follow their distribution (p = {self.noise.p_value:.1g}: {self.noise.worst.name})")
         for part in self.keyed:
             mode = "sampled" if part.sampled else "greedy"
             if part.faults:
@@ -262,11 +318,11 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain values that JSON can hold."""
-        document = {"verdict": self.verdict, "summary": self.summary, "reasons": self.reasons, **asdict(self)}
+        document = {"verdict": self.verdict, "summary": self.summary, "reasons": self.reasons, "limits": self.limits, **asdict(self)}
         plain = (bool, int, float, str, type(None))
         document["sampling"] = {name: value if isinstance(value, plain) else repr(value) for name, value in self.sampling.items()}
         document["keyed"] = [{**asdict(part), "passed": part.passed} for part in self.keyed]
-        for name, part in (("exact", self.exact), ("statistical", self.statistical)):
+        for name, part in (("exact", self.exact), ("noise", self.noise), ("statistical", self.statistical)):
             if part is not None:
                 document[name]["passed"] = part.passed
         # JSON has no infinity: such numbers become the words "inf" and "nan"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from foredraft.auditing import AuditReport, ExactPart, KeyedPart, StatisticalPart, audit
+from foredraft.auditing import AuditReport, ExactPart, KeyedPart, NoisePart, StatisticalPart, audit
 from foredraft.cli.failures import quiet
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.settings import Configuration
@@ -31,6 +31,8 @@ def lines(report: AuditReport) -> list[str]:
     ]
     if report.exact is not None:
         found.append(_line("exact", report.exact.passed, _exact(report.exact)))
+    if report.noise is not None:
+        found.append(_line("noise", report.noise.passed, _noise(report.noise)))
     for keyed in report.keyed:
         found.append(_line("keyed", keyed.passed, _keyed(keyed)))
         found += [f"{'':20}{each}" for each in _divergences(keyed)]
@@ -38,6 +40,7 @@ def lines(report: AuditReport) -> list[str]:
         found.append(_line("statistical", report.statistical.passed, _statistical(report.statistical)))
         found += [f"{'':20}{each}" for each in _power(report.statistical)]
     found += [f"{part:12} {'–':6} {why}" for part, why in report.skipped.items()]
+    found += [f"{'not looked at' if index == 0 else '':20}{each}" for index, each in enumerate(report.limits)]
     return [*found, "", f"{report.verdict.upper()}: {report.summary}"]
 
 
@@ -48,6 +51,13 @@ def _line(part: str, passed: bool, text: str) -> str:
 def _exact(part: ExactPart) -> str:
     cut = ", cut down from the shape asked for" if part.cut else ""
     return f"error {part.error:.1e} over every outcome of {part.tokens} tokens, vocabulary of {part.vocab_size}, {part.shape}{cut}"
+
+
+def _noise(part: NoisePart) -> str:
+    return (
+        f"random numbers in use: {part.continuations:,} continuations of a table, {part.draws:,} draws over {part.vocab_size:,} tokens: "
+        f"p = {part.p_value:.2g}, corrected (a fault below {part.significance:g})"
+    )
 
 
 def _keyed(part: KeyedPart) -> str:

@@ -173,7 +173,7 @@ def audit(
     ] = None,
     batch_size: Annotated[int, SAMPLING(min=1, help="Continuations that are drawn together.")] = 256,
     significance: Annotated[float, SAMPLING(help="Probability that a correct configuration is reported as a fault.")] = 1e-3,
-    part: Annotated[list[str] | None, OUTPUT(help="exact, keyed or statistical; repeat for more.", show_default="all that apply")] = None,
+    part: Annotated[list[str] | None, OUTPUT(help="exact, noise, keyed or statistical; repeatable.", show_default="all that apply")] = None,
     as_json: JsonFile = None,
 ) -> None:
     """Check that a configuration keeps the target's output distribution, and report how large a bias would be found.

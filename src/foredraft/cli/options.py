@@ -16,7 +16,7 @@ def panel(name: str) -> partial[Any]:
 
 PROMPTS, MODELS, SPECULATION, SAMPLING, OUTPUT = map(panel, ("Prompts", "Models", "Speculation", "Decoding", "Output"))
 LINES = 'One prompt per line; in a .jsonl file, one JSON object with a "prompt" per line.'
-BEGINNINGS = "six beginnings of Python, for the embedded models"
+BEGINNINGS = "built-in ones"
 COMPARED = "prompt-lookup; for zoo targets draft-model:zoo:python-1m too"
 
 Target = Annotated[str, MODELS(help="The model: a path, a hub id, or zoo:NAME (see foredraft models).")]

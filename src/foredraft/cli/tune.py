@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from foredraft import zoo
+from foredraft.auditing.prompts import default_prompts
 from foredraft.cli.failures import quiet, writing
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
@@ -93,9 +93,7 @@ class Tuning:
         quiet()
         self.setting, self.progress = setting, progress
         self.tokenizer = load_tokenizer(setting.target)
-        if not setting.prompts and not setting.target.startswith(zoo.PREFIX):
-            raise ConfigurationError("give --prompts FILE; only the embedded models have default prompts")
-        texts = setting.prompts or zoo.prompts("audit")
+        texts = setting.prompts or default_prompts(setting.target)
         rows = encode(self.tokenizer, texts, chat=False, target=setting.target)
         self.batches = [
             [rows[(start + offset) % len(rows)] for offset in range(setting.batch_size)]

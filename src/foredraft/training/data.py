@@ -217,14 +217,9 @@ def weights_digest(model: PreTrainedModel) -> str:
     return found.hexdigest()[:32]
 
 
-def name_of(model: PreTrainedModel) -> str:
-    """What a target is called: as it was asked for, not the folder that it was found in."""
-    return str(getattr(model.config, "_name_or_path", "") or model.name_or_path or type(model).__name__)
-
-
 def refuse_other_data(manifest: Manifest, model: PreTrainedModel, *, other_target: bool = False) -> None:
     """Raises ConfigurationError if the texts mean something else to ``model``, or were written by another model and that is not wanted."""
-    from foredraft.loading import fingerprint_of
+    from foredraft.loading import fingerprint_of, name_of
 
     name, size = name_of(model), int(model.get_output_embeddings().weight.shape[0])
     vocabulary = fingerprint_of(model) or ""

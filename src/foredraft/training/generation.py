@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foredraft.errors import ConfigurationError
-from foredraft.loading import fingerprint_of
+from foredraft.loading import fingerprint_of, name_of
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import RowParameters, SessionRow
 from foredraft.speculator import Speculator
-from foredraft.training.data import Manifest, Shard, name_of, save_shard, shard_file, weights_digest
+from foredraft.training.data import Manifest, Shard, save_shard, shard_file, weights_digest
 from foredraft.training.prompts import digest
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from foredraft import heads
 from foredraft.errors import ConfigurationError
 from foredraft.heads.checkpoints import save as save_head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.loading import load_model, load_tokenizer
+from foredraft.loading import load_model, load_tokenizer, name_of
 from foredraft.training.acceptance import Held, calibrated, counted
-from foredraft.training.data import Manifest, Texts, name_of, refuse_other_data
+from foredraft.training.data import Manifest, Texts, refuse_other_data
 from foredraft.training.options import Options
 from foredraft.training.trainer import Outcome, Trainer
 
