@@ -279,13 +279,14 @@ class Recorder(StoppingCriteria):
         return input_ids[:, -1] == (-1 if self.token is None else self.token)
 
 
-def test_criteria_see_every_committed_token_unpadded():
+def test_criteria_see_every_committed_token():
     recorder = Recorder()
     out = knowing(greedy()).generate(**padded(ROWS), max_new_tokens=NEW, stopping_criteria=[recorder], pad_token_id=PAD)
     assert added(out, WIDTH) == list(greedy())
     assert all(len(asked) == 1 for asked in recorder.seen)
     seen = [asked[0] for asked in recorder.seen]
-    wanted = [row + text[:count] for row, text in zip(ROWS, greedy()) for count in range(1, NEW + 1)]
+    shown = padded(ROWS)["input_ids"].tolist()
+    wanted = [row + text[:count] for row, text in zip(shown, greedy()) for count in range(1, NEW + 1)]
     assert sorted(seen) == sorted(wanted)
 
 

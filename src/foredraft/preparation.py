@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import EosTokenCriteria, GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Seed, row_seeds
 from foredraft.logits.processors import row_pipelines
-from foredraft.rows import RowParameters
+from foredraft.rows import RowParameters, read_lengths
 
 # Arguments of generate that name another way to decode, or something this loop does not produce.
 REFUSED_ARGUMENTS = {
@@ -81,7 +81,7 @@ class Prepared:
         config = generation_config
         refuse_arguments(model, config, model_kwargs)
         mask = model_kwargs.get("attention_mask")
-        prompts = unpad(input_ids, mask)
+        prompts, paddings = unpad(input_ids, mask)
         check_positions(model_kwargs.get("position_ids"), mask)
         if streamer is not None and len(prompts) > 1:
             raise ConfigurationError("a streamer works for one row only; use Speculator.stream for a batch")
@@ -92,21 +92,24 @@ class Prepared:
             padded_length=width,
             min_new_tokens=config.min_new_tokens,
             prompts=[torch.tensor(prompt) for prompt in prompts],
+            paddings=paddings,
             device=input_ids.device if model.device.type == "meta" else model.device,
         )
-        eos, criteria = split_criteria(stopping_criteria)
+        limit, others = read_lengths(stopping_criteria, width)
+        eos, criteria = split_criteria(others)
         seeds, reported = row_seeds(seed, len(prompts))
         parameters = [
             RowParameters(
-                max_new_tokens=config.max_length - width,
+                max_new_tokens=int(limit),
                 do_sample=bool(config.do_sample),
                 pipeline=pipeline,
                 seed=pair,
                 eos=eos,
                 criteria=criteria,
                 logprobs=output_logprobs,
+                padding=padding,
             )
-            for pipeline, pair in zip(pipelines, seeds)
+            for pipeline, pair, padding in zip(pipelines, seeds, paddings)
         ]
         pad = getattr(config, "_pad_token_tensor", None)
         asked = {"scores": config.output_scores, "logits": config.output_logits}
@@ -206,16 +209,16 @@ def pad(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0) 
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": token}
 
 
-def unpad(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Each row's ids without its padding, left or right.
+def unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Each row's ids without its padding, left or right; and its padding.
 
     Raises:
         ConfigurationError: a row that is empty, or masked in its middle.
     """
     rows = input_ids.tolist()
     if mask is None:
-        return rows
-    prompts = []
+        return rows, [[] for _ in rows]
+    prompts, paddings = [], []
     for index, (row, keep) in enumerate(zip(rows, mask.bool().tolist())):
         if True not in keep:
             raise ConfigurationError(f"row {index}: the prompt is empty; give at least one token, for instance the BOS token")
@@ -225,7 +228,8 @@ def unpad(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
                 f"row {index}: attention_mask leaves a hole inside the prompt; only padding at either end is supported"
             )
         prompts.append(row[first:last])
-    return prompts
+        paddings.append(row[:first] + row[last:])
+    return prompts, paddings
 
 
 def check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
@@ -238,14 +242,8 @@ def check_positions(position_ids: Tensor | None, mask: Tensor | None) -> None:
         raise ConfigurationError(f"position_ids is not supported: {REFUSED_ARGUMENTS['position_ids']}")
 
 
-def split_criteria(criteria: StoppingCriteriaList) -> tuple[frozenset[int], list[Any]]:
-    """The ids that end a row, and the criteria that must be judged; lengths are counted by the session."""
-    eos: set[int] = set()
-    rest = []
-    for criterion in criteria:
-        name = type(criterion).__name__
-        if name == "EosTokenCriteria":
-            eos.update(criterion.eos_token_id.flatten().tolist())
-        elif name != "MaxLengthCriteria":
-            rest.append(criterion)
-    return frozenset(eos), rest
+def split_criteria(criteria: Sequence[Any]) -> tuple[frozenset[int], list[Any]]:
+    """The ids that end a row, and the criteria that must be called."""
+    ends = [each for each in criteria if type(each) is EosTokenCriteria]
+    eos = frozenset(token for each in ends for token in each.eos_token_id.flatten().tolist())
+    return eos, [each for each in criteria if type(each) is not EosTokenCriteria]

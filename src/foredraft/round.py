@@ -155,7 +155,7 @@ class Loop:
         check_rows(rows, tree, outcome, self.drafter.name, self.target.vocab_size)
         for name, vectors in outcome.vectors.items():  # along whole paths, cut below to what is returned
             for row, along in zip(rows, vectors):
-                getattr(row, name).extend(along.unbind(0))
+                getattr(row, name).extend(along.split(1))
         commits = []
         for index, (row, kept) in enumerate(zip(rows, outcome.rows)):
             commit = row.append([*kept.tokens[1 : kept.accepted + 1], kept.bonus], kept.accepted, self.target.device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import MaxLengthCriteria
 
 from foredraft.device import to_device
 from foredraft.logits.logprobs import LogProbs
@@ -28,7 +30,9 @@ class RowParameters:
         pipeline: logits processors of this row.
         seed: a pair of ints that determines all random draws of the row.
         eos: token ids that end the row. The end token itself is kept.
-        criteria: further stopping criteria, checked after every committed token on ``[1, L]`` unpadded ids.
+        criteria: further stopping criteria, called after every committed token with the row's ids, ``[1, L]``, and with its scores so far,
+            one ``[1, V]`` per new token, or None where these are not recorded.
+        padding: ids that the criteria see in front of the row.
         logprobs: k, to record the log-probabilities of the row's tokens and of the k most likely tokens at each position; None for none.
     """
 
@@ -39,11 +43,13 @@ class RowParameters:
     eos: frozenset[int] = frozenset()
     criteria: Sequence[StoppingCriteria] = ()
     logprobs: int | None = None
+    padding: Sequence[int] = ()
 
 
 @dataclass(eq=False)
 class SessionRow:
-    """A row's state; drafters read it as :class:`foredraft.drafters.base.Row`."""
+    """A row's state; drafters read it as :class:`foredraft.drafters.base.Row`. ``scores`` and ``logits`` hold ``[1, V]`` per new token
+    where they are recorded."""
 
     slot: int
     ids: list[int]
@@ -63,11 +69,11 @@ class SessionRow:
     def append(self, tokens: Sequence[int], accepted: int, device: torch.device) -> Commit:
         """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row; the first ``accepted`` were drafted.
         Stopping criteria get the text on ``device``."""
-        start, reason = len(self.ids), None
-        text = to_device([[*self.ids, *tokens]], device) if self.parameters.criteria else None
+        start, reason, padding = len(self.ids), None, self.parameters.padding
+        text = to_device([[*padding, *self.ids, *tokens]], device) if self.parameters.criteria else None
         for token in tokens:
             self.ids.append(token)
-            reason = self._finish_reason(token, None if text is None else text[:, : len(self.ids)])
+            reason = self._finish_reason(token, None if text is None else text[:, : len(padding) + len(self.ids)])
             if reason:
                 break
         kept = self.ids[start:]
@@ -77,11 +83,21 @@ class SessionRow:
     def _finish_reason(self, token: int, text: Tensor | None) -> str | None:
         if token in self.parameters.eos:
             return "eos"
-        if text is not None and any(bool(torch.as_tensor(done(text, None)).any()) for done in self.parameters.criteria):
-            return "stop"
+        if text is not None:
+            scores = tuple(self.scores[: len(self.ids) - self.prompt_length]) or None
+            if any(bool(torch.as_tensor(done(text, scores)).any()) for done in self.parameters.criteria):
+                return "stop"
         if self.remaining > 0:
             return None
         return "length" if len(self.ids) - self.prompt_length == self.parameters.max_new_tokens else "context"
+
+
+def read_lengths(criteria: Iterable[StoppingCriteria], length: int) -> tuple[float, list[StoppingCriteria]]:
+    """How many new tokens the MaxLengthCriteria among ``criteria`` allow after ``length`` tokens, padding included, and the other criteria.
+    They allow at least one, because transformers calls criteria after a token only."""
+    criteria = list(criteria)
+    limit = min((each.max_length for each in criteria if type(each) is MaxLengthCriteria), default=inf)
+    return max(1, limit - length), [each for each in criteria if type(each) is not MaxLengthCriteria]
 
 
 class CommittedIds:

@@ -7,6 +7,7 @@ number of tokens per round. What happens in a round is in :mod:`foredraft.round`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from foredraft.logits.noise import Noise, Randomness, row_key
 from foredraft.observer import Observer
 from foredraft.planning import Planner
 from foredraft.round import Loop
-from foredraft.rows import Commit, RowParameters, SessionRow
+from foredraft.rows import Commit, RowParameters, SessionRow, read_lengths
 from foredraft.shapes import TreeShape
 from foredraft.stats import RowStats, Stats
 from foredraft.target import Target
@@ -88,6 +89,8 @@ class Session:
         check_logprobs(parameters.logprobs, self.target.vocab_size)
         if parameters.max_new_tokens < 1:
             raise ConfigurationError(f"max_new_tokens must be at least 1, got {parameters.max_new_tokens}")
+        limit, criteria = read_lengths(parameters.criteria, len(parameters.padding) + len(ids))
+        parameters = replace(parameters, max_new_tokens=int(min(parameters.max_new_tokens, limit)), criteria=criteria)
         capacity = len(ids) + parameters.max_new_tokens
         row = SessionRow(
             slot=self._slots,

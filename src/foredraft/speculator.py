@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -270,8 +270,8 @@ class Run:
         vectors = [getattr(row, name) for row in self.rows]
         like = next(each[0] for each in vectors if each)
         over = torch.full_like(like, float("-inf"))
-        over[self.prepared.pad_token_id] = 0.0
-        return tuple(torch.stack([each[step] if step < len(each) else over for each in vectors]) for step in range(width))
+        over[:, self.prepared.pad_token_id] = 0.0
+        return tuple(torch.cat([each[step] if step < len(each) else over for each in vectors]) for step in range(width))
 
 
 class Stream(Iterator[Tokens]):
@@ -319,6 +319,8 @@ def custom_generate(
         nonlocal speculator
         prepared = Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given)
         as_dictionary = given["generation_config"].return_dict_in_generate
+        if not as_dictionary:
+            prepared = replace(prepared, record=frozenset())
         if output_logprobs is not None and not as_dictionary:
             raise ConfigurationError("output_logprobs needs return_dict_in_generate=True")
         if speculator is None or speculator.model is not model:

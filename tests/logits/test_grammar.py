@@ -68,7 +68,11 @@ def speculator(name, **options):
 
 
 def run(speculator, rows, **options):
-    return generate(speculator, rows, max_new_tokens=NEW, eos_token_id=EOS, logits_processor=[Follows(INDEX, rows)], **options)
+    return generate(speculator, rows, max_new_tokens=NEW, eos_token_id=EOS, logits_processor=[Follows(INDEX, in_batch(rows))], **options)
+
+
+def in_batch(rows):
+    return padded(rows)["input_ids"].tolist()
 
 
 def text_of(tokens):
@@ -89,7 +93,7 @@ def test_greedy_as_transformers_alone(name, rows):
     got = run(decoder, rows)
     assert got == wanted
     stats = decoder.generate(
-        **padded(rows), pad_token_id=PAD, max_new_tokens=NEW, eos_token_id=EOS, logits_processor=[Follows(INDEX, rows)]
+        **padded(rows), pad_token_id=PAD, max_new_tokens=NEW, eos_token_id=EOS, logits_processor=[Follows(INDEX, in_batch(rows))]
     ).stats
     assert stats.drafted > stats.accepted and (name == "lookup" or stats.accepted > 0)
     for tokens in got:

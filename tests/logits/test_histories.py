@@ -203,9 +203,9 @@ def test_users_code_is_not_called_at_filler():
 
     committed, tokens = torch.tensor([[2, 3], [4, 0]]), torch.tensor([[3, 5, 6], [4, 7, -1]])
     tree = TokenTree.from_chain(tokens, valid=torch.tensor([[True, True, True], [True, True, False]]))
-    pipelines = row_pipelines([record], prompt_lengths=[2, 1], padded_length=2)
+    pipelines = row_pipelines([record], prompt_lengths=[2, 1], padded_length=2, paddings=[[], [9]])
     process(pipelines, random_logits(tree), NodeHistories(committed, [2, 1], tree))
-    assert sorted(seen) == [(2, 3), (2, 3, 5), (2, 3, 5, 6), (4,), (4, 7)]
+    assert sorted(seen) == [(2, 3), (2, 3, 5), (2, 3, 5, 6), (9, 4), (9, 4, 7)]
 
 
 @pytest.mark.parametrize("remove", [False, True], ids=["as masked", "made finite"])

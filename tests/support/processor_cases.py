@@ -59,17 +59,29 @@ def prepared(ids, mask, **options):
     return seen["processors"], seen["config"]
 
 
-def bound_to(row, allowed):
-    return lambda _, sentence: allowed(row, sentence)
+class InBatch(LogitsProcessor):
+    """The user's code, shown a row alone as it is in the padded batch; a prefix function is asked for the row's batch id."""
+
+    def __init__(self, code, row, padding):
+        self.code, self.row, self.padding = code, row, torch.full((1, padding), PAD)
+
+    def __call__(self, input_ids, scores):
+        return self.code(torch.cat([self.padding.expand(len(input_ids), -1), input_ids], 1), scores)
+
+    def allowed(self, _, sentence):
+        return self.code(self.row, torch.cat([self.padding[0], sentence]))
 
 
 def references(prompts, options):
-    """`transformers`' own list for each row alone; a prefix function there is asked for batch id 0, so it is bound to the row."""
-    lists = []
+    """`transformers`' own list for each row alone; the user's code sees the row as it is in the batch."""
+    lists, width = [], max(map(len, prompts))
     for row, prompt in enumerate(prompts):
         mine = dict(options)
         if "prefix_allowed_tokens_fn" in mine:
-            mine["prefix_allowed_tokens_fn"] = bound_to(row, options["prefix_allowed_tokens_fn"])
+            mine["prefix_allowed_tokens_fn"] = InBatch(options["prefix_allowed_tokens_fn"], row, width - len(prompt)).allowed
+        if "logits_processor" in mine and not any(type(each).__module__ == hf.__name__ for each in mine["logits_processor"]):
+            own = [InBatch(each, row, width - len(prompt)) for each in mine["logits_processor"]]
+            mine["logits_processor"] = LogitsProcessorList(own)
         lists.append(prepared(prompt[None], torch.ones(1, len(prompt), dtype=torch.long), **mine)[0])
     return lists
 
@@ -114,8 +126,14 @@ def random_logits(tree, dtype=torch.float32, seed=4):
 def batch_pipelines(prompts, options, side="left"):
     processors, config = prepared(*padded_batch(prompts, side), **options)
     lengths = [len(prompt) for prompt in prompts]
+    width = max(lengths)
     return row_pipelines(
-        processors, prompt_lengths=lengths, padded_length=max(lengths), min_new_tokens=config.min_new_tokens, prompts=prompts
+        processors,
+        prompt_lengths=lengths,
+        padded_length=width,
+        min_new_tokens=config.min_new_tokens,
+        prompts=prompts,
+        paddings=[[PAD] * (width - length) for length in lengths],
     )
 
 

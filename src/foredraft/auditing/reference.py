@@ -14,6 +14,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Noise, Purpose, row_key
 from foredraft.logits.sampler import fit_vocabulary
 from foredraft.preparation import split_criteria
+from foredraft.rows import read_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class Reference:
         """
 
         def capture(model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any) -> Any:
-            eos, others = split_criteria(stopping_criteria)
+            eos, others = split_criteria(read_lengths(stopping_criteria, input_ids.shape[1])[1])
             if others:
                 name = type(others[0]).__name__
                 raise ConfigurationError(f"audit does not support stopping criteria ({name}); leave them out")

@@ -34,6 +34,7 @@ class Row:
     min_new_tokens: int | None
     forced_bos: bool
     prompt: Tensor | None  # [length]
+    shown: tuple[int, ...] | None  # ids in place of the padding
 
     def source(self, batch: int) -> int:
         """The index of this row in data held for ``batch`` rows, before `num_return_sequences` repeated them."""
@@ -45,6 +46,11 @@ class Row:
         if self.prompt is None:
             raise ConfigurationError(f"{type(processor).__name__} looks at the prompt, and row {self.index} is padded: pass prompts=")
         return self.prompt
+
+    def own_padding(self, processor: object) -> tuple[int, ...]:
+        if self.padding and self.shown is None:
+            raise ConfigurationError(f"{type(processor).__name__} is to see the padding of row {self.index}: pass paddings=")
+        return self.shown or ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class Kind:
         active: for ``reads="length"``, whether it changes any score at this length.
         alike: for ``reads="length"``, it does the same at all lengths at which it is active, so one call serves them.
         padding: for ``reads="tokens"``, how one call can serve histories of different lengths; None where it cannot.
-        guarded: it calls the user's code, so it must only see histories that decoding can reach.
+        guarded: it calls the user's code, so it sees one history at a time, padded as in the batch, and only histories that decoding
+            can reach.
         strict: it raises on NaN scores.
         call: a quicker way to the same scores, called with the processor and its arguments.
     """

@@ -1,9 +1,10 @@
-"""Logits processors at every node of a draft tree, each node with its own unpadded history.
+"""Logits processors at every node of a draft tree, each node with its own history.
 
 `transformers` prepares one list of processors for a padded batch and calls it with ``[B, L]`` padded ids. Here every row
 gets its own :class:`Pipeline`, rebased to the row alone, and :func:`process` gives each node of the row's tree the scores
 that `transformers` would compute for the row alone, unpadded, whose ids so far are the node's history: the row's
-committed ids (the root is the last of them) and the tokens on the path from the root to the node.
+committed ids (the root is the last of them) and the tokens on the path from the root to the node. The user's own code is an
+exception: it sees one history at a time, with the row's padding in front, because it may count from the padded width.
 
 Processors are called in their own order with full histories, never reimplemented. What is saved is the calls: those that
 ignore the history run once over all nodes, those that look only at its length are skipped while they do nothing, and the
@@ -40,17 +41,19 @@ class Stage:
         processor: called with ``input_ids [G, L]`` and ``scores [G, V]`` float32, returns ``[G, V]``.
         kind: what it reads and how it is called.
         foreign: not one of `transformers`' own classes.
+        padding: ids that the user's code sees in front of a history.
     """
 
     key: Hashable
     processor: Processor = field(compare=False)
     kind: Kind = field(compare=False)
+    padding: tuple[int, ...] = ()
 
     @staticmethod
-    def of(processor: Processor, kind: Kind) -> Stage:
+    def of(processor: Processor, kind: Kind, padding: tuple[int, ...] = ()) -> Stage:
         values = tuple(sorted(vars(processor).items())) if kind is not FOREIGN else ()
         plain = kind is not FOREIGN and all(value is None or isinstance(value, (int, float)) for _, value in values)
-        return Stage((type(processor), values) if plain else id(processor), processor, kind)
+        return Stage((type(processor), values) if plain else id(processor), processor, kind, padding)
 
     @property
     def foreign(self) -> bool:
@@ -118,6 +121,7 @@ def row_pipelines(
     padded_length: int,
     min_new_tokens: int | None = None,
     prompts: Sequence[Tensor] | None = None,
+    paddings: Sequence[Sequence[int]] | None = None,
     device: torch.device | None = None,
 ) -> list[Pipeline]:
     """One pipeline per row from the list that `transformers` prepared for the padded batch.
@@ -125,9 +129,9 @@ def row_pipelines(
     Every length that counts padding is rebased to the row; rows that end up with the same parameters share their stages.
     The processors passed in are copied where anything has to change, never changed.
 
-    A processor that is not `transformers`' own (the user's, or a subclass) is taken as it is and called with the unpadded
-    histories of several nodes of several rows at once, ``input_ids [G, L]``: it must be a function of its arguments. One that
-    keys state on the batch index or on the order of calls is not supported.
+    A processor that is not `transformers`' own (the user's, or a subclass) is taken as it is and called with the history of one node,
+    ``input_ids [1, L]``, the row's padding in front: it must be a function of its arguments. One that looks at other rows, or keys
+    state on the batch index or on the order of calls, is not supported.
 
     Args:
         processors: a `LogitsProcessorList`, or None.
@@ -135,10 +139,11 @@ def row_pipelines(
         padded_length: the width of the padded prompts.
         min_new_tokens: as in the GenerationConfig. It tells a min_length derived from it, which counts padding, from the user's own.
         prompts: ``[length]`` int64 ids per row, unpadded; needed by the encoder_* penalties in a padded batch.
+        paddings: ids of every row's padding; needed by the user's own code in a padded batch.
         device: where scores will be; the tensors of `transformers`' processors are moved there. None leaves them.
 
     Raises:
-        ConfigurationError: a processor is not supported (its class is named) or lacks ``prompts``.
+        ConfigurationError: a processor is not supported (its class is named) or lacks ``prompts`` or ``paddings``.
         ValueError: the arguments disagree.
     """
     processors = list(processors or ())
@@ -147,6 +152,8 @@ def row_pipelines(
         raise ValueError(f"prompt_lengths {list(prompt_lengths)} do not fit into padded_length {padded_length}")
     if prompts is not None and [len(prompt) for prompt in prompts] != list(prompt_lengths):
         raise ValueError(f"prompts have lengths {[len(prompt) for prompt in prompts]}, prompt_lengths are {list(prompt_lengths)}")
+    if paddings is not None and any(len(each) + length != padded_length for each, length in zip(paddings, prompt_lengths, strict=True)):
+        raise ValueError(f"paddings have lengths {[len(each) for each in paddings]}, prompt_lengths are {list(prompt_lengths)}")
     known = [(processor, kind_of(processor)) for processor in processors]
     moved = [(processor if kind is FOREIGN else on_device(processor, device), kind) for processor, kind in known]
     forced_bos = any(type(processor).__name__ == "ForcedBOSTokenLogitsProcessor" for processor in processors)
@@ -155,7 +162,8 @@ def row_pipelines(
     result = []
     for index, length in enumerate(prompt_lengths):
         prompt = None if prompts is None else prompts[index]
-        row = Row(index, rows, length, padded_length - length, min_new_tokens, forced_bos, prompt)
+        shown = None if paddings is None else tuple(paddings[index])
+        row = Row(index, rows, length, padded_length - length, min_new_tokens, forced_bos, prompt, shown)
         stages = tuple(row_stage(processor, kind, row, shared) for processor, kind in moved)
         result.append(pipelines.setdefault(stages, Pipeline(stages)))
     return result
@@ -164,11 +172,12 @@ def row_pipelines(
 def row_stage(processor: Processor, kind: Kind, row: Row, shared: dict[Hashable, Stage]) -> Stage:
     """The stage of ``processor`` in ``row``, taken from ``shared`` when another row has the same one."""
     changes = kind.rebase(processor, row) if kind.rebase else {}
+    padding = row.own_padding(processor) if kind.guarded else ()
     if not all(value is None or isinstance(value, int) for value in changes.values()):
-        return Stage.of(replaced(processor, changes), kind)
-    key = (id(processor), *changes.items())
+        return Stage.of(replaced(processor, changes), kind, padding)
+    key = (id(processor), padding, *changes.items())
     if key not in shared:
-        shared[key] = Stage.of(replaced(processor, changes), kind)
+        shared[key] = Stage.of(replaced(processor, changes), kind, padding)
     return shared[key]
 
 
@@ -310,8 +319,15 @@ def run_reading(stage: Stage, flat: Tensor, histories: NodeHistories, cells: Seq
 
 
 def calls(stage: Stage, histories: NodeHistories, cells: Sequence[int], flat: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-    """Cells, and their ``input_ids [G, L]``: one call per history length, or for all lengths where that is allowed and quicker."""
+    """Cells, and their ``input_ids [G, L]``: one call per history length, or for all lengths where that is allowed and quicker. The
+    user's code is called for one cell after the other."""
     groups = {length: group for length, group in histories.by_length(cells).items() if not stage.idle(length)}
+    if stage.kind.guarded:
+        front = torch.tensor([stage.padding], dtype=torch.long, device=histories.committed.device)
+        for length, group in groups.items():
+            for cell in group:
+                yield [cell], torch.cat([front, histories.gather([cell], length)], 1)
+        return
     padding = stage.kind.padding(stage.processor) if stage.kind.padding else None
     joined = [length for length in groups if stage.kind.alike or (padding and length >= padding.least)]
     if len(joined) > 1 and (flat.device.type != "cpu" or flat.numel() <= CACHED):
