@@ -32,12 +32,14 @@ class Observer:
         self._request: DraftRequest | None = None
         self._tree: TokenTree | None = None
         self._sampler: Sampler | None = None
-        self._on_cuda = False
+        self._on_cuda, self._together = False, True
+        self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
 
     # -- before the first round -----------------------------------------------------------------------------------------
 
     def prepared(self, seconds: float) -> None:
-        """The planner took so many seconds to measure the machine."""
+        """The planner took so many seconds to measure the machine; no row is live."""
+        self._furthest = 0
         if seconds:
             self.stats.seconds["planning"] = self.stats.seconds.get("planning", 0.0) + seconds
 
@@ -51,8 +53,9 @@ class Observer:
 
     # -- a round --------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        self._times = [time.perf_counter()]
+    def begin(self, *, together: bool = True) -> None:
+        """``together``: no rows join those of the round before they are done."""
+        self._times, self._together = [time.perf_counter()], together
 
     def planned(self, shape: TreeShape, request: DraftRequest | None, sampler: Sampler) -> None:
         label, shapes = str(NOTHING if request is None else shape), self.stats.shapes
@@ -82,6 +85,7 @@ class Observer:
         for row, commit, kept in zip(rows, commits, outcome.rows):
             row.stats.token_times += [now] * len(commit.tokens)
             self.stats.count(row.stats, kept=len(commit.tokens), drafted=kept.drafted, accepted=commit.accepted, counted=counted)
+        self._kept = sum(len(commit.tokens) for commit in commits)
         self._times.append(time.perf_counter())
 
     def finished(self, rows: Sequence[SessionRow], outcome: Outcome) -> None:
@@ -95,6 +99,22 @@ class Observer:
         self.stats.seconds["target"] += target
         if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows))):
             self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - begin - draft - target))
+        self._compare(rows, end - begin - draft, time.perf_counter() - begin)
+
+    def settle(self) -> None:
+        """Rows are over: work out the speed-up."""
+        self.stats.speedup.settle(self.planner.plain_seconds)
+
+    def _compare(self, rows: Sequence[SessionRow], seconds: float, whole: float) -> None:
+        """A round for the speed-up: it took ``whole``, and ``seconds`` without its draft."""
+        assert self._tree is not None
+        furthest = max(row.stats.kept for row in rows)
+        passes = max(0, furthest - self._furthest) if self._together else self._kept / len(rows)
+        self._furthest = max(furthest, self._furthest)
+        if self._tree.nodes == 1:
+            self.stats.speedup.plain_round(len(rows), passes, seconds, whole)
+        else:
+            self.stats.speedup.drafted_round(len(rows), passes, max(len(row.ids) for row in rows), whole)
 
     def _round(self, rows: Sequence[SessionRow], outcome: Outcome, sampler: Sampler, draft: float, target: float, rest: float) -> Round:
         """The round as the planner sees it."""

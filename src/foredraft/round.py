@@ -51,7 +51,7 @@ class Loop:
     def round(self, rows: list[SessionRow], *, together: bool) -> list[Commit]:
         """One round: every row gains the drafted tokens that survive and one of the target's own. ``together`` says that no others join
         the rows before they are done."""
-        self.observer.begin()
+        self.observer.begin(together=together)
         sampler = self.sampler(rows)
         shape = self.planner.plan(rows, greedy=sampler.greedy, together=together)
         request = self._request(rows, shape, sampler)

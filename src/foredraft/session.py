@@ -132,6 +132,7 @@ class Session:
 
     def close(self) -> None:
         """Remove every row; the target and the drafter stay usable."""
+        self.observer.settle()
         self.rows, self.waiting = [], []
         self.loop.committed.clear()
         if self.target.owner is self:
@@ -197,6 +198,7 @@ class Session:
             self._leave(done)
 
     def _leave(self, done: Sequence[SessionRow]) -> None:
+        self.observer.settle()
         gone = {row.slot for row in done}
         keep = [index for index, row in enumerate(self.rows) if row.slot not in gone]
         if self.target.owner is self:

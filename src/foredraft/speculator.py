@@ -25,6 +25,7 @@ from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Seed
 from foredraft.planning import AUTO, FixedPlanner, Planner, make_planner
 from foredraft.planning.largest import largest_shape
+from foredraft.planning.profiles import profile
 from foredraft.preparation import Prepared, prepare
 from foredraft.quantization import check_quantization
 from foredraft.rows import Commit
@@ -152,7 +153,7 @@ class Speculator:
     def _plan(self, shape: TreeShape | None, rule: Rule | str, lossless: bool) -> Planner:
         """Who chooses the shapes. Where all of them have to be chains, the rule is the one for chains."""
         if shape is not None:
-            return FixedPlanner(shape)
+            return FixedPlanner(shape, profile=profile(self.target, self.drafter) if shape.nodes else None)
         planner = make_planner(AUTO, self.target, self.drafter, self.rule, self.proposal)
         if planner.shape.is_chain:
             self.rule, self.proposal = choose_rule(rule, self.drafter, planner.shape, lossless=lossless)
@@ -283,6 +284,7 @@ class Stream(Iterator[Tokens]):
 
     @property
     def stats(self) -> Stats:
+        self._run.session.observer.settle()
         return self._run.stats
 
     def __next__(self) -> Tokens:

@@ -22,9 +22,10 @@ from foredraft import __version__, drafters, verification, zoo
 from foredraft.cli import app, demo_report, printers
 from foredraft.cli.demo import Demo, Difference, Setting
 from foredraft.cli.detokenizer import UNFINISHED, Detokenizer
-from foredraft.cli.figures import combine, figures_line
+from foredraft.cli.figures import combine, figures_line, sentence
 from foredraft.cli.settings import Configuration, parse_options
 from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.speedup import Speedup
 from foredraft.stats import Stats
 
 POISON = "~"  # the tiny model answers this token with NaN
@@ -142,7 +143,7 @@ class Registered(PromptLookup):
 def test_a_registered_drafter_is_found_by_name(monkeypatch):
     monkeypatch.setitem(drafters.REGISTRY, "registered", f"{__name__}:Registered")
     assert "a drafter of this test" in cli("drafters").stdout
-    result = generate("a b a b", "--drafter", "registered", "--drafter-option", "depth=3", "--max-new-tokens", 4)
+    result = generate("a b a b", "--drafter", "registered", "--drafter-option", "depth=3", "--max-new-tokens", 4, "--verbose")
     assert "drafter registered" in result.stderr
 
 
@@ -156,9 +157,19 @@ def test_prompt_from_argument_and_stdin_give_the_same_text():
     assert generate(*EXACT, stdin=prompt).stdout == generate("-", *EXACT, stdin=prompt).stdout == given.stdout
 
 
-def test_figures_go_to_stderr_in_one_line():
+def test_stderr_says_in_one_sentence_whether_it_was_faster():
     result = generate("def area(radius):\n", *EXACT, "--drafter", "draft-model:zoo:python-1m")
     (line,) = result.stderr.splitlines()
+    assert "× plain decoding (measured)" in line or "drafting does not pay here: decoded plainly, nothing lost" in line
+    assert "acceptance" not in line and "pass" not in line and "seed" not in line
+    fixed = generate("a b a b a b", *EXACT, "--shape", "chain(2)")
+    assert "× plain decoding (measured)" in fixed.stderr
+    assert generate("a b a b a b", *EXACT, "--drafter", "none").stderr == "plain decoding, as asked\n"
+
+
+def test_verbose_shows_all_figures_in_one_line():
+    result = generate("def area(radius):\n", *EXACT, "--drafter", "draft-model:zoo:python-1m", "--verbose")
+    _, line = result.stderr.splitlines()
     for words in (" tokens/s", "acceptance length ", "target pass", " drafted, ", " accepted", "first token after", "rule match", "greedy"):
         assert words in line
     assert "drafter draft-model:zoo:python-1m" in line and "LOSSY" not in line and "seed" not in line
@@ -168,7 +179,7 @@ def test_libraries_keep_quiet(tiny):
     running = process("generate", "x", "--target", tiny, "--max-new-tokens", 4)
     stdout, stderr = running.communicate(timeout=60)
     assert running.returncode == 0 and stdout.strip()
-    assert len(stderr.splitlines()) == 1 and stderr.startswith("4 tokens")
+    assert len(stderr.splitlines()) == 1 and "plain decoding" in stderr
 
 
 def test_greedy_text_does_not_depend_on_the_drafter():
@@ -361,11 +372,11 @@ def test_a_full_context_ends_the_text_and_is_said(tiny, tokenizer):
     config = json.loads((tiny / "config.json").read_text())
     (tiny / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
     try:
-        result = generate("a b c d", "--target", tiny, "--max-new-tokens", 100)
+        result = generate("a b c d", "--target", tiny, "--max-new-tokens", 100, "--verbose")
     finally:
         (tiny / "config.json").write_text(json.dumps(config))
     expected = 32 - len(tokenizer("a b c d")["input_ids"])
-    assert result.stderr.startswith(f"{expected} tokens") and "the model's context is full" in result.stderr
+    assert f"{expected} tokens" in result.stderr and "the model's context is full" in result.stderr
 
 
 # -- Ctrl-C -------------------------------------------------------------------------------------------------------------
@@ -379,7 +390,7 @@ def test_interrupt_prints_what_was_generated_and_the_figures(tiny):
     rest, stderr = running.communicate(timeout=60)
     assert running.returncode == 130
     assert begin and rest.endswith("\n")
-    assert stderr.startswith("interrupted · ") and " tokens/s" in stderr and len(stderr.splitlines()) == 1
+    assert stderr.startswith("interrupted · ") and "plain decoding" in stderr and len(stderr.splitlines()) == 1
 
 
 def test_interrupt_with_json_still_gives_the_document(tiny, monkeypatch):
@@ -466,11 +477,13 @@ def test_figures_of_several_calls_add_up():
         target_passes=3, row_passes=2, new_tokens=5, kept=4, drafted=6, accepted=2, drafted_by_depth=[2, 1], accepted_by_depth=[2]
     )
     second = Stats(target_passes=2, row_passes=1, new_tokens=2, kept=1, drafted=1, accepted=0, drafted_by_depth=[1], accepted_by_depth=[])
+    first.speedup, second.speedup = Speedup(seconds=1.0, plain=1.0, replaced=1.0), Speedup(seconds=2.0, replaced=4.0)
     first.seconds["total"], second.seconds["total"], first.time_to_first_token = 1.0, 2.5, 0.25
     total = combine([first, second], seed=9)
     assert (total.target_passes, total.new_tokens, total.drafted_by_depth, total.accepted_by_depth) == (5, 7, [3, 1], [2])
     assert total.acceptance_length == 5 / 3 and total.tokens_per_second == 2.0 and total.time_to_first_token == 0.25
     assert "7 tokens · 2.0 tokens/s · acceptance length 1.67 · 5 target passes" in figures_line(total, drafter="none", sampled=True)
+    assert total.speedup.seconds == 3.0 and total.speedup.value == 2.0
 
 
 def test_a_lossy_rule_names_the_flag_that_accepts_it(tiny):
@@ -490,7 +503,7 @@ def test_several_drafters_may_count_a_text(tmp_path, tiny):
 
 def test_a_lossy_rule_is_called_lossy():
     stats = Stats(rule="typical", lossless=False, seed=1)
-    assert "LOSSY: rule typical" in figures_line(stats, drafter="none", sampled=True)
+    assert "LOSSY: rule typical" in sentence(stats, sampled=True) and "LOSSY" not in sentence(stats, sampled=False)
 
 
 # -- demo ---------------------------------------------------------------------------------------------------------------

@@ -55,6 +55,9 @@ class Changing:
     def passes_over(self, rows: int) -> bool:
         return False
 
+    def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
+        return None
+
     def observe(self, rows: Sequence[Any], done: Round) -> None:
         self.turn += 2 if any(done.accepted) else 1
         self.rounds.append(done)

@@ -23,12 +23,21 @@ def combine(parts: Sequence[Stats], *, seed: int | None) -> Stats:
             total.seconds[phase] = total.seconds.get(phase, 0.0) + seconds
         for shape, rounds in part.shapes.items():
             total.shapes[shape] = total.shapes.get(shape, 0) + rounds
+        total.speedup.add(part.speedup)
         total.rows += part.rows
     return total
 
 
-def figures_line(stats: Stats, *, drafter: str, sampled: bool, interrupted: bool = False) -> str:
-    """One line for people; ``Stats.to_dict`` has it all."""
+def sentence(stats: Stats, *, sampled: bool, interrupted: bool = False) -> str:
+    """Whether it was faster than plain decoding, and what must not be overlooked."""
+    parts = ["interrupted"] * interrupted + [stats.summary()] + [f"seed {stats.seed}"] * sampled
+    if not stats.lossless and sampled:
+        parts.append(f"LOSSY: rule {stats.rule} changes the output distribution")
+    return " · ".join(parts)
+
+
+def figures_line(stats: Stats, *, drafter: str, sampled: bool) -> str:
+    """The rest, with ``--verbose``; ``Stats.to_dict`` has it all."""
     first = stats.time_to_first_token
     figures = [
         counted(stats.new_tokens, "token"),
@@ -40,12 +49,8 @@ def figures_line(stats: Stats, *, drafter: str, sampled: bool, interrupted: bool
         f"drafter {drafter}",
         f"shape {shape_of(stats)}",
         f"rule {stats.rule}",
-        f"seed {stats.seed}" if sampled else "greedy",
+        "sampled" if sampled else "greedy",
     ]
-    if not stats.lossless and sampled:
-        figures.append(f"LOSSY: rule {stats.rule} changes the output distribution")
-    if interrupted:
-        figures.insert(0, "interrupted")
     return " · ".join(figures)
 
 

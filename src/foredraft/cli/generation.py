@@ -17,6 +17,8 @@ from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Configuration, Decoding, Outcome, Result, parse_options
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
+from foredraft.planning import FixedPlanner
+from foredraft.planning.costs import BUDGET
 from foredraft.preparation import pad
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
@@ -65,7 +67,7 @@ def load_speculator(configuration: Configuration, tokenizer: Any, *, reuse_prefi
     if configuration.threads is not None:
         torch.set_num_threads(configuration.threads)
     drafter = make_drafter(configuration.drafter_name, parse_options(configuration.drafter_options), tokenizer)
-    return Speculator(
+    speculator = Speculator(
         configuration.target,
         drafter,
         rule=configuration.rule,
@@ -77,6 +79,9 @@ def load_speculator(configuration: Configuration, tokenizer: Any, *, reuse_prefi
         quantization=configuration.quantization,
         reuse_prefix=reuse_prefix,
     )
+    if isinstance(speculator.planner, FixedPlanner) and speculator.shape.nodes:
+        speculator.planner.budget = BUDGET  # plain passes are timed, so that the speed-up is known
+    return speculator
 
 
 def make_drafter(spec: str, options: dict[str, Any], tokenizer: Any) -> Any:

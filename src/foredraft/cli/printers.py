@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft import __version__
 from foredraft.cli.failures import note
-from foredraft.cli.figures import figures_line
+from foredraft.cli.figures import figures_line, sentence
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
 
@@ -27,8 +27,8 @@ HEADER_WIDTH = 60
 class Printer:
     """``committed`` is called with every commit, ``finished`` once."""
 
-    def __init__(self, progress: Progress, *, show: bool = False):
-        self.progress = progress
+    def __init__(self, progress: Progress, *, show: bool = False, verbose: bool = False):
+        self.progress, self.verbose = progress, verbose
         self.mark = Marking(show)
 
     def committed(self, result: Result, pieces: Pieces) -> None:
@@ -41,7 +41,9 @@ class Printer:
     def finished(self, outcome: Outcome) -> None:
         self.end_line()
         drafter = outcome.configuration.drafter_name
-        note(figures_line(outcome.stats, drafter=drafter, sampled=outcome.sampled, interrupted=outcome.interrupted))
+        note(sentence(outcome.stats, sampled=outcome.sampled, interrupted=outcome.interrupted))
+        if self.verbose:
+            note(figures_line(outcome.stats, drafter=drafter, sampled=outcome.sampled))
         if any(result.finish_reason == "context" for result in outcome.results):
             note("the model's context is full")
 
@@ -72,8 +74,8 @@ class StreamPrinter(Printer):
 class BatchPrinter(Printer):
     """Several prompts: each result in one piece under a header, as soon as it is complete."""
 
-    def __init__(self, progress: Progress, *, count: int, show: bool = False):
-        super().__init__(progress, show=show)
+    def __init__(self, progress: Progress, *, count: int, show: bool = False, verbose: bool = False):
+        super().__init__(progress, show=show, verbose=verbose)
         self.count, self.done, self.tokens = count, 0, 0
 
     def committed(self, result: Result, pieces: Pieces) -> None:
@@ -184,7 +186,7 @@ def without_nan(document: dict[str, Any]) -> Any:
     return json.loads(json.dumps(document), parse_constant=lambda name: None)
 
 
-def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool, logprobs: bool = False) -> Printer:
+def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool, logprobs: bool = False, verbose: bool = False) -> Printer:
     """Raises:
     ConfigurationError: ``show`` and ``as_json`` exclude each other, and ``logprobs`` needs ``as_json``.
     """
@@ -194,4 +196,6 @@ def make_printer(progress: Progress, *, count: int, show: bool, as_json: bool, l
         raise ConfigurationError("--show does not work with --json; the stats say what was drafted and accepted")
     if as_json:
         return JsonPrinter(progress)
-    return StreamPrinter(progress, show=show) if count == 1 else BatchPrinter(progress, count=count, show=show)
+    if count == 1:
+        return StreamPrinter(progress, show=show, verbose=verbose)
+    return BatchPrinter(progress, count=count, show=show, verbose=verbose)

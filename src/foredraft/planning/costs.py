@@ -16,6 +16,7 @@ from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.planning.curves import Curve
 from foredraft.shapes import StaticShape, TreeShape
+from foredraft.speedup import ENOUGH
 from foredraft.target import Target
 from foredraft.tree import TokenTree
 
@@ -46,6 +47,7 @@ class CostModel:
         context: more per row and token of context beyond ``PROMPT``, in the target's pass.
         fixed, catch_up: per number of rows.
         spent: seconds that measuring took so far.
+        plain_passes: of this process that were timed, by the number of rows.
     """
 
     def __init__(self, *, level: float = LEVEL) -> None:
@@ -58,8 +60,16 @@ class CostModel:
         self.fixed: dict[int, float] = {}
         self.catch_up: dict[int, float] = {}
         self.spent = 0.0
+        self.plain_passes: dict[int, int] = {}
 
-    def verify(self, rows: int, sizes: Sequence[float], context: int) -> list[float]:
+    def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
+        """Seconds of a round of plain decoding, and whether they were measured in this process; None where no pass was ever timed."""
+        if not self.target.points and not self.plain_passes:
+            return None
+        timed = self.plain_passes[min(self.plain_passes, key=lambda each: abs(each - rows))] if self.plain_passes else 0
+        return self.verify(rows, (1,), context)[0], timed >= ENOUGH
+
+    def verify(self, rows: int, sizes: Sequence[float], context: float) -> list[float]:
         """Seconds of a pass over each of ``sizes`` nodes per row, ascending, the longest row having ``context`` tokens, and of the rest
         of its round."""
         more = self.context * rows * max(0, context - PROMPT)
@@ -90,6 +100,8 @@ class CostModel:
         """A round of ``nodes`` per row, the root included; ``draft`` is None where none was made or its time is not known apart."""
         more = self.context * rows * max(0, context - PROMPT)
         self.target.observe(rows, nodes, max(target - more, 0.1 * target))
+        if nodes == 1:
+            self.plain_passes[rows] = self.plain_passes.get(rows, 0) + 1
         self.rest.observe(rows, nodes, rest)
         if draft is not None and widths:
             self._observe_draft(rows, draft, widths, behind)
@@ -188,9 +200,10 @@ def measure(
     rows: int = 1,
     largest: StaticShape,
     seconds: float = BUDGET,
+    drafts: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Time passes of ``rows`` rows over up to as many nodes as ``largest`` has, and drafts: after a warm-up of each, in turns, medians.
+    """Time passes of ``rows`` rows over up to as many nodes as ``largest`` has, and ``drafts``: after a warm-up of each, in turns, medians.
 
     Takes ``seconds`` at most, but for the pass under way: fewer sizes and repeats of slow models. No row may be live; target and
     drafter are left without any.
@@ -198,8 +211,9 @@ def measure(
     run = Measurement(target, drafter, rows, largest, clock)
     begin = clock()
     try:
-        run.passes(begin + (0.6 if timed_beforehand(drafter) else 0.9) * seconds)
-        if timed_beforehand(drafter):
+        drafts = drafts and timed_beforehand(drafter)
+        run.passes(begin + (0.6 if drafts else 0.9) * seconds)
+        if drafts:
             run.drafts(begin + 0.9 * seconds)
     finally:
         target.reset()
@@ -293,6 +307,7 @@ class Measurement:
         for name, seconds in medians.items():
             if name[0] == "target":
                 costs.target.measured(self.rows, name[1], seconds)
+        costs.plain_passes[self.rows] = costs.plain_passes.get(self.rows, 0) + len(self.times["target", 1])
         if ("longer", 1) in medians:
             more = (medians["longer", 1] - medians["target", 1]) / (self.rows * (self.longer - self.prompt))
             costs.context = max(costs.context, more, 0.0)

@@ -226,6 +226,9 @@ class AutomaticPlanner:
             self._pause = 1 if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
             self._next = 0
 
+    def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
+        return self.costs.plain_seconds(rows, context)
+
     # -- inside ---------------------------------------------------------------------------------------------------------
 
     def _as_before(self, rows: Sequence[Row], done: Round) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from foredraft.drafters.base import Drafter, Row
+from foredraft.planning.costs import CostModel, measure
+from foredraft.planning.profiles import Profile
+from foredraft.planning.search import chain
 from foredraft.shapes import TreeShape
 
 if TYPE_CHECKING:
@@ -73,15 +77,28 @@ class Planner(Protocol):
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         """A round is over."""
 
+    def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
+        """Seconds of a round of plain decoding, and whether they were measured in this process; None if they are not known."""
+
 
 class FixedPlanner:
-    """The same shape in every round, a :class:`~foredraft.shapes.TreeShape` or a string such as "chain(5)"."""
+    """The same shape in every round, a :class:`~foredraft.shapes.TreeShape` or a string such as "chain(5)".
 
-    def __init__(self, shape: TreeShape | str, *, learns: bool = False):
+    Plain passes, with which the speed-up compares, are known from ``profile``, or measured where ``budget`` gives seconds for that.
+    """
+
+    def __init__(self, shape: TreeShape | str, *, learns: bool = False, profile: Profile | None = None, budget: float = 0.0):
         self.shape, self.learns = TreeShape.parse(shape), learns
+        self.costs, self.profile, self.budget = CostModel(), profile, budget
 
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
-        return 0.0
+        if self.profile is not None and not self.costs.target.points:
+            self.profile.read(self.costs)
+        if self.budget <= 0 or rows in self.costs.plain_passes:
+            return 0.0
+        begin = time.perf_counter()
+        measure(self.costs, target, drafter, rows=rows, largest=chain(0), seconds=self.budget, drafts=False)
+        return time.perf_counter() - begin
 
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
         return self.shape
@@ -94,3 +111,6 @@ class FixedPlanner:
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         pass
+
+    def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
+        return self.costs.plain_seconds(rows, context)
