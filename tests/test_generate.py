@@ -409,7 +409,7 @@ REFUSED = {
 STAND_INS = {"perturbed": perturbed, "cache": DynamicCache}
 
 
-@pytest.mark.parametrize("entry", ["generate", "stream", "custom_generate"])
+@pytest.mark.parametrize("entry", ["generate", "stream", "custom_generate", "attach"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_honoured_is_refused_by_name(name, entry):
     options = {key: STAND_INS[value]() if isinstance(value, str) and value in STAND_INS else value for key, value in REFUSED[name].items()}
@@ -419,9 +419,14 @@ def test_what_is_not_honoured_is_refused_by_name(name, entry):
     calls = []
     if entry == "custom_generate" and name == "inputs_embeds":
         options.pop("input_ids")
-    through = {"custom_generate": foredraft.custom_generate("none", self_test=False)}
-    call = partial(tiny().generate, **through) if entry == "custom_generate" else getattr(plain(), entry)
-    with watched(tiny(), lambda kwargs: calls.append(1)), pytest.raises(ValueError, match=name):
+    model = clone(tiny())
+    if entry == "attach":
+        call = foredraft.attach(model, "none", self_test=False)
+    elif entry == "custom_generate":
+        call = partial(model.generate, custom_generate=foredraft.custom_generate("none", self_test=False))
+    else:
+        call = getattr(plain(), entry)
+    with watched(tiny(), calls.append), watched(model, calls.append), pytest.raises(ValueError, match=name):
         call(**options)
     assert not calls, "refused before the first pass"
     assert generate(plain(), ROWS[:1], max_new_tokens=NEW) == [greedy()[0]]

@@ -36,7 +36,7 @@ LAYERS = [
     {"session", "testing"},
     {"preparation"},
     {"speculator"},
-    {"auditing", "training"},
+    {"auditing", "training", "attachment"},
     {"__init__"},  # the public API
     {"cli", "__main__"},
     {"benchmarks", "recipes"},

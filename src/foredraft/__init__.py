@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foredraft import drafters, zoo
     from foredraft import verification as rules
+    from foredraft.attachment import attach, detach
     from foredraft.auditing import AuditReport, ExactnessError, audit
     from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest
     from foredraft.errors import (
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "attach": "foredraft.attachment:attach",
+    "detach": "foredraft.attachment:detach",
     "audit": "foredraft.auditing:audit",
     "AuditReport": "foredraft.auditing:AuditReport",
     "ExactnessError": "foredraft.auditing:ExactnessError",
@@ -101,8 +104,10 @@ __all__ = [
     "UnsupportedModelError",
     "Verdict",
     "__version__",
+    "attach",
     "audit",
     "custom_generate",
+    "detach",
     "drafters",
     "inflate",
     "rules",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Seed, row_seeds
@@ -19,7 +20,8 @@ from foredraft.rows import RowParameters, read_lengths
 
 # Arguments of generate that name another way to decode, or something this loop does not produce.
 REFUSED_ARGUMENTS = {
-    "assistant_model": "the drafter is given to the Speculator: drafter='draft-model:...'",
+    "adapter_names": "one adapter serves the whole call; choose it with set_adapter",
+    "assistant_model": "the drafter is given to foredraft instead: drafter='draft-model:...'",
     "assistant_tokenizer": "drafters with another tokenizer are not supported",
     "custom_generate": "a Speculator is its own decoding method",
     "inputs_embeds": "prompts must be token ids",
@@ -59,6 +61,15 @@ class Prepared:
     record: frozenset[str]
     seed: Any
     streamer: Any = None
+    as_dictionary: bool = True
+
+    def as_asked(self) -> Prepared:
+        """For a caller who returns what ``model.generate`` returns: nothing is recorded for somebody who gets the sequences alone."""
+        if self.as_dictionary:
+            return self
+        if any(row.logprobs is not None for row in self.parameters):
+            raise ConfigurationError("output_logprobs needs return_dict_in_generate=True")
+        return replace(self, record=frozenset())
 
     @staticmethod
     def of(
@@ -105,7 +116,7 @@ class Prepared:
                 pipeline=pipeline,
                 seed=pair,
                 eos=eos,
-                criteria=criteria,
+                criteria=[of_one_row(criterion) for criterion in criteria],
                 logprobs=output_logprobs,
                 padding=padding,
             )
@@ -114,7 +125,8 @@ class Prepared:
         pad = getattr(config, "_pad_token_tensor", None)
         asked = {"scores": config.output_scores, "logits": config.output_logits}
         record = frozenset(name for name, wanted in asked.items() if wanted)
-        return Prepared(input_ids, prompts, parameters, 0 if pad is None else int(pad), record, reported, streamer)
+        as_dictionary = bool(config.return_dict_in_generate)
+        return Prepared(input_ids, prompts, parameters, 0 if pad is None else int(pad), record, reported, streamer, as_dictionary)
 
 
 def prepare(
@@ -131,13 +143,24 @@ def prepare(
     for name, why in REFUSED_ARGUMENTS.items():
         if arguments.get(name) is not None and arguments[name] is not False:
             raise ConfigurationError(f"{name} is not supported: {why}")
+    if arguments.get("synced_gpus") is None and is_sharded(model):
+        raise ConfigurationError(
+            "the model is sharded over processes, where transformers sets synced_gpus=True; that is not supported. If every process holds "
+            "the whole weights during this call, pass synced_gpus=False"
+        )
     check_shape(arguments.get("input_ids") if inputs is None else inputs)
     arguments = with_stop_strings(model, arguments, tokenizer)
 
     def stop(model: Any, input_ids: Tensor, **given: Any) -> Prepared:
         return Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given)
 
-    return model.generate(inputs, custom_generate=stop, **arguments)
+    return type(model).generate(model, inputs, custom_generate=stop, **arguments)  # the class's: the object's own may be ours
+
+
+def is_sharded(model: Any) -> bool:
+    """Where transformers sets ``synced_gpus`` by itself."""
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return sharded and torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -247,3 +270,11 @@ def split_criteria(criteria: Sequence[Any]) -> tuple[frozenset[int], list[Any]]:
     ends = [each for each in criteria if type(each) is EosTokenCriteria]
     eos = frozenset(token for each in ends for token in each.eos_token_id.flatten().tolist())
     return eos, [each for each in criteria if type(each) is not EosTokenCriteria]
+
+
+def of_one_row(criterion: Any) -> Any:
+    """``criterion``; or, if it counts in ``done_tracker`` which rows of the batch have ended, as lm-eval's does, a copy that counts one."""
+    if isinstance(getattr(criterion, "done_tracker", None), list):
+        criterion = copy.copy(criterion)
+        criterion.done_tracker = [False]
+    return criterion

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,15 +178,14 @@ class Speculator:
             TargetOutputError: NaN or infinite logits, or processors that forbid every token.
             Interrupted: Ctrl-C; ``.output`` holds what was generated so far.
         """
-        run = Run(self, prepare(self.target.model, inputs, seed=seed, **arguments))
-        return run.finish()
+        return begin(self, inputs, seed=seed, **arguments).finish()
 
     def stream(self, inputs: Tensor | None = None, *, seed: Seed | Sequence[Seed] | None = None, **arguments: Any) -> Stream:
         """Generate as :meth:`generate` does, and yield the new tokens of each row after every round.
 
         You can stop iterating at any point. ``stats`` of the iterator holds the statistics so far.
         """
-        return Stream(Run(self, prepare(self.target.model, inputs, seed=seed, **arguments)))
+        return Stream(begin(self, inputs, seed=seed, **arguments))
 
     def session(self, **options: Any) -> Session:
         """A :class:`~foredraft.session.Session` with this configuration, for a server that adds and removes rows."""
@@ -237,12 +236,12 @@ class Run:
                     for token in commits[0].tokens:
                         streamer.put(torch.tensor([token]))
                 yield commits
-            if streamer is not None:
-                streamer.end()
         finally:
             if self.session.live:
                 self.session.close()
             self.stats.clock()
+            if streamer is not None:
+                streamer.end()
 
     def finish(self) -> SpeculativeOutput:
         try:
@@ -252,6 +251,11 @@ class Run:
         except KeyboardInterrupt:
             raise Interrupted(self.output()) from None
         return self.output()
+
+    def finish_as_asked(self) -> Tensor | SpeculativeOutput:
+        """As ``model.generate`` returns it: the sequences alone, unless ``return_dict_in_generate`` was asked for."""
+        output = self.finish()
+        return output if self.prepared.as_dictionary else output.sequences
 
     def output(self) -> SpeculativeOutput:
         """Prompts as given, padding included, and what every row has, padded to the longest."""
@@ -273,6 +277,25 @@ class Run:
         over = torch.full_like(like, float("-inf"))
         over[:, self.prepared.pad_token_id] = 0.0
         return tuple(torch.cat([each[step] if step < len(each) else over for each in vectors]) for step in range(width))
+
+
+def begin(
+    speculator: Speculator,
+    inputs: Tensor | None = None,
+    *,
+    seed: Seed | Sequence[Seed] | None = None,
+    as_asked: bool = False,
+    **arguments: Any,
+) -> Run:
+    """A call of ``generate``, prepared; ``as_asked`` for what ``model.generate`` returns. If it is refused its streamer ends: whoever
+    iterates over it would wait for ever."""
+    try:
+        prepared = prepare(speculator.target.model, inputs, seed=seed, **arguments)
+        return Run(speculator, prepared.as_asked() if as_asked else prepared)
+    except BaseException:
+        if (streamer := arguments.get("streamer")) is not None:
+            streamer.end()
+        raise
 
 
 class Stream(Iterator[Tokens]):
@@ -319,16 +342,10 @@ def custom_generate(
         **given: Any,
     ) -> Any:
         nonlocal speculator
-        prepared = Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given)
-        as_dictionary = given["generation_config"].return_dict_in_generate
-        if not as_dictionary:
-            prepared = replace(prepared, record=frozenset())
-        if output_logprobs is not None and not as_dictionary:
-            raise ConfigurationError("output_logprobs needs return_dict_in_generate=True")
+        prepared = Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given).as_asked()
         if speculator is None or speculator.model is not model:
             speculator = Speculator(model, drafter, **options)
-        output = Run(speculator, prepared).finish()
-        return output if as_dictionary else output.sequences
+        return Run(speculator, prepared).finish_as_asked()
 
     return decode
 

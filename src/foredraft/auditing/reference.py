@@ -51,8 +51,8 @@ class Reference:
             return Reference(model, list(prompt), logits_processor, bool(generation_config.do_sample), eos)
 
         ids = torch.tensor([list(prompt)], device=model.device)
-        found: Reference = model.generate(
-            ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **{"max_new_tokens": 1, **arguments}
+        found: Reference = type(model).generate(
+            model, ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **{"max_new_tokens": 1, **arguments}
         )
         return found
 

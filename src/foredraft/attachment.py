@@ -1,0 +1,145 @@
+"""``attach``: from now on ``model.generate`` of one model object speculates, whoever calls it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from foredraft.drafters.base import Drafter
+from foredraft.errors import ConfigurationError
+from foredraft.speculator import Speculator, begin
+from foredraft.stats import Stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def attach(model: PreTrainedModel, drafter: Drafter | str = "prompt-lookup", **options: Any) -> Attached:
+    """Make ``model.generate`` of this object speculate, so that programs which call it do so too, unchanged.
+
+    ``model.generate`` takes the same arguments, applies the same defaults and returns the same as before: a tensor, or with
+    ``return_dict_in_generate=True`` a :class:`~foredraft.SpeculativeOutput`. It also takes ``seed`` and ``output_logprobs``, as in
+    :meth:`Speculator.generate`. A ``streamer`` gets each token of a single row, as from transformers. What cannot be honoured, such as
+    ``num_beams``, ``assistant_model`` or ``synced_gpus``, raises :class:`ConfigurationError` and names the argument.
+
+    Nothing else of the model changes. You can train it, save it, or change its adapters between calls. Copies and pickles of it are not
+    attached. A model in training mode is put into evaluation mode for each call; one whose dropout is active is refused. Attaching
+    again replaces what was attached before.
+
+    Args:
+        model: a causal ``PreTrainedModel``, also within PEFT's wrapper or ``torch.compile``.
+        drafter: as in :class:`Speculator`.
+        options: those of :class:`Speculator`.
+
+    Returns:
+        What ``model.generate`` is now. ``stats`` holds the statistics of the last call, ``speculator`` is the :class:`Speculator`.
+
+    Raises:
+        ConfigurationError: as :class:`Speculator` does, or something else has replaced ``model.generate`` before.
+    """
+    if isinstance(model, str):
+        raise ConfigurationError(f"attach takes a model object, got {model!r}; load it first, or use foredraft.Speculator({model!r})")
+    model = _uncompiled(model)
+    if _attached(model) is not None:
+        detach(model)
+    with _evaluating(model):
+        model.generate = attached = Attached(model, Speculator(model, drafter, **options))  # type: ignore[method-assign]
+    return attached
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo :func:`attach`: ``model.generate`` is transformers' own again, and the memory of the cache is freed.
+
+    Raises:
+        ConfigurationError: the model is not attached.
+    """
+    model = _uncompiled(model)
+    attached = _attached(model)
+    if attached is None:
+        raise ConfigurationError(f"this {type(model).__name__} is not attached: foredraft.attach(model) was not called on this object")
+    del model.generate
+    attached.speculator.close()
+
+
+class Attached:
+    """``model.generate`` of an attached model. See :func:`attach`.
+
+    Attributes:
+        speculator: what generates.
+        stats: the statistics of the last call (:class:`foredraft.Stats`), None before the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, speculator: Speculator):
+        self._model, self.speculator = model, speculator
+        self.stats: Stats | None = None
+        self.__signature__ = inspect.signature(MethodType(type(speculator.target.model).generate, model))
+        self.__doc__ = type(model).generate.__doc__
+
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        given = self.__signature__.bind(*args, **arguments).arguments
+        given |= given.pop("kwargs", {})
+        base = self.speculator.target.model
+        if base is not self._model:  # PEFT's wrapper hands on its own, too
+            base.generation_config = self._model.generation_config
+        with _evaluating(self._model):
+            run = begin(self.speculator, as_asked=True, **given)
+            self.stats = run.stats
+            return run.finish_as_asked()
+
+    def __reduce__(self) -> Any:
+        """A copy of the model, or what is unpickled, has its class's ``generate``."""
+        return getattr, (self._model, "generate")
+
+
+def _uncompiled(model: Any) -> Any:
+    """The module inside ``torch.compile``, whose attributes are this one's."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _attached(model: PreTrainedModel) -> Attached | None:
+    """What is attached to the model.
+
+    Raises:
+        ConfigurationError: something else was put in the place of ``model.generate``.
+    """
+    own = vars(model).get("generate")
+    if own is None or own == MethodType(type(model).generate, model):
+        return None
+    if not isinstance(own, Attached):
+        raise ConfigurationError(f"model.generate of this object was replaced by {own!r}; undo that first (del model.generate)")
+    return own
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and afterwards as it was: trainers generate in training mode.
+
+    Raises:
+        ConfigurationError: dropout is active, so that every pass would differ.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        if (rate := _dropout(module)) is not None:
+            raise ConfigurationError(
+                f"the model is in training mode and {type(module).__name__} has dropout ({rate}), so that every pass differs; "
+                "set its dropout to 0, or call model.eval() before generating"
+            )
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _dropout(module: nn.Module) -> str | None:
+    """The rate that a module drops with in training mode, and its name; None if it drops nothing."""
+    rates = {"p": module.p} if isinstance(module, _DropoutNd) else {name: value for name, value in vars(module).items() if "drop" in name}
+    return next((f"{name}={rate}" for name, rate in rates.items() if isinstance(rate, float) and rate > 0), None)
