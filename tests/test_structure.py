@@ -20,7 +20,7 @@ import foredraft
 SOURCE = Path(foredraft.__file__).parent
 ROOTS = {name: SOURCE if name == "foredraft" else SOURCE.parents[1] / name for name in ("foredraft", "benchmarks", "recipes")}
 LAYERS = [
-    {"errors", "caching", "files", "device", "speedup", "stats", "inflation", "parents", "registry", "tree"},
+    {"errors", "caching", "files", "device", "speedup", "stats", "inflation", "parents", "registry", "tree", "turns"},
     {"zoo", "shapes"},
     {"hub"},
     {"logits"},

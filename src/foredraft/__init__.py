@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from foredraft.auditing import AuditReport, ExactnessError, audit
     from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest
     from foredraft.errors import (
+        BusyError,
         CacheMemoryError,
         ConfigurationError,
         DrafterError,
@@ -46,6 +47,7 @@ _HOMES = {
     "Drafter": "foredraft.drafters.base:Drafter",
     "DrafterInfo": "foredraft.drafters.base:DrafterInfo",
     "DraftRequest": "foredraft.drafters.base:DraftRequest",
+    "BusyError": "foredraft.errors:BusyError",
     "CacheMemoryError": "foredraft.errors:CacheMemoryError",
     "ConfigurationError": "foredraft.errors:ConfigurationError",
     "DrafterError": "foredraft.errors:DrafterError",
@@ -75,6 +77,7 @@ _HOMES = {
 }
 __all__ = [
     "AuditReport",
+    "BusyError",
     "CacheMemoryError",
     "Commit",
     "ConfigurationError",

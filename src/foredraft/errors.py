@@ -7,6 +7,7 @@
         ├── ConfigurationError (ValueError)     an argument, option or combination that cannot work
         ├── UnsupportedModelError (ValueError)  a model that cannot roll back or cannot be verified
         ├── TargetOutputError (RuntimeError)    NaN or infinite logits, or every token masked
+        ├── BusyError (RuntimeError)            another thread is using this Speculator or this model
         ├── DrafterError (RuntimeError)         a drafter returned something that is no proposal
         ├── ExactnessError (RuntimeError)       ``AuditReport.raise_for_fault``: not exact; ``.report`` says what was found
         └── CacheMemoryError (MemoryError)      the key-value cache does not fit
@@ -52,6 +53,10 @@ class UnsupportedModelError(ForedraftError, ValueError):
 
 class TargetOutputError(ForedraftError, RuntimeError):
     """The target returned NaN or infinite logits, or processors masked every token; the message names row and position."""
+
+
+class BusyError(ForedraftError, RuntimeError):
+    """Another thread is using this Speculator or a model of it, or the call comes from inside another one; the message names the fix."""
 
 
 class DrafterError(ForedraftError, RuntimeError):

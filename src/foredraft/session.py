@@ -6,7 +6,9 @@ number of tokens per round. What happens in a round is in :mod:`foredraft.round`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -24,13 +26,15 @@ from foredraft.shapes import TreeShape
 from foredraft.stats import RowStats, Stats
 from foredraft.target import Target
 from foredraft.tree import Proposal
+from foredraft.turns import Turn
 from foredraft.verification import Rule
 
 
 class Session:
     """Rows that one target and one drafter generate together. Rows can be added and removed between rounds.
 
-    :meth:`foredraft.Speculator.session` makes one.
+    :meth:`foredraft.Speculator.session` makes one. Any thread may :meth:`add` rows at any time. Steps can be made in any thread, one after
+    the other. While rows are under way, other threads cannot use the target, the drafter or their models.
 
     Args:
         target: the model that scores drafts.
@@ -42,6 +46,8 @@ class Session:
         stats: where counts and times go.
         record: which vectors to keep for every new token: ``scores`` (processed) and ``logits`` (raw).
         randomness: makes a round's draws from row keys and root positions; only tests replace :class:`Noise`.
+        wait: while another thread is using the target, the drafter or a model of theirs, wait instead of raising
+            :class:`~foredraft.BusyError`.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Session:
         stats: Stats | None = None,
         record: frozenset[str] = frozenset(),
         randomness: Callable[[Tensor, Tensor], Randomness] = Noise,
+        wait: bool = False,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
         self.stats = Stats() if stats is None else stats
@@ -62,7 +69,9 @@ class Session:
         self.loop = Loop(target, drafter, rule, proposal, planner, record, randomness, self.observer)
         self.rows: list[SessionRow] = []
         self.waiting: list[SessionRow] = []
-        self._slots = 0
+        self.turn = turn_of(target, drafter, wait=wait)
+        self._token = object()  # says whose rows the target and the drafter have; they must not keep an abandoned session alive
+        self._slots = itertools.count()
         self._joined = False  # rows were added while others were under way: more may come
 
     @property
@@ -93,7 +102,7 @@ class Session:
         parameters = replace(parameters, max_new_tokens=int(min(parameters.max_new_tokens, limit)), criteria=criteria)
         capacity = len(ids) + parameters.max_new_tokens
         row = SessionRow(
-            slot=self._slots,
+            slot=next(self._slots),
             ids=list(ids),
             prompt_length=len(ids),
             parameters=parameters,
@@ -101,7 +110,6 @@ class Session:
             stats=RowStats(),
             key=row_key(parameters.seed),
         )
-        self._slots += 1
         self._joined = self._joined or bool(self.rows)
         self.waiting.append(row)
         self.stats.rows.append(row.stats)
@@ -113,31 +121,42 @@ class Session:
 
         Raises:
             KeyError: no such live row.
+            BusyError: another thread is in a step.
         """
-        for row in self.waiting:
-            if row.slot == slot:
-                row.stats.finish_reason = "removed"
+        with self._alone() if self.rows or self.turn.running else nullcontext():
+            row = next((row for row in (*self.waiting, *self.rows) if row.slot == slot), None)
+            if row is None:
+                raise KeyError(f"no live row in slot {slot}")
+            row.stats.finish_reason = "removed"
+            if row in self.waiting:
                 self.waiting.remove(row)
-                return
-        for row in self.rows:
-            if row.slot == slot:
-                row.stats.finish_reason = "removed"
+            else:
                 self._leave([row])
-                return
-        raise KeyError(f"no live row in slot {slot}")
 
     @property
     def live(self) -> bool:
         return bool(self.rows or self.waiting)
 
     def close(self) -> None:
-        """Remove every row; the target and the drafter stay usable."""
+        """Remove every row; the target and the drafter stay usable.
+
+        Raises:
+            BusyError: another thread is in a step.
+        """
+        mine = self.turn.resume()
+        try:
+            self._drop()
+        finally:
+            if mine:
+                self.turn.rest()
+
+    def _drop(self) -> None:
         self.observer.settle()
         self.rows, self.waiting = [], []
         self.loop.committed.clear()
-        if self.target.owner is self:
+        if self.turn.running and self.target.owner is self._token:
             self.target.reset()
-        if self.drafter.owner is self:
+        if self.turn.running and self.drafter.owner is self._token:
             self.drafter.reset()
 
     # -- a step ---------------------------------------------------------------------------------------------------------
@@ -149,27 +168,38 @@ class Session:
 
         Raises:
             ForedraftError: another session took the target over; this one is lost.
+            BusyError: another thread is using the target, the drafter or a model of theirs. Nothing has changed; try again later.
         """
-        self._own()
+        with self._alone():
+            self._own()
+            try:
+                if torch.is_inference_mode_enabled():
+                    return self._step()
+                with torch.inference_mode():
+                    return self._step()
+            except BaseException:
+                self.target.release()
+                self._drop()
+                raise
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread uses the target and the drafter inside, nor afterwards while rows are under way."""
+        self.turn.take()
         try:
-            if torch.is_inference_mode_enabled():
-                return self._step()
-            with torch.inference_mode():
-                return self._step()
-        except BaseException:
-            self.target.release()
-            self.close()
-            raise
+            yield
+        finally:
+            self.turn.rest(keep=bool(self.rows) and self.target.owner is self._token)
 
     def _own(self) -> None:
         """Take the target over from the session that had it last, for instance that of an abandoned stream."""
-        if self.target.owner is self and self.drafter.owner is self:
+        if self.target.owner is self._token and self.drafter.owner is self._token:
             return
         if self.rows:
             raise ForedraftError("another generation was started on this Speculator, which runs one at a time, so this one was stopped")
         self.target.reset()
         self.drafter.reset()
-        self.target.owner = self.drafter.owner = self
+        self.target.owner = self.drafter.owner = self._token
 
     def _step(self) -> list[Commit]:
         if self.waiting:
@@ -183,7 +213,8 @@ class Session:
         return commits
 
     def _prefill(self) -> list[Commit]:
-        rows, self.waiting = self.waiting, []
+        rows = self.waiting[:]
+        del self.waiting[: len(rows)]  # other threads may be adding more
         if not self.rows:
             self.observer.prepared(self.planner.prepare(self.target, self.drafter, len(rows)))
         first = len(self.rows)
@@ -201,8 +232,13 @@ class Session:
         self.observer.settle()
         gone = {row.slot for row in done}
         keep = [index for index, row in enumerate(self.rows) if row.slot not in gone]
-        if self.target.owner is self:
+        if self.target.owner is self._token:
             self.drafter.end(done)
             self.target.compact(keep)
         self.rows = [self.rows[index] for index in keep]
         self.loop.committed.clear()
+
+
+def turn_of(target: Target, drafter: Drafter, *, wait: bool) -> Turn:
+    """The turn of a generation with these; several targets of one thread may use the same model."""
+    return Turn([target, drafter], [getattr(target, "model", target), *drafter.shared()], wait=wait)

@@ -29,11 +29,12 @@ from foredraft.planning.profiles import profile
 from foredraft.preparation import Prepared, prepare
 from foredraft.quantization import check_quantization
 from foredraft.rows import Commit
-from foredraft.session import Session
+from foredraft.session import Session, turn_of
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.stats import Stats
-from foredraft.target import Target
+from foredraft.target import Target, unwrap
 from foredraft.tree import Proposal
+from foredraft.turns import Turn
 from foredraft.verification import Rule
 
 if TYPE_CHECKING:
@@ -93,10 +94,19 @@ class Speculator:
             is ``"model"``.
         quantization: ``"int8"`` loads a model given by name with int8 weights (torchao; see docs/quantization.md). The text then has the
             output distribution of the int8 model, not of the original checkpoint.
+        wait: where another thread is using this Speculator or a model of it, wait until it is done, instead of raising BusyError.
+
+    Threads: one call runs at a time on a Speculator, and on a model object, however many Speculators use it. A call from a second
+    thread raises :class:`~foredraft.BusyError` at once, or waits with ``wait=True``. A call lasts until its last token; a stream lasts
+    from its first token until it is read to its end, closed or garbage-collected, or its thread ends, and any thread may read it. A new
+    call in the thread that read a stream last stops that stream. To generate in several threads at once, give each a Speculator with a
+    model object of its own. ``model.generate`` does not take part in this: do not build or close a Speculator while another thread is
+    in it.
 
     Raises:
         ConfigurationError: an unknown name or option, a path without a model, or a rule that is not exact for the drafter.
         UnsupportedModelError: the model cannot roll back; the message says why.
+        BusyError: another thread is using the model.
     """
 
     def __init__(
@@ -117,26 +127,30 @@ class Speculator:
         execution: str = "auto",
         attention: str = "auto",
         quantization: str | None = None,
+        wait: bool = False,
     ):
         wanted = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
             raise ConfigurationError("dtype and device say how to load a model by name; a model object is used as it is")
         check_quantization(quantization, model)
+        self.wait = wait
         self.drafter = _drafter(drafter, drafter_options)
         if wanted is None and self.drafter.name == NoDrafter.name:
             wanted = TreeShape.chain(0)
         self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)
         self.model = load_model(model, dtype=dtype, device=device, quantization=quantization) if isinstance(model, str) else model
-        self.target = Target(
-            self.model,
-            test=self_test,
-            prefill_chunk=prefill_chunk,
-            reuse_prefix=reuse_prefix,
-            execution=execution,
-            owned=isinstance(model, str),
-            attention=attention,
-        )
-        with ExitStack() as undo:  # models that were handed in are left as they were if something below is refused
+        # models that were handed in are left as they were if something below is refused
+        with Turn([self.drafter], [unwrap(self.model)], wait=wait), ExitStack() as undo:
+            self.target = Target(
+                self.model,
+                test=self_test,
+                prefill_chunk=prefill_chunk,
+                reuse_prefix=reuse_prefix,
+                execution=execution,
+                owned=isinstance(model, str),
+                attention=attention,
+                wait=wait,
+            )
             undo.callback(self.target.close)
             self.drafter.bind(self.target)
             undo.callback(self.drafter.close)
@@ -177,6 +191,7 @@ class Speculator:
             ConfigurationError: an unsupported argument; the message names it.
             TargetOutputError: NaN or infinite logits, or processors that forbid every token.
             Interrupted: Ctrl-C; ``.output`` holds what was generated so far.
+            BusyError: another thread is using the Speculator or a model of it.
         """
         return begin(self, inputs, seed=seed, **arguments).finish()
 
@@ -189,19 +204,33 @@ class Speculator:
 
     def session(self, **options: Any) -> Session:
         """A :class:`~foredraft.session.Session` with this configuration, for a server that adds and removes rows."""
+        options = {"wait": self.wait, **options}
         return Session(self.target, self.drafter, self.rule, proposal=self.proposal, planner=self.planner, **options)
 
     def release(self) -> None:
-        """Free the memory of the cache; the next call allocates it again."""
+        """Free the memory of the cache; the next call allocates it again.
+
+        Raises:
+            BusyError: another thread is using the Speculator.
+        """
+        with turn_of(self.target, self.drafter, wait=self.wait):
+            self._release()
+
+    def close(self) -> None:
+        """Free all memory and restore a model that was passed in. The Speculator cannot be used afterwards.
+
+        Raises:
+            BusyError: another thread is using the Speculator or a model of it.
+        """
+        with turn_of(self.target, self.drafter, wait=self.wait):
+            self._release()
+            self.target.close()
+            self.drafter.close()
+
+    def _release(self) -> None:
         self.target.release()
         self.target.owner = None
         self.drafter.reset()
-
-    def close(self) -> None:
-        """Free all memory and restore a model that was passed in. The Speculator cannot be used afterwards."""
-        self.release()
-        self.target.close()
-        self.drafter.close()
 
 
 class Run:
@@ -303,6 +332,7 @@ class Stream(Iterator[Tokens]):
 
     def __init__(self, run: Run):
         self._run = run
+        self._turn = Turn([object()], wait=run.session.turn.wait)  # threads that read it take turns
         self._tokens = (Tokens(commit) for commits in run.steps() for commit in commits)
 
     @property
@@ -311,12 +341,14 @@ class Stream(Iterator[Tokens]):
         return self._run.stats
 
     def __next__(self) -> Tokens:
-        return next(self._tokens)
+        with self._turn:
+            return next(self._tokens)
 
     def close(self) -> None:
         """End the generation; the Speculator is ready for the next call."""
-        self._tokens.close()
-        self._run.session.close()
+        with self._turn:
+            self._tokens.close()
+            self._run.session.close()
 
 
 def custom_generate(

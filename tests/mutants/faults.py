@@ -24,6 +24,7 @@ LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.
 HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py")
 NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
+THREADS = ("tests/test_threads.py",)
 
 FAULTS = [
     # -- trees
@@ -125,6 +126,13 @@ FAULTS = [
         "round.py", "to_device([len(row.ids) - 1 for row in rows], device)", "to_device([0 * len(row.ids) for row in rows], device)", LOOP
     ),
     Fault("round.py", "lengths=[len(row.ids) for row in rows],", "lengths=[len(row.ids) - 1 for row in rows],", LOOP),
+    # -- threads
+    Fault("turns.py", "if nested if each.thread is me else each.running or each.thread.is_alive():", "if nested:", THREADS),
+    Fault("turns.py", "else each.running or each.thread.is_alive():", "else each.running:", THREADS),
+    Fault("turns.py", "else each.running or each.thread.is_alive():", "else True:", THREADS),
+    Fault("turns.py", "nested = each.running and not each._own.isdisjoint(self._own)", "nested = False", THREADS),
+    Fault("session.py", "self.turn.rest(keep=bool(self.rows) and self.target.owner is self._token)", "self.turn.rest(keep=True)", THREADS),
+    Fault("session.py", "self._token = object()", "self._token = self", THREADS),
     # -- kernels
     Fault("layer.c", "_mm512_reduce_add_ps(sum) / size + eps", "_mm512_reduce_add_ps(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, _mm512_sub_ps(left,", "store(out + i, _mm512_add_ps(left,", KERNELS),

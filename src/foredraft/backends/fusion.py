@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from foredraft.backends.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, NativePass, fits
+from foredraft.backends.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, fits
 from foredraft.backends.packing import PLAIN, Packing, Product
 from foredraft.models.cache import TreeCache
 
@@ -74,20 +74,21 @@ class Fusion:
 
 
 class Shared:
-    """What all layers of a pass need alike, prepared by the first of them that asks."""
+    """What all layers of a pass need alike, prepared by the first of them that asks. Passes in other threads may replace what is kept
+    here at any time, so each value is stored, and read, together with what it was made from."""
 
     def __init__(self) -> None:
         self._rotation: tuple[object, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
         self._masks: list[tuple[object, Tensor]] = []
-        self.native = NativePass()
 
     def rotation(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """cos and sin ``[B, N, 1, D]``, the first half of sin negated, so that :func:`rotated` need not negate."""
-        if given is not self._rotation[0]:
+        known = self._rotation
+        if given is not known[0]:
             cos, sin = given
             first, second = sin.chunk(2, -1)
-            self._rotation = given, cos.unsqueeze(2), torch.cat((-first, second), -1).unsqueeze(2)
-        return self._rotation[1:]
+            self._rotation = known = given, cos.unsqueeze(2), torch.cat((-first, second), -1).unsqueeze(2)
+        return known[1:]
 
     def mask(self, given: Tensor, group: int) -> Tensor:
         """``[B, 1, group * N, L]``: the rows of ``given`` ``[B, 1, N, L]`` for each query head of a group. A model has few masks."""

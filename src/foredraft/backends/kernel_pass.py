@@ -63,13 +63,28 @@ def counting() -> tuple[Tensor, Tensor]:
 
 
 class NativePass:
-    """What the kernels need to know about a pass, filled in by its first layer."""
+    """What the kernels need to know about a pass, filled in by its first layer, and their scratch memory.
 
-    def __init__(self) -> None:
-        self.about = native.Pass()
+    It belongs to a cache, and so to one target: another target over the same model has its own.
+
+    Args:
+        shared: what the layers of the model share; None for kernels that are no layers of a model.
+    """
+
+    def __init__(self, shared: object = None) -> None:
+        self.about, self.shared = native.Pass(), shared
+        self.buffers: tuple[int, Any, Any] = (-1, None, None)  # the cache's ``allocations``, pointers to every layer's keys and values
         self._given: tuple[object, object] = (None, None)
         self._held: list[Tensor] = []  # what the pointers point to
         self._scratch: dict[tuple[int, int], list[Tensor]] = {}
+
+    @staticmethod
+    def over(cache: TreeCache, shared: object) -> NativePass:
+        """That of passes over ``cache``."""
+        if cache.scratch is None or cache.scratch.shared is not shared:
+            cache.scratch = NativePass(shared)
+        found: NativePass = cache.scratch
+        return found
 
     def of(self, layer: NativeLayer, x: Tensor, window: Window, angles: tuple[Tensor, Tensor], places: Places | None = None) -> native.Pass:
         """For ``x`` ``[rows, nodes, hidden]`` with ``angles`` ``[rows or 1, nodes, D]``, or ``[1, tokens, hidden]`` and
@@ -159,7 +174,7 @@ class NativeLayer:
     def __call__(self, x: Tensor, mask: Tensor | None, cache: TreeCache, angles: tuple[Tensor, Tensor]) -> Tensor:
         keys, values = cache.buffers(self.index, x, int(self.about.key_heads), int(self.about.size))
         assert cache.window is not None
-        about = self.shared.native.of(self, x, cache.window, angles)
+        about = NativePass.over(cache, self.shared).of(self, x, cache.window, angles)
         about.row_stride, about.head_stride = keys.stride(0), keys.stride(1)
         if mask is not None:
             about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
@@ -176,7 +191,6 @@ class NativeModel:
         self.run = kernels[0].library.model
         self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
-        self._buffers: tuple[object, Any, Any] = (None, None, None)
 
     @staticmethod
     def of(base: Any) -> NativeModel | None:
@@ -228,7 +242,7 @@ class NativeModel:
         window, norm = cache.window, self.base.norm
         assert window is not None
         keys, values, row_stride, head_stride = self.held(cache, x)
-        about = self.shared.native.of(self.kernels[0], x, window, self._angles(x, positions, window.width), places)
+        about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, self._angles(x, positions, window.width), places)
         about.row_stride, about.head_stride = row_stride, head_stride
         if mask is not None:
             about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
@@ -260,16 +274,16 @@ class NativeModel:
 
     def held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any, int, int]:
         """Pointers to every layer's keys and values, and the strides of all of them."""
-        about = self.kernels[0].about
+        about, mine = self.kernels[0].about, NativePass.over(cache, self.shared)
         stale = len(cache.layers) < len(self.kernels) or cache.layers[0].keys.shape[0] < cache.row_capacity
-        if stale or cache.layers[0].keys.shape[2] < cache.capacity or self._buffers[0] != (id(cache), cache.allocations):
+        if stale or cache.layers[0].keys.shape[2] < cache.capacity or mine.buffers[0] != cache.allocations:
             for kernel in self.kernels:
                 cache.buffers(kernel.index, x, int(about.key_heads), int(about.size))
             held = [cache.layers[kernel.index] for kernel in self.kernels]
-            where = [pointers([getattr(layer, name).data_ptr() for layer in held]) for name in ("keys", "values")]
-            self._buffers = (id(cache), cache.allocations), *where
-        keys = cache.layers[0].keys
-        return self._buffers[1], self._buffers[2], keys.stride(0), keys.stride(1)
+            keys, values = (pointers([getattr(layer, name).data_ptr() for layer in held]) for name in ("keys", "values"))
+            mine.buffers = cache.allocations, keys, values
+        first = cache.layers[0].keys
+        return mine.buffers[1], mine.buffers[2], first.stride(0), first.stride(1)
 
     def _angles(self, x: Tensor, positions: Tensor, needed: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""
@@ -284,10 +298,11 @@ class NativeModel:
         rotary = self.base.rotary_emb
         if getattr(rotary, "rope_type", None) not in BY_POSITION:
             return None
-        if self._tables is None or self._tables[0].shape[0] < needed:
+        tables = self._tables
+        if tables is None or tables[0].shape[0] < needed:
             cos, sin = rotary(x, position_ids=torch.arange(max(1024, 2 * needed))[None])
-            self._tables = cos[0].contiguous(), sin[0].contiguous()
-        return self._tables
+            self._tables = tables = cos[0].contiguous(), sin[0].contiguous()
+        return tables
 
 
 class Direct:

@@ -63,8 +63,7 @@ class Product:
         else:
             weight = joined(weights)
             self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
-        self._input: Tensor | None = None
-        self._outputs: Sequence[Tensor] = ()
+        self._computed: tuple[Tensor | None, Sequence[Tensor]] = (None, ())  # an input and the outputs for it
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., sum of outputs]`` for ``x`` ``[..., inputs]``."""
@@ -95,12 +94,11 @@ class Product:
         last = index == len(self.layers) - 1
 
         def forward(x: Tensor) -> Tensor:
-            if x is not self._input:
-                self._input, self._outputs = x, torch.split(self(x), self.sizes, -1)
-            output = self._outputs[index]
-            if last:
-                self._input, self._outputs = None, ()
-            return output
+            given, outputs = self._computed  # another thread may replace both at any time
+            if x is not given:
+                outputs = torch.split(self(x), self.sizes, -1)
+            self._computed = (None, ()) if last else (x, outputs)
+            return outputs[index]
 
         return forward
 

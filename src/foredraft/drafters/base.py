@@ -199,6 +199,11 @@ class DrafterHooks:
         last token of the prompt of ``rows[r]``, ``[1, F * d]``, or at every token, ``[L, F * d]``, with ``info.whole_prompt``. The first
         generated token has no hidden state yet."""
 
+    def shared(self) -> list[object]:
+        """What others may use as well, but no two threads at once: models, heads, stores that were handed in; called once it is bound."""
+        used = (self.info.draft_model and self.info.draft_model.model, self.info.head)
+        return [each for each in used if each is not None]
+
     def reset(self) -> None:
         """Forget every row, after an error or an abandoned stream."""
 

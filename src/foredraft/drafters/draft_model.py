@@ -83,7 +83,8 @@ class DraftModel(Drafter):
         difference = vocabulary_difference(target.model, unwrap(draft))
         if difference:
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
-        self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=isinstance(self.source, str))
+        owned = isinstance(self.source, str)
+        self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=owned, wait=target.wait)
         self.info = replace(self.info, draft_model=self._target)
         self._loops = draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size

@@ -94,6 +94,9 @@ class NGram(Drafter):
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         return self.offer.of(shape)
 
+    def shared(self) -> list[object]:
+        return [self.model] if self.learn else []
+
     def draft(self, request: DraftRequest) -> TokenTree:
         self._count(request.rows)
         large = self.siblings == "auto" and request.vocab_size > DENSE and not request.needs_q

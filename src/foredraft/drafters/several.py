@@ -151,6 +151,9 @@ class Several(Drafter):
         for drafter in self.drafters:
             drafter.end(rows)
 
+    def shared(self) -> list[object]:
+        return [*self.drafters, *(each for drafter in self.drafters for each in drafter.shared())]
+
     def reset(self) -> None:
         self._parts = []
         for drafter in self.drafters:

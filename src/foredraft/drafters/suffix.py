@@ -117,6 +117,9 @@ class Suffix(Drafter):
             if self.learn and len(row.ids) > row.prompt_length:
                 self.store.add(row.ids[max(0, row.prompt_length - self.max_match) :])
 
+    def shared(self) -> list[object]:
+        return [self.store] if self.learn else []
+
     def reset(self) -> None:
         self._texts.clear()
 

@@ -76,6 +76,7 @@ class TreeCache(Cache):
 
     Attributes:
         lengths: tokens cached per live row, in physical order.
+        scratch: what kernels keep between passes over this cache.
     """
 
     is_compileable = False
@@ -90,6 +91,7 @@ class TreeCache(Cache):
         self.window: Window | None = None
         self.spoiled: dict[int, int] = {}  # rows behind the live ones whose slots from there on were overwritten
         self.allocations = 0  # so far; what pointed into the buffers is stale when this changes
+        self.scratch: Any = None
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._viewed: list[Any] | None = None
 
@@ -237,7 +239,7 @@ class TreeCache(Cache):
     def forget(self) -> None:
         """Release every buffer and row; the next ones begin as small as the first."""
         self.layers, self.lengths, self.window = [], [], None
-        self._viewed, self.spoiled = None, {}
+        self._viewed, self.scratch, self.spoiled = None, None, {}
         self.row_capacity, self.capacity = 1, self._least
 
     @property

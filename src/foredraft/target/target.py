@@ -22,6 +22,7 @@ from foredraft.models.support import ModelFacts, describe
 from foredraft.models.weights import fingerprint, unwrap
 from foredraft.target.prefixes import shared_beginnings
 from foredraft.tree import TokenTree
+from foredraft.turns import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +48,7 @@ class Target:
             takes the fastest of the first three on a CPU, where weights need not be held twice, and ``eager`` on CUDA.
         owned: nobody else holds the model, so that packed weights may replace the originals.
         attention: how passes that need a mask attend: ``model`` and ``auto``, as the model was loaded; ``flex``, through FlexAttention.
+        wait: where another thread is using the model, wait until it is done.
 
     Attributes:
         backend: what makes the passes.
@@ -57,6 +59,7 @@ class Target:
     Raises:
         UnsupportedModelError: the model cannot roll back, or fails the self-test.
         ConfigurationError: an execution or an attention that the model cannot have.
+        BusyError: another thread is using the model.
     """
 
     def __init__(
@@ -69,12 +72,13 @@ class Target:
         execution: str = "auto",
         owned: bool = False,
         attention: str = "auto",
+        wait: bool = False,
     ):
-        self.model = unwrap(model)
+        self.model, self.wait = unwrap(model), wait
         facts = ModelFacts.of(self.model)
         self.vocab_size, self.context, self.device = facts.vocab_size, facts.context, facts.device
         self.prefill_chunk = prefill_chunk
-        self.owner: object = None  # the session whose rows these are
+        self.owner: object = None  # a token of the session whose rows these are
         self.reuse_prefix = reuse_prefix
         self._texts: list[Sequence[int]] = []  # of live rows
         self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones held when they were dropped
@@ -84,7 +88,8 @@ class Target:
         self.hidden: Tensor | None = None
         self.prompt_hidden: list[Tensor] | None = None
         self._check_mode()
-        self.backend = choose(facts, execution=execution, attention=attention, owned=owned, test=test, chunk=prefill_chunk)
+        with Turn([], [self.model], wait=wait):
+            self.backend = choose(facts, execution=execution, attention=attention, owned=owned, test=test, chunk=prefill_chunk)
 
     @property
     def chains_only(self) -> str | None:
