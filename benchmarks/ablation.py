@@ -367,15 +367,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("studies", nargs="*")
     parser.add_argument("--out", type=Path, default=Path("ablation"))
-    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--beginnings", type=int, help="prompts per study")
     parser.add_argument("--suites", nargs="*")
     given = parser.parse_args()
     known = studies()
     given.out.mkdir(parents=True, exist_ok=True)
     for name in given.studies or known:
         study = known[name]()
-        if given.prompts:
-            study = replace(study, prompts=given.prompts)
+        if given.beginnings:
+            study = replace(study, prompts=given.beginnings)
         if given.suites:
             study = replace(study, suites=tuple(given.suites))
         outcomes = []

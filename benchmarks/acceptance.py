@@ -53,7 +53,7 @@ COMPARED = (("iid", "block", "rejection"), ("without-replacement", "traversal", 
 class Settings(PairSettings):
     target: str = option("zoo:python-8m", "A path, a hub id or zoo:NAME.")
     dtype: str = option("float32", "bfloat16, float32 or float16.")
-    prompts: int = option(25, "Beginnings of files, all in one batch.", least=1)
+    prompts: int = option(25, "Beginnings of files, all in one batch.", least=1, flag="--beginnings")
     seeds: int = option(2, "Continuations of each prompt.", least=1)
     tokens: int = option(64, "New tokens per continuation.", least=2)
     chain: str = option("chain(5)", "Chains, separated by spaces.")

@@ -1,6 +1,7 @@
 """Prompts for the speed suite: the embedded ones, random token ids, or files in the formats that benchmarks are published in.
 
 ==========  ===========================================================================================================
+text        one prompt a line, as ``foredraft generate --prompts`` has it; the formats below are those of ``.jsonl`` files
 jsonl       one ``{"prompt": "…"}`` a line
 spec-bench  ``question.jsonl``: ``question_id``, ``category``, ``turns``; turns after the first follow the answer before
 humaneval   ``task_id``, ``prompt``
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import prompts
+from foredraft.cli.prompts import read_prompts
 from foredraft.errors import ConfigurationError
 
 EMBEDDED = "embedded"
@@ -82,7 +84,9 @@ def embedded() -> list[Prompt]:
 
 
 def from_file(path: Path) -> list[Prompt]:
-    """A file of JSON lines in any of the formats, recognised by the members of its first object."""
+    """A ``.jsonl`` file in any of the formats, recognised by the members of its first object; any other file has a prompt per line."""
+    if path.suffix != ".jsonl":
+        return [Prompt(f"{path.stem}-{number}", path.stem, (text,)) for number, text in enumerate(read_prompts(None, path), 1)]
     try:
         lines = path.read_bytes().decode("utf-8").splitlines()
     except OSError as error:

@@ -33,7 +33,7 @@ TARGET_PASS, DRAFT_PASS = "target", "draft"
 @dataclass(frozen=True)
 class Settings(PairSettings):
     tokens: int = option(64, "New tokens per prompt.", least=2)
-    prompts: int = option(5, "How many of the five prompts.", least=1)
+    prompts: int = option(5, "How many of the five prompts.", least=1, flag="--beginnings")
     repeats: int = option(5, "Measured repeats, after the warm-up.", least=1)
     draft_length: int = option(5, "γ, tokens drafted per round.", least=1)
     max_ngram: int = option(3, "Longest match that prompt lookup tries, on both sides.", least=1)

@@ -42,7 +42,7 @@ the target's logits to the verdict on the host; and all else."""
 class Settings(PairSettings):
     shapes: str = option("chain(4) product(4,1,1,1) dynamic(depth=4,k=4,total=16)", "Separated by spaces.")
     nodes: int = option(16, "Drafted nodes of the shapes that the figure is about.", least=1)
-    prompts: int = option(5, "How many of the five prompts.", least=1)
+    prompts: int = option(5, "How many of the five prompts.", least=1, flag="--beginnings")
     rounds: int = option(12, "Measured rounds per prompt.", least=1)
     repeats: int = option(3, "Measured repeats, after the warm-up.", least=1)
 

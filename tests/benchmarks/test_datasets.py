@@ -33,6 +33,14 @@ def test_formats(tmp_path, entry, expected):
     assert datasets.read(written(tmp_path, entry)) == [expected]
 
 
+def test_a_text_file_has_a_prompt_per_line(tmp_path):
+    (tmp_path / "some.txt").write_text("def a():\n\nimport b\n")
+    assert [(each.name, each.turns) for each in datasets.read(str(tmp_path / "some.txt"))] == [
+        ("some-1", ("def a():",)),
+        ("some-2", ("import b",)),
+    ]
+
+
 def test_the_limit_is_per_category(tmp_path):
     entries = [{"question_id": index, "category": "ab"[index % 2], "turns": ["t"]} for index in range(6)]
     assert [each.name for each in datasets.read(written(tmp_path, *entries), 2)] == ["0", "1", "2", "3"]

@@ -222,7 +222,7 @@ def test_without_the_reference_no_tokens_are_compared():
 def test_a_failure_makes_the_exit_code_1(tmp_path):
     """A draft of another vocabulary: both sides refuse it, the other modes are measured."""
     tiny_llama(50).save_pretrained(tmp_path / "draft")
-    quick = [*OPTIONS, "--prompts", "1", "--repeats", "1", "--noise-repeats", "0"]
+    quick = [*OPTIONS, "--beginnings", "1", "--repeats", "1", "--noise-repeats", "0"]
     result = CliRunner().invoke(app, ["overhead", *quick, "--draft", str(tmp_path / "draft"), "--out", str(tmp_path)])
     assert result.exit_code == 1
     document = report.load(tmp_path / "overhead.json.gz")

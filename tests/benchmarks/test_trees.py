@@ -176,7 +176,7 @@ def test_watching_leaves_nothing_behind():
 def timed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trees")
     options = ["--target", "zoo:python-1m", "--shapes", "chain(2) product(2,1) dynamic(depth=2,k=2,total=4)", "--nodes", "4"]
-    options += ["--threads", "1", "--prompts", "1", "--rounds", "2", "--repeats", "2"]
+    options += ["--threads", "1", "--beginnings", "1", "--rounds", "2", "--repeats", "2"]
     result = CliRunner().invoke(app, ["trees", *options, "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return report.load(folder / "trees.json.gz"), (folder / "trees.md").read_text()

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from foredraft import __version__, drafters, verification, zoo
+from foredraft import Speculator, __version__, drafters, verification, zoo
 from foredraft.cli import app, demo_report, printers
 from foredraft.cli.demo import Demo, Difference, Setting
 from foredraft.cli.detokenizer import UNFINISHED, Detokenizer
@@ -76,7 +76,9 @@ def tiny(tmp_path_factory, tokenizer):
 # -- help and lists -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("demo",), ("models",), ("drafters",), ("rules",), ("audit",), ("tune",)])
+@pytest.mark.parametrize(
+    "command", [(), ("generate",), ("chat",), ("demo",), ("models",), ("drafters",), ("rules",), ("audit",), ("tune",)]
+)
 def test_help(command):
     result = cli(*command, "--help")
     assert result.exit_code == 0 and "Usage: foredraft" in result.stdout and "--help" in result.stdout
@@ -85,7 +87,8 @@ def test_help(command):
 def test_every_option_of_generate_is_explained():
     text = process("generate", "--help", env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}).communicate()[0]
     options = (
-        "target drafter drafter-option rule draft-length temperature top-k top-p seed max-new-tokens batch-size prompts chat dtype device"
+        "target drafter drafter-option rule draft-length temperature top-k top-p min-p repetition-penalty stop seed max-new-tokens "
+        "batch-size prompts chat system dtype device"
     )
     for option in [*options.split(), "threads", "json", "logprobs", "show"]:
         line = next(line for line in text.splitlines() if f"--{option} " in line)
@@ -198,39 +201,37 @@ def test_prompts_from_a_text_file_come_back_under_headers(tmp_path):
         assert text.count(header) == 1
 
 
-def test_json_has_texts_tokens_and_statistics(tmp_path, tokenizer):
+def lines(*arguments):
+    """What ``generate --json`` writes, in the order of the prompts."""
+    return sorted(map(json.loads, generate(*arguments, "--json").stdout.splitlines()), key=lambda line: line["index"])
+
+
+def test_json_is_a_line_per_prompt(tmp_path, tokenizer):
     file = tmp_path / "prompts.jsonl"
     prompts = ["def first():\n    return", "import os\nimport", "x"]
     file.write_text("".join(json.dumps({"prompt": prompt, "other": 1}) + "\n" for prompt in prompts))
-    result = generate("--prompts", file, *EXACT, "--batch-size", 2, "--json")
-    document = json.loads(result.stdout)
-    assert result.stderr == ""
-    assert [entry["prompt"] for entry in document["results"]] == prompts
-    for entry in document["results"]:
-        assert entry["text"] == tokenizer.decode(entry["tokens"], skip_special_tokens=True)
-        assert entry["finish_reason"] in ("eos", "length")
-        assert entry["stats"]["tokens"] == len(entry["tokens"]) <= 24
-    stats = document["stats"]
-    assert stats["new_tokens"] == sum(len(entry["tokens"]) for entry in document["results"])
-    assert stats["target_passes"] >= 2 and stats["rule"] == "match" and stats["lossless"] is True and stats["seed"] is None
-    assert len(stats["rows"]) == 3
+    found = lines("--prompts", file, *EXACT, "--batch-size", 2)
+    assert [line["prompt"] for line in found] == prompts and [line["index"] for line in found] == [0, 1, 2]
+    for line in found:
+        assert line["text"] == tokenizer.decode(line["tokens"], skip_special_tokens=True)
+        assert line["finish_reason"] in ("eos", "length") and line["seed"] is None and line["target"] == "zoo:python-8m"
+        assert line["stats"]["tokens"] == len(line["tokens"]) <= 24 and line["stats"]["acceptance_length"] >= 1
 
 
 def test_json_has_log_probabilities_where_asked_for():
-    (entry,) = json.loads(generate("def first():\n    return", *EXACT, "--logprobs", 2, "--json").stdout)["results"]
+    (entry,) = lines("def first():\n    return", *EXACT, "--logprobs", 2)
     chosen, ids, values = (entry["logprobs"][name] for name in ("chosen", "ids", "values"))
     assert len(chosen) == len(ids) == len(values) == len(entry["tokens"])
     assert [best for best, _ in ids] == entry["tokens"], "greedy"
     assert chosen == pytest.approx([best for best, _ in values], abs=1e-5)
     assert all(second <= best <= 0 for best, second in values)
-    own = json.loads(generate("x", "--max-new-tokens", 3, "--logprobs", 0, "--json").stdout)["results"][0]["logprobs"]
+    own = lines("x", "--max-new-tokens", 3, "--logprobs", 0)[0]["logprobs"]
     assert len(own["chosen"]) == 3 and own["ids"] == [[]] * 3
-    assert "logprobs" not in json.loads(generate("x", "--max-new-tokens", 3, "--json").stdout)["results"][0]
+    assert "logprobs" not in lines("x", "--max-new-tokens", 3)[0]
 
 
 def test_json_says_null_where_there_is_no_figure():
-    stats = json.loads(generate("x", "--max-new-tokens", 1, "--json").stdout)["stats"]
-    assert stats["acceptance_length"] is None
+    assert lines("x", "--max-new-tokens", 1)[0]["stats"]["acceptance_length"] is None
 
 
 def test_a_seed_gives_its_text_whatever_the_drafter_and_the_batch(tmp_path):
@@ -238,8 +239,8 @@ def test_a_seed_gives_its_text_whatever_the_drafter_and_the_batch(tmp_path):
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def one():\n", "import re\n", "def one():\n")))
 
     def texts(*arguments):
-        document = json.loads(generate("--prompts", file, *EXACT, "--temperature", 0.9, "--top-p", 0.95, *arguments, "--json").stdout)
-        return [entry["text"] for entry in document["results"]], document["stats"]["seed"]
+        found = lines("--prompts", file, *EXACT, "--temperature", 0.9, "--top-p", 0.95, *arguments)
+        return [line["text"] for line in found], found[0]["seed"]
 
     reference = texts("--seed", 5, "--drafter", "none", "--batch-size", 1)
     assert reference[1] == 5 and reference[0][0] != reference[0][2], "each prompt has randomness of its own"
@@ -258,8 +259,7 @@ def test_show_sets_accepted_tokens_off_in_brackets_and_changes_nothing_else():
     shown, bare = generate(*arguments, "--show"), generate(*arguments)
     assert "⟦" in shown.stdout and "⟦drafted and accepted⟧" in shown.stderr and "\x1b" not in shown.stdout
     assert shown.stdout.replace("⟦", "").replace("⟧", "") == bare.stdout
-    document = json.loads(generate(*arguments, "--json").stdout)
-    assert document["stats"]["accepted"] > 0
+    assert lines(*arguments)[0]["stats"]["accepted"] > 0
 
 
 @pytest.mark.parametrize(("environment", "opening"), [({}, "\x1b[4;32m"), ({"NO_COLOR": "1"}, "⟦"), ({"TERM": "dumb"}, "⟦")])
@@ -275,17 +275,18 @@ def test_colour_on_a_terminal_unless_refused(monkeypatch, environment, opening):
 
 
 def test_chat_applies_the_template(tiny):
-    document = json.loads(generate("hello", "--target", tiny, "--chat", "--max-new-tokens", 8, "--json").stdout)
-    plain = json.loads(generate("# user: hello\n", "--target", tiny, "--max-new-tokens", 8, "--json").stdout)
-    assert document["results"][0]["tokens"] == plain["results"][0]["tokens"]
+    how = ("--target", tiny, "--max-new-tokens", 8)
+    assert lines("hello", *how, "--chat")[0]["tokens"] == lines("# user: hello\n", *how)[0]["tokens"]
+    both = lines("hello", *how, "--chat", "--system", "be brief")[0]["tokens"]
+    assert both == lines("# system: be brief\n# user: hello\n", *how)[0]["tokens"]
+    assert "--system needs --chat" in cli("generate", "hello", *how, "--system", "be brief").stderr
 
 
 def test_a_batch_without_a_pad_token(tiny, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("a\nsome longer prompt\n")
-    document = json.loads(generate("--prompts", file, "--target", tiny, "--max-new-tokens", 6, "--json").stdout)
-    alone = json.loads(generate("a", "--target", tiny, "--max-new-tokens", 6, "--json").stdout)
-    assert document["results"][0]["tokens"] == alone["results"][0]["tokens"]
+    how = ("--target", tiny, "--max-new-tokens", 6)
+    assert lines("--prompts", file, *how)[0]["tokens"] == lines("a", *how)[0]["tokens"]
 
 
 def test_the_ngram_drafter_counts_a_text_with_the_targets_tokenizer(tmp_path):
@@ -295,7 +296,38 @@ def test_the_ngram_drafter_counts_a_text_with_the_targets_tokenizer(tmp_path):
 
 
 def test_greedy_decoding_says_that_filters_change_nothing():
-    assert "--top-k and --top-p change nothing" in generate("x", "--top-k", 5, "--max-new-tokens", 2).stderr
+    assert "--top-k, --top-p and --min-p change nothing" in generate("x", "--top-k", 5, "--max-new-tokens", 2).stderr
+
+
+@pytest.fixture
+def sampling(tiny):
+    """``tiny`` with a generation config of its own."""
+    own = tiny / "generation_config.json"
+    before = own.read_text()
+    own.write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 20, "max_new_tokens": 5, "repetition_penalty": 1.3}))
+    yield tiny
+    own.write_text(before)
+
+
+def test_the_models_generation_config_holds_as_in_python(sampling, tokenizer):
+    """A model that samples by its own config samples here, with its filters, penalty and length."""
+    (found,) = lines("a b", "--target", sampling, "--seed", 3)
+    speculator = Speculator(str(sampling))
+    expected = speculator.generate(**tokenizer("a b", return_tensors="pt"), seed=[(3, 0)]).sequences[0, -5:].tolist()
+    assert found["tokens"] == expected and found["seed"] == 3
+    (greedy,) = lines("a b", "--target", sampling, "--temperature", 0, "--max-new-tokens", 7)
+    assert len(greedy["tokens"]) == 7 and greedy["seed"] is None and greedy["tokens"][:5] != expected
+
+
+def test_stop_min_p_and_repetition_penalty():
+    assert lines("x = 1\nx = 1\nx", *EXACT)[0]["tokens"] != lines("x = 1\nx = 1\nx", *EXACT, "--repetition-penalty", 3)[0]["tokens"]
+    (free,) = lines("import os\n", *EXACT)
+    word = free["text"].split()[1]
+    (stopped,) = lines("import os\n", *EXACT, "--stop", word, "--stop", "never there")
+    assert stopped["finish_reason"] == "stop" and stopped["text"].count(word) == 1 and free["text"].startswith(stopped["text"])
+    how = ("def a", *EXACT, "--temperature", 3, "--seed", 1)
+    (likely,) = lines(*how, "--min-p", 1.0)
+    assert likely["tokens"] == lines("def a", *EXACT)[0]["tokens"] != lines(*how)[0]["tokens"]
 
 
 # -- refusals and failures ----------------------------------------------------------------------------------------------
@@ -317,7 +349,7 @@ def test_greedy_decoding_says_that_filters_change_nothing():
         (("x", "--target", "zoo:python-ngram"), "is an n-gram table, not a model"),
         (("x", "--dtype", "int8"), "unknown dtype 'int8'"),
         (("x", "--device", "nope"), "device 'nope' cannot be used here"),
-        (("x", "--chat"), "no chat template"),
+        (("x", "--chat"), "has no chat template; use foredraft generate without --chat"),
         (("x", "--show", "--json"), "--show does not work with --json"),
         (("x", "--logprobs", "2"), "--logprobs needs --json"),
         (("x", "--logprobs", "999999", "--json"), "output_logprobs must be a whole number from 0"),
@@ -393,19 +425,19 @@ def test_interrupt_prints_what_was_generated_and_the_figures(tiny):
     assert stderr.startswith("interrupted · ") and "plain decoding" in stderr and len(stderr.splitlines()) == 1
 
 
-def test_interrupt_with_json_still_gives_the_document(tiny, monkeypatch):
-    calls = []
+def test_interrupt_with_json_still_gives_the_line(tiny, monkeypatch):
+    calls, real = [], printers.JsonPrinter.committed
 
     def committed(self, result, pieces):
+        real(self, result, pieces)
         calls.append(result)
         if len(calls) == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(printers.JsonPrinter, "committed", committed)
     result = cli("generate", "x", "--target", tiny, "--max-new-tokens", 500, "--drafter", "none", "--json")
-    document = json.loads(result.stdout)
-    assert result.exit_code == 130 and document["interrupted"] is True
-    assert document["results"][0]["finish_reason"] == "interrupted" and len(document["results"][0]["tokens"]) == 3
+    line = json.loads(result.stdout)
+    assert result.exit_code == 130 and line["finish_reason"] == "interrupted" and len(line["tokens"]) == 3
 
 
 def test_interrupt_while_loading(monkeypatch):

@@ -10,7 +10,7 @@ import typer
 from foredraft import __version__
 from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
-from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, note, write_json
+from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, write_json
 from foredraft.cli.heads import convert, export
 from foredraft.cli.options import (
     LINES,
@@ -25,9 +25,16 @@ from foredraft.cli.options import (
     DrafterOption,
     Dtype,
     JsonFile,
+    MaxNewTokens,
+    MinP,
+    ModelsTemperature,
     PromptFile,
     Quantization,
+    RepetitionPenalty,
+    Seed,
     Shape,
+    Stop,
+    System,
     Target,
     Temperature,
     Threads,
@@ -37,6 +44,7 @@ from foredraft.cli.options import (
     VerificationRule,
 )
 from foredraft.cli.train import train
+from foredraft.errors import ConfigurationError
 
 app = typer.Typer(
     help="Faster text generation with unmodified Hugging Face models, with the same output distribution (speculative decoding).",
@@ -82,6 +90,7 @@ def generate(
     prompts: Annotated[Path | None, PROMPTS(metavar="FILE", show_default=False, help=LINES)] = None,
     batch_size: Annotated[int, PROMPTS(min=1, help="Most prompts per batch.")] = 8,
     chat: Annotated[bool, PROMPTS("--chat", help="Each prompt is a user's message; apply the chat template.")] = False,
+    system: System = None,
     target: Target = "zoo:python-8m",
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -93,21 +102,17 @@ def generate(
     shape: Shape = None,
     draft_length: Annotated[int | None, SPECULATION(min=0, help="The same as --shape 'chain(N)'.", show_default=False)] = None,
     lossy: Annotated[bool, SPECULATION("--lossy", help="Allow a rule that changes the output distribution.")] = False,
-    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Most new tokens per prompt.")] = 128,
-    temperature: Temperature = 0.0,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: ModelsTemperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    seed: Annotated[
-        int | None,
-        SAMPLING(
-            min=0,
-            help="The same seed gives the same text. With rules other than match this needs a fixed --shape.",
-            show_default="drawn, and shown at the end",
-        ),
-    ] = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: Stop = None,
+    seed: Seed = None,
     show: Annotated[bool, OUTPUT("--show", help="Highlight accepted draft tokens.")] = False,
     verbose: Verbose = False,
-    as_json: Annotated[bool, OUTPUT("--json", help="One JSON document with texts, tokens and statistics.")] = False,
+    as_json: Annotated[bool, OUTPUT("--json", help="One JSON object per prompt and line, as soon as it is complete.")] = False,
     logprobs: Annotated[
         int | None,
         OUTPUT(
@@ -118,7 +123,9 @@ def generate(
         ),
     ] = None,
 ) -> None:
-    """Generate text for one or more prompts. Text is streamed to stdout; how much faster than plain decoding it was goes to stderr.
+    """Generate text for one or more prompts, as the model's generation config says where no option does.
+
+    Text is streamed to stdout; how much faster than plain decoding it was goes to stderr.
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C (what was generated is printed).
     """
@@ -134,13 +141,26 @@ def generate(
             target, drafter, drafter_option or (), rule, shape, draft_length, not lossy, dtype, device, threads, quantization
         )
         check(configuration)
-        if temperature == 0 and not (top_k is None and top_p is None):
-            note("note: --top-k and --top-p change nothing at temperature 0, which is greedy decoding")
+        if system is not None and not chat:
+            raise ConfigurationError("--system needs --chat")
         with Progress(f"loading {target}") as progress:
             printer = make_printer(progress, count=len(texts), show=show, as_json=as_json, logprobs=logprobs is not None, verbose=verbose)
             from foredraft.cli.generation import generate
 
-            decoding = Decoding(max_new_tokens, temperature, top_k, top_p, seed, batch_size, chat, logprobs)
+            decoding = Decoding(
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                stop=stop or (),
+                seed=seed,
+                batch_size=batch_size,
+                chat=chat,
+                system=system,
+                logprobs=logprobs,
+            )
             try:
                 outcome = generate(texts, configuration, decoding, printer, progress)
             finally:
@@ -148,6 +168,61 @@ def generate(
             printer.finished(outcome)
         if outcome.interrupted:
             raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def chat(
+    target: Annotated[str, typer.Argument(metavar="MODEL", help="A chat model: a path or a hub id.", show_default=False)],
+    system: System = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    device: Device = None,
+    threads: Threads = None,
+    drafter: Drafter = None,
+    drafter_option: DrafterOption = None,
+    rule: VerificationRule = "auto",
+    shape: Shape = None,
+    max_new_tokens: Annotated[int | None, SAMPLING(min=1, help="Most tokens per answer.", show_default="the model's, or 1024")] = None,
+    temperature: ModelsTemperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    stop: Stop = None,
+    seed: Seed = None,
+    drafted: Annotated[bool, OUTPUT("--drafted", help="Highlight accepted draft tokens.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Talk with a model. /help lists what can be typed beside messages; Ctrl-C stops an answer, Ctrl-D leaves.
+
+    Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
+    """
+    from foredraft.cli.checks import check
+    from foredraft.cli.progress import Progress
+    from foredraft.cli.settings import Configuration, Decoding
+
+    with exit_codes():
+        configuration = Configuration(
+            target, drafter, drafter_option or (), rule, shape, dtype=dtype, device=device, threads=threads, quantization=quantization
+        )
+        check(configuration)
+        decoding = Decoding(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            stop=stop or (),
+            seed=seed,
+            longest=1024,
+        )
+        with Progress(f"loading {target}") as progress:
+            from foredraft.cli.chat import Chat
+
+            conversation = Chat(configuration, decoding, system=system, drafted=drafted, verbose=verbose)
+            progress.clear()
+            conversation.run()
 
 
 @app.command()

@@ -10,7 +10,7 @@ import torch
 
 from foredraft import drafters
 from foredraft.cli.detokenizer import Detokenizer
-from foredraft.cli.failures import first_line, quiet
+from foredraft.cli.failures import first_line, note, quiet
 from foredraft.cli.figures import combine
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
@@ -31,24 +31,31 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     """Continue every prompt, at most ``batch_size`` at a time; Ctrl-C ends it with what there is."""
     quiet()
     tokenizer = load_tokenizer(configuration.target)
-    rows = encode(tokenizer, list(prompts), chat=decoding.chat, target=configuration.target)
+    rows = encode(tokenizer, prompts, chat=decoding.chat, target=configuration.target, system=decoding.system)
     results = [Result(index, prompt, ids, Detokenizer(tokenizer, ids)) for index, (prompt, ids) in enumerate(zip(prompts, rows))]
     speculator = load_speculator(configuration, tokenizer)
     seed = decoding.seed if decoding.seed is not None else secrets.randbits(32)
     token = next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
+    sampled = decoding.sampled(speculator.model.generation_config)
+    if decoding.filters() and not sampled:
+        progress.clear()
+        note("note: --top-k, --top-p and --min-p change nothing in greedy decoding; add --temperature 1 to sample")
+    arguments = decoding.arguments(speculator.model.generation_config, tokenizer)
+    printer.begin(configuration, seed if sampled else None)
     progress.show("reading the prompt")
     stats: list[Stats] = []
     interrupted = False
     for start in range(0, len(results), decoding.batch_size):
         batch = results[start : start + decoding.batch_size]
         ids = pad([result.ids for result in batch], speculator.target.device, token)
-        stream = speculator.stream(**ids, seed=[(seed, result.index) for result in batch], **decoding.arguments())
+        stream = speculator.stream(**ids, seed=[(seed, result.index) for result in batch], **arguments)
         stats.append(stream.stats)
         try:
             for tokens in stream:
                 result = batch[tokens.row]
                 if tokens.logprobs is not None:
                     result.logprobs.append(tokens.logprobs)
+                result.stats = stream.stats.rows[tokens.row]
                 printer.committed(result, result.extend(tokens, tokens.accepted, tokens.finish_reason))
         except KeyboardInterrupt:
             interrupted = True
@@ -58,8 +65,8 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
             break
         finally:
             stream.close()
-    total = combine(stats, seed=seed if decoding.sampled else None)
-    return Outcome(configuration, results[: len(total.rows)], total, decoding.sampled, interrupted)
+    total = combine(stats, seed=seed if sampled else None)
+    return Outcome(configuration, results[: len(total.rows)], total, sampled, interrupted)
 
 
 def load_speculator(configuration: Configuration, tokenizer: Any, *, reuse_prefix: bool = True) -> Speculator:

@@ -69,6 +69,27 @@ TopP = Annotated[
     float | None,
     SAMPLING(min=0.0, max=1.0, help="Sample from the most likely tokens whose probabilities sum to this.", show_default="the model's"),
 ]
+MinP = Annotated[
+    float | None,
+    SAMPLING(min=0.0, max=1.0, help="Leave out tokens less likely than this share of the most likely one.", show_default="the model's"),
+]
+RepetitionPenalty = Annotated[
+    float | None, SAMPLING(help="Above 1, tokens of the text so far become less likely.", show_default="the model's, or none")
+]
+ModelsTemperature = Annotated[
+    float | None, SAMPLING(min=0.0, help="Above 0, sample; at 0, decode greedily.", show_default="as the model's generation config says")
+]
+MaxNewTokens = Annotated[int | None, SAMPLING(min=1, help="Most new tokens per prompt.", show_default="the model's, or 128")]
+Stop = Annotated[list[str] | None, SAMPLING(metavar="TEXT", help="End where this appears; repeat for more.", show_default=False)]
+Seed = Annotated[
+    int | None,
+    SAMPLING(
+        min=0,
+        help="The same seed gives the same text. With rules other than match this needs a fixed --shape.",
+        show_default="drawn, and shown at the end",
+    ),
+]
+System = Annotated[str | None, PROMPTS(metavar="TEXT", help="A system message for the chat template.", show_default=False)]
 Temperature = Annotated[float, SAMPLING(min=0.0, help="Above 0, sample; at 0, decode greedily.")]
 JsonFile = Annotated[Path | None, OUTPUT("--json", metavar="FILE", help="Write the full report to this file.", show_default=False)]
 Verbose = Annotated[bool, OUTPUT("--verbose", help="Show all figures: passes, drafted and accepted tokens, shape, rule.")]

@@ -1,4 +1,4 @@
-"""What a generation looks like: text as it is committed, results under headers, or one JSON document."""
+"""What a generation looks like: text as it is committed, results under headers, or lines of JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from foredraft.cli.settings import Outcome, Result
+    from foredraft.cli.settings import Configuration, Outcome, Result
 
 Pieces = Sequence[tuple[str, bool]]
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
@@ -30,6 +31,9 @@ class Printer:
     def __init__(self, progress: Progress, *, show: bool = False, verbose: bool = False):
         self.progress, self.verbose = progress, verbose
         self.mark = Marking(show)
+
+    def begin(self, configuration: Configuration, seed: int | None) -> None:
+        """The model is loaded; ``seed`` is None for greedy decoding."""
 
     def committed(self, result: Result, pieces: Pieces) -> None:
         raise TypeError(f"{type(self).__name__} must define committed(result, pieces)")
@@ -97,36 +101,28 @@ class BatchPrinter(Printer):
 
 
 class JsonPrinter(Printer):
-    """Nothing until the end, then one document on stdout."""
+    """A line of JSON on stdout for each prompt that is complete."""
+
+    def begin(self, configuration: Configuration, seed: int | None) -> None:
+        drafter = configuration.drafter_name
+        self.facts = {"target": configuration.target, "drafter": drafter, "seed": seed, "foredraft": __version__}
 
     def committed(self, result: Result, pieces: Pieces) -> None:
-        self.progress.show(f"{len(result.tokens)} tokens of prompt {result.index + 1}")
-
-    def finished(self, outcome: Outcome) -> None:
-        self.end_line()
-        write(json.dumps(without_nan(self._document(outcome)), allow_nan=False) + "\n")
-
-    def _document(self, outcome: Outcome) -> dict[str, Any]:
-        stats = outcome.stats.to_dict()
-        results = [
-            {
-                "prompt": result.prompt,
-                "text": result.text,
-                "tokens": result.tokens,
-                "finish_reason": result.finish_reason,
-                "stats": row,
-                **logprobs_of(result),
-            }
-            for result, row in zip(outcome.results, stats["rows"])
-        ]
-        return {
-            "foredraft": __version__,
-            "target": outcome.configuration.target,
-            "drafter": outcome.configuration.drafter_name,
-            "interrupted": outcome.interrupted,
-            "results": results,
-            "stats": {**stats, "tokens_per_second": outcome.stats.tokens_per_second},
+        if result.finish_reason is None:
+            self.progress.show(f"{len(result.tokens)} tokens of prompt {result.index + 1}")
+            return
+        self.progress.clear()
+        line = {
+            "index": result.index,
+            "prompt": result.prompt,
+            "text": result.text,
+            "tokens": result.tokens,
+            "finish_reason": result.finish_reason,
+            "stats": None if result.stats is None else {**asdict(result.stats), "acceptance_length": result.stats.acceptance_length},
+            **logprobs_of(result),
+            **self.facts,
         }
+        write(json.dumps(without_nan(line), allow_nan=False) + "\n")
 
 
 def logprobs_of(result: Result) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from foredraft.errors import ConfigurationError
 if TYPE_CHECKING:
     from foredraft.cli.detokenizer import Detokenizer
     from foredraft.logits.logprobs import LogProbs
-    from foredraft.stats import Stats
+    from foredraft.stats import RowStats, Stats
 
 PAIRED = {"zoo:python-300m": "draft-model:zoo:python-1m"}  # targets whose passes are dear enough for this drafter to pay
 
@@ -58,30 +58,46 @@ class Contest(Configuration):
 
 @dataclass(frozen=True)
 class Decoding:
-    """How each prompt is continued. Sampling is on when ``temperature`` is above 0."""
+    """How each prompt is continued; what is None stays as the model's generation config has it, as in Python. A ``temperature`` above 0
+    samples, 0 is greedy. ``longest`` limits the new tokens where neither ``max_new_tokens`` nor the model does."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
+    max_new_tokens: int | None = None
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: Sequence[str] = ()
     seed: int | None = None
     batch_size: int = 8
     chat: bool = False
+    system: str | None = None
     logprobs: int | None = None
+    longest: int = 128
 
-    @property
-    def sampled(self) -> bool:
-        return self.temperature > 0
+    def sampled(self, defaults: Any) -> bool:
+        """Whether a model with ``defaults``, its generation config, samples."""
+        return bool(defaults.do_sample) if self.temperature is None else self.temperature > 0
+
+    def filters(self) -> dict[str, Any]:
+        """What only matters when sampling, as far as it was given."""
+        filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        return {name: value for name, value in filters.items() if value is not None}
 
     def sampling(self) -> dict[str, Any]:
-        """How tokens are chosen; what is None stays as the model's generation config has it."""
-        filters = {"top_k": self.top_k, "top_p": self.top_p}
-        given = {"temperature": self.temperature, **{name: value for name, value in filters.items() if value is not None}}
-        return {"do_sample": self.sampled, **(given if self.sampled else {})}
+        """How tokens are chosen."""
+        if self.temperature is None:
+            return self.filters()
+        return {"do_sample": True, "temperature": self.temperature, **self.filters()} if self.temperature > 0 else {"do_sample": False}
 
-    def arguments(self) -> dict[str, Any]:
-        """For ``Speculator.stream``."""
-        return {"max_new_tokens": self.max_new_tokens, "output_logprobs": self.logprobs, **self.sampling()}
+    def arguments(self, defaults: Any, tokenizer: Any) -> dict[str, Any]:
+        """For ``Speculator.stream`` of a model with ``defaults``."""
+        given = {"output_logprobs": self.logprobs, "repetition_penalty": self.repetition_penalty, "max_new_tokens": self.max_new_tokens}
+        if self.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length is None:
+            given["max_new_tokens"] = self.longest
+        stop = {"stop_strings": list(self.stop), "tokenizer": tokenizer} if self.stop else {}
+        sampling = self.sampling() if self.sampled(defaults) else {"do_sample": False}
+        return {**{name: value for name, value in given.items() if value is not None}, **stop, **sampling}
 
 
 @dataclass
@@ -96,6 +112,7 @@ class Result:
     pieces: list[tuple[str, bool]] = field(default_factory=list)
     finish_reason: str | None = None
     logprobs: list[LogProbs] = field(default_factory=list)
+    stats: RowStats | None = None
 
     @property
     def text(self) -> str:
