@@ -110,6 +110,7 @@ class Chat:
         finally:
             stream.close()
             write("\n")
+        stream.stats.seed = self.seed
         self.turn += 1
         self.messages = [*conversation, *messages("assistant", result.text)]
         interrupted = result.finish_reason == "interrupted"
