@@ -20,7 +20,21 @@ import foredraft
 SOURCE = Path(foredraft.__file__).parent
 ROOTS = {name: SOURCE if name == "foredraft" else SOURCE.parents[1] / name for name in ("foredraft", "benchmarks", "recipes")}
 LAYERS = [
-    {"errors", "caching", "files", "device", "speedup", "stats", "inflation", "parents", "registry", "tree", "turns"},
+    {
+        "errors",
+        "caching",
+        "files",
+        "device",
+        "describing",
+        "detokenizer",
+        "speedup",
+        "stats",
+        "inflation",
+        "parents",
+        "registry",
+        "tree",
+        "turns",
+    },
     {"zoo", "shapes"},
     {"hub"},
     {"logits"},
@@ -35,6 +49,7 @@ LAYERS = [
     {"round"},
     {"session", "testing"},
     {"preparation"},
+    {"text"},
     {"speculator"},
     {"auditing", "training", "attachment"},
     {"__init__"},  # the public API

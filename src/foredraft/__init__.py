@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from foredraft.stats import RowStats, Stats
     from foredraft.target import Target, TreeCache
     from foredraft.testing import ScriptedDrafter, TableTarget
+    from foredraft.text import Text
     from foredraft.tree import TokenTree
     from foredraft.verification.base import Rule, Verdict
 
@@ -71,6 +72,7 @@ _HOMES = {
     "TreeCache": "foredraft.target:TreeCache",
     "ScriptedDrafter": "foredraft.testing:ScriptedDrafter",
     "TableTarget": "foredraft.testing:TableTarget",
+    "Text": "foredraft.text:Text",
     "TokenTree": "foredraft.tree:TokenTree",
     "Rule": "foredraft.verification.base:Rule",
     "Verdict": "foredraft.verification.base:Verdict",
@@ -100,6 +102,7 @@ __all__ = [
     "TableTarget",
     "Target",
     "TargetOutputError",
+    "Text",
     "TokenTree",
     "Tokens",
     "TreeCache",

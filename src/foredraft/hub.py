@@ -16,6 +16,11 @@ PATIENCE = 3.0  # seconds that the hub gets to answer
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+def named(source: Any) -> Any:
+    """A path as the name of what is there; anything else as it is."""
+    return str(source.expanduser().absolute()) if isinstance(source, Path) else source
+
+
 def check_path(source: str) -> None:
     """Say so plainly, where transformers would take a path that does not exist for a malformed hub id.
 

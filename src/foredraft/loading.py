@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ PADDING = 1024  # vocabularies that differ by less are taken for one vocabulary 
 
 
 def load_model(
-    source: str,
+    source: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -35,6 +36,7 @@ def load_model(
     Raises:
         ConfigurationError: ``source`` is no model; the message says what was tried.
     """
+    source = hub.named(source)
     check_quantization(quantization, source)
     if source.startswith(zoo.PREFIX):
         if quantization is None:
@@ -58,12 +60,13 @@ def load_model(
     return model.eval() if device in (None, "auto") else model.to(device).eval()
 
 
-def load_tokenizer(source: str, *, local: bool = False) -> Any:
+def load_tokenizer(source: str | Path, *, local: bool = False) -> Any:
     """The tokenizer at ``source``: a path, a hub id or ``zoo:NAME``; ``local`` asks no network.
 
     Raises:
         ConfigurationError: there is none.
     """
+    source = hub.named(source)
     if source.startswith(zoo.PREFIX):
         return zoo.load_tokenizer(source)
     hub.check_path(source)

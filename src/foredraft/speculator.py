@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foredraft import drafters, verification
+from foredraft.describing import Described
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.none import NoDrafter
 from foredraft.errors import ConfigurationError, Interrupted
-from foredraft.loading import load_model
+from foredraft.hub import named
+from foredraft.loading import load_model, name_of
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Seed
 from foredraft.planning import AUTO, FixedPlanner, Planner, make_planner
@@ -33,23 +37,27 @@ from foredraft.session import Session, turn_of
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.stats import Stats
 from foredraft.target import Target, unwrap
+from foredraft.text import TextInterface
 from foredraft.tree import Proposal
 from foredraft.turns import Turn
 from foredraft.verification import Rule
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 DEFAULT_SHAPE = AUTO
 
 
-@dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
+@dataclass(repr=False)
+class SpeculativeOutput(Described, GenerateDecoderOnlyOutput):
     """What transformers returns for a decoder-only model, plus ``stats`` (:class:`foredraft.Stats`) and, if requested, ``logprobs``
     (:class:`foredraft.LogProbs`) per row."""
 
     stats: Stats | None = None
     logprobs: tuple[LogProbs, ...] | None = None
+
+    def facts(self, *, all: bool = False) -> dict[str, Any]:
+        if all:
+            return dict(self)
+        summary = {} if self.stats is None else {"new_tokens": self.stats.new_tokens, "summary": self.stats.summary()}
+        return {"sequences": list(self.sequences.shape), **summary}
 
 
 class Tokens(list[int]):
@@ -68,12 +76,12 @@ class Tokens(list[int]):
         self.logprobs = commit.logprobs
 
 
-class Speculator:
+class Speculator(TextInterface, Described):
     """Generates text from an unmodified model in fewer forward passes, with the same output distribution.
 
     Args:
         model: the target: a causal ``PreTrainedModel``, a path, a hub id, or ``"zoo:NAME"``.
-        drafter: a name, ``"NAME:SOURCE"``, or a :class:`~foredraft.drafters.base.Drafter`.
+        drafter: a name, ``"NAME:SOURCE"``, a :class:`~foredraft.drafters.base.Drafter`, or a model object, which becomes a draft model.
         drafter_options: keyword arguments of a drafter given by name.
         rule: ``"auto"``, a name, or a :class:`~foredraft.verification.Rule`.
         shape: the largest tree per round: a :class:`~foredraft.shapes.TreeShape`, or a string such as ``"chain(5)"``,
@@ -94,6 +102,7 @@ class Speculator:
             is ``"model"``.
         quantization: ``"int8"`` loads a model given by name with int8 weights (torchao; see docs/quantization.md). The text then has the
             output distribution of the int8 model, not of the original checkpoint.
+        tokenizer: for text in and text out; the model's own unless given.
         wait: where another thread is using this Speculator or a model of it, wait until it is done, instead of raising BusyError.
 
     Threads: one call runs at a time on a Speculator, and on a model object, however many Speculators use it. A call from a second
@@ -111,8 +120,8 @@ class Speculator:
 
     def __init__(
         self,
-        model: PreTrainedModel | str,
-        drafter: Drafter | str = "prompt-lookup",
+        model: PreTrainedModel | str | Path,
+        drafter: Drafter | PreTrainedModel | str = "prompt-lookup",
         *,
         drafter_options: dict[str, Any] | None = None,
         rule: Rule | str = "auto",
@@ -128,7 +137,9 @@ class Speculator:
         attention: str = "auto",
         quantization: str | None = None,
         wait: bool = False,
+        tokenizer: Any = None,
     ):
+        model, self._tokenizer = named(model), tokenizer
         wanted = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
             raise ConfigurationError("dtype and device say how to load a model by name; a model object is used as it is")
@@ -163,6 +174,11 @@ class Speculator:
     def shape(self) -> TreeShape:
         """The largest tree that may be drafted in a round; it prints as "auto" where it is chosen anew in each."""
         return self.planner.shape
+
+    def facts(self, *, all: bool = False) -> dict[str, Any]:
+        few = {"model": name_of(self.model), "drafter": self.drafter, "rule": self.rule.name, "shape": self.shape}
+        about = {"class": type(self.model).__name__, "dtype": self.model.dtype, "device": self.model.device}
+        return {**few, **about, "execution": self.target.execution, **self.target.reasons} if all else few
 
     def _plan(self, shape: TreeShape | None, rule: Rule | str, lossless: bool) -> Planner:
         """Who chooses the shapes. Where all of them have to be chains, the rule is the one for chains."""
@@ -450,11 +466,13 @@ def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
         )
 
 
-def _drafter(drafter: Drafter | str, options: dict[str, Any] | None) -> Drafter:
+def _drafter(drafter: Drafter | PreTrainedModel | str, options: dict[str, Any] | None) -> Drafter:
     if isinstance(drafter, str):
         return drafters.create(drafter, options)
+    if isinstance(drafter, PreTrainedModel):
+        return drafters.create("draft-model", {"source": drafter, **(options or {})})
     if not isinstance(drafter, Drafter):
-        raise ConfigurationError(f"drafter must be a Drafter, a name or 'NAME:SOURCE', got {type(drafter).__name__}")
+        raise ConfigurationError(f"drafter must be a Drafter, a model, a name or 'NAME:SOURCE', got {type(drafter).__name__}")
     if options:
         raise ConfigurationError("drafter_options need a drafter given by name; pass the options to the drafter's constructor instead")
     return drafter

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from foredraft.describing import Described
 from foredraft.speedup import Speedup
 
 
-@dataclass
-class RowStats:
+@dataclass(repr=False)
+class RowStats(Described):
     """Counts of one row. ``finish_reason`` is eos, stop, length, context or removed; None while the row runs."""
 
     passes: int = 0
@@ -23,14 +24,18 @@ class RowStats:
     finish_reason: str | None = None
     token_times: list[float] = field(default_factory=list)
 
+    def facts(self, *, all: bool = False) -> dict[str, Any]:
+        names = ("tokens", "passes", "kept", "drafted", "accepted", "finish_reason")
+        return {name: getattr(self, name) for name in (names if all else ("tokens", "passes", "finish_reason"))}
+
     @property
     def acceptance_length(self) -> float:
         """Tokens kept per pass of this row; 1 for plain decoding, NaN before the first pass."""
         return self.kept / self.passes if self.passes else float("nan")
 
 
-@dataclass
-class Stats:
+@dataclass(repr=False)
+class Stats(Described):
     """Counts and times of one call.
 
     A *row-pass* is one live row in one target pass after the prefill. The prefill and the token it yields are left out of
@@ -73,6 +78,11 @@ class Stats:
     speedup: Speedup = field(default_factory=Speedup)
     rows: list[RowStats] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter, repr=False)
+
+    def facts(self, *, all: bool = False) -> dict[str, Any]:
+        if all:
+            return {"summary": self.summary(), **self.to_dict()}
+        return {name: getattr(self, name) for name in ("new_tokens", "target_passes", "drafter", "rule")} | {"summary": self.summary()}
 
     @property
     def acceptance_length(self) -> float:

@@ -9,6 +9,7 @@ make of such tables (``noise.py``); the keyed one compares texts token for token
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foredraft.auditing import exact, keyed, noise, statistical
@@ -17,6 +18,7 @@ from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import LEFT_OUT, AuditReport, ExactnessError, ExactPart, KeyedPart, NoisePart, StatisticalPart
 from foredraft.auditing.tally import Design
 from foredraft.errors import ConfigurationError
+from foredraft.hub import named
 from foredraft.loading import name_of
 from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
@@ -42,7 +44,7 @@ MOST_POSITIONS = 24  # of a continuation in the statistical part
 
 
 def audit(
-    target: Speculator | PreTrainedModel | str,
+    target: Speculator | PreTrainedModel | str | Path,
     drafter: Drafter | str | None = None,
     *,
     rule: Rule | str = "auto",
@@ -81,6 +83,7 @@ def audit(
     """
     counts = {"max_new_tokens": max_new_tokens, "samples": samples, "batch_size": batch_size}
     check_options(parts, {"significance": significance, "bias": bias}, counts, sampling)
+    target = named(target)
     if not isinstance(target, Speculator):
         precision, drafter = (dtype or "float32") if isinstance(target, str) else dtype, "prompt-lookup" if drafter is None else drafter
         speculator = Speculator(

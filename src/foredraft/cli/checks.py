@@ -77,7 +77,7 @@ def check_drafter(spec: str, options: Mapping[str, Any]) -> None:
         zoo.find(source)
     elif "PreTrainedModel" in kinds:
         check_source(source)
-    elif "Path" not in kinds:  # a head
+    elif "Head" in kinds:
         hub.on_this_machine(source)
     elif not (path := Path(source).expanduser()).exists() and (parameters["source"].default is Parameter.empty or not path.parent.is_dir()):
         how = f"; make one with 'foredraft datastore build FILES... --out {source}'" if name == "rest" else ""

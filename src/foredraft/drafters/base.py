@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from foredraft.describing import Described
 from foredraft.device import to_device
 from foredraft.logits.noise import Purpose, argmax
 from foredraft.logits.sampler import Sampler
@@ -214,7 +216,7 @@ class DrafterHooks:
         """Called once, at the end: give back what :meth:`Drafter.bind` took or changed."""
 
 
-class Drafter(DrafterHooks):
+class Drafter(DrafterHooks, Described):
     """Base of drafters. A subclass sets ``name``, ``summary`` and ``info`` and writes :meth:`draft`; one with state also writes
     :meth:`bind`, :meth:`begin`, :meth:`observe` and :meth:`end`. :class:`DrafterHooks` lists the optional rest. The keyword arguments of
     its constructor are its options.
@@ -228,6 +230,12 @@ class Drafter(DrafterHooks):
     summary: ClassVar[str]
     expected_accepted: float | None = None
     owner: object = None
+
+    def facts(self, *, all: bool = False) -> dict[str, Any]:
+        source = getattr(self, "source", None)
+        named = source if isinstance(source, (str, Path)) else getattr(source, "name_or_path", None) or type(source).__name__
+        few = {} if source is None else {"source": named}
+        return {**few, "summary": self.summary, **vars(self.info)} if all else few
 
     def bind(self, target: Target) -> None:
         """Called once, before any row begins. Raise ConfigurationError here if this target cannot be drafted for."""

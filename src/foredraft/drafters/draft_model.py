@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from foredraft.drafters.draft_loops import DraftLoop, draft_loops
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
+from foredraft.hub import named
 from foredraft.loading import load_model, vocabulary_difference
 from foredraft.parents import depths_of
 from foredraft.quantization import check_quantization
@@ -48,7 +50,7 @@ class DraftModel(Drafter):
 
     def __init__(
         self,
-        source: str | PreTrainedModel,
+        source: str | Path | PreTrainedModel,
         *,
         siblings: str = "auto",
         dtype: str | torch.dtype | None = None,
@@ -56,6 +58,7 @@ class DraftModel(Drafter):
         execution: str = "auto",
         quantization: str | None = None,
     ):
+        source = named(source)
         check_quantization(quantization, source)
         self.offer = offered(siblings, DRAWN)
         self.info = replace(self.info, proposals=self.offer.chains)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,7 +68,7 @@ class Eagle3(HeadDrafter):
     info = replace(HeadDrafter.info, proposals=DRAWN.chains)
     summary = "a one-layer decoder over the target's hidden states, run autoregressively; chains and trees"
 
-    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
+    def __init__(self, source: str | Path | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
         super().__init__(source, siblings=siblings, quantization=quantization)
         self.offer = offered(siblings, DRAWN)
         self.info = replace(self.info, proposals=self.offer.chains, whole_prompt=True, catches_up=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads import find
 from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.hub import named
 from foredraft.quantization import check_quantization, quantize_linear_layers
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
@@ -40,7 +42,8 @@ class HeadDrafter(Drafter):
     kind: ClassVar[str]  # of its head
     info = DrafterInfo(proposals=SHARED.chains, branches=True, grows=True, runs_a_model=True)
 
-    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
+    def __init__(self, source: str | Path | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
+        source = named(source)
         if not isinstance(source, (str, find(self.kind), type(None))):
             raise ConfigurationError(f"drafter {self.name!r} takes a {self.kind} head, a path or a name, not a {type(source).__name__}")
         check_quantization(quantization, source or "")

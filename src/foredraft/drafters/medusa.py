@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Medusa(HeadDrafter):
     _successors: NgramLogOdds | None = None
 
     def __init__(
-        self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, successors: str = "auto"
+        self, source: str | Path | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, successors: str = "auto"
     ):
         super().__init__(source, siblings=siblings, quantization=quantization)
         if successors not in SUCCESSORS:

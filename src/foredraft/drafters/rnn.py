@@ -7,6 +7,7 @@ is that after what is committed, but for the root: rejected branches never enter
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ class Rnn(HeadDrafter):
     name = kind = "rnn"
     summary = "a small recurrent network that starts at the target's last hidden state; chains and trees"
 
-    def __init__(self, source: str | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, window: int = 512):
+    def __init__(
+        self, source: str | Path | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, window: int = 512
+    ):
         super().__init__(source, siblings=siblings, quantization=quantization)
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ConfigurationError(f"window must be a whole number of at least 1, got {window!r}")

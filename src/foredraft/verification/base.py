@@ -7,11 +7,12 @@ distribution at every node and says which path survives and which token of the t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from foredraft.describing import Described
 from foredraft.logits.noise import Randomness
 from foredraft.tree import Proposal, TokenTree
 
@@ -31,7 +32,7 @@ class Verdict:
     next_token: Tensor
 
 
-class Rule:
+class Rule(Described):
     """Base of verification rules. A subclass sets the class variables and defines :meth:`verify`.
 
     Attributes:
@@ -49,6 +50,10 @@ class Rule:
     chains_only: ClassVar[bool] = False
     needs_q: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
+
+    def facts(self, *, all: bool = False) -> dict[str, Any]:
+        few = {"lossless": self.lossless}
+        return {**few, "summary": self.summary, "proposals": ", ".join(self.proposals), "chains_only": self.chains_only} if all else few
 
     def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
         """Verdict for ``tree`` given the target's ``p`` ``[R, N, V]`` (rows sum to 1) at every node."""

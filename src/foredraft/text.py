@@ -1,0 +1,174 @@
+"""Text in, text out: prompts and conversations become token ids, and rows become texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from foredraft.detokenizer import Detokenizer
+from foredraft.errors import ConfigurationError
+from foredraft.loading import load_tokenizer, name_of
+from foredraft.preparation import pad
+
+if TYPE_CHECKING:
+    from foredraft.logits.logprobs import LogProbs
+    from foredraft.stats import Stats
+
+Prompt = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
+MAX_NEW_TOKENS = 256  # where neither the call nor the model's generation config says how many
+
+
+class Text(str):
+    """The text that continues a prompt: a ``str`` that knows where it came from.
+
+    Attributes:
+        tokens: its token ids, with the end token if there was one.
+        finish_reason: eos, stop, length or context.
+        stats: of the whole call (:class:`foredraft.Stats`), whose prompts share it.
+        logprobs: :class:`foredraft.LogProbs` of the tokens if they were asked for, else None.
+    """
+
+    tokens: list[int]
+    finish_reason: str | None
+    stats: Stats
+    logprobs: LogProbs | None
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self)}</pre><small>{escape(self.stats.summary())}</small>"
+
+
+def is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether these are several prompts; the messages of one conversation are one."""
+    return not isinstance(prompts, (str, bytes)) and isinstance(prompts, Sequence) and not (prompts and isinstance(prompts[0], Mapping))
+
+
+def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """The token ids of a text, or of a conversation up to where the next answer begins.
+
+    Raises:
+        ConfigurationError: it is neither, it has no tokens, or the tokenizer has no chat template or one that refuses the conversation.
+    """
+    if isinstance(prompt, str):
+        ids = list(tokenizer(prompt)["input_ids"])
+        if not ids:
+            raise ConfigurationError(f"the tokenizer of {tokenizer.name_or_path!r} produces no tokens for the prompt {prompt!r}")
+        return ids
+    if not isinstance(prompt, Sequence) or not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in prompt):
+        raise ConfigurationError(
+            "a prompt is a text, or a list of messages such as {'role': 'user', 'content': 'Hello'}, and this is of type "
+            f"{type(prompt).__name__}; generate takes token ids"
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigurationError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; give a text instead of messages")
+    try:
+        text = str(tokenizer.apply_chat_template([dict(each) for each in prompt], tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program of the model's author
+        raise ConfigurationError(f"the chat template of {tokenizer.name_or_path!r} refused the messages: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def decoded(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Text:
+    """The text of ``tokens`` that follow ``prompt``."""
+    detokenizer = Detokenizer(tokenizer, prompt)
+    text = Text(detokenizer.feed(tokens) + detokenizer.flush())
+    text.tokens = list(tokens)
+    return text
+
+
+def padding_token(tokenizer: Any) -> int:
+    return next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
+
+
+def with_limit(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``arguments`` of ``generate`` with :data:`MAX_NEW_TOKENS`, unless they or the model's generation ``config`` limit the text."""
+    given = arguments.get("generation_config") or config
+    limited = any(arguments.get(name) is not None or getattr(given, name, None) is not None for name in ("max_new_tokens", "max_length"))
+    return {**({} if limited else {"max_new_tokens": MAX_NEW_TOKENS}), **arguments}
+
+
+class TextStream(Iterator[str]):
+    """Iterator over pieces of text, none of which cuts a character in two; ``stats`` holds what happened so far, ``close`` ends it."""
+
+    def __init__(self, stream: Any, detokenizer: Detokenizer):
+        self._stream = stream
+        self._pieces = self._read(detokenizer)
+
+    def _read(self, detokenizer: Detokenizer) -> Iterator[str]:
+        for tokens in self._stream:
+            if piece := detokenizer.feed(tokens):
+                yield piece
+        if piece := detokenizer.flush():
+            yield piece
+
+    @property
+    def stats(self) -> Stats:
+        return self._stream.stats
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the generation; the Speculator is ready for the next call."""
+        self._stream.close()
+
+
+class TextInterface:
+    """Text in, text out, on top of ``generate`` and ``stream``."""
+
+    model: Any
+    _tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The one that was given, or else the model's own.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self._tokenizer is None:
+            if not self.model.name_or_path:
+                raise ConfigurationError("the model was made in memory and names no tokenizer; pass Speculator(..., tokenizer=...)")
+            self._tokenizer = load_tokenizer(name_of(self.model))
+        return self._tokenizer
+
+    def __call__(self, prompts: Prompt | Sequence[Prompt], **arguments: Any) -> Text | list[Text]:
+        """Continue a text, or answer a conversation.
+
+        Args:
+            prompts: a text; a conversation, as a list of messages such as ``{"role": "user", "content": "Hello"}``, which goes through the
+                tokenizer's chat template; or a list of either, which makes a batch.
+            arguments: those of :meth:`generate`, ``seed`` and ``output_logprobs`` included; stop strings need no tokenizer. Unless these or
+                the model's generation config say how long the text may get, it has at most 256 new tokens.
+
+        Returns:
+            :class:`foredraft.Text`, a ``str`` with ``tokens``, ``finish_reason``, ``stats`` and ``logprobs``: a list of them for a list of
+            prompts, and with ``num_return_sequences`` above 1, as many for each prompt.
+
+        Raises:
+            ConfigurationError: as :meth:`generate`; no tokenizer, or one without a chat template.
+        """
+        batch = is_batch(prompts)
+        rows = [encode(self.tokenizer, prompt) for prompt in (prompts if batch else [prompts])]
+        if not rows:
+            raise ConfigurationError("no prompts; give at least one")
+        output = self.generate(**self._arguments(rows, arguments))  # type: ignore[attr-defined]
+        copies = len(output.sequences) // len(rows)
+        width, texts = max(map(len, rows)), []
+        for index, (line, row) in enumerate(zip(output.sequences.tolist(), output.stats.rows)):
+            text = decoded(self.tokenizer, rows[index // copies], line[width : width + row.tokens])
+            text.finish_reason, text.stats = row.finish_reason, output.stats
+            text.logprobs = output.logprobs[index] if output.logprobs else None
+            texts.append(text)
+        return texts if batch or copies > 1 else texts[0]
+
+    def stream_text(self, prompt: Prompt, **arguments: Any) -> TextStream:
+        """As calling with one prompt, but an iterator over pieces of text as they are generated. No piece cuts a character in two."""
+        if is_batch(prompt):
+            raise ConfigurationError("stream_text takes one prompt; use stream for a batch")
+        ids = encode(self.tokenizer, prompt)
+        return TextStream(self.stream(**self._arguments([ids], arguments)), Detokenizer(self.tokenizer, ids))  # type: ignore[attr-defined]
+
+    def _arguments(self, rows: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
+        padded = pad(rows, self.model.device, padding_token(self.tokenizer))
+        return {**padded, "tokenizer": self.tokenizer, **with_limit(self.model.generation_config, given)}
