@@ -36,7 +36,7 @@ def load_model(
     Raises:
         ConfigurationError: ``source`` is no model; the message says what was tried.
     """
-    source = hub.named(source)
+    source = str(hub.named(source))
     check_quantization(quantization, source)
     if source.startswith(zoo.PREFIX):
         if quantization is None:
@@ -66,7 +66,7 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> Any:
     Raises:
         ConfigurationError: there is none.
     """
-    source = hub.named(source)
+    source = str(hub.named(source))
     if source.startswith(zoo.PREFIX):
         return zoo.load_tokenizer(source)
     hub.check_path(source)

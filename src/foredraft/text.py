@@ -54,7 +54,8 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
         if not ids:
             raise ConfigurationError(f"the tokenizer of {tokenizer.name_or_path!r} produces no tokens for the prompt {prompt!r}")
         return ids
-    if not isinstance(prompt, Sequence) or not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in prompt):
+    messages: Any = prompt
+    if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages):
         raise ConfigurationError(
             "a prompt is a text, or a list of messages such as {'role': 'user', 'content': 'Hello'}, and this is of type "
             f"{type(prompt).__name__}; generate takes token ids"
@@ -62,7 +63,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigurationError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; give a text instead of messages")
     try:
-        text = str(tokenizer.apply_chat_template([dict(each) for each in prompt], tokenize=False, add_generation_prompt=True))
+        text = str(tokenizer.apply_chat_template([dict(each) for each in messages], tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program of the model's author
         raise ConfigurationError(f"the chat template of {tokenizer.name_or_path!r} refused the messages: {error}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -149,7 +150,8 @@ class TextInterface:
             ConfigurationError: as :meth:`generate`; no tokenizer, or one without a chat template.
         """
         batch = is_batch(prompts)
-        rows = [encode(self.tokenizer, prompt) for prompt in (prompts if batch else [prompts])]
+        several: Any = prompts if batch else [prompts]
+        rows = [encode(self.tokenizer, prompt) for prompt in several]
         if not rows:
             raise ConfigurationError("no prompts; give at least one")
         output = self.generate(**self._arguments(rows, arguments))  # type: ignore[attr-defined]
