@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 
 import pytest
 import torch
-from helpers import PAD, Oracle, added, alone, padded, perturbed, repetitive, tiny
+from architectures import ARCHITECTURES
+from helpers import PAD, Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny
 from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 
 import foredraft
@@ -228,3 +230,89 @@ def test_sampled_rows_keep_to_a_processor_that_slices(rule, shape):
     )
     for row, text in zip(padded(ROWS)["input_ids"], added(out, WIDTH)):
         assert [token % 2 for token in text] == [(int(row[0]) + place) % 2 for place in range(NEW)]
+
+
+# -- positions ----------------------------------------------------------------------------------------------------------
+
+HARD = {
+    "gpt2",
+    "opt",
+    "gpt_bigcode",
+    "biogpt",
+    "gptj",
+    "codegen",
+    "gpt_neo",
+    "mpt",
+}  # a table of positions, which transformers overruns too
+GOES_ON = ["llama", "gpt_neox", "gemma2", "falcon", "llama4_tuned", "qwen3_next"]
+
+
+def trained_for(positions, name="llama"):
+    model = clone(tiny(name, ARCHITECTURES[name].implementations[0]))
+    model.config.get_text_config().max_position_embeddings = positions
+    return model
+
+
+def as_transformers_beyond_its_positions(name, **options):
+    rows, model = repetitive((37, 29)), trained_for(40, name)
+    expected = [alone(model, row, max_new_tokens=14) for row in rows]
+    oracle = Oracle([row + text for row, text in zip(rows, expected)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        speculator = Speculator(model, oracle, **{"draft_length": 5, **options})
+        assert generate(speculator, rows[1:], max_new_tokens=11) == [expected[1][:11]]
+    with pytest.warns(UserWarning, match="trained for 40 tokens") as record:
+        out, _ = [speculator.generate(**padded(rows), max_new_tokens=14, pad_token_id=PAD) for _ in range(2)]
+    assert len(record) == 1, "one warning"
+    assert added(out, 37) == expected
+    assert [row.finish_reason for row in out.stats.rows] == ["length"] * 2
+    assert out.stats.accepted > 0
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_rope_model_goes_on_beyond_its_positions(name):
+    as_transformers_beyond_its_positions(name)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name, each in ARCHITECTURES.items() if each.support != "refused" and name not in HARD])
+def test_every_rope_model_goes_on(name):
+    if getattr(tiny(name, ARCHITECTURES[name].implementations[0]).config.get_text_config(), "rope_parameters", None) is None:
+        pytest.skip("no rotary positions")
+    as_transformers_beyond_its_positions(name)
+
+
+@pytest.mark.parametrize("options", [{"shape": "auto"}, {"shape": "product(2,2,1)"}, {"execution": "eager"}], ids=["auto", "tree", "eager"])
+@pytest.mark.filterwarnings("ignore:.*trained for 40 tokens")
+def test_trees_and_planned_shapes_go_on_too(options):
+    rows, model = repetitive((37, 29, 45)), trained_for(40)
+    expected = [alone(model, row, max_new_tokens=14) for row in rows]
+    for drafter in ("prompt-lookup", make_drafter("draft-model")):
+        shape = {**options, "shape": "chain(3)"} if drafter == "prompt-lookup" and "product" in options.get("shape", "") else options
+        assert generate(Speculator(model, drafter, **shape), rows, max_new_tokens=14) == expected
+    theirs = model.generate(
+        **padded(rows[2:]), max_new_tokens=14, pad_token_id=PAD, custom_generate=foredraft.custom_generate("prompt-lookup")
+    )
+    assert theirs[:, 45:].tolist() == expected[2:]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj"])
+def test_a_table_of_positions_ends_the_row(name):
+    model, (row,) = tiny(name, ARCHITECTURES[name].implementations[0]), prompts((509,))
+    out = Speculator(model, "prompt-lookup", draft_length=3).generate(**padded([row]), max_new_tokens=9, pad_token_id=PAD)
+    assert added(out, 509) == [alone(model, row, max_new_tokens=3)] and out.stats.rows[0].finish_reason == "context"
+
+
+def test_a_dynamic_ntk_model_ends_where_its_frequencies_would_change():
+    """Beyond, every pass would turn the keys in another way than those that are cached."""
+    config = clone(tiny()).config
+    config.max_position_embeddings = 40
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    model = type(tiny())(config).eval()
+    model.load_state_dict(tiny().state_dict())
+    with pytest.warns(UserWarning, match="dynamic.*beyond 40 tokens"):
+        speculator = Speculator(model, make_drafter("draft-model"), shape="product(2,2,1)")
+    rows = repetitive((37, 29))
+    out = speculator.generate(**padded(rows), max_new_tokens=14, pad_token_id=PAD)
+    assert added(out, 37) == [alone(model, row, max_new_tokens=40 - len(row)) for row in rows]
+    assert [row.finish_reason for row in out.stats.rows] == ["context"] * 2

@@ -7,6 +7,7 @@ number of tokens per round. What happens in a round is in :mod:`foredraft.round`
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -208,6 +209,7 @@ class Session:
             commits = self.loop.round(self.rows, together=not self._joined)
         else:
             return []
+        self._warn()
         self._depart()
         self.stats.clock()
         return commits
@@ -221,6 +223,15 @@ class Session:
         self.rows += rows
         self.loop.committed.clear()
         return self.loop.first_tokens(rows, [row.ids for row in rows], first=first)
+
+    def _warn(self) -> None:
+        """Say, once per target, that a row has more tokens than the model was made for."""
+        trained = self.target.trained
+        if trained is not None and not self.target.outgrown and any(len(row.ids) > trained for row in self.rows):
+            self.target.outgrown = True
+            warnings.warn(
+                f"the model was trained for {trained} tokens; a longer text goes on, as in transformers, but may become worse", stacklevel=2
+            )
 
     def _depart(self) -> None:
         """Finished rows leave and the others close up."""

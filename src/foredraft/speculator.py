@@ -457,8 +457,8 @@ def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
         raise ConfigurationError(refusal)
     if target.chains_only and not drafter.makes_chains(shape):
         raise ConfigurationError(f"the target can only verify chains: {target.chains_only}; use shape='chain({shape.depth})'")
-    if target.context is not None and shape.nodes >= target.context:
-        raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes, but the model's context holds only {target.context}; draft fewer")
+    if target.trained is not None and shape.nodes >= target.trained:
+        raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes, but the model's context holds only {target.trained}; draft fewer")
     siblings = shape.siblings if isinstance(shape, StaticShape) else 1
     if siblings > target.vocab_size:
         raise ConfigurationError(

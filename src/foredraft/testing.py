@@ -106,6 +106,8 @@ class TableTarget:
 
     def __init__(self, table: ProbabilityTable, *, context: int | None = None):
         self.table, self.vocab_size, self.context = table, table.vocab_size, context
+        self.trained = context
+        self.outgrown = False
         self.device = torch.device("cpu")
         self.passes = 0
         self.chains_only: str | None = None

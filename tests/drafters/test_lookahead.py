@@ -326,7 +326,7 @@ def test_at_the_end_of_the_models_context():
 
 def test_without_a_draft_the_window_stands_still():
     drafter = Lookahead(shift="stay")
-    drafter.bind(SimpleNamespace(device=torch.device("cpu"), chains_only=None, context=None))
+    drafter.bind(SimpleNamespace(device=torch.device("cpu"), chains_only=None, trained=None))
     row: Any = SimpleNamespace(slot=4, ids=[1, 2, 3], prompt_length=3, capacity=99)
     drafter.begin([row])
     asked = asking([row])

@@ -59,6 +59,7 @@ def test_a_wide_window_is_not_exceeded_and_a_small_context_not_overrun():
         Target(model)
     assert max(lengths) < 20
     model.config.sliding_window, model.config.max_position_embeddings = 400, 64
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
     lengths.clear()
     with watched(model, lambda kwargs: lengths.append(kwargs["input_ids"].shape[1])):
         Target(model)

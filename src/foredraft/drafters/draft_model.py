@@ -101,8 +101,8 @@ class DraftModel(Drafter):
         if self.model.chains_only:
             return f"the draft model can only draft chains: {self.model.chains_only}; use shape='chain({shape.depth})'"
         grown = max(shape.nodes, shape.k * (shape.levels - 1)) if isinstance(shape, DynamicShape) else shape.nodes
-        if self.model.context is not None and grown >= self.model.context:
-            return f"shape {shape} grows {grown} nodes, but the draft model's context holds only {self.model.context}; draft fewer"
+        if self.model.trained is not None and grown >= self.model.trained:
+            return f"shape {shape} grows {grown} nodes, but the draft model's context holds only {self.model.trained}; draft fewer"
         return None
 
     def begin(self, rows: Sequence[Row]) -> None:
@@ -200,7 +200,7 @@ class DraftModel(Drafter):
 
     def _room(self, row: Row) -> int:
         """How many tokens this model can still draft for ``row`` inside its own context."""
-        return row.capacity if self.model.context is None else max(0, self.model.context - len(row.ids))
+        return row.capacity if self.model.trained is None else max(0, self.model.trained - len(row.ids))
 
 
 def _moved(tree: TokenTree, device: torch.device) -> TokenTree:

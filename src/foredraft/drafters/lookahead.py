@@ -85,7 +85,7 @@ class Lookahead(Drafter):
     def bind(self, target: Target) -> None:
         usual = SIZES.get(target.device.type, SIZES["cuda"])
         self.window, self.ngram, self.guesses = (a if a is not None else b for a, b in zip(self._given, usual))
-        self.chains_only, self._context = target.chains_only is not None, target.context
+        self.chains_only, self._context = target.chains_only is not None, target.trained
         extra = 0 if self.chains_only else (self.window - 1) + self.window * (self.ngram - 2)
         self.info = replace(self.info, extra_nodes=extra)
         if self.chains_only and not self.text:

@@ -36,6 +36,7 @@ class ModelFacts:
         device: where input ids go.
         vocab_size: ids that it has logits for.
         context: most tokens that a row may hold; None if the model sets no limit.
+        trained: tokens that the model was made for; with rotary positions, rows go on beyond. None if the model does not say.
         chains_only: why it can verify chains but no branching trees; None if it takes trees.
     """
 
@@ -43,6 +44,7 @@ class ModelFacts:
     device: torch.device
     vocab_size: int
     context: int | None
+    trained: int | None
     chains_only: str | None
 
     @staticmethod
@@ -54,7 +56,7 @@ class ModelFacts:
         check_model(model)
         config = model.config.get_text_config()
         vocab_size: int = getattr(model.get_output_embeddings(), "out_features", None) or config.vocab_size
-        return ModelFacts(model, input_device(model), vocab_size, context_of(config), chains_only(model))
+        return ModelFacts(model, input_device(model), vocab_size, *context_of(config), chains_only(model))
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -95,26 +97,31 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
-def context_of(config: PreTrainedConfig) -> int | None:
-    """Most tokens that a row may hold; None if the model sets no limit.
+def context_of(config: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """Most tokens that a row may hold, None if there is no limit; and how many the model was made for, None if it does not say.
 
-    With longrope the whole pass is rotated in another way once any position lies beyond the original context: a draft that
-    reaches beyond it would change the logits before it, and what is cached would no longer fit. Such a model ends there, and
-    says so.
+    A table of positions ends. Rotary positions do not, and transformers goes on with them. But with longrope and dynamic scaling, the
+    whole pass is rotated in another way once any position lies beyond a boundary: a draft that reaches beyond it would change the logits
+    before it, and what is cached would no longer fit. Such a model ends there, and says so.
     """
     longest: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *ropes.values()]:
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            boundary = rope.get("original_max_position_embeddings") or longest
-            if boundary is not None and (longest is None or boundary < longest):
-                warnings.warn(
-                    f"{config.model_type} with longrope rotates every token in another way beyond {boundary} tokens; Foredraft serves it "
-                    f"up to there (of {longest})",
-                    stacklevel=4,
-                )
-                longest = boundary
-    return longest
+    kinds = [rope for rope in [ropes, *ropes.values()] if isinstance(rope, dict) and rope.get("rope_type")]
+    changing = [rope for rope in kinds if rope["rope_type"] == "longrope" or "dynamic" in rope["rope_type"]]
+    if not changing or longest is None:
+        return (None if kinds else longest), longest
+    rope_type = changing[0]["rope_type"]
+    boundary = longest
+    if rope_type == "longrope":
+        boundary = min(longest, changing[0].get("original_max_position_embeddings") or longest)
+    if boundary < longest or rope_type != "longrope":
+        of = f" (of {longest})" if boundary < longest else ""
+        warnings.warn(
+            f"{config.model_type} with {rope_type} rotary positions rotates every token in another way beyond {boundary} tokens; Foredraft "
+            f"serves it up to there{of}",
+            stacklevel=4,
+        )
+    return boundary, boundary
 
 
 def chains_only(model: PreTrainedModel) -> str | None:

@@ -228,7 +228,7 @@ class Measurement:
     def __init__(self, target: Target, drafter: Drafter, rows: int, largest: StaticShape, clock: Callable[[], float]):
         self.target, self.drafter, self.rows, self.largest, self.clock = target, drafter, rows, largest, clock
         self.times: dict[Any, list[float]] = {}
-        room = 10**9 if target.context is None else target.context - largest.nodes - 1
+        room = 10**9 if target.trained is None else target.trained - largest.nodes - 1
         self.prompt = max(1, min(PROMPT, room))
         self.longer = min(PROMPT * LONGER, room)
         passing = [target, drafter.info.draft_model]
@@ -270,8 +270,8 @@ class Measurement:
         self._open(self.texts)
         self.prompt_hidden = self.target.prompt_hidden if self.drafter.info.features else None
         most = self.largest.nodes + 1 + self.drafter.info.extra_nodes
-        if self.target.context is not None:
-            most = min(most, self.target.context - self.prompt)
+        if self.target.trained is not None:
+            most = min(most, self.target.trained - self.prompt)
         sizes = [size for size in dict.fromkeys((*SIZES, most)) if size <= most]
         trees = {size: self._chain(size) for size in sizes}
         self.in_turns({("target", size): self._scoring(trees[size]) for size in sizes}, deadline)

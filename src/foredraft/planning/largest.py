@@ -39,7 +39,7 @@ def largest_shape(
 
 def largest_fitting(target: Target, drafter: Drafter, fits: Callable[[TreeShape], bool]) -> StaticShape:
     """The largest shape that the target, the drafter and whoever else has a say in ``fits`` can do; a chain where trees are out."""
-    room = None if target.context is None else target.context // 4
+    room = None if target.trained is None else target.trained // 4
     depth = DEPTH if room is None else max(1, min(DEPTH, room))
     info = drafter.info
     depth = depth if info.max_depth is None else min(depth, info.max_depth)

@@ -51,6 +51,9 @@ class Target:
         wait: where another thread is using the model, wait until it is done.
 
     Attributes:
+        context: most tokens that a row may hold; None if the model sets no limit.
+        trained: tokens that the model was made for; None if it does not say.
+        outgrown: a session has warned that a row goes on beyond that.
         backend: what makes the passes.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
         hidden: ``[R, N - first, F * d]`` the :attr:`features` at the nodes of the last pass, :meth:`score` or :meth:`advance`, in the
@@ -77,6 +80,7 @@ class Target:
         self.model, self.wait = unwrap(model), wait
         facts = ModelFacts.of(self.model)
         self.vocab_size, self.context, self.device = facts.vocab_size, facts.context, facts.device
+        self.trained, self.outgrown = facts.trained, False
         self.prefill_chunk = prefill_chunk
         self.owner: object = None  # a token of the session whose rows these are
         self.reuse_prefix = reuse_prefix

@@ -50,7 +50,7 @@ class KernelLoop:
         if direct is None or not greedy(request) or model.device != request.device:
             return None
         if direct is not self._direct:
-            self._direct, self._kernel = direct, NativeGrowth.of(direct, model.cache, model.context)
+            self._direct, self._kernel = direct, NativeGrowth.of(direct, model.cache, model.trained)
         if self._kernel is None or max(request.rows[0].ids[model.lengths[0] :], default=0) >= model.vocab_size:
             return None
         return grow_by(self._kernel, request)
