@@ -38,6 +38,7 @@ def load_model(
     """
     source = str(hub.named(source))
     check_quantization(quantization, source)
+    device = parse_device(device)
     if source.startswith(zoo.PREFIX):
         if quantization is None:
             return zoo.load(source, dtype=parse_dtype(dtype), device=device)
@@ -81,6 +82,19 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> Any:
 def name_of(model: PreTrainedModel) -> str:
     """What a model is called: as it was asked for, not the folder that it was found in; its class if it was made in memory."""
     return str(getattr(model.config, "_name_or_path", "") or model.name_or_path or type(model).__name__)
+
+
+def parse_device(device: str | torch.device | None) -> str | torch.device | None:
+    """``device``; where it is ``"gpu"``, the one that torch has here, by whatever name.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if device != "gpu":
+        return device
+    if not torch.accelerator.is_available():
+        raise ConfigurationError("device 'gpu' cannot be used here: torch finds no GPU; leave device out, or write 'cpu'")
+    return torch.accelerator.current_accelerator()
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -22,9 +23,10 @@ from foredraft import Speculator, __version__, drafters, verification, zoo
 from foredraft.cli import app, demo_report, printers
 from foredraft.cli.demo import Demo, Difference, Setting
 from foredraft.cli.detokenizer import UNFINISHED, Detokenizer
-from foredraft.cli.figures import combine, figures_line, sentence
+from foredraft.cli.figures import combine, counted, figures_line, sentence
 from foredraft.cli.settings import Configuration, parse_options
 from foredraft.drafters.prompt_lookup import PromptLookup
+from foredraft.loading import parse_device
 from foredraft.speedup import Speedup
 from foredraft.stats import Stats
 
@@ -82,6 +84,28 @@ def tiny(tmp_path_factory, tokenizer):
 def test_help(command):
     result = cli(*command, "--help")
     assert result.exit_code == 0 and "Usage: foredraft" in result.stdout and "--help" in result.stdout
+
+
+def test_help_begins_with_what_most_people_want():
+    command = typer.main.get_command(app)
+    assert list(command.list_commands(typer.Context(command)))[:3] == ["generate", "chat", "tune"]
+    assert "foredraft[zoo]" in process("models", "--help").communicate()[0]
+
+
+def test_one_is_singular():
+    assert (
+        counted(1, "token") == "1 token" and counted(2, "target pass", "es") == "2 target passes"
+    assert counted(2000, "text") == "2,000 texts"
+    )
+
+
+def test_the_gpu_is_a_device(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    assert parse_device("gpu") == torch.device("cpu")
+    generate("x", "--device", "gpu", "--max-new-tokens", 2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert "torch finds no GPU" in cli("generate", "x", "--device", "gpu").stderr
 
 
 def test_every_option_of_generate_is_explained():

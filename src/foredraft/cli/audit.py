@@ -7,6 +7,7 @@ from typing import Any
 
 from foredraft.auditing import AuditReport, ExactPart, KeyedPart, NoisePart, StatisticalPart, audit
 from foredraft.cli.failures import quiet
+from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.settings import Configuration
 from foredraft.loading import load_tokenizer
@@ -50,7 +51,9 @@ def _line(part: str, passed: bool, text: str) -> str:
 
 def _exact(part: ExactPart) -> str:
     cut = ", cut down from the shape asked for" if part.cut else ""
-    return f"error {part.error:.1e} over every outcome of {part.tokens} tokens, vocabulary of {part.vocab_size}, {part.shape}{cut}"
+    return (
+        f"error {part.error:.1e} over every outcome of {counted(part.tokens, 'token')}, vocabulary of {part.vocab_size}, {part.shape}{cut}"
+    )
 
 
 def _noise(part: NoisePart) -> str:
@@ -64,7 +67,7 @@ def _keyed(part: KeyedPart) -> str:
     mode = "sampled with the same seeds" if part.sampled else "greedy"
     parted = f"{len(part.divergences)} leave the plain text, {part.faults} by a fault" if part.divergences else "all as plain decoding"
     return (
-        f"{mode}: {part.prompts} texts, {part.tokens} tokens, {part.accepted} of them drafted: {parted}; "
+        f"{mode}: {counted(part.prompts, 'text')}, {counted(part.tokens, 'token')}, {part.accepted:,} of them drafted: {parted}; "
         f"logits within {part.logits:.1e} (a fault above {part.limit:.1e})"
     )
 
@@ -78,9 +81,10 @@ def _divergences(part: KeyedPart) -> list[str]:
 
 
 def _statistical(part: StatisticalPart) -> str:
-    text = f"{part.continuations:,} continuations, {part.tokens:,} tokens, {part.rounds:.1f} rounds each, {part.acceptance:.0%} accepted: "
+    drawn = f"{counted(part.continuations, 'continuation')}, {counted(part.tokens, 'token')}"
+    text = f"{drawn}, {part.rounds:.1f} rounds each, {part.acceptance:.0%} accepted: "
     if part.impossible:
-        return text + f"{part.impossible} tokens are impossible after their text"
+        return text + f"{counted(part.impossible, 'impossible token')}"
     return text + f"p = {part.p_value:.2g}, corrected (a fault below {part.significance:g})"
 
 

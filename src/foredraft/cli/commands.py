@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import typer.core
 
 from foredraft import __version__
 from foredraft.cli.data import app as data
@@ -46,7 +47,18 @@ from foredraft.cli.options import (
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
 
+ORDER = ("generate", "chat", "tune", "suggest", "demo", "audit", "models", "drafters", "rules", "data", "train")
+
+
+class Ordered(typer.core.TyperGroup):
+    """Help lists the commands in :data:`ORDER`, then the others."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+
 app = typer.Typer(
+    cls=Ordered,
     help="Faster text generation with unmodified Hugging Face models, with the same output distribution (speculative decoding).",
     no_args_is_help=True,
     add_completion=False,
@@ -365,7 +377,7 @@ def tune(
 
 @app.command()
 def models() -> None:
-    """List the embedded models (pip install 'foredraft[zoo]'). Use them as zoo:NAME; they need no network."""
+    """List the embedded models (pip install 'foredraft\\[zoo]'). Use them as zoo:NAME; they need no network."""
     from foredraft.cli import tables
 
     with exit_codes():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.failures import exit_codes, note, quiet
+from foredraft.cli.figures import counted
 from foredraft.cli.options import Device, Dtype, Threads
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
@@ -113,7 +114,10 @@ def generate(
         source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
         with Bar() as bar:
             count = generation.generate(model, ids, answering, out, source=source, per_shard=shard_size, part=share, report=bar.show)
-        typer.echo(f"{out}: {count.shards} shards made, {count.rows:,} texts, {count.tokens:,} tokens, {count.seconds:.0f} s")
+        typer.echo(
+            f"{out}: {counted(count.shards, 'shard')} made, {counted(count.rows, 'text')}, {counted(count.tokens, 'token')}, "
+            f"{count.seconds:.0f} s"
+        )
 
 
 @app.command()
@@ -146,7 +150,7 @@ def hidden(
         model = load_model(target, dtype=dtype, device=pick_device(device, target))
         with Progress(f"reading {folder}") as progress:
             made = store(model, folder, wanted, batch_tokens=batch_tokens, report=lambda done, of: progress.show(f"{done} of {of} shards"))
-        typer.echo(f"{folder}: hidden states {features} of {made} shards stored")
+        typer.echo(f"{folder}: hidden states {features} of {counted(made, 'shard')} stored")
 
 
 @app.command()
@@ -173,8 +177,9 @@ def info(
             typer.echo(json.dumps(facts, indent=2))
             return
         typer.echo(
-            f"{folder}: {facts['texts']:,} texts by {facts['target']}, {facts['shards']} of {facts['of_shards']} shards; "
-            f"{facts['prompt_tokens']:,} tokens of prompts, {facts['answer_tokens']:,} of answers"
+            f"{folder}: {counted(facts['texts'], 'text')} by {facts['target']}, "
+            f"{facts['shards']} of {counted(facts['of_shards'], 'shard')}; "
+            f"{counted(facts['prompt_tokens'], 'token')} of prompts, {facts['answer_tokens']:,} of answers"
         )
         typer.echo(", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value not in (None, 0)))
 
@@ -208,7 +213,7 @@ class Bar:
             self._progress.update(self._task, completed=count.rows, total=count.of_rows, speed=speed)
         elif count.shards > self._printed:
             self._printed = count.shards
-            note(f"{count.shards} shards, {count.tokens:,} tokens, {speed}")
+            note(f"{counted(count.shards, 'shard')}, {counted(count.tokens, 'token')}, {speed}")
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.failures import exit_codes, quiet, writing
+from foredraft.cli.figures import counted
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
 from foredraft.files import json_lines, read_text
@@ -58,7 +59,7 @@ def build(
             quiet()
             begin = time.perf_counter()
             tokenizer = load_tokenizer(target)
-            progress.show(f"tokenizing {len(files)} files")
+            progress.show(f"tokenizing {counted(len(files), 'file')}")
             encoded = list(_encoded(tokenizer, documents(files)))
             progress.show("sorting")
             try:
@@ -122,5 +123,4 @@ def _facts(path: Path, store: Datastore) -> dict[str, Any]:
 
 def _described(path: Path, store: Datastore) -> str:
     facts = _facts(path, store)
-    many = "" if facts["documents"] == 1 else "s"
-    return f"{path}: {facts['tokens']:,} tokens of {facts['documents']:,} document{many}, {facts['bytes'] / 1e6:.1f} MB"
+    return f"{path}: {counted(facts['tokens'], 'token')} of {counted(facts['documents'], 'document')}, {facts['bytes'] / 1e6:.1f} MB"

@@ -62,7 +62,7 @@ def shape_of(stats: Stats) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else plural}"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def number(value: float, digits: int) -> str:

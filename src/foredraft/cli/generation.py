@@ -16,7 +16,7 @@ from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Configuration, Decoding, Outcome, Result, parse_options
 from foredraft.errors import ConfigurationError
-from foredraft.loading import load_tokenizer
+from foredraft.loading import load_tokenizer, parse_device
 from foredraft.planning import FixedPlanner
 from foredraft.planning.costs import BUDGET
 from foredraft.preparation import pad
@@ -114,6 +114,7 @@ def make_drafter(spec: str, options: dict[str, Any], tokenizer: Any) -> Any:
 
 def pick_device(name: str | None, target: str) -> str:
     """The named device, or the GPU where there is one; an embedded model is never spread over several."""
+    name = None if name is None else str(parse_device(name))
     if name is None or (name == "auto" and target.startswith("zoo:")):
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name != "auto":

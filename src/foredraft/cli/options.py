@@ -30,7 +30,7 @@ Quantization = Annotated[
 ]
 Device = Annotated[
     str | None,
-    MODELS(help="cpu, cuda, cuda:1, …, or auto to spread the model over all devices.", show_default="cuda if there is one, else cpu"),
+    MODELS(help="cpu, gpu, cuda, cuda:1, …, or auto to spread the model over all devices.", show_default="cuda if there is one, else cpu"),
 ]
 Threads = Annotated[int | None, MODELS(min=1, help="CPU threads.", show_default="torch's choice")]
 PromptFile = Annotated[Path | None, PROMPTS(metavar="FILE", help=LINES, show_default=BEGINNINGS)]

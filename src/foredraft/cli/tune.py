@@ -20,6 +20,7 @@ from rich.text import Text
 
 from foredraft.auditing.prompts import default_prompts
 from foredraft.cli.failures import quiet, writing
+from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
@@ -187,7 +188,7 @@ def _cost_curve(best: Candidate, setting: Setting) -> Table:
         if nodes <= len(best.costs):
             seconds = best.costs[nodes - 1]
             add_row(table, str(nodes), f"{1e3 * seconds:.2f}", bar(seconds / best.costs[-1]))
-    table.title = f"{setting.target}, {setting.batch_size} row{'s' if setting.batch_size > 1 else ''}"
+    table.title = f"{setting.target}, {counted(setting.batch_size, 'row')}"
     table.title_justify = "left"
     return table
 
