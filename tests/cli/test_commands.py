@@ -93,10 +93,8 @@ def test_help_begins_with_what_most_people_want():
 
 
 def test_one_is_singular():
-    assert (
-        counted(1, "token") == "1 token" and counted(2, "target pass", "es") == "2 target passes"
-    assert counted(2000, "text") == "2,000 texts"
-    )
+    assert counted(1, "token") == "1 token" and counted(2000, "text") == "2,000 texts"
+    assert counted(2, "target pass", "es") == "2 target passes"
 
 
 def test_the_gpu_is_a_device(monkeypatch):

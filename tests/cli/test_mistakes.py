@@ -44,7 +44,7 @@ MISTAKES = [
     ("tune --prompts none.txt", "cannot read 'none.txt'"),
     ("tune --plot /none/out.png", "cannot write '/none/out.png'"),
     ("train medussa --target zoo:python-8m --data . --out x", "unknown kind of head 'medussa', did you mean 'medusa'?"),
-    ("train medusa --target zoo:python-8m --data none --out x", "there is no folder 'none'"),
+    ("train medusa --target zoo:python-8m --data none --out x", "'none' holds no data"),
     ("data generate x.txt --target ./none --out x", "no such path"),
     ("datastore build x.txt --target ./none --out x", "no such path"),
 ]

@@ -128,8 +128,8 @@ def check_output(path: Path | None) -> None:
         raise ConfigurationError(f"cannot write {str(path)!r}: {why}")
 
 
-def check_folders(folders: Sequence[Path]) -> None:
-    """Folders that are read."""
+def check_data(folders: Sequence[Path]) -> None:
+    """Folders of training data."""
     for each in folders:
-        if not each.expanduser().is_dir():
-            raise ConfigurationError(f"there is no folder {str(each)!r}")
+        if not each.is_dir():
+            raise ConfigurationError(f"{str(each)!r} holds no data; make some with: foredraft data generate --out {each}")

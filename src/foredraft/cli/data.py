@@ -134,10 +134,10 @@ def hidden(
     """Store the target's hidden states for foredraft train --stored-hidden. They take 2 bytes x width x features per token in
     bfloat16: 1.5 KB for width 256 and three features."""
     with exit_codes():
-        from foredraft.cli.checks import check_folders, check_model
+        from foredraft.cli.checks import check_data, check_model
 
         check_model(target, dtype, device)
-        check_folders([folder])
+        check_data([folder])
         from foredraft.cli.generation import pick_device
         from foredraft.loading import load_model
         from foredraft.training.features import store

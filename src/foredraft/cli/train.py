@@ -86,13 +86,13 @@ def train(
     given.pop("Options")
     with exit_codes():
         from foredraft import heads
-        from foredraft.cli.checks import check_folders, check_model
+        from foredraft.cli.checks import check_data, check_model
         from foredraft.errors import unknown
 
         if kind not in heads.names():
             raise unknown("unknown kind of head", kind, heads.names())
         check_model(target, dtype, device)
-        check_folders(data if held_out_data is None else [*data, held_out_data])
+        check_data(data if held_out_data is None else [*data, held_out_data])
         from foredraft.training.runs import run
 
         quiet()
