@@ -1,7 +1,8 @@
 # make demo   the main job on the embedded models, in an environment of its own
 # make test   what tests need, and the tests
 # make golden compare what every drafter, rule and execution does with the committed record (tests/golden)
-# make nightly  the combinations that make test leaves out, and make mutants
+# make nightly  the combinations that make test leaves out, make mutants and make compat
+# make compat the programs that call model.generate, with the real libraries, in an environment of their own ($(COMPAT))
 # make mutants  one-line faults in a copy of the package, each of which must turn a test red
 # make check  ruff and mypy, and the docs
 # make docs   the documentation as a site, under build/site; fails on a broken link. Needs Python 3.11
@@ -12,6 +13,7 @@
 #             make peer-vllm, peer-llamacpp or peer-openvino
 PYTHON ?= python3
 VENV ?= .venv
+COMPAT ?= .venv-compat
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c constraints.txt
@@ -21,7 +23,7 @@ JOBS ?= 2
 # One thread each: on tiny models, threads that wait for each other cost more than they compute.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test golden nightly mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino
+.PHONY: demo test compat golden nightly mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,11 +44,20 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(PIP) install -q $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
 
+# The libraries of the extra compat bring some hundred packages, which the other targets do without.
+$(COMPAT)/.installed: pyproject.toml zoo/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip --disable-pip-version-check install -q $(CONSTRAINTS) -e '.[test,compat]' -e ./zoo
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(WORKERS)
+
+compat: $(COMPAT)/.installed
+	$(COMPAT)/bin/python -m pytest $(WORKERS) tests/compat
 
 golden: $(VENV)/.installed-test
 	$(BIN)/python tests/golden check
@@ -54,6 +65,7 @@ golden: $(VENV)/.installed-test
 nightly: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m nightly
 	$(BIN)/python tests/mutants --jobs $(JOBS)
+	$(MAKE) compat
 
 mutants: $(VENV)/.installed-test
 	$(BIN)/python tests/mutants --jobs $(JOBS)
@@ -121,4 +133,4 @@ $(PEERS)/llamacpp/.built:
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

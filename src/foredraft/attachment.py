@@ -63,8 +63,8 @@ def detach(model: PreTrainedModel) -> None:
     attached = _attached(model)
     if attached is None:
         raise ConfigurationError(f"this {type(model).__name__} is not attached: foredraft.attach(model) was not called on this object")
-    del model.generate
     attached.speculator.close()
+    del model.generate
 
 
 class Attached:

@@ -372,13 +372,16 @@ def custom_generate(
 ) -> Callable[..., Any]:
     """A function for ``model.generate(..., custom_generate=...)``, which runs the same loop.
 
+    transformers tells such a function nothing of ``streamer``, ``assistant_model``, ``synced_gpus`` and ``tokenizer``: a loop over the
+    streamer never ends, and the others are dropped. :func:`foredraft.attach` honours streamer and tokenizer, and refuses the others.
+
     Args:
         drafter: as in :class:`Speculator`.
         seed: can also be given per call, ``model.generate(..., seed=7)``; so can ``output_logprobs``.
-        streamer: must be given here, because transformers does not pass it to such a function.
+        streamer: must be given here, not to ``generate``.
         options: those of :class:`Speculator`, which is built at the first call and kept in the function.
 
-    Stop strings need a tokenizer, which transformers does not pass on: use a ``StopStringCriteria`` in ``stopping_criteria``.
+    Stop strings need the tokenizer: use a ``StopStringCriteria`` in ``stopping_criteria``.
     """
     speculator: Speculator | None = None
 
