@@ -17,6 +17,7 @@ import foredraft
 
 PROMPTS = ["import os\n\ndef main(", "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"]
 TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
+TWICE = "str,\n    name: str,"  # what the model goes on with after the first prompt
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
@@ -64,9 +65,9 @@ def test_pipeline_of_chat_messages(tokenizer):
 
 
 def test_pipeline_with_stop_strings(tokenizer):
-    options = {**GREEDY, "stop_strings": ["def", "str,"], "tokenizer": tokenizer, "return_full_text": False}
+    options = {**GREEDY, "stop_strings": ["def", TWICE], "tokenizer": tokenizer, "return_full_text": False}
     text = check(lambda model: pipeline("text-generation", model=model, tokenizer=tokenizer)(PROMPTS[0], **options))
-    assert text[0]["generated_text"].endswith("str,")
+    assert text[0]["generated_text"].endswith(TWICE)
 
 
 def test_text_streamer(tokenizer, capsys):
@@ -90,8 +91,8 @@ def test_text_iterator_streamer(tokenizer):
 
 
 def test_stop_strings(tokenizer):
-    options = {**inputs(tokenizer), **GREEDY, "stop_strings": ["str,", "return"], "tokenizer": tokenizer}
-    assert tokenizer.decode(check(lambda model: model.generate(**options).tolist())[0]).endswith("str,")
+    options = {**inputs(tokenizer), **GREEDY, "stop_strings": [TWICE, "return"], "tokenizer": tokenizer}
+    assert tokenizer.decode(check(lambda model: model.generate(**options).tolist())[0]).endswith(TWICE)
 
 
 # -- accelerate and PEFT ----------------------------------------------------------------------------------------------------

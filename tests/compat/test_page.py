@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import foredraft
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-SECTIONS = dict(re.findall(r"^##? (.*?)\n(.*?)(?=^##? |\Z)", PAGE.read_text(encoding="utf-8"), re.S | re.M))
+SECTIONS = dict(re.findall(r"^##? (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(encoding="utf-8"), re.S | re.M))
 SNIPPETS = {
     f"{title} {number}": code
     for title, text in SECTIONS.items()
