@@ -150,6 +150,47 @@ def test_a_streamer_gets_what_transformers_gives_it():
     assert ours.got == theirs.got
 
 
+class Waiting(StoppingCriteria):
+    """Stops the call in its middle until it is told to go on."""
+
+    def __init__(self):
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids, scores, **_):
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return False
+
+
+def test_another_thread_is_told_that_the_model_is_in_use_or_waits():
+    model, criterion, results = clone(tiny()), Waiting(), {}
+    expected = model.generate(**padded(ROWS[:1]), **GREEDY)
+    for wait in (False, True):
+        attached(model, wait=wait)
+
+        def call(name, **options):
+            try:
+                results[name] = model.generate(**padded(ROWS[:1]), **GREEDY, **options)
+            except foredraft.BusyError as error:
+                results[name] = error
+
+        criterion.reached.clear(), criterion.go_on.clear()
+        first = threading.Thread(target=call, args=["first"], kwargs={"stopping_criteria": [criterion]})
+        second = threading.Thread(target=call, args=["second"])
+        first.start()
+        assert criterion.reached.wait(60)
+        second.start()
+        if not wait:
+            second.join(60)
+            assert isinstance(results["second"], foredraft.BusyError)
+            with pytest.raises(foredraft.BusyError):
+                foredraft.detach(model)
+            assert isinstance(model.generate, Attached)
+        criterion.go_on.set()
+        first.join(60), second.join(60)
+        assert torch.equal(results["first"], expected) and (not wait or torch.equal(results["second"], expected))
+
+
 class Failing(StoppingCriteria):
     def __call__(self, input_ids, scores, **_):
         raise RuntimeError("a criterion failed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def attach(model: PreTrainedModel, drafter: Drafter | str = "prompt-lookup", **options: Any) -> Attached:
+def attach(model: PreTrainedModel, drafter: Drafter | PreTrainedModel | str = "prompt-lookup", **options: Any) -> Attached:
     """Make ``model.generate`` of this object speculate, so that programs which call it do so too, unchanged.
 
     ``model.generate`` takes the same arguments, applies the same defaults and returns the same as before: a tensor, or with
@@ -30,7 +31,8 @@ def attach(model: PreTrainedModel, drafter: Drafter | str = "prompt-lookup", **o
 
     Nothing else of the model changes. You can train it, save it, or change its adapters between calls. Copies and pickles of it are not
     attached. A model in training mode is put into evaluation mode for each call; one whose dropout is active is refused. Attaching
-    again replaces what was attached before.
+    again replaces what was attached before. One call runs at a time: another thread gets :class:`~foredraft.BusyError`, or waits with
+    ``wait=True``.
 
     Args:
         model: a causal ``PreTrainedModel``, also within PEFT's wrapper or ``torch.compile``.
@@ -43,8 +45,8 @@ def attach(model: PreTrainedModel, drafter: Drafter | str = "prompt-lookup", **o
     Raises:
         ConfigurationError: as :class:`Speculator` does, or something else has replaced ``model.generate`` before.
     """
-    if isinstance(model, str):
-        raise ConfigurationError(f"attach takes a model object, got {model!r}; load it first, or use foredraft.Speculator({model!r})")
+    if isinstance(model, str | Path):
+        raise ConfigurationError(f"attach takes a model object, got {model!r}; load it first, or use foredraft.Speculator")
     model = _uncompiled(model)
     if _attached(model) is not None:
         detach(model)
@@ -58,6 +60,7 @@ def detach(model: PreTrainedModel) -> None:
 
     Raises:
         ConfigurationError: the model is not attached.
+        BusyError: another thread is generating.
     """
     model = _uncompiled(model)
     attached = _attached(model)
