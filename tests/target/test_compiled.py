@@ -82,7 +82,7 @@ def test_logits_are_the_same_and_no_step_compiles(family, traced):
 def test_layers_share_graphs(traced):
     before = counters["stats"]["unique_graphs"]
     target = Target(of("llama"), execution="compiled")
-    assert len(compilation.layers_of(target.model)) == 2
+    assert len(compilation.decoder_layers(target.model)) == 2
     assert counters["stats"]["unique_graphs"] - before == 4  # one node and several, one row and several
 
 

@@ -26,12 +26,14 @@ class ForwardPass:
         window: the rows and slots that the pass reads and writes.
         tokens: ``[R, nodes]`` of the nodes that are read now, inside the vocabulary.
         keep: the one node per row whose logits are wanted, in the prefill of prompts; None for all nodes.
+        part: the layers that are run; None for all of them.
     """
 
     tree: TokenTree
     window: Window
     tokens: Tensor
     keep: Sequence[int] | None = None
+    part: Part | None = None
 
     @property
     def uniform_chain(self) -> bool:
@@ -40,12 +42,28 @@ class ForwardPass:
 
 
 @dataclass(frozen=True, eq=False)
+class Part:
+    """Layers ``begin`` up to ``end`` (exclusive) of a pass.
+
+    Attributes:
+        states: ``[R, nodes, d]`` what came out of layer ``begin`` - 1; None where that is the embeddings.
+        logits: whether the model's final norm and LM head are wanted of what comes out.
+    """
+
+    begin: int
+    end: int
+    states: Tensor | None = None
+    logits: bool = True
+
+
+@dataclass(frozen=True, eq=False)
 class PassOutput:
     """What a pass gives.
 
     Attributes:
         logits: ``[R, nodes, V]``, or ``[R, 1, V]`` where one node per row was asked for.
-        hidden: ``[R, nodes, F * d]`` the wanted hidden states (``[R, 1, F * d]`` with ``keep``, unless they are wanted for whole texts);
+        hidden: of a part, ``[R, nodes, d]`` what came out of its last layer (None behind the model's last); otherwise
+            ``[R, nodes, F * d]`` the wanted hidden states (``[R, 1, F * d]`` with ``keep``, unless they are wanted for whole texts);
             None if there are none. Filler may have any.
     """
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foredraft.backends.kernels import difference
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.layers import decoder_layers
 from foredraft.models.positions import tuned_layers
 
 NODES = 64  # tokens per row of a compiled pass at most; beyond, arithmetic takes the time, and the model's own layers are as fast
@@ -47,7 +47,7 @@ class Compilation:
         expected = passes()
         self._runs: dict[object, Callable[..., Any]] = {}
         self.shared = Shared(masks=model.config._attn_implementation == "sdpa")  # type: ignore[union-attr]
-        self._layers = layers_of(model)
+        self._layers = decoder_layers(model)
         for layer in self._layers:
             vars(layer)["forward"] = CompiledLayer(layer, self)
         try:
@@ -188,19 +188,13 @@ def compilable(x: Tensor, mask: Any, masks: bool) -> bool:
     return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """What transformers calls decoder layers: those that gradient checkpointing knows, and that attend."""
-    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return [layer for layer in found if any(isinstance(vars(each).get("layer_idx"), int) for each in layer.modules())]
-
-
 def refusal(model: nn.Module, chains_only: str | None) -> str | None:
     """Why the layers of ``model`` cannot be compiled, or None."""
     if chains_only is not None:
         return f"it keeps a cache of its own ({chains_only})"
     if tuned_layers(model):  # type: ignore[arg-type]
         return "its attention temperature is set anew in every pass"
-    layers = layers_of(model)
+    layers = decoder_layers(model)
     if not layers:
         return f"{type(model).__name__} has no decoder layers that are known as such"
     if any("forward" in vars(module) for layer in layers for module in layer.modules()):

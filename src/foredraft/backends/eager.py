@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foredraft.backends.base import Backend, ForwardPass, Overrides, PassOutput
+from foredraft.backends.base import Backend, ForwardPass, Overrides, Part, PassOutput
 from foredraft.backends.kernel_pass import Direct
 from foredraft.device import to_device
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
 from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
 from foredraft.models.support import ModelFacts
@@ -40,7 +41,18 @@ class ModelCall:
         self.uses_alibi = uses_alibi(model)
         self.tuned = tuned_layers(model)
         self._takes_positions = "position_ids" in parameters
+        self._ranges: LayerRanges | None = None
         self._takes_logits_to_keep = "logits_to_keep" in parameters
+
+    @property
+    def ranges(self) -> LayerRanges:
+        """Parts of the model's layers.
+
+        Raises:
+            UnsupportedModelError: they cannot be run in part.
+        """
+        self._ranges = self._ranges or LayerRanges(self.model)
+        return self._ranges
 
     def __call__(
         self,
@@ -53,6 +65,7 @@ class ModelCall:
         width: int,
         keep: Sequence[int] | None = None,
         features: Features | None = None,
+        part: Part | None = None,
     ) -> PassOutput:
         """One call over ``tokens`` ``[R, N]`` at ``positions`` ``[R, N]``.
 
@@ -60,7 +73,7 @@ class ModelCall:
             mask: in the model's own form, None where it builds its own.
             where: what the mask was made from; None where slots are positions.
             width: slots that the keys span.
-            keep, features: as in :class:`~foredraft.backends.base.ForwardPass` and :class:`~foredraft.backends.base.Backend`.
+            keep, features, part: as in :class:`~foredraft.backends.base.ForwardPass` and :class:`~foredraft.backends.base.Backend`.
         """
         arguments: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
         if self._takes_positions:
@@ -74,6 +87,11 @@ class ModelCall:
                 overrides.enter_context(temperature_from(tuned, positions))
             if where is not None and self.uses_alibi:
                 overrides.enter_context(alibi_from(self.model, where.keys))
+            if part is not None:
+                passing = overrides.enter_context(self.ranges.only(part.begin, part.end, part.states))
+                called = self.model if part.logits else self.model.base_model
+                output = called(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments)
+                return PassOutput(output.logits if part.logits else output[0], passing.found)
             caught = None if features is None else overrides.enter_context(features.catching())
             logits: Tensor = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments).logits
         hidden = None if caught is None or features is None else caught.hidden(None if features.whole else keep)
@@ -99,7 +117,7 @@ class Eager(Backend):
         self._counting = torch.arange(1024, device=facts.device)[None]
 
     def forward(self, given: ForwardPass) -> PassOutput:
-        self.passes += 1
+        self.passes += given.part is None or given.part.logits and given.part.begin > 0
         return self.plain(given)
 
     def plain(self, given: ForwardPass) -> PassOutput:
@@ -107,8 +125,8 @@ class Eager(Backend):
         tree, window = given.tree, given.window
         self.cache.enter(window)
         if (direct := self.direct) is not None:
-            tree_inputs = self._masked(given)
-            return PassOutput(*direct(given.tokens, window, self.cache, self.facts.context, tree_inputs, given.keep, self.features))
+            tree_inputs, context = self._masked(given), self.facts.context
+            return PassOutput(*direct(given.tokens, window, self.cache, context, tree_inputs, given.keep, self.features, given.part))
         positions, where, mask = self.positions(tree, window), None, None
         if not given.uniform_chain:
             where = MaskInputs(tree, window, positions)
@@ -124,6 +142,7 @@ class Eager(Backend):
             width=window.width,
             keep=given.keep,
             features=self.features,
+            part=given.part,
         )
 
     @property

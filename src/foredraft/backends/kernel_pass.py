@@ -17,13 +17,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from foredraft.backends import native
 from foredraft.backends.packing import NATIVE, Product
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.layers import Aside
 
 if TYPE_CHECKING:
+    from foredraft.backends.base import Part
     from foredraft.models.features import Features
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 HEADS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 BY_POSITION = ("default", "linear", "llama3", "yarn")
+POINTER = ctypes.sizeof(ctypes.c_void_p)
 COUNTED = 32768  # slots that are not counted anew
 PLAIN_ARGUMENTS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
 
@@ -236,9 +239,10 @@ class NativeModel:
         cache: TreeCache,
         places: Places | None = None,
         states: native.States | None = None,
+        layers: tuple[int, int] | None = None,
     ) -> Tensor:
-        """The last hidden states for embeddings ``x``, which are overwritten; shapes as :meth:`NativePass.of` has them. ``states`` says
-        what else to write where."""
+        """The last hidden states for embeddings ``x``, behind the final norm; ``x`` is left with what it was made from. Shapes as
+        :meth:`NativePass.of` has them. ``states`` says what else to write where, ``layers`` from which layer to which (exclusive) to go."""
         window, norm = cache.window, self.base.norm
         assert window is not None
         keys, values, row_stride, head_stride = self.held(cache, x)
@@ -249,15 +253,21 @@ class NativeModel:
         out, offset = torch.empty_like(x), window.first * row_stride
         where = norm.weight.data_ptr(), norm.variance_epsilon, out.data_ptr()
         seen = None if mask is None else mask.data_ptr()
-        self.run(self.abouts, len(self.kernels), about, seen, x.data_ptr(), keys, values, offset, *where, states)
+        begin, end = layers or (0, len(self.kernels))
+        if begin:
+            some = ctypes.c_void_p * (end - begin)
+            abouts, keys, values = (some.from_buffer(each, begin * POINTER) for each in (self.abouts, keys, values))
+        else:
+            abouts = self.abouts
+        self.run(abouts, end - begin, about, seen, x.data_ptr(), keys, values, offset, *where, states)
         return out
 
     @property
     def watched(self) -> bool:
-        """Somebody wants to see what happens between the layers."""
+        """Somebody wants to see what happens between the layers, or runs only some of them."""
         config = self.base.config
         return bool(config.output_attentions or config.output_hidden_states) or any(
-            layer._forward_hooks or layer._forward_pre_hooks for layer in self.base.layers
+            layer._forward_hooks or layer._forward_pre_hooks or isinstance(layer, Aside) for layer in self.base.layers
         )
 
     def _serves(self, ids: Tensor | None, mask: Any, positions: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
@@ -339,6 +349,7 @@ class Direct:
         tree: tuple[Tensor, Tensor] | None,
         keep: Sequence[int] | None,
         features: Features | None = None,
+        part: Part | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``[R, nodes, V]`` logits after ``tokens`` ``[R, nodes]``, or those of node ``keep[r]`` of each row alone, ``[R, 1, V]``; and the
         hidden states ``features`` ``[R, nodes, F * d]``, those of ``keep`` alone unless they are wanted for the whole text.
@@ -346,6 +357,7 @@ class Direct:
         Args:
             context: positions that the model knows.
             tree: positions ``[R or 1, nodes]`` of the nodes and their mask ``[R or 1, 1, nodes, width]``; None for chains.
+            part: the layers that are run; the hidden states are then what comes out of them.
         """
         places = Places(window, ragged=tree is None)
         whole = places.count == tokens.numel()
@@ -353,7 +365,11 @@ class Direct:
         if not whole:
             index = places.rows.long() * window.nodes + torch.arange(places.count) - places.begins[places.rows.long()]
             ids = ids[index]
-        x = nn.functional.embedding(ids[None], self.model.model.embed_tokens.weight)
+        if part is None or part.states is None:
+            x = nn.functional.embedding(ids[None], self.model.model.embed_tokens.weight)
+        else:
+            x = part.states.reshape(1, len(tokens) * window.nodes, -1)
+            x = x.clone() if whole else x[:, index]
         if tree is None:
             mask, positions = None, places.positions
             if context is not None and window.width > context:
@@ -365,9 +381,9 @@ class Direct:
             states = x.new_empty(places.count, features.width)
             numbers = (ctypes.c_int64 * len(features.numbers))(*features.numbers)
             read = native.States(len(features.numbers), ctypes.addressof(numbers), states.data_ptr())
-        hidden = self.decoder.run_over(x, positions[None], mask, cache, places, read)[0]
+        layers = None if part is None else (part.begin, part.end)
+        hidden = self.decoder.run_over(x, positions[None], mask, cache, places, read, layers)[0]
         last = None if keep is None else [begin + node for begin, node in zip(places.begins.tolist(), keep)]
-        logits: Tensor = self.model.lm_head(hidden[None] if last is None else hidden[None, last])[0]
 
         def spread(found: Tensor) -> Tensor:
             if whole:
@@ -376,6 +392,10 @@ class Direct:
             spread[index] = found
             return spread.view(window.rows, window.nodes, -1)
 
+        if part is not None:
+            below = spread(x[0]) if part.end < len(self.decoder.kernels) else None
+            return (spread(self.model.lm_head(hidden[None])[0]) if part.logits else hidden), below
+        logits: Tensor = self.model.lm_head(hidden[None] if last is None else hidden[None, last])[0]
         if states is not None and features is not None:
             states = spread(states) if last is None or features.whole else states[last].view(window.rows, 1, -1)
         return logits.view(window.rows, 1, -1) if last is not None else spread(logits), states

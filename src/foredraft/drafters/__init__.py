@@ -20,6 +20,7 @@ REGISTRY = {
     "token-recycling": "foredraft.drafters.token_recycling:TokenRecycling",
     "lookahead": "foredraft.drafters.lookahead:Lookahead",
     "draft-model": "foredraft.drafters.draft_model:DraftModel",
+    "layer-skip": "foredraft.drafters.layer_skip:LayerSkip",
     "medusa": "foredraft.drafters.medusa:Medusa",
     "hydra": "foredraft.drafters.hydra:Hydra",
     "rnn": "foredraft.drafters.rnn:Rnn",

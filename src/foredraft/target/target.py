@@ -6,14 +6,16 @@ How its passes are made is the business of a backend (:mod:`foredraft.backends`)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from foredraft.backends.base import ForwardPass, tree_window
+from foredraft.backends.base import ForwardPass, Part, tree_window
 from foredraft.backends.choice import SAMPLE, choose
+from foredraft.backends.eager import Eager
 from foredraft.device import to_device
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.cache import Window
@@ -26,6 +28,14 @@ from foredraft.turns import Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+@dataclass(eq=False)
+class Early:
+    """Nodes of a tree that the layers below ``exit`` have read: ``states`` ``[R, n, d]`` is what came out of these."""
+
+    exit: int
+    states: Tensor
+
 
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
@@ -91,6 +101,7 @@ class Target:
         self._reused_prefix = reuse_prefix  # before somebody read whole texts
         self.hidden: Tensor | None = None
         self.prompt_hidden: list[Tensor] | None = None
+        self._early: Early | None = None  # the tree of this round as far as lower layers have read it
         self._check_mode()
         with Turn([], [self.model], wait=wait):
             self.backend = choose(facts, execution=execution, attention=attention, owned=owned, test=test, chunk=prefill_chunk)
@@ -149,6 +160,7 @@ class Target:
         """Drop every row not in ``keep``, ascending physical indices."""
         for row in range(len(keep), len(self.lengths)):  # these stay where they are, until a new row takes the place
             self._dropped[row] = list(self._texts[row][: self.lengths[row]])
+        self._early = None
         self.cache.compact(keep)
         self._texts = [self._texts[row] for row in keep]
 
@@ -257,8 +269,58 @@ class Target:
         if tree.rows != len(self.lengths):
             raise ValueError(f"the tree has {tree.rows} rows and the cache {len(self.lengths)}")
         self.prompt_hidden = None
+        early, self._early = self._early, None
+        if early is not None and first == 0:
+            return self._finish(tree, early)
+        return self._forward(self._pass(tree, first))
+
+    def score_early(self, tree: TokenTree, exit: int, *, first: int = 0) -> Tensor:
+        """``[R, N - first, V]`` what the model's final norm and LM head make of the states behind layer ``exit``, at the nodes from
+        ``first`` on. The next :meth:`score` of a tree that begins with these nodes reads them in the layers from ``exit`` on only.
+
+        Nodes before ``first`` were read by earlier calls with the same ``exit``, in the same order, since the last ``commit``.
+        """
+        if first == 0:
+            self._early = None
+        output = self.backend.forward(self._pass(tree, first, Part(0, exit)))
+        assert output.hidden is not None and (first == 0) == (self._early is None)
+        states = output.hidden if self._early is None else torch.cat([self._early.states, output.hidden], 1)
+        self._early = Early(exit, states)
+        return output.logits
+
+    def rearrange_early(self, order: Tensor) -> None:
+        """The tree that comes begins with nodes ``order`` ``[R, n]`` of those that lower layers have read."""
+        assert self._early is not None, "score_early comes first"
+        self.cache.commit(order, [order.shape[1]] * len(order))
+        self.cache.rewind([length - order.shape[1] for length in self.lengths])
+        states = self._early.states
+        rows = torch.arange(len(order), device=states.device)[:, None]
+        self._early = Early(self._early.exit, states[rows, order.to(states.device)])
+
+    def _finish(self, tree: TokenTree, early: Early) -> Tensor:
+        """Logits at the nodes of ``tree``, of which some have been through the lower layers."""
+        states, read = early.states, early.states.shape[1]
+        if read < tree.nodes:
+            lower = self.backend.forward(self._pass(tree, read, Part(0, early.exit, logits=False))).hidden
+            assert lower is not None
+            states = torch.cat([states, lower], 1)
+        return self._forward(self._pass(tree, 0, Part(early.exit, self.layers, states[:, : tree.nodes])))
+
+    def _pass(self, tree: TokenTree, first: int, part: Part | None = None) -> ForwardPass:
         tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
-        return self._forward(ForwardPass(tree, tree_window(tree, self.lengths, first), tokens))
+        return ForwardPass(tree, tree_window(tree, self.lengths, first), tokens, part=part)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, for passes of a part of them.
+
+        Raises:
+            UnsupportedModelError: they cannot be run in part.
+        """
+        if type(self.backend) is not Eager or self.chains_only:
+            why = self.chains_only or f"execution={self.execution!r} makes whole passes"
+            raise UnsupportedModelError(f"the decoder layers of {describe(self.model)} cannot be run in part: {why}; use another drafter")
+        return self.backend.call.ranges.count
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Append one token ``[R]`` to every row; returns the logits after it, ``[R, V]``."""
@@ -272,6 +334,7 @@ class Target:
 
         ``path`` names nodes of the whole tree, whatever passes it was scored in.
         """
+        self._early = None
         self.cache.commit(path, kept)
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,87 @@
+"""The target's own lower layers as the drafter (LayerSkip, Elhoushi et al. 2024).
+
+A draft is what the target's final norm and LM head make of the states behind layer ``exit``. Nothing is computed twice: the lower layers write
+their keys and values into the target's own cache and their states are kept, so that verification runs them only for nodes
+that they have not read. Made for models whose lower layers were trained to predict (``foredraft train layerskip``, or Meta's
+``layerskip-*`` checkpoints); those of others guess badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.growth import UNSEEN, Growth, grow, one_by_one
+from foredraft.drafters.siblings import DRAWN, offered
+from foredraft.errors import ConfigurationError
+from foredraft.shapes import TreeShape
+from foredraft.target import Target
+from foredraft.tree import Proposal, TokenTree
+
+
+class LayerSkip(Drafter):
+    """Options:
+
+    exit: draft with so many of the target's layers, from the first on; a third of them by default.
+    siblings: how tokens are chosen when sampling, as for ``draft-model``.
+    """
+
+    name = "layer-skip"
+    summary = "the target's own lower layers; for models trained to exit early; chains and trees, no second model or cache"
+    info = DrafterInfo(proposals=DRAWN.chains, branches=True, grows=True, runs_a_model=True, learns_from_feedback=False)
+
+    def __init__(self, *, exit: int | None = None, siblings: str = "auto"):
+        self.exit, self.offer = exit, offered(siblings, DRAWN)
+        self.info = replace(self.info, proposals=self.offer.chains)
+        self._target: Target | None = None
+
+    @property
+    def target(self) -> Target:
+        if self._target is None:
+            raise ConfigurationError("layer-skip is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
+        return self._target
+
+    def bind(self, target: Target) -> None:
+        layers = target.layers
+        if self.exit is None:
+            self.exit = max(1, layers // 3)
+        if not 0 < self.exit < layers:
+            raise ConfigurationError(f"exit must lie between 1 and {layers - 1} for a model of {layers} layers, got {self.exit}")
+        self._target = target
+
+    def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
+        return self.offer.of(shape)
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        if request.shape.is_chain:
+            return one_by_one(request, self._after)
+        grown = grow(request, self._expand)
+        self.expected_accepted = grown.expected
+        return grown.tree if grown.own is None else self._arranged(grown, grown.own)
+
+    def _after(self, path: list[Tensor]) -> Tensor:
+        return self._expand(TokenTree.from_chain(torch.stack(path, 1)), len(path) - 1)[:, 0]
+
+    def _expand(self, tree: TokenTree, first: int) -> Tensor:
+        assert self.exit is not None
+        return self.target.score_early(tree.with_safe_parents(), self.exit, first=first)
+
+    def _arranged(self, grown: Growth, own: Tensor) -> TokenTree:
+        """The proposed tree with the nodes that the lower layers have read in front, in the order in which they were read."""
+        tree = grown.tree
+        read = own < grown.seen
+        order = torch.where(read, own, UNSEEN).sort(dim=1, stable=True).indices  # [R, N] nodes of the proposed tree in their new order
+        front = int(read.sum(1).min())
+        place = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+        parents = tree.parents.expand(tree.rows, -1).gather(1, order)
+        parents = torch.where(parents < 0, parents, place.gather(1, parents.clamp(min=0)))
+        self.target.rearrange_early(own.gather(1, order)[:, :front])
+        valid = None if tree.valid is None else tree.valid.gather(1, order)
+        return TokenTree(tree.tokens.gather(1, order), parents, valid, tree.proposal, pruned=tree.pruned)
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        """Nothing: what was read lies in the target's cache."""

@@ -1,0 +1,109 @@
+"""The decoder layers of a model as a list of which a part can be run.
+
+Layers that sit a pass out are replaced by modules that hand on what they are given. The list keeps its length, because several families
+count or index it, and the layers' own hooks see nothing of a pass that they take no part in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from foredraft.errors import UnsupportedModelError
+from foredraft.models.support import describe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """What transformers calls decoder layers: those that gradient checkpointing knows, and that attend."""
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer for layer in found if any(isinstance(vars(each).get("layer_idx"), int) for each in layer.modules())]
+
+
+@dataclass(eq=False)
+class Passing:
+    """A pass of some layers under way: ``given`` goes into the first of them in place of what the model made, ``found`` came out of the
+    last one, where that is not the model's last."""
+
+    given: Tensor | None = None
+    found: Tensor | None = None
+
+
+class Aside(nn.Module):
+    """Stands in for decoder layer ``layer``, and has its attributes."""
+
+    def __init__(self, layer: nn.Module, ranges: LayerRanges, index: int):
+        super().__init__()
+        vars(self).update(layer=layer, ranges=ranges, index=index)  # not as submodules
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["layer"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = self.ranges.stand_in(self.index, hidden_states)
+        return (out,) if self.ranges.tuples else out
+
+
+class LayerRanges:
+    """Runs parts of a model's decoder layers.
+
+    Raises:
+        UnsupportedModelError: its layers cannot be run in part; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+        layers, config = decoder_layers(model), model.config.get_text_config()
+        found = [each for each in lists if len(each) == len(layers) and all(a is b for a, b in zip(each, layers))]
+        if getattr(config, "num_kv_shared_layers", 0):
+            raise self._refusal(model, "upper layers read the keys of lower ones")
+        if len(found) != 1 or len(layers) != config.num_hidden_layers:
+            raise self._refusal(model, "they do not stand in one list")
+        self.layers, self.count = found[0], len(layers)
+        self.tuples = self._returns_tuples(model)
+        self._asides = [Aside(layer, self, index) for index, layer in enumerate(layers)]
+        self._span, self._passing = (0, self.count), Passing()
+
+    @staticmethod
+    def _refusal(model: PreTrainedModel, why: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"the decoder layers of {describe(model)} cannot be run in part: {why}; use another drafter")
+
+    @contextmanager
+    def only(self, begin: int, end: int, given: Tensor | None = None) -> Iterator[Passing]:
+        """Inside, a pass of the model runs layers ``begin`` up to ``end`` (exclusive), on ``given`` if there are layers below."""
+        self._span, self._passing = (begin, end), Passing(given)
+        modules, kept = self.layers._modules, dict(self.layers._modules)
+        modules.update({str(index): aside for index, aside in enumerate(self._asides) if not begin <= index < end})
+        try:
+            yield self._passing
+        finally:
+            modules.update(kept)
+            self._passing.given = None
+
+    def stand_in(self, index: int, hidden: Tensor) -> Tensor:
+        """What layer ``index``, which sits this pass out, hands on."""
+        begin, end = self._span
+        if index == end:
+            self._passing.found = hidden
+        if index == begin - 1 and self._passing.given is not None:
+            return self._passing.given
+        return hidden
+
+    def _returns_tuples(self, model: PreTrainedModel) -> bool:
+        """Layers of some families return the hidden states in a tuple."""
+        returned: list[Any] = []
+        handle = self.layers[0].register_forward_hook(lambda module, given, output: returned.append(output))
+        try:
+            with torch.inference_mode():
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+        finally:
+            handle.remove()
+        return isinstance(returned[0], tuple)
