@@ -29,6 +29,7 @@ class Observer:
         self.stats, self.planner, self.target, self.drafter = stats, planner, target, drafter
         self._times: list[float] = []  # when the round began, and when each phase ended
         self._passes, self._asked = 0, 0.0
+        self._layer_tokens = list(target.layer_tokens)  # before the session
         self._request: DraftRequest | None = None
         self._tree: TokenTree | None = None
         self._sampler: Sampler | None = None
@@ -80,6 +81,7 @@ class Observer:
     def committed(self, rows: Sequence[SessionRow], commits: Sequence[Commit], outcome: Outcome, *, counted: bool = True) -> None:
         """Count what every row gained; ``counted`` says that the pass is a row-pass of the statistics, which a prefill is not."""
         now = self.stats.clock()
+        self.stats.layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, self._layer_tokens)]
         if self.stats.time_to_first_token is None:
             self.stats.time_to_first_token = now
         for row, commit, kept in zip(rows, commits, outcome.rows):

@@ -52,6 +52,8 @@ class Stats(Described):
             overhead, also during a draft or the prefill. ``planning`` is the time
             that the planner took to measure the machine before its first round, if it did.
         time_to_first_token: seconds from the call to the first token of any row, None if there was none.
+        layer_tokens: per decoder layer of the target, the tokens that were led through it: prompts and draft nodes, in drafts as in
+            verification, filler of ragged rows included.
         seed: the seed, as given or as drawn.
         rule, drafter, shape, lossless: the configuration in use; a ``shape`` of "auto" was chosen anew in every round.
         shapes: number of rounds per shape; chain(0) is a round without a draft.
@@ -67,6 +69,7 @@ class Stats(Described):
     accepted: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
+    layer_tokens: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "target", "overhead", "total"), 0.0))
     time_to_first_token: float | None = None
     seed: Any = None

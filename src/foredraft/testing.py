@@ -102,9 +102,10 @@ class TableTarget:
     Args:
         table: the distribution after a text.
         context: longest text, prompt included, or None.
+        early: what its lower layers predict after a text, for ``layer-skip``.
     """
 
-    def __init__(self, table: ProbabilityTable, *, context: int | None = None):
+    def __init__(self, table: ProbabilityTable, *, context: int | None = None, early: ProbabilityTable | None = None):
         self.table, self.vocab_size, self.context = table, table.vocab_size, context
         self.trained = context
         self.outgrown = False
@@ -119,6 +120,7 @@ class TableTarget:
         self.hidden: Tensor | None = None
         self.prompt_hidden: list[Tensor] | None = None
         self._whole = False
+        self.early, self.layers, self.layer_tokens = early, 2, [0, 0]
 
     def read(self, features: Sequence[int], *, whole: bool = False) -> None:
         self.features, self._whole, self.hidden, self.prompt_hidden = tuple(features), whole, None, None
@@ -148,6 +150,14 @@ class TableTarget:
         scores = read(self.table, self.cached, tree)[:, first:]
         self.hidden = scores.exp().repeat(1, 1, len(self.features)) if self.features else None
         return scores
+
+    def score_early(self, tree: TokenTree, exit: int, *, first: int = 0) -> Tensor:
+        """As :meth:`score`, by the table of the lower layers."""
+        assert self.early is not None, "this target has no early exit"
+        return read(self.early, self.cached, tree)[:, first:]
+
+    def rearrange_early(self, order: Tensor) -> None:
+        """Nothing: what was read is looked up."""
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         assert self._tree is not None, "commit comes after score"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foredraft.backends.base import ForwardPass, Part, tree_window
+from foredraft.backends.base import ForwardPass, Part, PassOutput, tree_window
 from foredraft.backends.choice import SAMPLE, choose
 from foredraft.backends.eager import Eager
 from foredraft.device import to_device
@@ -65,6 +65,7 @@ class Target:
         trained: tokens that the model was made for; None if it does not say.
         outgrown: a session has warned that a row goes on beyond that.
         backend: what makes the passes.
+        layer_tokens: per decoder layer, the tokens that passes have led through it so far, filler of ragged rows included.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
         hidden: ``[R, N - first, F * d]`` the :attr:`features` at the nodes of the last pass, :meth:`score` or :meth:`advance`, in the
             model's dtype, on :attr:`device`; None if there are none. Filler of a chain may have any. A tensor of the caller's own.
@@ -101,6 +102,7 @@ class Target:
         self._reused_prefix = reuse_prefix  # before somebody read whole texts
         self.hidden: Tensor | None = None
         self.prompt_hidden: list[Tensor] | None = None
+        self.layer_tokens = [0] * self.model.config.get_text_config().num_hidden_layers
         self._early: Early | None = None  # the tree of this round as far as lower layers have read it
         self._check_mode()
         with Turn([], [self.model], wait=wait):
@@ -282,7 +284,7 @@ class Target:
         """
         if first == 0:
             self._early = None
-        output = self.backend.forward(self._pass(tree, first, Part(0, exit)))
+        output = self._made(self._pass(tree, first, Part(0, exit)))
         assert output.hidden is not None and (first == 0) == (self._early is None)
         states = output.hidden if self._early is None else torch.cat([self._early.states, output.hidden], 1)
         self._early = Early(exit, states)
@@ -301,7 +303,7 @@ class Target:
         """Logits at the nodes of ``tree``, of which some have been through the lower layers."""
         states, read = early.states, early.states.shape[1]
         if read < tree.nodes:
-            lower = self.backend.forward(self._pass(tree, read, Part(0, early.exit, logits=False))).hidden
+            lower = self._made(self._pass(tree, read, Part(0, early.exit, logits=False))).hidden
             assert lower is not None
             states = torch.cat([states, lower], 1)
         return self._forward(self._pass(tree, 0, Part(early.exit, self.layers, states[:, : tree.nodes])))
@@ -344,8 +346,14 @@ class Target:
             raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
         stop_watching(self.model)
 
+    def _made(self, given: ForwardPass) -> PassOutput:
+        part = given.part or Part(0, len(self.layer_tokens))
+        for layer in range(part.begin, part.end):
+            self.layer_tokens[layer] += given.tokens.numel()
+        return self.backend.forward(given)
+
     def _forward(self, given: ForwardPass) -> Tensor:
-        output = self.backend.forward(given)
+        output = self._made(given)
         self.hidden = output.hidden
         return output.logits
 

@@ -1,0 +1,184 @@
+"""layer-skip: the text is plain decoding's, no layer reads a token twice, and the cache holds what a fresh prefill would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build, build_wide
+from cover import nightly_but
+from helpers import PAD, generate, padded, prompts
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foredraft import ConfigurationError, Speculator, UnsupportedModelError
+from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.planning import FixedPlanner
+from foredraft.rows import RowParameters
+from foredraft.session import Session
+from foredraft.shapes import TreeShape
+from foredraft.target import Target
+from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft.verification import create as create_rule
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
+
+LAYERS, NEW = 5, 17
+TREES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
+SHARED = {"gemma3n_text"}  # upper layers read the keys of lower ones
+SHAPES = ["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"]
+ROWS = prompts((12, 5, 9))
+SAMPLED = {"do_sample": True, "seed": 7, "temperature": 1.0, "top_k": 0}
+
+
+def model(seed: int = 0, **options: Any) -> LlamaForCausalLM:
+    """A tiny llama of five layers, whose lower layers guess some tokens: the upper ones add little."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, **options}
+    torch.manual_seed(seed)
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=LAYERS, eos_token_id=None, bos_token_id=None, **sizes)).eval()
+    with torch.no_grad():
+        made.model.embed_tokens.weight.normal_(0, 1)
+        for index, layer in enumerate(made.model.layers):
+            for weight in layer.parameters():
+                if weight.ndim > 1:
+                    weight.normal_(0, 0.12 if index < 2 else 0.04)
+    return made
+
+
+def counted(subject: LlamaForCausalLM) -> list[int]:
+    """Tokens that each decoder layer is called with from now on."""
+    counts = [0] * LAYERS
+
+    def count(index: int, given: Any, named: Any) -> None:
+        states: Tensor = given[0] if given else named["hidden_states"]
+        counts[index] += states.shape[0] * states.shape[1]
+
+    for index, layer in enumerate(subject.model.layers):
+        layer.register_forward_pre_hook(lambda module, given, named, index=index: count(index, given, named), with_kwargs=True)
+    return counts
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_every_layer_reads_every_token_once(shape: str, options: dict):
+    subject = model()
+    counts = counted(subject)
+    speculator = Speculator(subject, LayerSkip(exit=2), shape=shape, execution="eager", reuse_prefix=False)
+    before = list(counts)
+    for rows in (ROWS[:1], ROWS):
+        stats = speculator.generate(**padded(rows), max_new_tokens=NEW, pad_token_id=PAD, **options).stats
+        seen = [after - earlier for after, earlier in zip(counts, before)]
+        before = list(counts)
+        assert stats.layer_tokens == seen and len(set(seen)) == 1
+        assert 0 < stats.accepted and (stats.accepted < stats.drafted or len(rows) == 1)
+        if len(rows) == 1:  # without filler: the prompt, a root in every pass after the prefill, and every drafted token
+            assert seen[0] == len(rows[0]) + stats.row_passes + stats.drafted
+    for execution in ("packed", "native"):
+        other = Speculator(model(), LayerSkip(exit=2), shape=shape, execution=execution, reuse_prefix=False)
+        assert other.generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, **options).stats.layer_tokens == seen
+
+
+def test_grown_trees_may_drop_nodes_and_no_more():
+    subject = model()
+    speculator = Speculator(subject, LayerSkip(exit=2), shape=SHAPES[2], execution="eager", reuse_prefix=False)
+    stats = speculator.generate(**padded(ROWS[:1]), max_new_tokens=NEW, do_sample=False, pad_token_id=PAD).stats
+    lower, upper = stats.layer_tokens[0], stats.layer_tokens[-1]
+    assert upper == len(ROWS[0]) + stats.row_passes + stats.drafted
+    assert upper <= lower <= upper + 2 * stats.target_passes  # at most k nodes of the last level but one are fed and then dropped
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("execution", ["eager", "packed", "native"])
+def test_text_is_plain_while_the_exit_changes(shape: str, execution: str):
+    plain = Speculator(model(), "none", rule="match", execution="eager")
+    drafter = LayerSkip(exit=2)
+    speculator = Speculator(model(), drafter, rule="match", shape=shape, execution=execution)
+    for options in ({"do_sample": False}, SAMPLED):
+        expected = generate(plain, ROWS, max_new_tokens=NEW, **options)
+        session = speculator.session()
+        texts = {}
+        for index, row in enumerate(ROWS):
+            seed = (7, index)
+            texts[session.add(row, RowParameters(max_new_tokens=NEW, do_sample=bool(options["do_sample"]), seed=seed))] = []
+        rounds = 0
+        while session.live:
+            drafter.exit = 1 + rounds % (LAYERS - 1)
+            rounds += 1
+            for commit in session.step():
+                texts[commit.slot] += commit.tokens
+        session.close()
+        assert list(texts.values()) == expected
+
+
+FAMILIES = [name for name in TREES if name not in SHARED]
+FAST = (*FAMILIES[:5], "gemma3_text", "gpt2", "bloom")
+
+
+@pytest.mark.parametrize(("family",), nightly_but([(name,) for name in FAST], [(name,) for name in FAMILIES]))
+def test_every_family_keeps_its_text_and_its_cache(family: str):
+    subject = build(family, ARCHITECTURES[family].implementations[0])
+    rows = prompts((45, 41, 52))
+    for shape in ("chain(3)", "product(2,2)"):
+        speculator = Speculator(subject, "layer-skip", rule="match", shape=shape, execution="eager")
+        plain = Speculator(subject, "none", rule="match", execution="eager")
+        for options in ({"do_sample": False}, SAMPLED):
+            assert generate(speculator, rows, max_new_tokens=6, **options) == generate(plain, rows, max_new_tokens=6, **options)
+        session = speculator.session()
+        for row in rows:
+            session.add(row, RowParameters(max_new_tokens=12))
+        for _ in range(3):
+            session.step()
+        cache, fresh = speculator.target.cache, Target(subject, test=False, execution="eager")
+        texts = [row.ids[:length] for row, length in zip(session.rows, cache.lengths)]
+        fresh.open(texts)
+        fresh.prefill(texts, first=0)
+        for ours, theirs in zip(cache.written, fresh.cache.written):
+            for row, text in enumerate(texts):
+                for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                    torch.testing.assert_close(a[row, :, : len(text)], b[row, :, : len(text)], rtol=1e-3, atol=1e-4)
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("rule", "siblings", "shape"),
+    [
+        ("match", "keyed", "chain(2)"),
+        ("rejection", "iid", "chain(2)"),
+        ("block", "iid", "chain(2)"),
+        ("traversal", "without-replacement", "product(2,1)"),
+        ("multi-candidate", "iid", "product(2,1)"),
+        ("match", "top-k", "dynamic(2,2,3)"),
+    ],
+)
+def test_the_law_is_the_targets(rule: str, siblings: str, shape: str):
+    p, q = ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
+    whole = TreeShape.parse(shape)
+
+    def session(randomness: Any) -> Session:
+        target: Any = TableTarget(p, early=q)
+        drafter = LayerSkip(exit=1, siblings=siblings)
+        drafter.bind(target)
+        proposal = drafter.proposals_for(whole)[0]
+        return Session(target, drafter, create_rule(rule), proposal=proposal, planner=FixedPlanner(whole), randomness=randomness)
+
+    with torch.inference_mode():
+        assert distance(continuation_law(session, [0, 1], 3), plain_law(p, [0, 1], 3)) < 1e-9
+
+
+@pytest.mark.parametrize("exit", [0, LAYERS, LAYERS + 3, -1])
+def test_an_exit_outside_the_model_is_refused(exit: int):
+    with pytest.raises(ConfigurationError, match=f"between 1 and {LAYERS - 1}"):
+        Speculator(model(), "layer-skip", drafter_options={"exit": exit}, execution="eager")
+
+
+@pytest.mark.parametrize("family", sorted(SHARED))
+def test_layers_that_share_keys_are_refused_by_name(family: str):
+    with pytest.raises(UnsupportedModelError, match="keys of lower ones"):
+        Speculator(build(family, ARCHITECTURES[family].implementations[0]), "layer-skip", execution="eager")
+
+
+def test_models_that_take_chains_only_are_refused_by_name():
+    family = next(name for name, entry in ARCHITECTURES.items() if entry.support == "chain")
+    with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
+        Speculator(build_wide(family), "layer-skip")
