@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def model(seed: int = 0, **options: Any) -> LlamaForCausalLM:
         for index, layer in enumerate(made.model.layers):
             for weight in layer.parameters():
                 if weight.ndim > 1:
-                    weight.normal_(0, 0.12 if index < 2 else 0.04)
+                    weight.normal_(0, 0.12 if index < 2 else 0.09)
     return made
 
 
@@ -71,7 +72,7 @@ def test_every_layer_reads_every_token_once(shape: str, options: dict):
         seen = [after - earlier for after, earlier in zip(counts, before)]
         before = list(counts)
         assert stats.layer_tokens == seen and len(set(seen)) == 1
-        assert 0 < stats.accepted and (stats.accepted < stats.drafted or len(rows) == 1)
+        assert stats.accepted > 0 and (stats.accepted < stats.drafted or len(rows) == 1)
         if len(rows) == 1:  # without filler: the prompt, a root in every pass after the prefill, and every drafted token
             assert seen[0] == len(rows[0]) + stats.row_passes + stats.drafted
     for execution in ("packed", "native"):
@@ -112,32 +113,30 @@ def test_text_is_plain_while_the_exit_changes(shape: str, execution: str):
 
 
 FAMILIES = [name for name in TREES if name not in SHARED]
-FAST = (*FAMILIES[:5], "gemma3_text", "gpt2", "bloom")
+FAST = [(name, "product(2,2)") for name in (*FAMILIES[:5], "gemma3_text", "gpt2", "bloom")]
 
 
-@pytest.mark.parametrize(("family",), nightly_but([(name,) for name in FAST], [(name,) for name in FAMILIES]))
-def test_every_family_keeps_its_text_and_its_cache(family: str):
-    subject = build(family, ARCHITECTURES[family].implementations[0])
-    rows = prompts((45, 41, 52))
-    for shape in ("chain(3)", "product(2,2)"):
-        speculator = Speculator(subject, "layer-skip", rule="match", shape=shape, execution="eager")
-        plain = Speculator(subject, "none", rule="match", execution="eager")
-        for options in ({"do_sample": False}, SAMPLED):
-            assert generate(speculator, rows, max_new_tokens=6, **options) == generate(plain, rows, max_new_tokens=6, **options)
-        session = speculator.session()
-        for row in rows:
-            session.add(row, RowParameters(max_new_tokens=12))
-        for _ in range(3):
-            session.step()
-        cache, fresh = speculator.target.cache, Target(subject, test=False, execution="eager")
-        texts = [row.ids[:length] for row, length in zip(session.rows, cache.lengths)]
-        fresh.open(texts)
-        fresh.prefill(texts, first=0)
-        for ours, theirs in zip(cache.written, fresh.cache.written):
-            for row, text in enumerate(texts):
-                for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-                    torch.testing.assert_close(a[row, :, : len(text)], b[row, :, : len(text)], rtol=1e-3, atol=1e-4)
-        session.close()
+@pytest.mark.parametrize(("family", "shape"), nightly_but(FAST, itertools.product(FAMILIES, SHAPES[:2])))
+def test_every_family_keeps_its_text_and_its_cache(family: str, shape: str):
+    subject, rows = build(family, ARCHITECTURES[family].implementations[0]), prompts((45, 41, 52))
+    speculator = Speculator(subject, "layer-skip", rule="match", shape=shape, execution="eager")
+    plain = Speculator(subject, "none", rule="match", execution="eager")
+    for options in ({"do_sample": False}, SAMPLED):
+        assert generate(speculator, rows, max_new_tokens=6, **options) == generate(plain, rows, max_new_tokens=6, **options)
+    session = speculator.session()
+    for row in rows:
+        session.add(row, RowParameters(max_new_tokens=12))
+    for _ in range(3):
+        session.step()
+    cache, fresh = speculator.target.cache, Target(subject, test=False, execution="eager")
+    texts = [row.ids[:length] for row, length in zip(session.rows, cache.lengths)]
+    fresh.open(texts)
+    fresh.prefill(texts, first=0)
+    for ours, theirs in zip(cache.written, fresh.cache.written):
+        for row, text in enumerate(texts):
+            for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                torch.testing.assert_close(a[row, :, : len(text)], b[row, :, : len(text)], rtol=1e-3, atol=1e-4)
+    session.close()
 
 
 @pytest.mark.parametrize(

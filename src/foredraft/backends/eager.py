@@ -117,7 +117,7 @@ class Eager(Backend):
         self._counting = torch.arange(1024, device=facts.device)[None]
 
     def forward(self, given: ForwardPass) -> PassOutput:
-        self.passes += given.part is None or given.part.logits and given.part.begin > 0
+        self.passes += given.part is None or (given.part.logits and given.part.begin > 0)  # drafts do not count
         return self.plain(given)
 
     def plain(self, given: ForwardPass) -> PassOutput:

@@ -1,7 +1,7 @@
 """The target's own lower layers as the drafter (LayerSkip, Elhoushi et al. 2024).
 
-A draft is what the target's final norm and LM head make of the states behind layer ``exit``. Nothing is computed twice: the lower layers write
-their keys and values into the target's own cache and their states are kept, so that verification runs them only for nodes
+A draft is what the target's final norm and LM head make of the states behind layer ``exit``. Nothing is computed twice: the lower layers
+write their keys and values into the target's own cache and their states are kept, so that verification runs them only for nodes
 that they have not read. Made for models whose lower layers were trained to predict (``foredraft train layerskip``, or Meta's
 ``layerskip-*`` checkpoints); those of others guess badly.
 """
@@ -31,7 +31,7 @@ class LayerSkip(Drafter):
     """
 
     name = "layer-skip"
-    summary = "the target's own lower layers; for models trained to exit early; chains and trees, no second model or cache"
+    summary = "the target's own lower layers; for models trained to exit early"
     info = DrafterInfo(proposals=DRAWN.chains, branches=True, grows=True, runs_a_model=True, learns_from_feedback=False)
 
     def __init__(self, *, exit: int | None = None, siblings: str = "auto"):

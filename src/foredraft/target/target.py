@@ -29,6 +29,7 @@ from foredraft.turns import Turn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 @dataclass(eq=False)
 class Early:
     """Nodes of a tree that the layers below ``exit`` have read: ``states`` ``[R, n, d]`` is what came out of these."""
