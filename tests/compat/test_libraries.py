@@ -183,6 +183,16 @@ def test_smolagents(tokenizer, tmp_path):
     assert program(True) == program(False)
 
 
+def test_outlines(tokenizer):
+    """Its masks follow the order of calls, which drafts change: they are refused, and Foredraft's own take their place."""
+    outlines = pytest.importorskip("outlines")
+    assert check(lambda model: outlines.from_transformers(model, tokenizer)(PROMPTS[0], **GREEDY))
+    model = load()
+    attach(model)
+    with pytest.raises(foredraft.ConfigurationError, match="outlines is not supported"):
+        outlines.from_transformers(model, tokenizer)(PROMPTS[0], outlines.types.Regex("[a-z]{3,9}"), **GREEDY)
+
+
 # -- evaluation and training --------------------------------------------------------------------------------------------------
 
 

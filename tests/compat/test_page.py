@@ -47,4 +47,14 @@ def test_snippet_runs_as_it_stands(name, published, tmp_path, monkeypatch):
 
 def test_the_page_has_a_snippet_for_every_library():
     packages = set().union(*map(imported, SNIPPETS.values()))
-    assert packages >= {"transformers", "langchain_huggingface", "llama_index", "smolagents", "lm_eval", "trl", "peft", "accelerate"}
+    assert packages >= {
+        "transformers",
+        "langchain_huggingface",
+        "llama_index",
+        "smolagents",
+        "outlines",
+        "lm_eval",
+        "trl",
+        "peft",
+        "accelerate",
+    }

@@ -220,9 +220,10 @@ def test_dropping_forbidden_draws_is_found(rule, proposal, shape):
     assert distance(law, plain_law(constrained(TARGET), [0], 3)) > 0.01
 
 
-def test_a_processor_that_counts_calls_is_refused_by_name():
+@pytest.mark.parametrize("module", ["xgrammar.contrib.hf", "outlines.processors.base_logits_processor"])
+def test_a_processor_that_counts_calls_is_refused_by_name(module):
     """As xgrammar's own: it keeps a matcher per batch index and feeds it a token per call."""
-    cls = type("LogitsProcessor", (LogitsProcessor,), {"__module__": "xgrammar.contrib.hf", "__call__": lambda self, ids, scores: scores})
+    cls = type("LogitsProcessor", (LogitsProcessor,), {"__module__": module, "__call__": lambda self, ids, scores: scores})
     for own in (cls(), type("Derived", (cls,), {})()):
-        with pytest.raises(ConfigurationError, match=r"xgrammar.*batch index.*constrained-decoding"):
+        with pytest.raises(ConfigurationError, match=module.partition(".")[0] + r".*batch index.*constrained-decoding"):
             row_pipelines([own], prompt_lengths=[2], padded_length=2)

@@ -225,17 +225,18 @@ REFUSED: dict[str, str] = {
 }
 
 
-STATEFUL = "xgrammar.contrib.hf"  # a matcher per batch index, fed one token per call: no function of the histories
+# A matcher per batch index, fed one token per call: no function of the histories.
+STATEFUL = ("xgrammar.contrib.hf", "outlines.processors.base_logits_processor")
 
 
 def kind_of(processor: Any) -> Kind:
     """What is known about ``processor``; a ConfigurationError names its class if it cannot be supported."""
     name = type(processor).__name__
     for cls in type(processor).__mro__:
-        if cls.__module__ == STATEFUL:
+        if cls.__module__ in STATEFUL:
             raise ConfigurationError(
-                f"{name} of xgrammar is not supported: it keeps its state by batch index and order of calls; keep the state of every "
-                "history instead, as docs/constrained-decoding.md shows"
+                f"{name} of {cls.__module__.partition('.')[0]} is not supported: it keeps its state by batch index and order of calls; keep "
+                "the state of every history instead, as docs/constrained-decoding.md shows"
             )
         if cls.__module__.startswith("transformers.") and cls.__name__ in REFUSED:
             raise ConfigurationError(f"{name} is not supported: {REFUSED[cls.__name__]}")
