@@ -235,8 +235,8 @@ def kind_of(processor: Any) -> Kind:
     for cls in type(processor).__mro__:
         if cls.__module__ in STATEFUL:
             raise ConfigurationError(
-                f"{name} of {cls.__module__.partition('.')[0]} is not supported: it keeps its state by batch index and order of calls; keep "
-                "the state of every history instead, as docs/constrained-decoding.md shows"
+                f"{name} of {cls.__module__.partition('.')[0]} is not supported: it keeps its state by batch index and order of calls; "
+                "keep the state of every history instead, as docs/constrained-decoding.md shows"
             )
         if cls.__module__.startswith("transformers.") and cls.__name__ in REFUSED:
             raise ConfigurationError(f"{name} is not supported: {REFUSED[cls.__name__]}")
