@@ -1,7 +1,8 @@
 # make demo   the main job on the embedded models, in an environment of its own
 # make test   what tests need, and the tests
 # make golden compare what every drafter, rule and execution does with the committed record (tests/golden)
-# make nightly  the combinations that make test leaves out, make mutants and make compat
+# make nightly  the combinations that make test leaves out, make sanitize, make mutants and make compat
+# make sanitize  the tests that run the C kernels, on builds with AddressSanitizer and UndefinedBehaviorSanitizer. Needs gcc
 # make compat the programs that call model.generate, with the real libraries, in an environment of their own ($(COMPAT))
 # make mutants  one-line faults in a copy of the package, each of which must turn a test red
 # make check  ruff and mypy, and the docs
@@ -23,7 +24,7 @@ JOBS ?= 2
 # One thread each: on tiny models, threads that wait for each other cost more than they compute.
 WORKERS := -n auto --dist worksteal
 
-.PHONY: demo test compat golden nightly mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino
+.PHONY: demo test compat golden nightly sanitize mutants check docs bench gpu clean peers peer-vllm peer-llamacpp peer-openvino
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -64,8 +65,16 @@ golden: $(VENV)/.installed-test
 
 nightly: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(WORKERS) -m nightly
+	$(MAKE) sanitize
 	$(BIN)/python tests/mutants --jobs $(JOBS)
 	$(MAKE) compat
+
+# Python's own allocator would hide overruns, and does not give its memory back at the end. Reports go to the terminal.
+SANITIZED := tests/target/test_native.py tests/target/test_packing.py tests/target/test_quantization.py tests/drafters/test_native_growth.py \
+  tests/drafters/test_eagle3_growth.py tests/drafters/test_medusa.py tests/heads/test_packed.py tests/test_threads.py
+sanitize: $(VENV)/.installed-test
+	CC=gcc FOREDRAFT_SANITIZE=address,undefined PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" $(BIN)/python -m pytest $(WORKERS) --capture=sys $(SANITIZED)
 
 mutants: $(VENV)/.installed-test
 	$(BIN)/python tests/mutants --jobs $(JOBS)

@@ -16,6 +16,11 @@ import torch
 
 torch.set_num_threads(1)
 
+if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
+    from foredraft.backends import native
+
+    native.FLAGS += (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
+
 
 @pytest.fixture(autouse=True)
 def accelerate_of_its_own():

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import lru_cache
 from pathlib import Path
 
 OFF = ("", "0", "off", "none")
+
+log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path | None:
@@ -21,3 +25,28 @@ def cache_folder() -> Path | None:
         return (Path(shared) if shared else Path.home() / ".cache") / "foredraft"
     except RuntimeError:  # a user without a home
         return None
+
+
+def private_folder(name: str) -> Path | None:
+    """The folder ``name`` in the cache folder, made if need be. None if nothing is to be kept, or if it cannot be had or trusted; the
+    log says so once."""
+    kept = cache_folder()
+    if kept is None:
+        return None
+    folder = kept / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        about = folder.stat()
+    except OSError as error:
+        warn_once(f"nothing is kept in {folder}: {error.strerror or error}; set FOREDRAFT_CACHE to a folder of yours, or to off")
+        return None
+    if os.name == "posix" and (about.st_uid != os.geteuid() or about.st_mode & 0o022):
+        what = "belongs to another user" if about.st_uid != os.geteuid() else f"can be written to by others (chmod 700 {folder})"
+        warn_once(f"{folder} is not used because it {what}; set FOREDRAFT_CACHE to a folder of yours, or to off")
+        return None
+    return folder
+
+
+@lru_cache(maxsize=256)
+def warn_once(message: str) -> None:
+    log.warning(message)

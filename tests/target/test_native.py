@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+from functools import cache
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from helpers import generate
 from kernel_cases import DTYPES, MODELS, TOLERANCE, build, needs_kernels
 from kernel_cases import always as always  # a fixture
 
-from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft import ConfigurationError, Speculator, TokenTree, caching
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativeModel
 from foredraft.backends.packing import HINTS, NATIVE, Product, blocked, unblocked
@@ -229,28 +231,112 @@ def test_what_the_kernels_are_not_made_for_goes_the_other_way(always):
 def fresh(monkeypatch, tmp_path):
     """No library has been loaded or compiled yet."""
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    native.library.cache_clear()
+    forget()
     yield tmp_path
-    native.library.cache_clear()
+    forget()
+
+
+@pytest.fixture
+def quick(fresh, monkeypatch):
+    """What was compiled once, here or by an earlier test, is what the compiler gives."""
+    monkeypatch.setattr(native, "_compile", lambda compiler, flags, openmp: compiled(compiler, tuple(flags), openmp))
+    return fresh
+
+
+@cache
+def compiled(*given, make=native._compile):
+    return make(*given)
+
+
+def forget():
+    native._library.cache_clear()
+    caching.warn_once.cache_clear()
 
 
 @needs_kernels
 def test_kernels_are_compiled_once(fresh, monkeypatch):
     native.library(torch.float32)
     (made,) = (fresh / "kernels").iterdir()
-    native.library.cache_clear()
+    forget()
     monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
     native.library(torch.float32)
     assert list((fresh / "kernels").iterdir()) == [made]
 
 
 @needs_kernels
-def test_a_cache_folder_that_can_not_be_written(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "file"))
-    native.library.cache_clear()
-    assert native.refusal(torch.float32) is None
-    native.library.cache_clear()
+@pytest.mark.parametrize("left", [lambda content: b"", lambda content: content[: len(content) // 2], lambda content: content[:-1] + b"?"])
+def test_a_damaged_file_is_compiled_again(left, quick, caplog):
+    native.library(torch.float32)
+    (made,) = (quick / "kernels").iterdir()
+    whole = made.read_bytes()
+    made.unlink()  # it is in use: cut a copy
+    made.write_bytes(left(whole))
+    for expected in ("is damaged", ""):
+        forget()
+        caplog.clear()
+        assert native.library(torch.float32).linear
+        assert expected in caplog.text and len(caplog.records) == bool(expected)
+    assert native._whole(made) and made.stat().st_mode & 0o777 == 0o600
+
+
+def not_writable(folder, patch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    patch.setattr(native, "replacing", refused)  # chmod does not stop root
+
+
+def full(folder, patch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    patch.setattr("foredraft.files.to_disk", no_room)
+
+
+def a_file(folder, patch):
+    folder.write_text("")
+
+
+def of_another(folder, patch):
+    folder.mkdir()
+    patch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+
+
+def open_to_all(folder, patch):
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (not_writable, "cannot be kept in .*: Permission denied"),
+        (full, "cannot be kept in .*: No space left on device"),
+        (a_file, "nothing is kept in"),
+        (of_another, "belongs to another user"),
+        (open_to_all, "can be written to by others"),
+    ],
+)
+def test_a_folder_that_cannot_be_used(spoil, message, quick, monkeypatch, caplog):
+    """Kernels are compiled for this process alone, with one message; nothing is read from the folder nor left in it."""
+    spoil(quick / "kernels", monkeypatch)
+    for _ in range(2):
+        assert native.refusal(torch.float32) is None
+        native._library.cache_clear()
+    assert re.search(message, caplog.text) and len(caplog.records) == 1
+    assert not (quick / "kernels").is_dir() or not list((quick / "kernels").iterdir())
+
+
+@needs_kernels
+def test_no_room_to_compile(fresh, monkeypatch, caplog):
+    def no_room(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(native.tempfile, "mkdtemp", no_room)
+    for _ in range(3):
+        assert "No space left on device" in native.refusal(torch.float32)
+    assert len(caplog.records) == 1 and "slower" in caplog.text
 
 
 @needs_kernels
@@ -258,17 +344,17 @@ def test_a_cache_folder_that_can_not_be_written(monkeypatch, tmp_path):
     ("change", "message"),
     [
         (lambda patch: patch.setattr(native.shutil, "which", lambda name: None), "no C compiler"),
-        (lambda patch: patch.setattr(native, "FLAGS", ("-fno-such-flag",)), "could not compile them"),
+        (lambda patch: patch.setattr(native, "FLAGS", ("-fno-such-flag",)), "could not be compiled or loaded: .* failed"),
         (lambda patch: patch.setattr(native.torch.cpu, "_is_avx512_supported", lambda: False), "no AVX-512"),
         (lambda patch: patch.setattr(native.platform, "machine", lambda: "arm64"), "Linux on arm64"),
-        (lambda patch: patch.setattr(native.subprocess, "run", _hang), "could not be run"),
+        (lambda patch: patch.setattr(native.subprocess, "run", _hang), "could not be compiled or loaded: .* timed out"),
     ],
 )
 def test_without_kernels_other_layouts_are_used(change, message, fresh, monkeypatch):
     model = build("llama", torch.float32)
     with monkeypatch.context() as patch:
         change(patch)
-        assert message in native.refusal(torch.float32)
+        assert re.search(message, native.refusal(torch.float32))
         with pytest.raises(ConfigurationError, match=f"native kernels cannot be used: .*{message}"):
             Target(model, execution="native")
         target = Target(model, owned=True)

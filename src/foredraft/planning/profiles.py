@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.backends import native
-from foredraft.caching import cache_folder
+from foredraft.caching import private_folder
 from foredraft.files import replacing
 from foredraft.planning.costs import CostModel, timed_beforehand
 
@@ -66,12 +66,12 @@ class Profile:
 
 def profile(target: Target, drafter: Drafter) -> Profile | None:
     """That of this configuration on this machine; None where none are kept."""
-    where = cache_folder()
+    where = private_folder("profiles")
     if where is None:
         return None
     key = describe(target, drafter)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return Profile(where / "profiles" / f"{digest}.json", key)
+    return Profile(where / f"{digest}.json", key)
 
 
 def describe(target: Target, drafter: Drafter) -> dict[str, Any]:

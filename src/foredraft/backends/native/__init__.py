@@ -1,6 +1,7 @@
 """Kernels of our own for CPUs with AVX-512, compiled on the machine that runs them.
 
-``layer.c`` is compiled once per dtype with the C compiler at hand, in about a second, and kept in the cache folder. Where there is
+``layer.c`` is compiled once per dtype with the C compiler at hand, in about a second, and kept in the cache folder together with its hash.
+Where that folder cannot be used, it is compiled anew in every process. Where there is
 no compiler, no AVX-512 or another OpenMP than the one that torch brings, :func:`library` says so and other layouts are used.
 The kernels run on torch's own threads: they are linked against the OpenMP library in torch's folder.
 """
@@ -15,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,9 +25,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from foredraft.caching import private_folder, warn_once
+from foredraft.files import replacing
+
 SOURCE = Path(__file__).with_name("layer.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-std=c11", "-w")
 LIMIT = 120  # seconds for the compiler
+DIGEST = 32  # bytes of the hash behind the kernels in a file
+LOADING = threading.Lock()
 KEYS, QUERIES = 64, 24  # of ``layer.c``
 LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # of Linux on x86-64
 POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
@@ -111,14 +118,35 @@ class Medusa(ctypes.Structure):
     )
 
 
-@lru_cache(maxsize=4)
 def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
     """The kernels for ``dtype``, with weights of eight bits or of that dtype: the functions of ``layer.c``.
 
     Raises:
         Unavailable: they cannot be had here.
     """
-    _check_machine(dtype)
+    with LOADING:
+        found = _library(dtype, int8)
+    if isinstance(found, str):
+        raise Unavailable(found)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _library(dtype: torch.dtype, int8: bool) -> ctypes.CDLL | str:
+    """The same, or why there are none. What went wrong once is not tried again in this process."""
+    try:
+        _check_machine(dtype)
+        return _declared(_loaded(dtype, int8))
+    except Unavailable as error:
+        return str(error)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = f"they could not be compiled or loaded: {error}"
+        warn_once(f"the native kernels are not used, which is slower: {why}")
+        return why
+
+
+def _loaded(dtype: torch.dtype, int8: bool) -> ctypes.CDLL:
+    """From the cache folder if they lie there unharmed, or else compiled, and kept there if that is possible."""
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang)")
@@ -126,13 +154,35 @@ def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
     if openmp is None:
         raise Unavailable("this build of torch brings no libgomp")
     flags = [*FLAGS, *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
-    path = _folder() / f"layer-{_key(compiler, flags, openmp)}.so"
-    if not path.exists():
-        _compile(compiler, flags, openmp, path)
+    folder = private_folder("kernels")
+    kept = None if folder is None else folder / f"kernels-{_key(compiler, flags, openmp)}.so"
+    if kept is not None and _whole(kept):
+        return ctypes.CDLL(str(kept))
+    made = _compile(compiler, flags, openmp)
+    if kept is not None:
+        try:
+            kept.unlink(missing_ok=True)  # a damaged one, with whatever mode it has
+            with replacing(kept, private=True) as new:
+                new.write_bytes(made.read_bytes() + hashlib.sha256(made.read_bytes()).digest())
+        except OSError as error:
+            warn_once(f"compiled kernels cannot be kept in {folder}, so every process compiles them anew: {error.strerror or error}")
+    return ctypes.CDLL(str(made))
+
+
+def _whole(path: Path) -> bool:
+    """Whether ``path`` is a file of kernels as it was written: they, and their hash behind. Loading half a file kills the process."""
     try:
-        kernels = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise Unavailable(f"the compiled kernels do not load: {error}") from error
+        content = path.read_bytes()
+    except OSError:  # there is none, or replacing it says why that fails
+        return False
+    if hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]:
+        return True
+    warn_once(f"{path} is damaged, so the kernels are compiled anew")
+    return False
+
+
+def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """``kernels`` with the types of what its functions take and return."""
     pointer, number = ctypes.c_void_p, ctypes.c_int
     kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number]
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer]
@@ -224,23 +274,9 @@ def _check_machine(dtype: torch.dtype) -> None:
         raise Unavailable(f"this CPU has no AVX-512{' for bfloat16' if dtype == torch.bfloat16 else ''}")
 
 
-def _folder() -> Path:
-    """Where compiled kernels are kept: the cache folder, or one that lasts as long as the process."""
-    from foredraft.caching import cache_folder
-
-    kept = cache_folder()
-    if kept is not None:
-        try:
-            (kept / "kernels").mkdir(parents=True, exist_ok=True, mode=0o700)
-            return kept / "kernels"
-        except OSError:
-            pass  # a home that cannot be written to: compile anew each time
-    return Path(_temporary().name)
-
-
 @lru_cache(maxsize=1)
 def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """Removed when the process ends."""
+    """A folder that others cannot read, removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="foredraft-kernels-")
 
 
@@ -253,28 +289,14 @@ def _key(compiler: str, flags: list[str], openmp: Path) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 
-def _compile(compiler: str, flags: list[str], openmp: Path, path: Path) -> None:
-    """Compile into a file of its own first, so that no other process loads half a library."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, whole = Path(folder, "layer.o"), Path(folder, "layer.so")
-        for command in (
-            [compiler, *flags, "-c", str(SOURCE), "-o", str(made)],
-            [
-                compiler,
-                "-shared",
-                str(made),
-                "-lm",
-                f"-L{openmp.parent}",
-                f"-Wl,-rpath,{openmp.parent}",
-                f"-l:{openmp.name}",
-                "-o",
-                str(whole),
-            ],
-        ):
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise Unavailable(f"{compiler} could not be run: {error}") from error
-            if done.returncode:
-                raise Unavailable(f"{compiler} could not compile them: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
-        os.replace(whole, path)
+def _compile(compiler: str, flags: list[str], openmp: Path) -> Path:
+    """The file with the compiled kernels, which lasts as long as the process."""
+    folder = tempfile.mkdtemp(dir=_temporary().name)
+    made, whole = Path(folder, "layer.o"), Path(folder, "layer.so")
+    where = [f"-L{openmp.parent}", f"-Wl,-rpath,{openmp.parent}", f"-l:{openmp.name}"]
+    linking = [compiler, "-shared", str(made), "-lm", *where, "-o", str(whole)]
+    for command in ([compiler, *flags, "-c", str(SOURCE), "-o", str(made)], linking):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+        if done.returncode:
+            raise OSError(f"{compiler} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+    return whole
