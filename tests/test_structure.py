@@ -24,6 +24,7 @@ LAYERS = [
         "errors",
         "caching",
         "files",
+        "grammars",
         "device",
         "describing",
         "detokenizer",

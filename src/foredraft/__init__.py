@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TargetOutputError,
         UnsupportedModelError,
     )
+    from foredraft.grammars import Grammar
     from foredraft.inflation import inflate
     from foredraft.logits.logprobs import LogProbs
     from foredraft.rows import Commit, RowParameters
@@ -56,6 +57,7 @@ _HOMES = {
     "Interrupted": "foredraft.errors:Interrupted",
     "TargetOutputError": "foredraft.errors:TargetOutputError",
     "UnsupportedModelError": "foredraft.errors:UnsupportedModelError",
+    "Grammar": "foredraft.grammars:Grammar",
     "inflate": "foredraft.inflation:inflate",
     "LogProbs": "foredraft.logits.logprobs:LogProbs",
     "Commit": "foredraft.rows:Commit",
@@ -89,6 +91,7 @@ __all__ = [
     "DrafterInfo",
     "ExactnessError",
     "ForedraftError",
+    "Grammar",
     "Interrupted",
     "LogProbs",
     "RowParameters",

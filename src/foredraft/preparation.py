@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from foredraft.errors import ConfigurationError
+from foredraft.grammars import Grammar, Kind
 from foredraft.logits.noise import Seed, row_seeds
 from foredraft.logits.processors import row_pipelines
 from foredraft.rows import RowParameters, read_lengths
@@ -201,11 +202,28 @@ def check_shape(input_ids: Any) -> None:
         raise ConfigurationError("the prompt is empty; give at least one token, for instance the BOS token")
 
 
+def configured(model: Any, arguments: dict[str, Any], name: str) -> Any:
+    """What transformers takes ``name`` for: the argument, or that of the generation config given, or the model's own."""
+    given = arguments.get("generation_config")
+    sources = (arguments, vars(given) if given is not None else {}, vars(model.generation_config))
+    return next((each[name] for each in sources if each.get(name) is not None), None)
+
+
+def with_grammar(model: Any, arguments: dict[str, Any], tokenizer: Callable[[], Any]) -> dict[str, Any]:
+    """``arguments`` with what the text has to match turned into a logits processor; ``tokenizer`` gives the one to use if none is given."""
+    given = {name: arguments[name] for name in (*get_args(Kind), "grammar_backend") if arguments.get(name) is not None}
+    rest = {name: value for name, value in arguments.items() if name not in (*get_args(Kind), "grammar_backend")}
+    if not given:
+        return rest
+    backend, eos = given.pop("grammar_backend", "auto"), configured(model, rest, "eos_token_id")
+    own = Grammar(rest.get("tokenizer") or tokenizer(), backend=backend, eos=eos, **given)
+    return {**rest, "logits_processor": LogitsProcessorList([*(rest.get("logits_processor") or ()), own])}
+
+
 def with_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """``arguments`` with stop strings turned into a criterion: transformers does not hand a tokenizer to custom decoding."""
     given = arguments.get("generation_config")
-    sources = (arguments, vars(given) if given is not None else {}, vars(model.generation_config))
-    stop_strings = next((each["stop_strings"] for each in sources if each.get("stop_strings") is not None), None)
+    stop_strings = configured(model, arguments, "stop_strings")
     if stop_strings is None:
         return arguments
     if tokenizer is None:

@@ -106,7 +106,7 @@ class Session:
             slot=next(self._slots),
             ids=list(ids),
             prompt_length=len(ids),
-            parameters=parameters,
+            parameters=replace(parameters, pipeline=parameters.pipeline.begun(len(ids))),
             capacity=capacity if context is None else min(capacity, context),
             stats=RowStats(),
             key=row_key(parameters.seed),

@@ -30,7 +30,7 @@ from foredraft.logits.noise import Seed
 from foredraft.planning import AUTO, FixedPlanner, Planner, make_planner
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.profiles import profile
-from foredraft.preparation import Prepared, prepare
+from foredraft.preparation import Prepared, prepare, with_grammar
 from foredraft.quantization import check_quantization
 from foredraft.rows import Commit
 from foredraft.session import Session, turn_of
@@ -197,7 +197,8 @@ class Speculator(TextInterface, Described):
             seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator.
             arguments: those of ``model.generate``. In addition, ``output_logprobs=k`` returns the log-probability of every new token and
                 of the k most likely tokens at its position (k = 0: only its own), from the target's raw logits, before temperature and
-                every other processor.
+                every other processor. ``json_schema``, ``regex`` or ``grammar`` makes the text match (:class:`foredraft.Grammar`), with
+                the library ``grammar_backend``.
 
         Returns:
             ``sequences`` ``[B, L + new]``, ``stats``, and ``scores``, ``logits`` and ``logprobs`` if requested. In scores
@@ -335,6 +336,7 @@ def begin(
     """A call of ``generate``, prepared; ``as_asked`` for what ``model.generate`` returns. If it is refused its streamer ends: whoever
     iterates over it would wait for ever."""
     try:
+        arguments = with_grammar(speculator.model, arguments, lambda: speculator.tokenizer)
         prepared = prepare(speculator.target.model, inputs, seed=seed, **arguments)
         return Run(speculator, prepared.as_asked() if as_asked else prepared)
     except BaseException:

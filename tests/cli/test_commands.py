@@ -112,7 +112,7 @@ def test_every_option_of_generate_is_explained():
         "target drafter drafter-option rule draft-length temperature top-k top-p min-p repetition-penalty stop seed max-new-tokens "
         "batch-size prompts chat system dtype device"
     )
-    for option in [*options.split(), "threads", "json", "logprobs", "show"]:
+    for option in [*options.split(), "threads", "json", "logprobs", "show", "json-schema", "regex", "grammar", "grammar-backend"]:
         line = next(line for line in text.splitlines() if f"--{option} " in line)
         assert line.rstrip("│ ").endswith((".", ")", "]")), line
 

@@ -9,7 +9,7 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from foredraft import drafters, hub, verification, zoo
+from foredraft import drafters, grammars, hub, verification, zoo
 from foredraft.cli.settings import Configuration, parse_options
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.shapes import TreeShape
@@ -92,6 +92,23 @@ def check_type(drafter: str, option: Parameter, value: object) -> None:
         return
     names = " or ".join(each for each in types if each in TYPES)
     raise ConfigurationError(f"drafter {drafter!r} cannot take these options: {option.name} must be {names}, got {value!r}")
+
+
+def check_grammar(json_schema: Path | None, regex: str | None, grammar: Path | None, backend: str | None) -> dict[str, Any]:
+    """What the text has to match, as arguments of ``generate``."""
+    given: dict[str, Any] = {"regex": regex} if regex is not None else {}
+    for name, path in (("json_schema", json_schema), ("grammar", grammar)):
+        if path is not None:
+            try:
+                given[name] = path.expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigurationError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+    if given:
+        grammars.the_source(given.get("json_schema"), regex, given.get("grammar"))
+        return {**given, "grammar_backend": grammars.choose_backend(backend or "auto")}
+    if backend is not None:
+        raise ConfigurationError("--grammar-backend needs --json-schema, --regex or --grammar")
+    return {}
 
 
 def check_rule(configuration: Configuration, shape: TreeShape | None) -> None:

@@ -25,12 +25,16 @@ from foredraft.cli.options import (
     Drafter,
     DrafterOption,
     Dtype,
+    GrammarBackend,
+    GrammarFile,
     JsonFile,
+    JsonSchema,
     MaxNewTokens,
     MinP,
     ModelsTemperature,
     PromptFile,
     Quantization,
+    Regex,
     RepetitionPenalty,
     Seed,
     Shape,
@@ -122,6 +126,10 @@ def generate(
     repetition_penalty: RepetitionPenalty = None,
     stop: Stop = None,
     seed: Seed = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: GrammarFile = None,
+    grammar_backend: GrammarBackend = None,
     show: Annotated[bool, OUTPUT("--show", help="Highlight accepted draft tokens.")] = False,
     verbose: Verbose = False,
     as_json: Annotated[bool, OUTPUT("--json", help="One JSON object per prompt and line, as soon as it is complete.")] = False,
@@ -141,7 +149,7 @@ def generate(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C (what was generated is printed).
     """
-    from foredraft.cli.checks import check
+    from foredraft.cli.checks import check, check_grammar
     from foredraft.cli.printers import make_printer
     from foredraft.cli.progress import Progress
     from foredraft.cli.prompts import read_prompts
@@ -155,6 +163,7 @@ def generate(
         check(configuration)
         if system is not None and not chat:
             raise ConfigurationError("--system needs --chat")
+        matched = check_grammar(json_schema, regex, grammar, grammar_backend)
         with Progress(f"loading {target}") as progress:
             printer = make_printer(progress, count=len(texts), show=show, as_json=as_json, logprobs=logprobs is not None, verbose=verbose)
             from foredraft.cli.generation import generate
@@ -172,6 +181,7 @@ def generate(
                 chat=chat,
                 system=system,
                 logprobs=logprobs,
+                grammar=matched,
             )
             try:
                 outcome = generate(texts, configuration, decoding, printer, progress)

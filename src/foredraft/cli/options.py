@@ -91,5 +91,12 @@ Seed = Annotated[
 ]
 System = Annotated[str | None, PROMPTS(metavar="TEXT", help="A system message for the chat template.", show_default=False)]
 Temperature = Annotated[float, SAMPLING(min=0.0, help="Above 0, sample; at 0, decode greedily.")]
+JsonSchema = Annotated[Path | None, SAMPLING(metavar="FILE", help="The text is JSON that fits this schema.", show_default=False)]
+Regex = Annotated[str | None, SAMPLING(help="The text matches this regular expression.", show_default=False)]
+GrammarFile = Annotated[Path | None, SAMPLING(metavar="FILE", help="The text matches this grammar, Lark or EBNF.", show_default=False)]
+GrammarBackend = Annotated[
+    str | None,
+    SAMPLING(help="The library for these: llguidance, xgrammar or outlines.", show_default="the first that is installed"),
+]
 JsonFile = Annotated[Path | None, OUTPUT("--json", metavar="FILE", help="Write the full report to this file.", show_default=False)]
 Verbose = Annotated[bool, OUTPUT("--verbose", help="Show all figures: passes, drafted and accepted tokens, shape, rule.")]

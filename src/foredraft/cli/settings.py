@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,7 @@ class Decoding:
     system: str | None = None
     logprobs: int | None = None
     longest: int = 128
+    grammar: Mapping[str, Any] = field(default_factory=dict)  # json_schema, regex or grammar, and grammar_backend
 
     def sampled(self, defaults: Any) -> bool:
         """Whether a model with ``defaults``, its generation config, samples."""
@@ -95,9 +96,10 @@ class Decoding:
         given = {"output_logprobs": self.logprobs, "repetition_penalty": self.repetition_penalty, "max_new_tokens": self.max_new_tokens}
         if self.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length is None:
             given["max_new_tokens"] = self.longest
-        stop = {"stop_strings": list(self.stop), "tokenizer": tokenizer} if self.stop else {}
+        read = {"tokenizer": tokenizer, **self.grammar} if self.stop or self.grammar else {}
+        stop = {"stop_strings": list(self.stop)} if self.stop else {}
         sampling = self.sampling() if self.sampled(defaults) else {"do_sample": False}
-        return {**{name: value for name, value in given.items() if value is not None}, **stop, **sampling}
+        return {**{name: value for name, value in given.items() if value is not None}, **read, **stop, **sampling}
 
 
 @dataclass

@@ -149,7 +149,7 @@ class NodeHistories:
         ends = [self.lengths[row] for row, _ in places]
         width, deepest = max(map(add, ends, depths)), max(depths)
         lines = [
-            [row, width - end - depth, *[-1] * (deepest - depth), *self._path(cell, depth)]
+            [row, width - end - depth, *[-1] * (deepest - depth), *self.path(cell, depth)]
             for cell, (row, _), end, depth in zip(cells, places, ends, depths)
         ]
         packet = to_device(lines, self.committed.device)
@@ -185,11 +185,11 @@ class NodeHistories:
         for committed, group in groupby(cells, self.committed_length):
             members = list(group)
             begin = take(self.committed[:, :committed], [cell // self.nodes for cell in members])
-            paths = to_device([self._path(cell, length - committed) for cell in members], begin.device)  # [g, depth]
+            paths = to_device([self.path(cell, length - committed) for cell in members], begin.device)  # [g, depth]
             parts.append(torch.cat([begin, self.tokens.flatten()[paths]], 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _path(self, cell: int, depth: int) -> list[int]:
+    def path(self, cell: int, depth: int) -> list[int]:
         """From the root's child down to ``cell``, as indices into ``tokens.flatten()``."""
         row, node = self.place(cell)
         path = []

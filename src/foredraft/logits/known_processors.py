@@ -7,7 +7,7 @@ rather than guessed at, because it may hold lengths that count padding.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
+from foredraft.grammars import Grammar
 
+from .grammar_masks import Walk, mask_nodes
+from .histories import NodeHistories
 from .nucleus import top_p
 
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -80,6 +83,8 @@ class Kind:
             can reach.
         strict: it raises on NaN scores.
         call: a quicker way to the same scores, called with the processor and its arguments.
+        begin: makes the processor that keeps the state of one row, from the processor and the length of the row's prompt.
+        at_nodes: changes scores ``[R * N, V]`` in place, called with (processor, cells) of each row, histories and scores.
     """
 
     reads: Reads
@@ -90,6 +95,8 @@ class Kind:
     guarded: bool = False
     strict: bool = False
     call: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    begin: Callable[[Any, int], Any] | None = None
+    at_nodes: Callable[[Sequence[tuple[Any, Sequence[int]]], NodeHistories, Tensor], None] | None = None
 
 
 def shifted(name: str) -> Callable[[Any, Row], dict[str, Any]]:
@@ -204,6 +211,7 @@ KNOWN: dict[str, Kind] = {
     "PrefixConstrainedLogitsProcessor": Kind("tokens", row_prefix, guarded=True),
 }
 FOREIGN = Kind("tokens", guarded=True)
+GRAMMAR = Kind("tokens", begin=Walk.begin, at_nodes=mask_nodes)
 
 SPEECH = "it belongs to a speech or audio model; use that model's own generate, without Foredraft"
 GUIDANCE = "guidance needs a second pass of the model for every token; leave guidance_scale unset, or generate without Foredraft"
@@ -231,12 +239,14 @@ STATEFUL = ("xgrammar.contrib.hf", "outlines.processors.base_logits_processor")
 
 def kind_of(processor: Any) -> Kind:
     """What is known about ``processor``; a ConfigurationError names its class if it cannot be supported."""
+    if isinstance(processor, Grammar):
+        return GRAMMAR
     name = type(processor).__name__
     for cls in type(processor).__mro__:
         if cls.__module__ in STATEFUL:
             raise ConfigurationError(
                 f"{name} of {cls.__module__.partition('.')[0]} is not supported: it keeps its state by batch index and order of calls; "
-                "keep the state of every history instead, as docs/constrained-decoding.md shows"
+                "use json_schema=, regex=, grammar= or foredraft.Grammar instead (docs/constrained-decoding.md)"
             )
         if cls.__module__.startswith("transformers.") and cls.__name__ in REFUSED:
             raise ConfigurationError(f"{name} is not supported: {REFUSED[cls.__name__]}")

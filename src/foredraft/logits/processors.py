@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +88,13 @@ class Pipeline:
     def alone(cls, processors: Iterable[Processor] | None, *, prompt_length: int, device: torch.device | None = None) -> Pipeline:
         """The pipeline of a row whose ``processors`` were prepared for it alone, unpadded (a server's request)."""
         return row_pipelines(processors, prompt_lengths=[prompt_length], padded_length=prompt_length, device=device)[0]
+
+    def begun(self, prompt_length: int) -> Pipeline:
+        """The pipeline of a row that begins after a prompt of that length: processors that keep a state get one of the row's own."""
+        if not any(stage.kind.begin for stage in self.stages):
+            return self
+        own = (stage.kind.begin(stage.processor, prompt_length) if stage.kind.begin else None for stage in self.stages)
+        return Pipeline(tuple(stage if state is None else Stage.of(state, stage.kind) for stage, state in zip(self.stages, own)))
 
     @property
     def empty(self) -> bool:
@@ -277,6 +284,7 @@ def run(
     """
     nodes = scores.shape[1]
     for position in range(max(len(pipelines[row].stages) for row in rows)):
+        at_nodes: dict[Callable[..., None], list[tuple[Processor, list[int]]]] = {}
         for stage, members in rows_by_stage(pipelines, rows, position).items():
             if cells is None and stage.kind.reads == "nothing":
                 scores = run_free(stage, scores, members)
@@ -285,9 +293,15 @@ def run(
             mine = list(everything) if cells is None else [cell for cell in cells if cell // nodes in members]
             if stage.kind.reads == "nothing":
                 scores = run_free(stage, scores.flatten(0, 1), mine).view(scores.shape)
+            elif stage.kind.at_nodes is not None:
+                at_nodes.setdefault(stage.kind.at_nodes, []).append((stage.processor, mine))
             else:
                 assert histories is not None
                 run_reading(stage, scores.view(-1, scores.shape[-1]), histories, mine, watch)
+        for call, cells_of in at_nodes.items():
+            assert histories is not None
+            with watch.running(scores.device):
+                call(cells_of, histories, scores.view(-1, scores.shape[-1]))
     return scores
 
 
