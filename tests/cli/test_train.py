@@ -83,7 +83,7 @@ def test_refusals_come_by_name(place, tmp_path, more, message):
 
 def test_an_unknown_kind_and_texts_of_another_target(place, tmp_path):
     done = train(place, tmp_path, kind="medussa")
-    assert done.exit_code == 2 and "unknown kind of head 'medussa'; choose medusa" in done.stderr
+    assert done.exit_code == 2 and "unknown kind of head 'medussa', did you mean 'medusa'? Choose medusa" in done.stderr
     other = tmp_path / "other"
     shutil.copytree(place, other)
     model = clone(tiny())
