@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -25,6 +26,8 @@ CANDIDATE = Candidate(
     predicted=1.4,
     plain=0.011,
     speculative=0.008,
+    low=1.3,
+    high=1.45,
     acceptance_length=2.2,
 )
 
@@ -52,11 +55,13 @@ def test_help():
 def test_a_run_on_the_embedded_models(quick, tmp_path):
     result = cli("--target", "zoo:python-1m", "--drafter", "prompt-lookup", "--json", tmp_path / "out.json", "--threads", 1)
     assert result.exit_code == 0, result.output
-    assert "nodes per row" in result.stdout and "predicted" in result.stdout and "← pick" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("pick: --drafter ")
+    assert "nodes per row" not in result.stdout
+    words = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
+    assert words[:3] == ["drafter", "none", "prompt-lookup"] and words[3] == "write" and {"gain", "sure"} < set(words)
     document = json.loads((tmp_path / "out.json").read_text())
     (found,) = document["candidates"]
-    assert document["pick"] == {"drafter": found["drafter"], "shape": found["pick"]}
+    assert document["pick"]["drafter"] == found["drafter"] and document["pick"]["shape"] == found["pick"]
+    assert document["pick"]["command"] in result.stdout and found["low"] <= found["measured"] <= found["high"]
     assert found["choices"]["chain(0)"] == 1 and found["predicted"] == max(found["choices"].values())
     assert found["costs"] == sorted(found["costs"]) and found["measured"] == pytest.approx(found["plain"] / found["speculative"])
     assert len(list((tmp_path / "cache" / "profiles").iterdir())) == 1
@@ -65,12 +70,43 @@ def test_a_run_on_the_embedded_models(quick, tmp_path):
 def test_the_report_names_the_pick_and_sets_measured_against_predicted():
     other = Candidate(**{**vars(CANDIDATE), "drafter": "prompt-lookup", "pick": "chain(0)", "predicted": 1.0, "speculative": 0.011})
     console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(tune.report(Setting("model"), [CANDIDATE, other]))
+    console.print(tune.report(Setting("model"), [CANDIDATE, other], verbose=True))
     text = console.export_text()
     assert "chain(3): measured 1.38× plain decoding" in text and "measured over predicted 0.98" in text
     assert "zero drafting: nothing pays here" in text
-    assert text.rstrip().endswith("pick: --drafter draft-model:small --shape 'chain(3)'")
     assert text.count("← pick") == 2
+
+
+def said(*found, spread=1.0, **setting):
+    return tune.answer(Setting("org/model", **setting), found, spread)
+
+
+def test_the_answer_says_what_to_write_how_much_it_gains_and_how_sure_that_is():
+    command, python, gain, sure = said(CANDIDATE, dtype="bfloat16", threads=2)
+    assert command == (
+        "write   foredraft generate --target org/model --drafter draft-model:small --shape 'chain(3)' "
+        "--dtype bfloat16 --threads 2 \"PROMPT\""
+    )
+    assert python.strip() == 'foredraft.Speculator("org/model", drafter="draft-model:small", shape="chain(3)", dtype="bfloat16")'
+    assert gain == "gain    1.38× plain decoding, 95 % interval 1.30 to 1.45" and sure == "sure    yes"
+    assert "no, the interval includes 1" in said(replace(CANDIDATE, low=0.9))[3]
+    assert "ngram may be as fast (1.34×)" in said(CANDIDATE, replace(CANDIDATE, drafter="ngram", speculative=0.0082))[3]
+
+
+def test_where_nothing_pays_it_says_to_decode_plainly():
+    command, python, gain, sure = said(replace(CANDIDATE, pick="chain(0)", speculative=0.0111))
+    assert "--drafter none" in command and 'drafter="none"' in python and "drafting does not pay here" in gain and sure == "sure    yes"
+
+
+def test_a_noisy_machine_is_said():
+    assert said(CANDIDATE, spread=1.9)[-1].startswith("noise   the machine was too noisy: the same plain decoding took up to 1.9 times")
+
+
+def test_the_interval_covers_the_ratio():
+    plain = [[1.0, 1.1, 0.9], [2.0, 2.1, 1.9]]
+    assert tune.interval(plain, [[each / 1.5 for each in runs] for runs in plain]) == pytest.approx((1.5, 1.5), abs=0.35)
+    low, high = tune.interval(plain, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    assert low < tune.typical(plain) < high
 
 
 def test_the_picture_is_a_png(tmp_path):

@@ -344,9 +344,10 @@ def tune(
     batch_size: Annotated[int, PROMPTS(min=1, help="Prompts that are decoded together.")] = 1,
     prompts: PromptFile = None,
     as_json: JsonFile = None,
+    verbose: Verbose = False,
     plot: Annotated[Path | None, OUTPUT(metavar="FILE.png", help="Write a chart (needs matplotlib).", show_default=False)] = None,
 ) -> None:
-    """Measure drafters on this machine, recommend a drafter and a shape, and check the prediction against plain decoding.
+    """Measure drafters on this machine, and say what to write, how much it gains over plain decoding, and how sure that is.
 
     The measured costs are saved; --shape auto uses them from then on.
     """
@@ -377,12 +378,13 @@ def tune(
                 batch_size=batch_size,
                 prompts=texts,
             )
-            found = tuning.Tuning(setting, progress).run()
+            measuring = tuning.Tuning(setting, progress)
+            found = measuring.run()
             if as_json is not None:
-                write_json(as_json, tuning.document(setting, found))
+                write_json(as_json, tuning.document(setting, found, measuring.spread))
             if draw is not None and plot is not None:
                 draw(plot, setting, found)
-        tables.console().print(tuning.report(setting, found))
+        tables.console().print(tuning.report(setting, found, measuring.spread, verbose=verbose), soft_wrap=True)
 
 
 @app.command()

@@ -1,16 +1,19 @@
-"""``foredraft tune``: measure what passes and drafts cost here, say which shape that makes best, and check the claim.
+"""``foredraft tune``: measure what passes and drafts cost here, and say what to write, how much it gains and how sure that is.
 
-Prompts are decoded greedily, plainly and with the planner, until its pick has settled. Then the pick, as a fixed shape, and plain
-decoding are run in turns, and what was measured is set against what was predicted.
+Prompts are decoded greedily with each drafter and the planner, until its pick has settled. Then all picks, as fixed shapes, and plain
+decoding, the one baseline, take turns on every prompt.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from random import Random
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from foredraft.cli.tables import add_row, new_table
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 from foredraft.planning import AUTO, AutomaticPlanner
+from foredraft.planning.search import Plan
 from foredraft.preparation import pad
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
@@ -39,6 +43,9 @@ TRIALS = 2  # runs of every prompt until the pick is taken to have settled
 REPEATS = 3
 BAR = 40  # characters
 SHOWN = 8  # depths
+DRAWS = 1000
+NOISY = 1.25  # how much longer one of the same runs may take than another
+Grid = list[list[float]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ class Candidate:
         choices: for each length of a chain from 0 on, and for the pick, the predicted speed-up over plain decoding.
         pick: the best shape; chain(0) where drafting does not pay.
         predicted: its speed-up.
-        plain, speculative: measured seconds per token of a row, medians.
+        plain, speculative: measured seconds per token of a row: medians of each prompt's runs, and their mean over prompts.
+        low, high: the 95 % interval of the speed-up.
         acceptance_length: tokens per row and pass, measured with the pick.
     """
 
@@ -76,6 +84,8 @@ class Candidate:
     predicted: float
     plain: float
     speculative: float
+    low: float
+    high: float
     acceptance_length: float
 
     @property
@@ -83,16 +93,44 @@ class Candidate:
         """Speed-up."""
         return self.plain / self.speculative
 
+    @property
+    def pays(self) -> bool:
+        return self.pick != "chain(0)" and self.measured > 1
+
+    @property
+    def sure(self) -> bool:
+        """Whether the interval says the same as the measurement."""
+        return self.pick == "chain(0)" or not self.low <= 1 <= self.high
+
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "measured": self.measured, "measured_over_predicted": self.measured / self.predicted}
+        own = {"measured": self.measured, "measured_over_predicted": self.measured / self.predicted, "sure": self.sure}
+        return {**vars(self), **own}
+
+
+@dataclass
+class Contender:
+    """A drafter that has chosen its shape, and the seconds per token of its runs, ``[prompt, run]``."""
+
+    name: str
+    speculator: Speculator
+    planner: AutomaticPlanner | None = None
+    plans: Sequence[Plan] = ()
+    pick: Plan | None = None
+    rule: str = ""
+    seconds: Grid = field(default_factory=list)
+    kept: list[Stats] = field(default_factory=list)
 
 
 class Tuning:
-    """Loads the target once and measures one drafter after the other."""
+    """Loads the target once and measures one drafter after the other.
+
+    Attributes:
+        spread: how much longer the slowest of the same plain runs took than the fastest, the median over prompts.
+    """
 
     def __init__(self, setting: Setting, progress: Progress):
         quiet()
-        self.setting, self.progress = setting, progress
+        self.setting, self.progress, self.spread = setting, progress, 1.0
         self.tokenizer = load_tokenizer(setting.target)
         texts = setting.prompts or default_prompts(setting.target)
         rows = encode(self.tokenizer, texts, chat=False, target=setting.target)
@@ -101,51 +139,61 @@ class Tuning:
             for start in range(0, len(rows), setting.batch_size)
         ]
         self.given = [make_drafter(name, {}, self.tokenizer) for name in setting.names]  # unknown names before any weights are read
-        self.plain = load_speculator(setting.plain, self.tokenizer)
+        self.plain = Contender("plain", load_speculator(setting.plain, self.tokenizer))
 
     def run(self) -> list[Candidate]:
         """Best first."""
-        found = [self._candidate(name, drafter) for name, drafter in zip(self.setting.names, self.given)]
-        return sorted(found, key=lambda each: each.speculative)
+        contenders = [self._settled(name, drafter) for name, drafter in zip(self.setting.names, self.given)]
+        self.progress.show("comparing with plain decoding")
+        everyone = [self.plain, *contenders]
+        for each in everyone:
+            each.seconds = [[] for _ in self.batches]
+        for repeat in range(REPEATS + 1):
+            for number, batch in enumerate(self.batches):
+                for each in everyone[repeat % len(everyone) :] + everyone[: repeat % len(everyone)]:
+                    spent, stats = self._time(each.speculator, batch)
+                    if repeat:  # the first is the warm-up
+                        each.seconds[number].append(spent)
+                        each.kept.append(stats)
+        self.spread = median(max(runs) / min(runs) for runs in self.plain.seconds)
+        return sorted(map(self._candidate, contenders), key=lambda each: each.speculative)
 
-    def _candidate(self, name: str, drafter: Any) -> Candidate:
+    def _settled(self, name: str, drafter: Any) -> Contender:
         self.progress.show(f"{name}: measuring")
+        model = self.plain.speculator.model
         # "eager" leaves the model as it is, packed where the Speculator that loaded it packed it
-        automatic = Speculator(self.plain.model, drafter, shape=AUTO, reuse_prefix=False, execution="eager")
+        automatic = Speculator(model, drafter, shape=AUTO, reuse_prefix=False, execution="eager")
         planner = automatic.planner
         assert isinstance(planner, AutomaticPlanner)
         for _ in range(TRIALS):
             for batch in self.batches:
                 self._time(automatic, batch)
         plans = planner.compare(self.setting.batch_size, context=max(len(row) for batch in self.batches for row in batch) + NEW // 2)
-        plain, pick = plans[0], max(plans, key=lambda plan: plan.rate)
-        fixed = Speculator(self.plain.model, drafter, shape=pick.shape, reuse_prefix=False, execution="eager")
-        self.progress.show(f"{name}: comparing {pick.shape} with plain decoding")
-        seconds: dict[str, list[float]] = {"plain": [], "pick": []}
-        kept: list[Stats] = []
-        for repeat in range(REPEATS + 1):
-            for batch in self.batches:
-                spent, _ = self._time(self.plain, batch)
-                ours, stats = self._time(fixed, batch)
-                if repeat:  # the first is the warm-up
-                    seconds["plain"].append(spent)
-                    seconds["pick"].append(ours)
-                    kept.append(stats)
+        pick = max(plans, key=lambda plan: plan.rate)
+        fixed = Speculator(model, drafter, shape=pick.shape, reuse_prefix=False, execution="eager")
+        return Contender(name, fixed, planner, plans, pick, automatic.rule.name)
+
+    def _candidate(self, found: Contender) -> Candidate:
+        planner, plans, pick = found.planner, found.plans, found.pick
+        assert planner is not None and pick is not None
         acceptance = planner.acceptance[True]
         count, depth = self.setting.batch_size, min(SHOWN, planner.largest.depth)
+        low, high = interval(self.plain.seconds, found.seconds)
         return Candidate(
-            drafter=name,
-            rule=automatic.rule.name,
+            drafter=found.name,
+            rule=found.rule,
             costs=planner.costs.verify(count, range(1, planner.largest.nodes + 2), 64),
             draft=[planner.costs.draft_seconds(count, (1,) * length) for length in range(1, depth + 1)],
             acceptance=acceptance.by_depth(depth),
             available=acceptance.availability,
-            choices={str(plan.shape): plan.rate / plain.rate for plan in plans},
+            choices={str(plan.shape): plan.rate / plans[0].rate for plan in plans},
             pick=str(pick.shape),
-            predicted=pick.rate / plain.rate,
-            plain=median(seconds["plain"]),
-            speculative=median(seconds["pick"]),
-            acceptance_length=sum(stats.kept for stats in kept) / sum(stats.row_passes for stats in kept),
+            predicted=pick.rate / plans[0].rate,
+            plain=typical(self.plain.seconds),
+            speculative=typical(found.seconds),
+            low=low,
+            high=high,
+            acceptance_length=sum(stats.kept for stats in found.kept) / sum(stats.row_passes for stats in found.kept),
         )
 
     def _time(self, speculator: Speculator, batch: Sequence[Sequence[int]]) -> tuple[float, Stats]:
@@ -157,29 +205,90 @@ class Tuning:
         return spent / max(1, stats.new_tokens - len(batch)) * len(batch), stats
 
 
-def document(setting: Setting, found: Sequence[Candidate]) -> dict[str, Any]:
+def typical(seconds: Grid) -> float:
+    """The mean over prompts of the median of their runs."""
+    return mean(median(runs) for runs in seconds)
+
+
+def interval(plain: Grid, speculative: Grid) -> tuple[float, float]:
+    """Of the speed-up: 95 % of bootstrap draws over prompts and runs, the same ones for both."""
+    random, ratios = Random(0), []
+    prompts, runs = range(len(plain)), range(len(plain[0]))
+    for _ in range(DRAWS):
+        drawn = [(prompt, random.choices(runs, k=len(runs))) for prompt in random.choices(prompts, k=len(prompts))]
+        below, above = (typical([[grid[prompt][run] for run in chosen] for prompt, chosen in drawn]) for grid in (speculative, plain))
+        ratios.append(above / below)
+    ratios.sort()
+    return ratios[DRAWS // 40], ratios[-1 - DRAWS // 40]
+
+
+def document(setting: Setting, found: Sequence[Candidate], spread: float = 1.0) -> dict[str, Any]:
     """Everything, for JSON; the best drafter first."""
+    command, python = to_write(setting, found[0])
     return {
-        "schema": 1,
+        "schema": 2,
         "target": setting.target,
         "dtype": setting.dtype,
         "quantization": setting.quantization,
         "threads": torch.get_num_threads(),
         "batch_size": setting.batch_size,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "pick": {"drafter": found[0].drafter, "shape": found[0].pick},
+        "pick": {"drafter": found[0].drafter, "shape": found[0].pick, "command": command, "python": python},
+        "plain_spread": spread,
+        "noisy": spread > NOISY,
         "candidates": [each.to_dict() for each in found],
     }
 
 
-def report(setting: Setting, found: Sequence[Candidate]) -> RenderableType:
-    """For a terminal: what passes cost, and for each drafter acceptance, predictions and the check; the best drafter last."""
-    parts: list[RenderableType] = [_cost_curve(found[0], setting)]
-    for each in reversed(found):
-        parts += [Text(), Text(f"drafter {each.drafter}, rule {each.rule} (match when greedy)", style="bold"), _choices(each), _check(each)]
+def to_write(setting: Setting, best: Candidate) -> tuple[str, str]:
+    """The command and the line of Python for ``best``, or for plain decoding where it does not pay."""
+    chosen = {"drafter": best.drafter, "shape": best.pick} if best.pays else {"drafter": "none"}
+    given = {name: value for name in ("dtype", "quantization", "device") if (value := getattr(setting, name)) not in (None, "auto")}
+    flags = {"target": setting.target, **chosen, **given, **({} if setting.threads is None else {"threads": setting.threads})}
+    command = " ".join(["foredraft generate", *(f"--{name} {shlex.quote(str(value))}" for name, value in flags.items()), '"PROMPT"'])
+    arguments = ", ".join([json.dumps(setting.target), *(f"{name}={json.dumps(value)}" for name, value in {**chosen, **given}.items())])
+    return command, f"foredraft.Speculator({arguments})"
+
+
+def answer(setting: Setting, found: Sequence[Candidate], spread: float = 1.0) -> list[str]:
+    """What to write, how much it gains, how sure that is, and whether the machine was too noisy to tell."""
     best = found[0]
-    parts += [Text(), Text(f"pick: --drafter {best.drafter} --shape '{best.pick}'" if best.pick != "chain(0)" else "pick: --drafter none")]
-    return Group(*parts)
+    command, python = to_write(setting, best)
+    gain = f"{best.measured:.2f}× plain decoding, 95 % interval {best.low:.2f} to {best.high:.2f}"
+    if not best.pays:
+        gain = f"none: drafting does not pay here; the best is {best.drafter}, {best.pick}: {gain}"
+    sure = "yes" if best.sure else "no, the interval includes 1: give more --prompts, or run it again"
+    if len(found) > 1 and best.pays and (second := found[1]).pays and second.high > best.low:
+        sure += f"; {second.drafter} may be as fast ({second.measured:.2f}×)"
+    lines = [f"write   {command}", f"        {python}", f"gain    {gain}", f"sure    {sure}"]
+    if spread > NOISY:
+        lines.append(
+            f"noise   the machine was too noisy: the same plain decoding took up to {spread:.1f} times as long from one run to the next. "
+            "Close other programs and run it again."
+        )
+    return lines
+
+
+def report(setting: Setting, found: Sequence[Candidate], spread: float = 1.0, *, verbose: bool = False) -> RenderableType:
+    """For a terminal: the drafters side by side and the answer; what passes cost, acceptance and predictions if ``verbose``."""
+    parts: list[RenderableType] = []
+    if verbose:
+        parts = [_cost_curve(found[0], setting)]
+        for each in reversed(found):
+            head = Text(f"drafter {each.drafter}, rule {each.rule} (match when greedy)", style="bold")
+            parts += [Text(), head, _choices(each), _check(each)]
+        parts.append(Text())
+    table = new_table("drafter", "shape", ">tokens/s per row", ">against plain", ">95 % interval", ">tokens per pass")
+    add_row(table, "none (plain decoding)", "", f"{1 / found[0].plain:.1f}", "", "", "")
+    for each in found:
+        figures = (
+            f"{1 / each.speculative:.1f}",
+            f"{each.measured:.2f}×",
+            f"{each.low:.2f} to {each.high:.2f}",
+            f"{each.acceptance_length:.2f}",
+        )
+        add_row(table, each.drafter, each.pick, *figures)
+    return Group(*parts, table, Text(), *(Text(line) for line in answer(setting, found, spread)))
 
 
 def _cost_curve(best: Candidate, setting: Setting) -> Table:
