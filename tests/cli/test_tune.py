@@ -85,7 +85,7 @@ def test_the_answer_says_what_to_write_how_much_it_gains_and_how_sure_that_is():
     command, python, gain, sure = said(CANDIDATE, dtype="bfloat16", threads=2)
     assert command == (
         "write   foredraft generate --target org/model --drafter draft-model:small --shape 'chain(3)' "
-        "--dtype bfloat16 --threads 2 \"PROMPT\""
+        '--dtype bfloat16 --threads 2 "PROMPT"'
     )
     assert python.strip() == 'foredraft.Speculator("org/model", drafter="draft-model:small", shape="chain(3)", dtype="bfloat16")'
     assert gain == "gain    1.38× plain decoding, 95 % interval 1.30 to 1.45" and sure == "sure    yes"
