@@ -25,6 +25,7 @@ HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py"
 NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
 THREADS = ("tests/test_threads.py",)
+ATTACH = ("tests/test_attach.py",)
 
 FAULTS = [
     # -- trees
@@ -133,6 +134,20 @@ FAULTS = [
     Fault("turns.py", "nested = each.running and not each._own.isdisjoint(self._own)", "nested = False", THREADS),
     Fault("session.py", "self.turn.rest(keep=bool(self.rows) and self.target.owner is self._token)", "self.turn.rest(keep=True)", THREADS),
     Fault("session.py", "self._token = object()", "self._token = self", THREADS),
+    # -- attach
+    Fault("attachment.py", 'return getattr, (self._model, "generate")', "return getattr, (self, '__call__')", ATTACH),
+    Fault("attachment.py", "            module.training = True\n", "            module.training = False\n", ATTACH),
+    Fault("attachment.py", "base.generation_config = self._model.generation_config", "pass", ATTACH),
+    Fault("attachment.py", "isinstance(rate, float) and rate > 0", "isinstance(rate, float) and rate > 1", ATTACH),
+    Fault("preparation.py", "criterion.done_tracker = [False]", "pass", ATTACH),
+    Fault("preparation.py", "type(model).generate(model, inputs,", "model.generate(inputs,", ATTACH),
+    Fault(
+        "preparation.py",
+        "return replace(self, record=frozenset())",
+        "return self",
+        (*ATTACH, "tests/test_generate.py", "tests/test_limits.py"),
+    ),
+    Fault("speculator.py", 'arguments.get("streamer")) is not None:', 'arguments.get("streamers")) is not None:', ATTACH),
     # -- kernels
     Fault("layer.c", "_mm512_reduce_add_ps(sum) / size + eps", "_mm512_reduce_add_ps(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, _mm512_sub_ps(left,", "store(out + i, _mm512_add_ps(left,", KERNELS),
