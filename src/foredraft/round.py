@@ -76,20 +76,33 @@ class Loop:
 
     def first_tokens(self, rows: list[SessionRow], prompts: Sequence[Sequence[int]], *, first: int) -> list[Commit]:
         """Prefill the ``prompts`` of ``rows``, which are those from ``first`` on, and choose a token after each."""
-        sampler, info = self.sampler(rows), self.drafter.info
+        sampler = self.sampler(rows)
         with self.observer.prefill(sampler):
-            room = self.planner.shape.nodes + info.extra_nodes + 1
-            self.target.open(prompts, reserve=[row.capacity + room for row in rows])
-            logits = self.target.prefill(prompts, first=first)[:, None]
+            logits = self._prefill(rows, prompts, first)[:, None]
             tree = self._root(rows)
             outcome = self._verify(self.rule, rows, tree, logits, sampler)
         commits = self._append(rows, tree, outcome)
         self.observer.committed(rows, commits, outcome, counted=False)
-        if info.features:
+        self._begin(rows)
+        return commits
+
+    def read_again(self, rows: list[SessionRow]) -> None:
+        """Have target and drafter, which hold no rows, read the texts of ``rows``: all of them but the last token, as after a prefill."""
+        self.committed.clear()
+        with self.observer.prefill(self.sampler(rows)):
+            self._prefill(rows, [row.ids[:-1] for row in rows], 0)
+        self._begin(rows)
+
+    def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int) -> Tensor:
+        room = self.planner.shape.nodes + self.drafter.info.extra_nodes + 1
+        self.target.open([row.ids for row in rows], reserve=[row.capacity + room for row in rows])
+        return self.target.prefill(prompts, first=first)
+
+    def _begin(self, rows: Sequence[SessionRow]) -> None:
+        if self.drafter.info.features:
             assert self.target.prompt_hidden is not None, "the drafter has features and asked the target for none"
             self.drafter.read(rows, self.target.prompt_hidden)
         self.drafter.begin(rows)
-        return commits
 
     # -- plan and draft -------------------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class Session:
         self.turn = turn_of(target, drafter, wait=wait)
         self._token = object()  # says whose rows the target and the drafter have; they must not keep an abandoned session alive
         self._slots = itertools.count()
+        self._read_at = (0, 0)  # the versions of target and drafter that have read the rows
         self._joined = False  # rows were added while others were under way: more may come
 
     @property
@@ -162,10 +163,14 @@ class Session:
 
     # -- a step ---------------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Commit]:
+    def step(self, *, follow: bool = True) -> list[Commit]:
         """Prefill waiting rows if there are any, else run one round. Returns the new tokens of every row that took part.
 
         After an exception every row is gone, and the target and the drafter are usable again.
+
+        Args:
+            follow: look whether the model has changed since the last step. If it has, rows under way are read again and go on with the
+                model as it is now.
 
         Raises:
             ForedraftError: another session took the target over; this one is lost.
@@ -174,6 +179,8 @@ class Session:
         with self._alone():
             self._own()
             try:
+                if follow:
+                    self._follow()
                 if torch.is_inference_mode_enabled():
                     return self._step()
                 with torch.inference_mode():
@@ -201,6 +208,16 @@ class Session:
         self.target.reset()
         self.drafter.reset()
         self.target.owner = self.drafter.owner = self._token
+
+    def _follow(self) -> None:
+        self.target.follow()
+        read_at = self.target.version, self.drafter.follow()
+        if self.rows and read_at != self._read_at:
+            self.target.reset()
+            self.drafter.reset()
+            with torch.inference_mode():
+                self.loop.read_again(self.rows)
+        self._read_at = read_at
 
     def _step(self) -> list[Commit]:
         if self.waiting:

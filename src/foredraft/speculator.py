@@ -225,13 +225,16 @@ class Speculator(TextInterface, Described):
         return Session(self.target, self.drafter, self.rule, proposal=self.proposal, planner=self.planner, **options)
 
     def release(self) -> None:
-        """Free the memory of the cache; the next call allocates it again.
+        """Forget everything that was made from the models: free the memory of the caches, and give packed weights back to the models. The
+        next call makes them anew. Changes to a model that cannot be seen need this, see docs/guide.md.
 
         Raises:
             BusyError: another thread is using the Speculator.
         """
         with turn_of(self.target, self.drafter, wait=self.wait):
-            self._release()
+            self.target.owner = None
+            self.drafter.release()
+            self.target.unpack()
 
     def close(self) -> None:
         """Free all memory and restore a model that was passed in. The Speculator cannot be used afterwards.
@@ -240,14 +243,10 @@ class Speculator(TextInterface, Described):
             BusyError: another thread is using the Speculator or a model of it.
         """
         with turn_of(self.target, self.drafter, wait=self.wait):
-            self._release()
+            self.target.owner = None
+            self.drafter.reset()
             self.target.close()
             self.drafter.close()
-
-    def _release(self) -> None:
-        self.target.release()
-        self.target.owner = None
-        self.drafter.reset()
 
 
 class Run:
@@ -269,6 +268,7 @@ class Run:
         for prompt, parameters in zip(prepared.prompts, prepared.parameters):
             self.session.add(prompt, parameters)
         self.rows = list(self.session.waiting)
+        self.watchful = True  # others run between the steps, and may change the model
 
     def steps(self) -> Iterator[list[Commit]]:
         """Step until every row is over; leaves target and drafter usable however it ends."""
@@ -276,8 +276,10 @@ class Run:
         try:
             if streamer is not None:
                 streamer.put(self.prepared.input_ids.cpu())
+            follow = True
             while self.session.live:
-                commits = self.session.step()
+                commits = self.session.step(follow=follow)
+                follow = self.watchful
                 if streamer is not None:
                     for token in commits[0].tokens:
                         streamer.put(torch.tensor([token]))
@@ -290,6 +292,7 @@ class Run:
                 streamer.end()
 
     def finish(self) -> SpeculativeOutput:
+        self.watchful = False
         try:
             with torch.inference_mode():
                 for _ in self.steps():

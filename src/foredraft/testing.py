@@ -114,6 +114,7 @@ class TableTarget:
         self.chains_only: str | None = None
         self.ragged = False
         self.owner: object = None
+        self.version = 0
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None
         self.features: tuple[int, ...] = ()
@@ -124,6 +125,9 @@ class TableTarget:
 
     def read(self, features: Sequence[int], *, whole: bool = False) -> None:
         self.features, self._whole, self.hidden, self.prompt_hidden = tuple(features), whole, None, None
+
+    def follow(self) -> None:
+        """A table does not change."""
 
     @property
     def lengths(self) -> list[int]:

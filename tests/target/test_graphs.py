@@ -511,10 +511,10 @@ def test_no_round_copies_a_list_to_the_device_from_memory_that_is_not_pinned(sha
     speculator = Speculator(tiny(), DraftModel(perturbed(), siblings=siblings, execution="graphs"), shape=shape, execution="graphs")
     rounds, step = [], Session.step
 
-    def watched_step(session):
+    def watched_step(session, **options):
         ending = min((row.remaining for row in session.rows), default=0) < 5  # shapes that are cut short are made once each
         with Waits() as waits:
-            found = step(session)
+            found = step(session, **options)
         rounds.append([name for name in waits.found if name not in HOST_METHODS and not ending])
         return found
 

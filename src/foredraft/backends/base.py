@@ -82,8 +82,11 @@ class Overrides(Protocol):
     def hints(self) -> Sequence[int]:
         """The layouts that weights were packed in, of :mod:`foredraft.backends.packing`; none where they were not."""
 
-    def follow_weights(self) -> None:
-        """The weights have changed."""
+    def pack(self) -> None:
+        """Replace them again, after :meth:`unpack`."""
+
+    def unpack(self) -> None:
+        """Give the model its own weights back, where they are held in another form."""
 
     def undo(self) -> None:
         """Leave the model as it was found."""
@@ -136,10 +139,12 @@ class Backend:
         """The capacity to reserve for rows of so many tokens."""
         return tokens
 
-    def follow_weights(self) -> None:
-        """The model's modules or weights have changed."""
+    def forget_model(self) -> None:
+        """The model has changed: drop what passes have left behind, other than replacements of its layers, which are told themselves
+        (:mod:`foredraft.models.changes`)."""
+        self.release()
         if self.overrides is not None:
-            self.overrides.follow_weights()
+            self.overrides.pack()
 
     def release(self) -> None:
         """Give the memory back."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from foredraft.backends.kernels import difference
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.changes import STRUCTURE, Kind, ModelState, hooks_of, take_back
 from foredraft.models.layers import decoder_layers
 from foredraft.models.positions import tuned_layers
 
@@ -48,6 +49,7 @@ class Compilation:
         self._runs: dict[object, Callable[..., Any]] = {}
         self.shared = Shared(masks=model.config._attn_implementation == "sdpa")  # type: ignore[union-attr]
         self._layers = decoder_layers(model)
+        self.state = ModelState.of(model)  # type: ignore[arg-type]
         for layer in self._layers:
             vars(layer)["forward"] = CompiledLayer(layer, self)
         try:
@@ -62,12 +64,23 @@ class Compilation:
                 self.refused = "its layers do not take the cache in a way that can be compiled"
         if self.refused is not None:
             self.undo()
+        self.state.followers.add(self)
+        self.state.note()
 
     name = "compiled"
     hints = ()
 
-    def follow_weights(self) -> None:
-        """Nothing: weights are inputs of the graphs."""
+    def follow(self, changed: set[Kind]) -> None:
+        """Weights are inputs of the graphs; how an adapter scales is not, and other modules have other layers."""
+        if changed & STRUCTURE:
+            self.undo()
+        elif changed - {"weights", "hooks", "mode"}:
+            self._runs = {}
+
+    def pack(self) -> None:
+        """Nothing: the weights are the model's own."""
+
+    unpack = pack
 
     @property
     def graphs(self) -> int:
@@ -83,8 +96,9 @@ class Compilation:
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""
         for layer in self._layers:
-            del layer.forward
+            take_back(layer, CompiledLayer)
         self._layers, self._runs = [], {}
+        self.state.note()
 
 
 class Shared:
@@ -131,12 +145,13 @@ class CompiledLayer:
     def __init__(self, layer: nn.Module, owner: Compilation):
         self.layer, self.owner = layer, owner
         self.names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        self._hooks = hooks_of(layer, inside=True)
         self.index = next(index for each in layer.modules() if isinstance(index := vars(each).get("layer_idx"), int))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args)), **kwargs}
         name = next((name for name, value in given.items() if isinstance(value, TreeCache)), None)
-        ready = None if name is None or torch.is_grad_enabled() else self._ready(given[name])
+        ready = None if name is None or torch.is_grad_enabled() or any(self._hooks) else self._ready(given[name])
         x, mask, shared = given.get(self.names[0]), given.get("attention_mask"), self.owner.shared
         if ready is None or not isinstance(x, Tensor) or not compilable(x, mask, shared.masks):
             return type(self.layer).forward(self.layer, *args, **kwargs)

@@ -6,7 +6,8 @@ take as long as a third of the products. Here a layer is the four products and s
 order of rounding as the class has them; and where all of them are in the layout of the kernels in ``native``, one call.
 
 ``forward`` is overridden on single layers, and :meth:`Fusion.undo` takes that back. Layers stay modules that are called with
-what the model gives them, so masks, caches and hooks work as before.
+what the model gives them, so masks and caches work as before; where somebody hooks something inside a layer, or changes its weights, the
+layer runs as its class has it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from foredraft.backends.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, fits
 from foredraft.backends.packing import PLAIN, Packing, Product
 from foredraft.models.cache import TreeCache
+from foredraft.models.changes import Structure, hooks_of, take_back
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
@@ -69,7 +71,7 @@ class Fusion:
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""
         for module in (*self.layers, *self._whole):
-            del module.forward
+            take_back(module, (FusedLayer, NativeModel))
         self.layers, self._whole, self.native = [], [], 0
 
 
@@ -115,6 +117,7 @@ class FusedLayer:
         self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.kernel = NativeLayer.of(self)
+        self._hooks, self._structure = hooks_of(layer, inside=True), Structure(layer, inside=True)
 
     @staticmethod
     def of(layer: Any, packing: Packing, shared: Shared) -> FusedLayer | None:
@@ -136,7 +139,9 @@ class FusedLayer:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        if position_embeddings is None or not others.keys() <= PLAIN_ARGUMENTS or torch.is_grad_enabled():
+        plain = position_embeddings is not None and others.keys() <= PLAIN_ARGUMENTS and not torch.is_grad_enabled()
+        changed = self.outdated or (not isinstance(past_key_values, TreeCache) and self._structure.changed)
+        if position_embeddings is None or not plain or any(self._hooks) or changed:
             whole = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_embeddings": position_embeddings}
             original: Tensor = type(self.layer).forward(self.layer, hidden_states, **whole, **others)
             return original
@@ -156,6 +161,11 @@ class FusedLayer:
         x = x + self.output(self._attended(both[:, :, :queries], key, value, attention_mask))
         gate, up = torch.split(self.gate_up(normed(self.after, x)), self.gate_up.sizes, -1)
         return x + self.down(self.activation(gate) * up)
+
+    @property
+    def outdated(self) -> bool:
+        """As :attr:`Product.outdated`, of any of its products."""
+        return self.qkv.outdated or self.output.outdated or self.gate_up.outdated or self.down.outdated
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """``[B, N, heads * D]`` for ``query`` ``[B, N, heads, D]``.
@@ -182,12 +192,14 @@ class FusedLayer:
 
 def is_known(layer: nn.Module) -> bool:
     """Whether ``layer`` is one of :data:`LAYERS` as transformers has them."""
-    return type(layer).__name__ in LAYERS and type(layer).__module__.startswith("transformers.models.")
+    known = type(layer).__name__ in LAYERS and type(layer).__module__.startswith("transformers.models.")
+    return known and not any("forward" in vars(each) and not isinstance(each, nn.Linear) for each in layer.modules())
 
 
 def alone(layer: Any) -> Product | None:
     """A linear layer that was not worth packing, as a product of its own weight."""
-    return Product([layer], PLAIN) if type(layer) is nn.Linear and not layer.weight.is_meta else None
+    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not layer.weight.is_meta
+    return Product([layer], PLAIN) if plain else None
 
 
 def normed(norm: Any, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from foredraft.backends.recorder import Outputs, Recorder
 from foredraft.backends.self_test import SMALLEST, Trial, some_text
 from foredraft.backends.static_pass import Bucket, PassFrame, StaticPass
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.changes import hooks_of
 from foredraft.models.features import Features
 from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
@@ -97,8 +98,7 @@ class Recordings:
         self._seen: Counter[Hashable] = Counter()
         self._buffers: object = None
         self._ready = False
-        self._hooks: list[Any] = []
-        self.follow_weights()
+        self._hooks = hooks_of(facts.model)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -178,11 +178,6 @@ class Recordings:
             self.reasons["grouped"], self.passes.grouped = why, None
         else:
             self.reasons["graphs"] = why
-
-    def follow_weights(self) -> None:
-        """The model's modules or weights are others now."""
-        self.drop()
-        self._hooks = [hooks for module in self.facts.model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
     def drop(self) -> None:
         """Forget every recording, and the buffers that they hold."""
@@ -286,9 +281,6 @@ class Recorded(Eager):
     def roomy(self, tokens: int) -> int:
         return roomy(tokens)
 
-    def follow_weights(self) -> None:
-        self.recordings.follow_weights()
-
     def release(self) -> None:
         super().release()
         self.recordings.drop()
@@ -306,7 +298,7 @@ def refusal(facts: ModelFacts) -> str | None:
         return "it lies on several devices, or hooks fetch its weights"
     if any("forward" in vars(module) for module in model.modules()):
         return "its layers have overrides of their own already (another Speculator)"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    if any(hooks_of(model)):
         return "hooks look at its passes, and a recording calls none"
     return None
 

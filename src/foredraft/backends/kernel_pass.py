@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from foredraft.backends import native
 from foredraft.backends.packing import NATIVE, Product
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.changes import hooks_of
 from foredraft.models.layers import Aside
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class NativeModel:
         self.run = kernels[0].library.model
         self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
+        self._hooks = hooks_of(base, inside=True)
 
     @staticmethod
     def of(base: Any) -> NativeModel | None:
@@ -208,6 +210,8 @@ class NativeModel:
             getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None
         )
         if windows or not layers or len(kernels) < len(layers) or len({id(kernel.library) for kernel in kernels}) > 1:
+            return None
+        if any("forward" in vars(each) for each in (base, base.embed_tokens, base.norm, base.rotary_emb)):
             return None
         if type(base.embed_tokens) is not nn.Embedding or base.norm.weight.dtype != base.embed_tokens.weight.dtype:
             return None
@@ -226,8 +230,6 @@ class NativeModel:
             return type(self.base).forward(self.base, input_ids, **given, **others)
         assert input_ids is not None and position_ids is not None
         x = self.base.embed_tokens(input_ids)
-        if self.base.embed_tokens._forward_hooks:  # they may keep what is overwritten here
-            x = x.clone()
         out = self.run_over(x, position_ids, attention_mask, past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values)
 
@@ -264,11 +266,10 @@ class NativeModel:
 
     @property
     def watched(self) -> bool:
-        """Somebody wants to see what happens between the layers, or runs only some of them."""
+        """Somebody wants to see what happens inside, or runs only some of the layers."""
         config = self.base.config
-        return bool(config.output_attentions or config.output_hidden_states) or any(
-            layer._forward_hooks or layer._forward_pre_hooks or isinstance(layer, Aside) for layer in self.base.layers
-        )
+        asked = config.output_attentions or config.output_hidden_states
+        return bool(asked) or any(self._hooks) or any(isinstance(layer, Aside) for layer in self.base.layers)
 
     def _serves(self, ids: Tensor | None, mask: Any, positions: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
         return (
@@ -324,6 +325,7 @@ class Direct:
 
     def __init__(self, model: Any, decoder: NativeModel):
         self.model, self.decoder = model, decoder
+        self._hooks = hooks_of(model)
 
     @staticmethod
     def of(model: Any) -> Direct | None:
@@ -336,9 +338,7 @@ class Direct:
     @property
     def ready(self) -> bool:
         """Nothing has been put around the model that would have to be called."""
-        model, base = self.model, self.model.model
-        hooks = any(each._forward_hooks or each._forward_pre_hooks for each in (model, base, base.embed_tokens))
-        return not (hooks or "forward" in vars(model) or self.decoder.watched or torch.is_grad_enabled())
+        return not (any(self._hooks) or "forward" in vars(self.model) or self.decoder.watched or torch.is_grad_enabled())
 
     def __call__(
         self,

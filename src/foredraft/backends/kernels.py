@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends.fusion import Fusion
-from foredraft.backends.packing import Packing
+from foredraft.backends.packing import Kind, Packing
+from foredraft.errors import ConfigurationError
+from foredraft.models import changes
+from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest logit: what another order of summation explains
 
@@ -31,11 +34,23 @@ class Kernels:
 
     def __init__(self, model: nn.Module, sample: Callable[[], Tensor], *, owned: bool, hints: Sequence[int]):
         self.model, self.owned, self.hints, self._sample = model, owned, hints, sample
-        self._lay_out()
+        self.state = ModelState.of(model)  # type: ignore[arg-type]
+        self._packing: Packing | None = None
+        self._known: dict[Kind, int | None] = {}
+        self.pack()
+        self.state.followers.add(self)
+
+    def pack(self) -> None:
+        """Lay the weights out, unless they are."""
+        if self._packing is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._lay_out()
+            self.state.note()
 
     def _lay_out(self) -> None:
         expected = self._sample()
-        self._packing = Packing(self.model, self._sample, owned=self.owned, hints=self.hints)
+        self._packing = Packing(self.model, self._sample, owned=self.owned, hints=self.hints, known=self._known)
+        self._known = self._packing.hints
         self._fusion = Fusion(self.model, self._packing)
         self.unfused = self._fusion.unfused
         if self._fusion.layers and (found := difference(self._sample(), expected)) is not None:
@@ -51,21 +66,55 @@ class Kernels:
     def name(self) -> str:
         return "native" if self.native else "packed"
 
-    def follow_weights(self) -> None:
-        """Packed weights that replaced the model's own are the model's; others are laid out anew."""
-        if not self.owned:
-            self.undo()
-            self._lay_out()
+    def follow(self, changed: set[changes.Kind]) -> None:
+        """Lay other weights out anew; of another structure, whoever built this builds another.
+
+        Raises:
+            ConfigurationError: something was written to weights that packed ones have replaced.
+        """
+        if self._packing is None or not changed & (NUMBERS | STRUCTURE):
+            return
+        if (lost := self._lost("merged adapters" in changed)) is not None:
+            raise ConfigurationError(lost)
+        self.undo()
+        if not changed & STRUCTURE:
+            self.pack()
+
+    def _lost(self, merged: bool) -> str | None:
+        """What was written to weights that are not there, and what to do; None if nothing was."""
+        if self._packing is None:
+            return None
+        what = "an adapter was merged" if merged and self._packing.taken else (lost := self._packing.lost()) and f"{lost} was changed"
+        return what and (
+            f"{what}, but the model was loaded by name, and packed weights have replaced its own, so the change is lost. Call release() "
+            "first, which gives them back, and then change the model; or load the model yourself and pass the object"
+        )
+
+    def unpack(self) -> None:
+        """Give the weights back until :meth:`pack`.
+
+        Raises:
+            ConfigurationError: what was written meanwhile is lost; the weights are those from before that.
+        """
+        lost = self._lost(False)
+        self.undo()
+        if lost is not None:
+            raise ConfigurationError(lost)
 
     @property
     def bytes(self) -> int:
         """Memory of the packed weights."""
-        return self._packing.bytes
+        return 0 if self._packing is None else self._packing.bytes
 
     def undo(self) -> None:
         """Leave the model as it was found."""
-        self._fusion.undo()
-        self._packing.undo()
+        if self._packing is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._fusion.undo()
+                self._packing.undo()
+            self._packing = None
+            self.state.mark()
+            self.state.note()
 
 
 def difference(logits: Tensor, expected: Tensor) -> float | None:

@@ -165,10 +165,8 @@ class NativeGrowth(Grower):
 
     @staticmethod
     def of(direct: Direct, cache: TreeCache, context: int | None) -> NativeGrowth | None:
-        """None if there is no such kernel for the model, or somebody watches its output layer."""
-        if direct.model.lm_head._forward_hooks or direct.model.lm_head._forward_pre_hooks:
-            return None
-        head = vars(direct.model.lm_head).get("forward")
+        """None if there is no such kernel for the model."""
+        head = getattr(vars(direct.model.lm_head).get("forward"), "product", None)
         layer = direct.decoder.kernels[0]
         if not isinstance(head, Product) or head.hint != NATIVE or head.inputs != layer.about.hidden:
             return None

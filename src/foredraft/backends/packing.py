@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from foredraft.backends import native
 from foredraft.backends.int8 import give_back, integers, is_held, is_int8, scales, take
+from foredraft.models.changes import hooks_of, take_back
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = 0  # the layout that torch has them in
@@ -63,6 +64,8 @@ class Product:
         else:
             weight = joined(weights)
             self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
+        self.sources = [source for layer in layers if isinstance(layer, nn.Linear) for source in sources_of(layer)]
+        self._hooks = [hooks for layer in layers if isinstance(layer, nn.Linear) for hooks in hooks_of(layer)]
         self._computed: tuple[Tensor | None, Sequence[Tensor]] = (None, ())  # an input and the outputs for it
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -87,20 +90,20 @@ class Product:
         """How many outputs the kernels compute, those that pad the matrix included."""
         return padded_size(self.outputs)
 
-    def part(self, index: int) -> Forward:
-        """The ``forward`` of layer ``index``: the first layer to be asked computes for all, and the last one lets go of it."""
+    @property
+    def outdated(self) -> bool:
+        """The layers have other weights by now, or a gradient is wanted of them."""
+        return bool(self.sources) and (torch.is_grad_enabled() or not all(source.kept for source in self.sources))
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """The output of layer ``index``: the first layer to be asked computes for all, and the last one lets go of it."""
         if len(self.layers) == 1:
-            return self
-        last = index == len(self.layers) - 1
-
-        def forward(x: Tensor) -> Tensor:
-            given, outputs = self._computed  # another thread may replace both at any time
-            if x is not given:
-                outputs = torch.split(self(x), self.sizes, -1)
-            self._computed = (None, ()) if last else (x, outputs)
-            return outputs[index]
-
-        return forward
+            return self(x)
+        given, outputs = self._computed  # another thread may replace both at any time
+        if x is not given or any(self._hooks):  # which may write to the input between two layers
+            outputs = torch.split(self(x), self.sizes, -1)
+        self._computed = (None, ()) if index == len(self.layers) - 1 else (x, outputs)
+        return outputs[index]
 
     def weights(self) -> Sequence[Tensor]:
         """The weights as they were, one matrix per layer; of eight bits the integers."""
@@ -110,6 +113,49 @@ class Product:
         elif self.hint != PLAIN:
             dense = dense.to_dense()
         return [part.clone() for part in torch.split(dense, self.sizes)]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A weight or a bias, and the tensor that holds its numbers, as it was when it was packed."""
+
+    parameters: dict[str, Any]
+    name: str
+    parameter: Any
+    numbers: Tensor
+    version: int | None
+
+    @property
+    def written(self) -> bool:
+        return self.version is not None and self.numbers._version != self.version
+
+    @property
+    def kept(self) -> bool:
+        """It is what it was."""
+        return self.parameters.get(self.name) is self.parameter and not self.written
+
+
+def sources_of(layer: nn.Linear) -> list[Source]:
+    found = []
+    each: Any
+    for name, each in layer._parameters.items():
+        if each is not None:
+            numbers = each.qdata if is_int8(each) else each
+            found.append(Source(layer._parameters, name, each, numbers, None if numbers.is_inference() else numbers._version))
+    return found
+
+
+class PackedForward:
+    """``forward`` of one layer of a product."""
+
+    def __init__(self, product: Product, index: int):
+        self.product, self.index = product, index
+        self.layer: Any = product.layers[index]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.product.outdated and not self.layer.weight.is_meta:
+            return type(self.layer).forward(self.layer, x)
+        return self.product.part(x, self.index)
 
 
 @dataclass(frozen=True)
@@ -136,18 +182,31 @@ class Packing:
             parameters are left as placeholders without storage. Otherwise the originals stay beside the packed ones.
         hints: the layouts to choose among.
         native: take that of the native kernels wherever it fits, without a trial: there is one call for all of them.
+        known: the layouts that an earlier trial chose.
 
     Attributes:
         hints: the chosen layout of each kind of product; None where layers stay as they are.
+        taken: the placeholders of weights that packed ones have replaced.
     """
 
-    def __init__(self, model: nn.Module, sample: Callable[[], Any], *, owned: bool, hints: Sequence[int] = HINTS, native: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Callable[[], Any],
+        *,
+        owned: bool,
+        hints: Sequence[int] = HINTS,
+        native: bool = False,
+        known: Mapping[Kind, int | None] | None = None,
+    ):
         self.model, self.owned = model, owned
         groups = sharing(model, sample)
-        self.hints = {
-            kind: NATIVE if native and kind.inputs % UNIT == 0 else fastest_hint(alike, hints) for kind, alike in by_kind(groups).items()
-        }
+        self.hints = dict(known or {})
+        for kind, alike in by_kind(groups).items():
+            if kind not in self.hints:
+                self.hints[kind] = NATIVE if native and kind.inputs % UNIT == 0 else fastest_hint(alike, hints)
         self._products: list[tuple[Product, list[nn.Linear], list[bool]]] = []
+        self.taken: list[Source] = []  # placeholders
         self._found: dict[int, Product] = {}
         shared = held_elsewhere(model)
         for layers in groups:
@@ -157,12 +216,14 @@ class Packing:
             product = Product(layers, hint)
             freed = [owned and id(layer.weight) not in shared for layer in layers]
             for index, (layer, free) in enumerate(zip(layers, freed)):
-                vars(layer)["forward"] = product.part(index)
+                vars(layer)["forward"] = PackedForward(product, index)
                 if free and product.int8:
                     take(layer.weight)
                 elif free:
                     layer.weight = placeholder(layer.weight)
                 self._found[id(layer)] = product
+            self.taken += [source for layer, free in zip(layers, freed) if free for source in sources_of(layer) if source.name == "weight"]
+            product.sources = [source for layer, free in zip(layers, freed) if not free for source in sources_of(layer)]
             self._products.append((product, layers, freed))
 
     def matrix(self, layer: nn.Module) -> native.Matrix | None:
@@ -185,17 +246,28 @@ class Packing:
         """Memory of the packed weights."""
         return sum(product.packed.numel() * product.packed.element_size() for product, _, _ in self._products)
 
+    def lost(self) -> str | None:
+        """A parameter that somebody wrote to, or made, where there are only placeholders, so that nothing was written; None if none is."""
+        ours = {id(source.parameter) for source in self.taken}
+        written = {id(source.parameter) for source in self.taken if source.written}
+        named = self.model.named_parameters() if self.taken else ()
+        return next((name for name, each in named if id(each) in written or (each.is_meta and id(each) not in ours)), None)
+
     def undo(self) -> None:
         """Give every layer its own ``forward`` and weight back."""
-        for product, layers, freed in self._products:
+        self._found, placeholders = {}, {id(source.parameter) for source in self.taken}
+        while self._products:
+            product, layers, freed = self._products.pop()
             weights = product.weights() if any(freed) else [torch.empty(0)] * len(layers)
             for layer, free, weight in zip(layers, freed, weights):
-                del layer.forward
-                if free and product.int8:
+                take_back(layer, PackedForward)
+                if not free or id(layer.weight) not in placeholders:  # of those, some may have been replaced meanwhile
+                    continue
+                if product.int8:
                     give_back(layer.weight, weight)
-                elif free:
+                else:
                     layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-        self._products, self._found = [], {}
+        self.taken = []
 
 
 def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | None:

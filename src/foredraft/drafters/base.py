@@ -209,6 +209,15 @@ class DrafterHooks:
     def reset(self) -> None:
         """Forget every row, after an error or an abandoned stream."""
 
+    def follow(self) -> int:
+        """Called between rounds: look whether a model of its own has changed. A number that is another once it has; all rows then begin
+        anew, after :meth:`reset`."""
+        return 0
+
+    def release(self) -> None:
+        """Forget every row, and give back memory that is taken again when rows begin."""
+        self.reset()
+
     def forget(self) -> None:
         """Forget what past texts have taught it, as if it had just been bound; rows that live are kept."""
 

@@ -195,6 +195,14 @@ class DraftModel(Drafter):
             self._target.release()  # an interrupted round leaves drafted tokens behind
         self._slots, self._grown, self._begun = [], None, []
 
+    def follow(self) -> int:
+        self.model.follow()
+        return self.model.version
+
+    def release(self) -> None:
+        self.reset()
+        self.model.unpack()
+
     def close(self) -> None:
         self.model.close()
 

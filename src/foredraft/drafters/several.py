@@ -159,6 +159,13 @@ class Several(Drafter):
         for drafter in self.drafters:
             drafter.reset()
 
+    def follow(self) -> int:
+        return sum(drafter.follow() for drafter in self.drafters)
+
+    def release(self) -> None:
+        for drafter in self.drafters:
+            drafter.release()
+
     def forget(self) -> None:
         for drafter in self.drafters:
             drafter.forget()

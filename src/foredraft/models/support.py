@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -57,6 +57,26 @@ class ModelFacts:
         config = model.config.get_text_config()
         vocab_size: int = getattr(model.get_output_embeddings(), "out_features", None) or config.vocab_size
         return ModelFacts(model, input_device(model), vocab_size, *context_of(config), chains_only(model))
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper, adapters included, or inside ``torch.compile``, or the model itself.
+
+    Raises:
+        UnsupportedModelError: a PEFT method that puts virtual tokens into the cache, or one that acts from certain tokens on.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if hasattr(model, "get_base_model") and hasattr(model, "peft_config"):
+        if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+            raise UnsupportedModelError(
+                "prompt-learning adapters put virtual tokens into the cache, which is not supported; use LoRA, or model.generate"
+            )
+        if any(getattr(config, "alora_invocation_tokens", None) for config in model.peft_config.values()):
+            raise UnsupportedModelError("activated LoRA acts from its invocation tokens on, which is not supported; use model.generate")
+        return model.get_base_model()
+    if not hasattr(model, "generate") or not hasattr(model, "config"):
+        raise UnsupportedModelError(f"expected a transformers causal language model, got {type(model).__name__}")
+    return model
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

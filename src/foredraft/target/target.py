@@ -17,11 +17,11 @@ from foredraft.backends.base import ForwardPass, Part, PassOutput, tree_window
 from foredraft.backends.choice import SAMPLE, choose
 from foredraft.backends.eager import Eager
 from foredraft.device import to_device
-from foredraft.errors import UnsupportedModelError
+from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.models.cache import Window
-from foredraft.models.features import Features, PromptStates, Tap, features_of, stop_watching, taps_of
-from foredraft.models.support import ModelFacts, describe
-from foredraft.models.weights import fingerprint, unwrap
+from foredraft.models.changes import STRUCTURE, ModelState
+from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
+from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.prefixes import shared_beginnings
 from foredraft.tree import TokenTree
 from foredraft.turns import Turn
@@ -67,6 +67,7 @@ class Target:
         outgrown: a session has warned that a row goes on beyond that.
         backend: what makes the passes.
         layer_tokens: per decoder layer, the tokens that passes have led through it so far, filler of ragged rows included.
+        version: grows whenever the model was found changed; rows from before are gone then.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
         hidden: ``[R, N - first, F * d]`` the :attr:`features` at the nodes of the last pass, :meth:`score` or :meth:`advance`, in the
             model's dtype, on :attr:`device`; None if there are none. Filler of a chain may have any. A tensor of the caller's own.
@@ -98,16 +99,19 @@ class Target:
         self.reuse_prefix = reuse_prefix
         self._texts: list[Sequence[int]] = []  # of live rows
         self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones held when they were dropped
-        self._weights: object = None
+        self.version = 0
         self._taps: list[Tap | None] = []  # where hidden states come by, once that was asked
         self._reused_prefix = reuse_prefix  # before somebody read whole texts
         self.hidden: Tensor | None = None
         self.prompt_hidden: list[Tensor] | None = None
         self.layer_tokens = [0] * self.model.config.get_text_config().num_hidden_layers
         self._early: Early | None = None  # the tree of this round as far as lower layers have read it
-        self._check_mode()
+        self._state = ModelState.of(self.model)
+        self._how: dict[str, Any] = {"execution": execution, "attention": attention, "owned": owned, "test": test, "chunk": prefill_chunk}
         with Turn([], [self.model], wait=wait):
-            self.backend = choose(facts, execution=execution, attention=attention, owned=owned, test=test, chunk=prefill_chunk)
+            self._state.look({})
+            self._dtype, self.backend = self.model.dtype, choose(facts, **self._how)
+        self._seen = dict(self._state.counts)
 
     @property
     def chains_only(self) -> str | None:
@@ -123,6 +127,46 @@ class Target:
     def execution(self) -> str:
         """What is in use: ``eager``, ``packed``, ``native``, ``compiled`` or ``graphs``."""
         return self.backend.name
+
+    # -- a model that changes -----------------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """If the model has changed since the last call, drop all rows, and what was made from the model as it was. See
+        :mod:`foredraft.models.changes` for what is seen.
+
+        Raises:
+            ConfigurationError: the change cannot be followed.
+            UnsupportedModelError: the model cannot be served as it is now.
+        """
+        changed = self._state.look(self._seen)
+        if not changed:
+            return
+        facts = ModelFacts.of(self.model)
+        if facts.vocab_size != self.vocab_size:
+            raise ConfigurationError(
+                f"the vocabulary of {describe(self.model)} had {self.vocab_size} tokens and has {facts.vocab_size} now "
+                "(resize_token_embeddings), but what drafts for it was made for the former; build a new Speculator"
+            )
+        if facts.device != self.device:
+            raise ConfigurationError(f"{describe(self.model)} was moved from {self.device} to {facts.device}; build a new Speculator")
+        self.release()
+        self.version += 1
+        with torch.inference_mode(False), torch.no_grad():
+            if changed & STRUCTURE or self.model.dtype != self._dtype:
+                self._rebuild(facts)
+            else:
+                self.backend.forget_model()
+        self._seen = dict(self._state.counts)
+
+    def _rebuild(self, facts: ModelFacts) -> None:
+        """Choose anew how passes are made."""
+        before = self.backend.features
+        self.backend.close()
+        self._dtype, self.context, self.trained, self._taps = self.model.dtype, facts.context, facts.trained, []
+        self.layer_tokens = [0] * self.model.config.get_text_config().num_hidden_layers
+        self.backend = choose(facts, **self._how)
+        if before is not None:
+            self.read(before.numbers, whole=before.whole)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -149,8 +193,7 @@ class Target:
             texts: the prompts; a list that its owner extends as tokens are committed.
             reserve: tokens each row will hold in the end, as far as that is known, so that the cache need not grow.
         """
-        self._check_mode()
-        self._follow_weights()
+        self.follow()
         first = len(self.lengths)
         sources = self._shared_beginnings(texts, first)
         self.cache.open([length for _, length in sources])
@@ -180,6 +223,13 @@ class Target:
         self.backend.release()
         self._texts, self._dropped = [], {}
         self.hidden = self.prompt_hidden = None
+
+    def unpack(self) -> None:
+        """Release everything that was made from the model, packed weights included, which are made anew for the next rows."""
+        self.release()
+        self._state.mark()
+        if self.backend.overrides is not None:
+            self.backend.overrides.unpack()
 
     def close(self) -> None:
         """Release everything and leave the model as it was found; no more passes after this."""
@@ -342,11 +392,6 @@ class Target:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _check_mode(self) -> None:
-        if self.model.training:
-            raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
-        stop_watching(self.model)
-
     def _made(self, given: ForwardPass) -> PassOutput:
         part = given.part or Part(0, len(self.layer_tokens))
         for layer in range(part.begin, part.end):
@@ -357,15 +402,6 @@ class Target:
         output = self._made(given)
         self.hidden = output.hidden
         return output.logits
-
-    def _follow_weights(self) -> None:
-        """Forget what was made from weights that have changed since."""
-        if fingerprint(self.model) == self._weights:
-            return
-        if self._weights is not None:
-            self._dropped = {}
-            self.backend.follow_weights()
-        self._weights = fingerprint(self.model)
 
     def _shared_beginnings(self, texts: Sequence[Sequence[int]], first: int) -> list[tuple[int, int]]:
         """For each text the physical row that shares the longest beginning with it, and how long it is."""

@@ -1,0 +1,275 @@
+"""Everything that the text of a model depends on, in one place: has any of it changed since the last look?
+
+That is its modules and their classes, weights and buffers, hooks, overridden ``forward`` methods, adapters with their scales, the
+configuration with its attention, and training mode. A look compares lists that are read in C and costs about 0.1 ms for a model of 24
+layers, so there is one before each call. All who run a model share one :class:`ModelState`; each asks what has changed since *its* last
+look.
+
+Two kinds of writes leave no trace: those through ``.data`` or to tensors of inference mode, and those to attributes of a module that
+are none of the above. :meth:`foredraft.Speculator.release` is for them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from transformers import PreTrainedConfig
+
+from foredraft.errors import UnsupportedModelError
+from foredraft.models.features import stop_watching
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Kind = Literal["modules", "configuration", "weights", "merged adapters", "adapters", "hooks", "mode"]
+STRUCTURE: frozenset[Kind] = frozenset(("modules", "configuration"))  # what decides how passes are made
+NUMBERS: frozenset[Kind] = frozenset(("weights", "merged adapters"))  # what copies of weights are made from
+
+flatten = chain.from_iterable
+VERSION, FORWARD = attrgetter("_version"), attrgetter("forward")
+TRIVIAL = ("use_cache", "_name_or_path")  # of a configuration; passes do not read them, nor the ids of tokens
+
+
+class Follower(Protocol):
+    """What was made from a model, and depends on it."""
+
+    def follow(self, changed: set[Kind]) -> None:
+        """The model has changed. Raises ConfigurationError where that cannot be followed; it is then asked again at the next look."""
+
+
+class ModelState:
+    """What one model was made of at the last look. Use :meth:`of`.
+
+    Attributes:
+        counts: how often each kind of thing was found changed.
+        followers: who is told at once, whoever looks: replacements of the model's own layers.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = weakref.ref(model)
+        self.counts: Counter[Kind] = Counter()
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.note()
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> ModelState:
+        """The one state of ``model``, for as long as anybody holds it."""
+        state = STATES.get(id(model))
+        if state is None or state._model() is not model:
+            state = STATES[id(model)] = ModelState(model)
+        return state
+
+    def look(self, seen: Mapping[Kind, int]) -> set[Kind]:
+        """What has changed since :attr:`counts` were ``seen``.
+
+        Raises:
+            UnsupportedModelError: the model, or a part of it that drops out, is in training mode.
+            ConfigurationError: see :meth:`Follower.follow`.
+        """
+        model = self._model()
+        assert model is not None
+        stop_watching(model)
+        if self._snapshot.trains:
+            check_mode(model)
+        changed = self._snapshot.differences(model)
+        if changed:
+            with torch.inference_mode(False), torch.no_grad():
+                for each in list(self.followers):
+                    each.follow(changed)
+            self.counts.update(changed)
+            self.note()
+        return {kind for kind, count in self.counts.items() if count != seen.get(kind, 0)}
+
+    def note(self) -> None:
+        """The model is taken as it is now. For those who have just changed it themselves, in ways that text does not depend on."""
+        model = self._model()
+        assert model is not None
+        self._snapshot = Snapshot(model)
+
+    def mark(self) -> None:
+        """Whatever was made from the weights is to be made anew."""
+        self.counts["weights"] += 1
+
+
+STATES: weakref.WeakValueDictionary[int, ModelState] = weakref.WeakValueDictionary()
+
+
+class Structure:
+    """The modules inside ``module``, their classes, and what overrides their ``forward``. The dictionaries of the modules are kept and read
+    again; ``inside`` leaves out what overrides that of ``module`` itself."""
+
+    def __init__(self, module: nn.Module, *, inside: bool = False):
+        modules = list(module.modules())
+        self.children = [each._modules for each in modules]
+        self.namespaces = [vars(each) for each in modules if not (inside and each is module)]
+        self.classes = list({type(each): None for each in modules})
+        self.known = self.read()
+
+    def read(self) -> tuple[Any, ...]:
+        children = [*flatten(map(dict.values, self.children))]
+        return children, [*map(type, children)], [*map(FORWARD, self.classes)], [*map(dict.get, self.namespaces, repeat("forward"))]
+
+    @property
+    def changed(self) -> bool:
+        return self.read() != self.known
+
+
+class Snapshot:
+    """What a model is made of. The dictionaries of its modules are kept and read again at each look."""
+
+    def __init__(self, model: nn.Module):
+        modules = list(model.modules())
+        self._inside = [vars(module) for module in modules]
+        self._holders = [inside[name] for inside in self._inside for name in ("_parameters", "_buffers")]
+        self._hooks = hooks_of(model)
+        tuners = [module for module in modules if hasattr(type(module), "_disable_adapters")]
+        self._tuners, self._scales = tuners, [each for module in tuners if isinstance(each := vars(module).get("scaling"), dict)]
+        tensors = [*flatten(map(dict.values, self._holders))]
+        self._tensors: list[Callable[[], Any]] = [NoneType if each is None else weakref.ref(each) for each in tensors]
+        self._on_meta = [each is not None and each.is_meta for each in tensors]
+        longrope = [module for module in modules if "longrope" in str(vars(module).get("rope_type"))]  # each pass writes their frequencies
+        written = {id(each) for module in longrope for name, each in module._buffers.items() if not name.endswith("original_inv_freq")}
+        self._versioned = [each is not None and id(each) not in written and not each.is_inference() for each in tensors]
+        self._placed = [has_address(each) for each in tensors]
+        self._parts = {type(each): parts for each in tensors if (parts := parts_of(each)) is not None}
+        self._configs = [*map(dict.get, self._inside, repeat("config"))]
+        self._settings = [settings(config) for config in self._distinct_configs()]
+        self._structure = Structure(model)
+        self._values, self._hooked, self._adapted = self._read_values(tensors), self._read_hooks(), self._read_adapters()
+        self._training = self._read("training")
+
+    @property
+    def trains(self) -> bool:
+        """Some of the modules are in training mode."""
+        return True in self._read("training")
+
+    def differences(self, model: nn.Module) -> set[Kind]:
+        changed: set[Kind] = set()
+        if self._structure.changed:
+            changed.add("modules")
+        if not same(self._read("config"), self._configs) or any(map(differ, self._distinct_configs(), self._settings)):
+            changed.add("configuration")
+        tensors = [*flatten(map(dict.values, self._holders))]
+        known = [ref() for ref in self._tensors]
+        if not same(tensors, known):
+            kept = len(tensors) == len(known) and all(
+                new is old or (meta and new is not None and new.is_meta) for new, old, meta in zip(tensors, known, self._on_meta)
+            )
+            if kept and not changed:  # weights that are elsewhere between passes have other placeholders after each
+                self.__init__(model)  # type: ignore[misc]
+            else:
+                changed.add("weights")
+        elif self._read_values(tensors) != self._values:
+            changed.add("weights")
+        if self._read_hooks() != self._hooked:
+            changed.add("hooks")
+        adapted = self._read_adapters()
+        if adapted[0] != self._adapted[0]:
+            changed.add("merged adapters")
+        if adapted[1:] != self._adapted[1:]:
+            changed.add("adapters")
+        if self._read("training") != self._training:
+            changed.add("mode")
+        return changed
+
+    def _read(self, name: str) -> list[Any]:
+        """An attribute of each module, None where it has none of its own."""
+        return [*map(dict.get, self._inside, repeat(name))]
+
+    def _read_values(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        versions = [*map(VERSION, compress(tensors, self._versioned))]
+        addresses = [*map(Tensor.data_ptr, compress(tensors, self._placed))]
+        parts = [each for kind, read in self._parts.items() for tensor in tensors if type(tensor) is kind for each in read(tensor)]
+        return versions, addresses, [(id(each), None if each.is_inference() else each._version) for each in parts]
+
+    def _read_hooks(self) -> list[int]:
+        """Their numbers, of which torch gives none away twice."""
+        return [*flatten(self._hooks)]
+
+    def _read_adapters(self) -> tuple[Any, ...]:
+        merged = [*map(tuple, map(attrgetter("merged_adapters"), self._tuners))]
+        active = [*map(tuple, map(attrgetter("_active_adapter"), self._tuners))]
+        disabled = [*map(attrgetter("_disable_adapters"), self._tuners)]
+        return merged, active, disabled, [*flatten(map(dict.items, self._scales))]
+
+    def _distinct_configs(self) -> Iterable[PreTrainedConfig]:
+        return {id(each): each for each in self._configs if isinstance(each, PreTrainedConfig)}.values()
+
+
+def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the very same objects; they are not compared, which for tensors would take time."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def has_address(tensor: Tensor | None) -> bool:
+    """Some, such as quantised weights, do not say where their values lie."""
+    try:
+        return tensor is not None and tensor.data_ptr() is not None
+    except RuntimeError:
+        return False
+
+
+def parts_of(tensor: Any) -> Any:
+    """What reads the tensors that a tensor of a class of its own, such as a quantised weight, is made of; None for others."""
+    if tensor is None or not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    names = tensor.__tensor_flatten__()[0]
+    return attrgetter(*names, names[0])
+
+
+def settings(config: PreTrainedConfig) -> dict[str, Any]:
+    return {name: copied(value) for name, value in vars(config).items() if name not in TRIVIAL and not name.endswith("_token_id")}
+
+
+def differ(config: PreTrainedConfig, before: dict[str, Any]) -> bool:
+    return settings(config) != before
+
+
+def copied(value: Any) -> Any:
+    """Lists and dictionaries, which may be written to, as they are now."""
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return [*map(copied, value)] if isinstance(value, list) else value
+
+
+def check_mode(model: nn.Module) -> None:
+    """Refuse a model in which something drops out at random.
+
+    Raises:
+        UnsupportedModelError: names it.
+    """
+    if model.training:
+        raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
+    for name, module in model.named_modules():
+        drops = [value for key, value in vars(module).items() if "dropout" in key or (key == "p" and "Dropout" in type(module).__name__)]
+        if module.training and any(isinstance(value, float) and value > 0 for value in drops):
+            raise UnsupportedModelError(f"{name} is in training mode (dropout would make every pass different); call model.eval()")
+
+
+# -- hooks, which may be looked for in every pass -------------------------------------------------------------------------------
+
+
+def hooks_of(module: nn.Module, *, inside: bool = False) -> list[Mapping[int, Any]]:
+    """The dictionaries of hooks of ``module`` and of everything in it (``inside``: without its own), and of those for all modules:
+    ``any`` of them says whether there are hooks now."""
+    modules = [each for each in module.modules() if not (inside and each is module)]
+    own = [hooks for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks)]
+    return [*own, module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks]
+
+
+# -- overrides ------------------------------------------------------------------------------------------------------------------
+
+
+def take_back(module: nn.Module, kind: type | tuple[type, ...]) -> None:
+    """Give ``module`` the ``forward`` of its class back, unless somebody else has overridden it since."""
+    if isinstance(vars(module).get("forward"), kind):
+        del module.forward

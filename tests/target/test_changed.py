@@ -1,0 +1,405 @@
+"""A model that changes between two calls: the text is that of the model as it is now, or the change is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import alone, generate, repetitive
+from kernel_cases import build, needs_kernels
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from foredraft import ConfigurationError, RowParameters, Speculator, UnsupportedModelError
+from foredraft.backends import packing as packing_module
+from foredraft.drafters.draft_model import DraftModel
+
+ROWS = [[token % 97 + 3 for token in row] for row in repetitive((23, 9, 15))]
+NEW = 6
+NIGHTLY = pytest.mark.nightly
+PACKED = [pytest.param("packed", marks=NIGHTLY), pytest.param("native", marks=needs_kernels)]
+EXECUTIONS = [pytest.param("eager", marks=NIGHTLY), *PACKED]
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """Tiny layers are not worth packing; here every one is packed that can be."""
+
+    def chosen(groups, hints):
+        return hints[-1] if groups[0][0].in_features % packing_module.UNIT == 0 else None
+
+    monkeypatch.setattr(packing_module, "fastest_hint", chosen)
+
+
+def pair(execution="eager", drafter="prompt-lookup", **options):
+    """A Speculator over a model, and another copy of the model, that nobody packs."""
+    model = build("llama", torch.float32)
+    return Speculator(model, drafter, execution=execution, shape="chain(3)", **options), build("llama", torch.float32)
+
+
+@pytest.fixture
+def named(tmp_path):
+    """The same, of a model that was loaded by name."""
+
+    def make(execution, **options):
+        build("llama", torch.float32).save_pretrained(tmp_path)
+        return Speculator(str(tmp_path), execution=execution, shape="chain(3)", **options), build("llama", torch.float32)
+
+    return make
+
+
+def texts(model, rows=ROWS):
+    return [alone(model, row, max_new_tokens=NEW) for row in rows]
+
+
+def follows(speculator, plain, rows=ROWS):
+    """The Speculator's text for a batch, and for one row twice over, is transformers' own with ``plain``; returned."""
+    expected = texts(plain, rows)
+    for some in (1, len(rows), 1):
+        assert generate(speculator, rows[:some], max_new_tokens=NEW) == expected[:some]
+    return expected
+
+
+# -- changes: each is applied to a model, and returns what takes it back ------------------------------------------------------
+
+
+def hooked(where):
+    def change(model):
+        def negate(module, given, output):
+            return (-output[0], *output[1:]) if isinstance(output, tuple) else -output
+
+        return model.get_submodule(where).register_forward_hook(negate).remove
+
+    return change
+
+
+def pre_hooked(where):
+    def change(model):
+        return model.get_submodule(where).register_forward_pre_hook(lambda module, given: (given[0].flip(-1), *given[1:])).remove
+
+    return change
+
+
+def in_place(where, factor=-1.0):
+    """A parameter or a buffer."""
+
+    def change(model):
+        module, _, name = where.rpartition(".")
+
+        def times(factor):
+            with torch.no_grad():
+                getattr(model.get_submodule(module), name).mul_(factor)
+
+        times(factor)
+        return lambda: times(1 / factor)
+
+    return change
+
+
+def replaced(where):
+    def change(model):
+        module, _, name = where.rpartition(".")
+        module = model.get_submodule(module)
+        before = getattr(module, name)
+        setattr(module, name, nn.Parameter(-before.detach().clone(), requires_grad=False))
+        return lambda: setattr(module, name, before)
+
+    return change
+
+
+def other_mlp(model):
+    layer, before = model.model.layers[1], model.model.layers[1].mlp
+    layer.mlp = build("llama", torch.float32).model.layers[0].mlp
+    return lambda: setattr(layer, "mlp", before)
+
+
+def overridden(model):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda x: -type(mlp).forward(mlp, x)
+    return lambda: delattr(mlp, "forward")
+
+
+def fewer_layers(model):
+    model.config.num_hidden_layers = 2
+    return lambda: setattr(model.config, "num_hidden_layers", 3)
+
+
+CHANGES = {
+    "a hook on a layer": hooked("model.layers.0"),
+    "a hook on the model": pre_hooked("model.norm"),
+    "a hook inside a layer": hooked("model.layers.1.mlp"),
+    "a hook on a product": hooked("model.layers.0.self_attn.k_proj"),
+    "a hook before a product": pre_hooked("model.layers.0.mlp.up_proj"),
+    "a hook on a norm": hooked("model.layers.2.input_layernorm"),
+    "a hook on the head": pre_hooked("lm_head"),
+    "a buffer in place": in_place("model.rotary_emb.inv_freq", 0.5),
+    "a weight in place": in_place("model.layers.1.mlp.up_proj.weight"),
+    "a norm in place": in_place("model.norm.weight"),
+    "an embedding in place": in_place("model.embed_tokens.weight"),
+    "a weight replaced": replaced("model.layers.1.self_attn.o_proj.weight"),
+    "a norm replaced": replaced("model.layers.0.input_layernorm.weight"),
+    "a module replaced": other_mlp,
+    "a forward overridden": overridden,
+    "the configuration": fewer_layers,
+}
+
+
+SOME = ("a hook on a layer", "a hook inside a layer", "a buffer in place", "a weight replaced", "the configuration")
+MANY = [change if change in SOME else pytest.param(change, marks=NIGHTLY) for change in CHANGES]
+
+
+@pytest.mark.parametrize("change", MANY)
+@pytest.mark.parametrize("execution", ["eager", *PACKED])
+def test_the_next_call_has_the_model_as_it_is(execution, change):
+    speculator, plain = pair(execution)
+    before = follows(speculator, plain)
+    undo = [CHANGES[change](model) for model in (speculator.model, plain)]
+    assert follows(speculator, plain) != before
+    for each in undo:
+        each()
+    assert follows(speculator, plain) == before
+
+
+@pytest.mark.parametrize("change", ["a hook inside a layer", "a buffer in place", "a norm replaced", "an embedding in place"])
+@NIGHTLY
+@pytest.mark.parametrize("execution", PACKED)
+def test_likewise_where_the_model_was_loaded_by_name(named, execution, change):
+    speculator, plain = named(execution)
+    before = follows(speculator, plain)
+    for model in (speculator.model, plain):
+        CHANGES[change](model)
+    assert follows(speculator, plain) != before
+
+
+def test_a_hook_on_every_module():
+    speculator, plain = pair("packed")
+    before = follows(speculator, plain)
+    handle = register_module_forward_hook(lambda module, given, output: -output if "SiLU" in type(module).__name__ else None)
+    try:
+        assert follows(speculator, plain) != before
+    finally:
+        handle.remove()
+    assert follows(speculator, plain) == before
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_another_attention(execution):
+    """An eager model adds its mask to the scores, which a mask of bools of the other kind would spoil."""
+    speculator, plain = pair(execution)
+    follows(speculator, plain)
+    for implementation in ("eager", "sdpa"):
+        speculator.model.set_attn_implementation(implementation)
+        follows(speculator, plain)
+        assert speculator.target.execution == ("packed" if (execution, implementation) == ("native", "eager") else execution)
+    speculator.model.config._attn_implementation = "flex_attention"
+    with pytest.raises(UnsupportedModelError, match="takes no tree mask"):
+        generate(speculator, ROWS, max_new_tokens=NEW)
+    speculator.model.set_attn_implementation("sdpa")
+    follows(speculator, plain)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_another_vocabulary_is_refused_by_name(execution):
+    speculator, plain = pair(execution)
+    follows(speculator, plain)
+    speculator.model.resize_token_embeddings(103)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"vocabulary.*100.*103.*resize_token_embeddings.*new Speculator"):
+            generate(speculator, ROWS, max_new_tokens=NEW)
+    speculator.close()
+    plain.resize_token_embeddings(103)
+    for mine, other in zip(speculator.model.parameters(), plain.parameters()):
+        mine.data.copy_(other)  # the new rows are random
+    follows(Speculator(speculator.model, execution=execution, shape="chain(3)"), plain)
+
+
+def test_dropout_in_a_part_of_the_model_is_refused_by_name():
+    speculator, plain = pair()
+    follows(speculator, plain)
+    speculator.model.model.layers[1].self_attn.attention_dropout = 0.1
+    speculator.model.model.layers[1].train()
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.self_attn is in training mode.*model\.eval\(\)"):
+        generate(speculator, ROWS, max_new_tokens=NEW)
+    speculator.model.eval()
+    follows(speculator, plain)
+
+
+# -- adapters -----------------------------------------------------------------------------------------------------------------
+
+
+def adapter(**options):
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **options)
+
+
+def add_adapter(model, name="default"):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model.add_adapter(adapter(), name)
+    model.eval()
+
+
+def tuners(model):
+    return [module for module in model.modules() if hasattr(module, "set_scale")]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_an_adapter_that_is_added_scaled_disabled_and_exchanged(execution):
+    speculator, plain = pair(execution)
+    found = [follows(speculator, plain)]
+    for change in (
+        add_adapter,
+        lambda model: [each.set_scale("default", 3.0) for each in tuners(model)],
+        lambda model: [each.scale_layer(0.5) for each in tuners(model)],
+        lambda model: model.disable_adapters(),
+        lambda model: model.enable_adapters(),
+        lambda model: add_adapter(model, "other"),
+        lambda model: model.set_adapter("default"),
+        lambda model: [each.merge() for each in tuners(model)],
+        lambda model: [each.unmerge() for each in tuners(model)],
+    ):
+        for model in (speculator.model, plain):
+            change(model)
+        found.append(follows(speculator, plain))
+    assert found[0] == found[4] and len({str(each) for each in found}) >= 4
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_an_adapter_for_a_model_that_was_loaded_by_name(named, execution):
+    """Its packed weights have replaced its own, so an adapter finds nothing to adapt before they are given back."""
+    speculator, plain = named(execution)
+    before = follows(speculator, plain)
+    if execution != "eager":
+        add_adapter(speculator.model)
+        with pytest.raises(ConfigurationError, match=r"q_proj.*loaded by name.*packed.*release\(\)"):
+            generate(speculator, ROWS, max_new_tokens=NEW)
+        speculator.model.delete_adapter("default")
+    speculator.release()
+    for model in (speculator.model, plain):
+        add_adapter(model)
+    assert follows(speculator, plain) != before
+
+
+@pytest.mark.parametrize("execution", PACKED)
+def test_what_is_written_to_weights_that_are_gone_is_refused_by_name(named, execution):
+    speculator, plain = named(execution)
+    follows(speculator, plain)
+    change = CHANGES["a weight in place"]
+    change(speculator.model)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*loaded by name.*release\(\)"):
+            generate(speculator, ROWS, max_new_tokens=NEW)
+    speculator, plain = named(execution)
+    before = follows(speculator, plain)
+    speculator.release()
+    for model in (speculator.model, plain):
+        change(model)
+    assert follows(speculator, plain) != before
+
+
+# -- somebody else has packed the model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change", ["a weight in place", *(pytest.param(each, marks=NIGHTLY) for each in CHANGES if each != "a weight in place")]
+)
+@pytest.mark.parametrize("execution", PACKED)
+def test_others_who_run_a_packed_model_have_it_as_it_is(execution, change):
+    speculator, plain = pair(execution)
+    other = Speculator(speculator.model, "prompt-lookup", execution="eager", shape="chain(3)")
+    for each in (other, speculator):
+        follows(each, plain)
+    for model in (speculator.model, plain):
+        CHANGES[change](model)
+    assert texts(speculator.model) == texts(plain)
+    follows(other, plain)
+    follows(speculator, plain)
+    assert texts(speculator.model) == texts(plain)
+
+
+@pytest.mark.parametrize("execution", PACKED)
+def test_a_packed_model_can_be_trained(execution):
+    speculator, plain = pair(execution)
+    follows(speculator, plain)
+    for model in (speculator.model, plain):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        ids = torch.tensor([ROWS[0]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+    follows(speculator, plain)
+
+
+# -- what cannot be seen -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_release_forgets_what_was_made_of_the_model(named, execution):
+    for speculator, plain in (pair(execution), named(execution)):
+        before = follows(speculator, plain)
+        speculator.release()
+        assert not any("forward" in vars(module) for module in speculator.model.modules())
+        for model in (speculator.model, plain):
+            model.model.layers[1].mlp.up_proj.weight.data.mul_(-1.0)
+        assert follows(speculator, plain) != before
+        assert speculator.target.execution == execution
+
+
+# -- rows under way, and draft models ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "drafter", ["draft-model", *(pytest.param(each, marks=NIGHTLY) for each in ("none", "prompt-lookup", "token-recycling"))]
+)
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_rows_under_way_go_on_with_the_model_as_it_is(execution, drafter):
+    if drafter == "draft-model":
+        drafter = DraftModel(build("llama", torch.float32), execution=execution)
+    speculator, plain = pair(execution, drafter)
+    session = speculator.session()
+    for row in ROWS[:2]:
+        session.add(row, RowParameters(max_new_tokens=30))
+    rows = list(session.waiting)
+    session.step()
+    session.step()
+    for model in (speculator.model, plain):
+        CHANGES["a hook inside a layer"](model)
+    begun = [list(row.ids) for row in rows]
+    session.add(ROWS[0], RowParameters(max_new_tokens=NEW))  # which begins like a row that the model read before
+    rows.append(session.waiting[0])
+    while session.live:
+        session.step()
+    for row, ids in zip(rows, [*begun, ROWS[0]]):
+        assert row.ids == ids + alone(plain, ids, max_new_tokens=len(row.ids) - len(ids))
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_draft_model_is_followed_as_well(execution):
+    draft = build("llama", torch.float32)
+    speculator, plain = pair(drafter=DraftModel(draft, execution=execution))
+    follows(speculator, plain)
+
+    def rounds():
+        return speculator.generate(torch.tensor(ROWS[:1]), max_new_tokens=NEW).stats.target_passes
+
+    assert rounds() == 3  # the prefill, and four tokens each
+    undo = CHANGES["a hook inside a layer"](draft)
+    assert rounds() > 3
+    undo()
+    assert rounds() == 3
+    draft.resize_token_embeddings(103)
+    with pytest.raises(ConfigurationError, match=r"vocabulary.*100.*103"):
+        rounds()
+
+
+# -- the look itself -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_stays_as_it_is_keeps_its_cache(monkeypatch):
+    """And looking at it does not walk through its modules."""
+    speculator, plain = pair("packed")
+    follows(speculator, plain)
+    walked, copied, begin = [], [], speculator.target.cache.open
+    monkeypatch.setattr(nn.Module, "modules", lambda module: walked.append(module) or iter(()))
+    monkeypatch.setattr(speculator.target.cache, "open", lambda lengths: copied.append(lengths) or begin(lengths))
+    speculator.generate(torch.tensor(ROWS[:1]), max_new_tokens=NEW)
+    assert copied == [[len(ROWS[0]) - 1]] and not walked
