@@ -129,6 +129,13 @@ def test_what_is_not_honoured_is_refused_by_name_and_ends_the_stream(name):
     assert streamer.got == ["end"] and mine.stats is None
 
 
+def test_a_refusal_says_how_to_have_it_all_the_same():
+    model = clone(tiny())
+    attached(model)
+    with pytest.raises(ConfigurationError, match=r"num_beams=2.*foredraft.detach\(model\) restores"):
+        model.generate(**padded(ROWS[:1]), **GREEDY, num_beams=2)
+
+
 def test_a_sharded_model_is_refused(monkeypatch):
     """Where transformers itself would set synced_gpus."""
     model = clone(tiny())

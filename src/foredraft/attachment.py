@@ -91,7 +91,10 @@ class Attached:
         if base is not self._model:  # PEFT's wrapper hands on its own, too
             base.generation_config = self._model.generation_config
         with _evaluating(self._model):
-            run = begin(self.speculator, as_asked=True, **given)
+            try:
+                run = begin(self.speculator, as_asked=True, **given)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{error}. The model is attached; foredraft.detach(model) restores its own generate") from error
             self.stats = run.stats
             return run.finish_as_asked()
 
