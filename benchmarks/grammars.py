@@ -211,7 +211,9 @@ def trained(size: int) -> Any:
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    files = [str(path) for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")) if "site-packages" not in path.parts]
+    files = sorted(path for path in Path(sysconfig.get_paths()["stdlib"]).rglob("*.py") if "site-packages" not in path.parts)
+    texts = (path.read_text(encoding="utf-8", errors="ignore") for path in files)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train(files, trainers.BpeTrainer(vocab_size=size, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
