@@ -388,6 +388,19 @@ def tune(
 
 
 @app.command()
+def suggest(
+    target: Annotated[str, typer.Argument(metavar="MODEL", help="A path, a hub id, or zoo:NAME.", show_default=False)],
+) -> None:
+    """Say which drafters and which draft model suit a model, by its configuration alone."""
+    from foredraft.cli.checks import check_model
+    from foredraft.cli.suggest import suggest
+
+    with exit_codes():
+        check_model(target)
+        typer.echo("\n".join(suggest(target)))
+
+
+@app.command()
 def models() -> None:
     """List the embedded models (pip install 'foredraft\\[zoo]'). Use them as zoo:NAME; they need no network."""
     from foredraft.cli import tables

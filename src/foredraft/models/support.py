@@ -1,8 +1,8 @@
 """Which models can be verified, and how.
 
 A model takes trees if its cache is a key-value cache over attention layers of the types transformers masks for us (full,
-sliding, chunked), so that rejected tokens can be forgotten and siblings kept apart. Some others can verify chains. Names
-below are those known to differ; the self-test of a target (self_test.py) catches what no list knows.
+sliding, chunked), so that rejected tokens can be forgotten and siblings kept apart. Some others can verify chains. Those
+in kinds.py are known to differ; the self-test of a target (self_test.py) catches what no list knows.
 """
 
 from __future__ import annotations
@@ -14,17 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.errors import UnsupportedModelError
+from foredraft.models.kinds import RECURRENT, RECURRENT_IN_STEPS, ROLLS_BACK, SLOT_POSITIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-ROLLS_BACK = {"full_attention", "sliding_attention", "chunked_attention"}
-RECURRENT_IN_STEPS = {  # recurrent, and able to read several tokens from a state in one pass
-    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_next", "rwkv", "zamba2",
-}  # fmt: skip
-RECURRENT = {"falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "xlstm", "zamba"}
-SLOT_POSITIONS = {"gpt_neo": "its local attention mask", "mpt": "its position bias"}
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 
 

@@ -1,0 +1,11 @@
+"""Which kinds of models can be verified, by ``model_type``; without torch."""
+
+from __future__ import annotations
+
+ROLLS_BACK = {"full_attention", "sliding_attention", "chunked_attention"}
+RECURRENT_IN_STEPS = {  # recurrent, and able to read several tokens from a state in one pass
+    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_next", "rwkv", "zamba2",
+}  # fmt: skip
+RECURRENT = {"falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "xlstm", "zamba"}
+SLOT_POSITIONS = {"gpt_neo": "its local attention mask", "mpt": "its position bias"}
