@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -21,14 +22,16 @@ from typer.testing import CliRunner
 
 from foredraft import Speculator, __version__, drafters, verification, zoo
 from foredraft.cli import app, demo_report, printers
-from foredraft.cli.demo import Demo, Difference, Setting
+from foredraft.cli.demo import Comparison, Demo, Difference, Run, Setting
 from foredraft.cli.detokenizer import UNFINISHED, Detokenizer
 from foredraft.cli.figures import combine, counted, figures_line, sentence
+from foredraft.cli.progress import Progress
 from foredraft.cli.settings import Configuration, parse_options
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.loading import parse_device
 from foredraft.speedup import Speedup
 from foredraft.stats import Stats
+from foredraft.target import Target
 
 POISON = "~"  # the tiny model answers this token with NaN
 EXACT = ("--dtype", "float32", "--max-new-tokens", "24")
@@ -563,40 +566,79 @@ def test_a_lossy_rule_is_called_lossy():
 # -- demo ---------------------------------------------------------------------------------------------------------------
 
 
-def test_demo_shows_text_speed_and_acceptance():
-    result = cli("demo", "--target", "zoo:python-8m", "--dtype", "float32", "--max-new-tokens", 6, "--repeats", 1)
+def test_demo_shows_transformers_plain_and_drafted_decoding_side_by_side():
+    result = cli("demo", "--max-new-tokens", 6, "--seconds", 3)
     assert result.exit_code == 0, result.output
-    for words in ("none (plain)", "draft-model:zoo:python-1m", "prompt-lookup", "tokens/s", "acceptance length", "target passes"):
-        assert result.stdout.count(words) >= 4
-    assert result.stdout.count("The text is the same in all 3 ways, token for token.") == 3
-    assert result.stdout.count("times the speed of plain decoding") == 2
-    assert "benchmark instrument" not in result.stdout
+    said = result.stdout
+    for words in (
+        "transformers ",
+        "Foredraft, plain decoding",
+        "Foredraft, draft-model:zoo:python-1m",
+        "Foredraft, prompt-lookup",
+        "× plain",
+    ):
+        assert said.count(words) == 2, words
+    assert said.count("The text is the same in all 4 ways, token for token.") == 2
+    for drafter in ("draft-model:zoo:python-1m: ", "prompt-lookup: "):
+        lines = [line for line in said.splitlines() if line.startswith(drafter)]
+        assert len(lines) == 2 and all("plain decoding (measured)" in line or "nothing lost" in line for line in lines)
+    assert "float32, cpu, 1 thread" in said and "s left" in said and "benchmark instrument" not in said
+
+
+def test_demo_ends_in_time_on_a_machine_that_is_far_too_slow(monkeypatch):
+    def slow(self, *arguments, **options):
+        time.sleep(0.1)
+        return forward(self, *arguments, **options)
+
+    forward = Target.score
+    monkeypatch.setattr(Target, "score", slow)
+    monkeypatch.setattr("foredraft.cli.demo.TURNS", 50)
+    load = Demo.__init__
+
+    def late(self, setting, progress):
+        load(self, setting, progress)
+        self.deadline = time.monotonic() + 4.0  # loading is not cut short
+
+    monkeypatch.setattr(Demo, "__init__", late)
+    setting = Setting(drafters=("prompt-lookup",), max_new_tokens=10_000)
+    demo = Demo(setting, Progress("loading"))
+    for speculator in demo.speculators.values():
+        speculator.planner.budget = 0.0
+    begin = time.monotonic()
+    comparisons = list(demo.compare())
+    assert time.monotonic() - begin < 8.0 and len(comparisons) == 2
+    assert all(0 < len(run.tokens) < 10_000 for each in comparisons for runs in each.runs.values() for run in runs)
+    assert not any(each.differences for each in comparisons)  # texts of different lengths are compared as far as they go
 
 
 def test_demo_labels_the_benchmark_instrument(capsys):
     model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
-    demo_report.introduce(Console(width=200), SimpleNamespace(setting=Setting(), model=model, prompts=["a", "b"]))
+    setting = Setting("zoo:python-300m")
+    demo_report.introduce(Console(width=200), SimpleNamespace(setting=setting, model=model, prompts=["a", "b"], left=9.0))
     assert "benchmark instrument: the same 8 M model inflated to the cost of 300 M" in capsys.readouterr().out
 
 
 def test_demo_does_not_hide_a_wrong_text(monkeypatch):
     run = Demo._run
 
-    def tampered(self, way, prompt):
-        done = run(self, way, prompt)
+    def tampered(self, way, *arguments):
+        done = run(self, way, *arguments)
         if way == "prompt-lookup":
             done.tokens[2] = (done.tokens[2] + 1234) % 4096
         return done
 
     monkeypatch.setattr(Demo, "_run", tampered)
     monkeypatch.setattr("foredraft.cli.demo.ROUNDING", 0)
-    result = cli("demo", "--target", "zoo:python-8m", "--drafter", "prompt-lookup", "--max-new-tokens", 4, "--repeats", 1)
+    result = cli("demo", "--drafter", "prompt-lookup", "--max-new-tokens", 4, "--seconds", 2)
     assert result.exit_code == 1 and "This is a defect" in " ".join(result.stdout.split())
-    assert "leaves the plain one at new token 3" in result.stdout
+    assert "leaves that of transformers at new token 3" in result.stdout
 
 
-def test_demo_explains_ties_and_says_what_is_slower():
+def test_demo_explains_ties_in_one_line_and_says_what_is_slower():
     tie = Difference("prompt-lookup", 21, 0.0625, 0.0625)
     assert tie.explained and "new token 22" in demo_report.explanation(tie) and "tie" in demo_report.explanation(tie)
     assert not Difference("prompt-lookup", 21, 1.5, 0.0625).explained
-    assert demo_report.verdict("ngram", 0.8).endswith("so SLOWER here.") and "SLOWER" not in demo_report.verdict("ngram", 1.2)
+    runs = {"none": [Run([1] * 10, 1.0)], "ngram": [Run([1] * 8, 1.0)], "suffix": [Run([1] * 25, 1.0)]}
+    compared = Comparison("", "", runs, [])
+    assert demo_report.verdict(compared, "ngram") == "0.80× plain decoding (measured)"
+    assert demo_report.verdict(compared, "suffix") == "2.5× plain decoding (measured)"

@@ -1,51 +1,63 @@
-"""``foredraft demo``: plain and speculative decoding of the same prompts, side by side in one run.
+"""``foredraft demo``: transformers, plain decoding and speculative decoding of the same prompts, side by side in one run.
 
-The ways take turns, after a warm-up, and count by their medians. Their texts are compared token for token: greedy decoding
-has one answer, up to ties that rounding decides, so a difference is either explained by the logits or an error.
+The ways take turns, after a warm-up, and count by their medians. Each run has a share of the seconds that are left, so that the demo ends
+in time on a slow machine too, with fewer tokens. The texts are compared token for token: greedy decoding has one answer, up to ties that
+rounding decides, so a difference is either explained by the logits or an error.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from foredraft import zoo
 from foredraft.cli.failures import quiet
-from foredraft.cli.generation import load_speculator, make_drafter
+from foredraft.cli.generation import load_speculator, make_drafter, pick_device
+from foredraft.cli.progress import Progress
 from foredraft.cli.settings import Contest
-from foredraft.loading import load_tokenizer
+from foredraft.loading import load_model, load_tokenizer
+from foredraft.planning import AutomaticPlanner
+from foredraft.preparation import pad
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
 
-PLAIN = "none"
-WARM_UP = 8  # tokens
+TRANSFORMERS, PLAIN = "transformers", "none"
+SMALL = "zoo:python-8m"  # one thread is best for it, and leaves the others to whoever keeps the machine busy
+WARM_UP, SHORTEST = 8, 0.3  # tokens, and seconds of a run
+MEASURING = 0.5  # seconds that a planner may take to measure the machine
+TURNS = 5
 ROUNDING = 8  # units in the last place by which rounding may move two logits past each other
 
 
 @dataclass(frozen=True)
 class Setting(Contest):
-    """The options of the same names."""
+    """The options of the same names; ``started`` is when the command was given, by ``time.monotonic``."""
 
-    target: str = "zoo:python-300m"
-    dtype: str = "bfloat16"
-    max_new_tokens: int = 40
-    repeats: int = 3
+    target: str = SMALL
+    dtype: str = "float32"
+    max_new_tokens: int = 64
+    seconds: float = 50.0
+    started: float = 0.0
 
 
 @dataclass(frozen=True)
 class Run:
+    """What a way made of a prompt in so many ``seconds``; ``stats`` are None for transformers."""
+
     tokens: list[int]
-    stats: Stats
+    seconds: float
+    stats: Stats | None = None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a way's text leaves the plain one: the ``position``-th new token, at which the two tokens' logits are ``gap`` apart.
+    """Where a way's text leaves that of transformers: the ``position``-th new token, at which the two tokens' logits are ``gap`` apart.
 
     ``unit`` is the unit in the last place of a logit of this size in the model's dtype.
     """
@@ -70,66 +82,96 @@ class Comparison:
     runs: dict[str, list[Run]]
     differences: list[Difference]
 
-    def seconds(self, way: str) -> float:
-        return statistics.median(run.stats.seconds["total"] for run in self.runs[way])
-
-    def stats(self, way: str) -> Stats:
-        """Its counts; they are the same in every run."""
-        return self.runs[way][0].stats
+    def speed(self, way: str) -> float:
+        """Tokens per second, the median of the turns."""
+        return statistics.median(len(run.tokens) / run.seconds for run in self.runs[way])
 
 
 class Demo:
-    """Loads the target once and makes a Speculator for each drafter."""
+    """Loads the target twice, once as it is for transformers, and makes a Speculator for each drafter."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: Setting, progress: Progress):
         quiet()
-        self.setting, self.prompts = setting, zoo.prompts("demo")
+        if setting.threads is None and setting.target == SMALL:
+            setting = replace(setting, threads=1)
+        self.setting, self.progress, self.prompts = setting, progress, zoo.prompts("demo")
+        self.deadline = setting.started + setting.seconds
         self.tokenizer = load_tokenizer(setting.target)
         drafters = {way: make_drafter(way, {}, self.tokenizer) for way in setting.names if way != PLAIN}
+        self.say("laying out weights, compiling kernels")
         # Every run reads its prompt afresh: a cache kept from the run before would flatter whoever comes second.
         plain = load_speculator(setting.plain, self.tokenizer, reuse_prefix=False)
         self.model = plain.model
         self.speculators = {PLAIN: plain}  # the others take its model as it laid the weights out
         for way, drafter in drafters.items():
             self.speculators[way] = Speculator(self.model, drafter, execution="eager", reuse_prefix=False)
+            planner = self.speculators[way].planner
+            if isinstance(planner, AutomaticPlanner):
+                planner.budget = MEASURING
+        self.unmodified = load_model(setting.target, dtype=setting.dtype, device=pick_device(setting.device, setting.target))
+        self.ways = [TRANSFORMERS, *self.speculators]
+
+    @property
+    def left(self) -> float:
+        """Seconds until the demo should be over."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def say(self, what: str) -> None:
+        self.progress.show(f"{what}; about {self.left:.0f} s left")
 
     def compare(self) -> Iterator[Comparison]:
         """One comparison after another; the ways take turns within each."""
-        for way in self.speculators:
-            self._generate(way, self.prompts[0], max_new_tokens=WARM_UP)
-        for prompt in self.prompts:
-            runs: dict[str, list[Run]] = {way: [] for way in self.speculators}
-            for _ in range(self.setting.repeats):
-                for way, done in runs.items():
-                    done.append(self._run(way, prompt))
-            text = self.tokenizer.decode(runs[PLAIN][0].tokens, skip_special_tokens=True)
-            yield Comparison(prompt, text, runs, list(self._differences(prompt, runs)))
+        for way in self.ways:
+            self.say(f"warming up {way}")
+            self._run(way, self.prompts[0], SHORTEST, WARM_UP)
+        for number, prompt in enumerate(self.prompts, 1):
+            runs: dict[str, list[Run]] = {way: [] for way in self.ways}
+            share, spent = self.left / (len(self.prompts) - number + 1), 0.0
+            for turn in range(TURNS):
+                begin = time.monotonic()
+                if turn and spent + spent / turn > share:
+                    break
+                for index, way in enumerate(self.ways):
+                    self.say(f"prompt {number} of {len(self.prompts)}: {way}")
+                    slot = (share - spent - (time.monotonic() - begin)) / (len(self.ways) - index)
+                    runs[way].append(self._run(way, prompt, max(SHORTEST, slot), self.setting.max_new_tokens))
+                spent += time.monotonic() - begin
+            longest = max((run.tokens for run in runs[TRANSFORMERS]), key=len)
+            text = self.tokenizer.decode(longest, skip_special_tokens=True)
+            yield Comparison(prompt, text, runs, list(self._differences(prompt, longest, runs)))
 
-    def _run(self, way: str, prompt: str) -> Run:
-        output = self._generate(way, prompt, max_new_tokens=self.setting.max_new_tokens)
-        return Run(output.sequences[0, len(self._encode(prompt)) :].tolist(), output.stats)
+    def _run(self, way: str, prompt: str, seconds: float, most: int) -> Run:
+        """At most ``most`` tokens, and those that ``seconds`` allow."""
+        inputs = {**self._inputs(prompt), "max_new_tokens": most, "do_sample": False}
+        begin = time.perf_counter()
+        if way == TRANSFORMERS:
+            found = self.unmodified.generate(**inputs, max_time=seconds)
+            return Run(found[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - begin)
+        stream, tokens = self.speculators[way].stream(**inputs), list[int]()
+        for new in stream:
+            tokens += new
+            if time.perf_counter() - begin > seconds + stream.stats.seconds.get("planning", 0.0):
+                break
+        spent = time.perf_counter() - begin
+        stream.close()
+        return Run(tokens, spent, stream.stats)
 
-    def _differences(self, prompt: str, runs: dict[str, list[Run]]) -> Iterator[Difference]:
-        expected = runs[PLAIN][0].tokens
-        for way in runs:
-            other = next((run.tokens for run in runs[way] if run.tokens != expected), None)
-            if other is not None:
-                yield self._difference(way, prompt, expected, other)
+    def _differences(self, prompt: str, expected: Sequence[int], runs: dict[str, list[Run]]) -> Iterator[Difference]:
+        for way, done in runs.items():
+            for run in done:
+                position = next((index for index, pair in enumerate(zip(expected, run.tokens)) if pair[0] != pair[1]), None)
+                if position is not None:
+                    yield self._difference(way, prompt, position, expected[position], run.tokens[position])
+                    break
 
-    def _difference(self, way: str, prompt: str, expected: Sequence[int], other: Sequence[int]) -> Difference:
-        position = next((index for index, pair in enumerate(zip(expected, other)) if pair[0] != pair[1]), None)
-        if position is None:  # one text goes on where the other ends: no tie can do that
-            return Difference(way, min(len(expected), len(other)), math.inf, 0.0)
-        output = self._generate(PLAIN, prompt, max_new_tokens=position + 1, output_logits=True)
+    def _difference(self, way: str, prompt: str, position: int, expected: int, other: int) -> Difference:
+        output = self.unmodified.generate(
+            **self._inputs(prompt), max_new_tokens=position + 1, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
         logits = output.logits[position][0].float()
-        best, second = float(logits[expected[position]]), float(logits[other[position]])
+        best, second = float(logits[expected]), float(logits[other])
         unit = torch.finfo(self.model.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(best), 1e-9)))
         return Difference(way, position, best - second, unit)
 
-    def _generate(self, way: str, prompt: str, **options: Any) -> Any:
-        speculator = self.speculators[way]
-        ids = torch.tensor([self._encode(prompt)], device=speculator.target.device)
-        return speculator.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
-
-    def _encode(self, prompt: str) -> list[int]:
-        return list(self.tokenizer(prompt)["input_ids"])
+    def _inputs(self, prompt: str) -> dict[str, Any]:
+        return pad([list(self.tokenizer(prompt)["input_ids"])], self.model.device)
