@@ -68,7 +68,9 @@ class Engine:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
         predicted = self._predicted(speculator, ids, tokens) if len(ids) == 1 and not temperature else None
         begin = time.perf_counter()
-        out = speculator.generate(padded, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, seed=seed, **sampling)
+        out = speculator.generate(
+            padded, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, seed=seed, repeatable=False, **sampling
+        )
         end = time.perf_counter()
         stats = out.stats
         return {

@@ -61,6 +61,7 @@ class Prepared:
     pad_token_id: int
     record: frozenset[str]
     seed: Any
+    repeatable: bool
     streamer: Any = None
     as_dictionary: bool = True
 
@@ -83,6 +84,7 @@ class Prepared:
         seed: Seed | Sequence[Seed] | None,
         streamer: Any,
         output_logprobs: int | None,
+        repeatable: bool | None = None,
         **model_kwargs: Any,
     ) -> Prepared:
         """From what transformers hands to a custom decoding function.
@@ -127,7 +129,9 @@ class Prepared:
         asked = {"scores": config.output_scores, "logits": config.output_logits}
         record = frozenset(name for name, wanted in asked.items() if wanted)
         as_dictionary = bool(config.return_dict_in_generate)
-        return Prepared(input_ids, prompts, parameters, 0 if pad is None else int(pad), record, reported, streamer, as_dictionary)
+        repeatable = seed is not None if repeatable is None else repeatable
+        pad_token_id = 0 if pad is None else int(pad)
+        return Prepared(input_ids, prompts, parameters, pad_token_id, record, reported, repeatable, streamer, as_dictionary)
 
 
 def prepare(
@@ -138,6 +142,7 @@ def prepare(
     streamer: Any = None,
     tokenizer: Any = None,
     output_logprobs: int | None = None,
+    repeatable: bool | None = None,
     **arguments: Any,
 ) -> Prepared:
     """Let transformers prepare a call of ``model.generate`` and stop it before the first pass."""
@@ -153,7 +158,8 @@ def prepare(
     arguments = with_stop_strings(model, arguments, tokenizer)
 
     def stop(model: Any, input_ids: Tensor, **given: Any) -> Prepared:
-        return Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given)
+        own = {"seed": seed, "streamer": streamer, "output_logprobs": output_logprobs, "repeatable": repeatable}
+        return Prepared.of(model, input_ids, **own, **given)
 
     return type(model).generate(model, inputs, custom_generate=stop, **arguments)  # the class's: the object's own may be ours
 

@@ -20,7 +20,7 @@ from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
 from foredraft.observer import Observer
-from foredraft.planning import Planner
+from foredraft.planning import FixedPlanner, Planner
 from foredraft.round import Loop
 from foredraft.rows import Commit, RowParameters, SessionRow, read_lengths
 from foredraft.shapes import TreeShape
@@ -29,6 +29,7 @@ from foredraft.target import Target
 from foredraft.tree import Proposal
 from foredraft.turns import Turn
 from foredraft.verification import Rule
+from foredraft.verification.match import Match
 
 
 class Session:
@@ -65,7 +66,7 @@ class Session:
         wait: bool = False,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
-        self.stats = Stats() if stats is None else stats
+        self.stats = Stats(reproducible=repeats(rule, planner)) if stats is None else stats
         self.observer = Observer(self.stats, planner, target, drafter)
         self.loop = Loop(target, drafter, rule, proposal, planner, record, randomness, self.observer)
         self.rows: list[SessionRow] = []
@@ -270,3 +271,8 @@ class Session:
 def turn_of(target: Target, drafter: Drafter, *, wait: bool) -> Turn:
     """The turn of a generation with these; several targets of one thread may use the same model."""
     return Turn([target, drafter], [getattr(target, "model", target), *drafter.shared()], wait=wait)
+
+
+def repeats(rule: Rule, planner: Planner) -> bool:
+    """Whether a seed repeats the text: the noise of other rules than ``match`` depends on the shapes."""
+    return isinstance(rule, Match) or isinstance(planner, FixedPlanner)

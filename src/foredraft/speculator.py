@@ -33,7 +33,7 @@ from foredraft.planning.profiles import profile
 from foredraft.preparation import Prepared, prepare, with_grammar
 from foredraft.quantization import check_quantization
 from foredraft.rows import Commit
-from foredraft.session import Session, turn_of
+from foredraft.session import Session, repeats, turn_of
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.stats import Stats
 from foredraft.target import Target, unwrap
@@ -83,12 +83,13 @@ class Speculator(TextInterface, Described):
         model: the target: a causal ``PreTrainedModel``, a path, a hub id, or ``"zoo:NAME"``.
         drafter: a name, ``"NAME:SOURCE"``, a :class:`~foredraft.drafters.base.Drafter`, or a model object, which becomes a draft model.
         drafter_options: keyword arguments of a drafter given by name.
-        rule: ``"auto"``, a name, or a :class:`~foredraft.verification.Rule`.
+        rule: ``"auto"``, a name, or a :class:`~foredraft.verification.Rule`. ``"auto"`` is ``match`` in calls with a seed, and otherwise
+            the exact rule that accepts most.
         shape: the largest tree per round: a :class:`~foredraft.shapes.TreeShape`, or a string such as ``"chain(5)"``,
             ``"product(4,2,1)"`` or ``"dynamic(depth=5,k=4,total=16)"``. The default, ``"auto"``, chooses in every round by measured
             costs and past acceptance, and drafts nothing where that is faster. The first call then measures the machine, for at most
-            two seconds, and saves the result (see docs/planner.md). With rules other than ``match``, a seed repeats the same sampled
-            text only with a fixed shape.
+            two seconds, and saves the result (see docs/planner.md). If you name a ``rule`` other than ``match``, a seed repeats the same
+            sampled text only with a fixed shape.
         draft_length: γ, the same as ``shape="chain(γ)"``.
         lossless: False allows a rule that changes the output distribution, such as ``typical``.
         dtype: of a model given by name; the default is that of the checkpoint.
@@ -167,6 +168,8 @@ class Speculator(TextInterface, Described):
             undo.callback(self.drafter.close)
             self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
             self.planner = self._plan(wanted, rule, lossless)
+            self.automatic = rule == "auto"
+            self._seeded = choose_rule("match", self.drafter, self.shape) if self.automatic else (self.rule, self.proposal)
             check_shape(self.shape, self.target, self.drafter)
             undo.pop_all()
 
@@ -194,7 +197,9 @@ class Speculator(TextInterface, Described):
 
         Args:
             inputs: ``[B, L]`` prompt ids, or ``input_ids=`` with ``attention_mask=``, padded on either side.
-            seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator.
+            seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator. With
+                ``rule="auto"``, a call with a seed uses ``match``: the seed repeats the text, whatever is drafted.
+                ``stats.reproducible`` says whether it does. ``repeatable=False`` keeps the rule of calls without a seed.
             arguments: those of ``model.generate``. In addition, ``output_logprobs=k`` returns the log-probability of every new token and
                 of the k most likely tokens at its position (k = 0: only its own), from the target's raw logits, before temperature and
                 every other processor. ``json_schema``, ``regex`` or ``grammar`` makes the text match (:class:`foredraft.Grammar`), with
@@ -219,10 +224,12 @@ class Speculator(TextInterface, Described):
         """
         return Stream(begin(self, inputs, seed=seed, **arguments))
 
-    def session(self, **options: Any) -> Session:
-        """A :class:`~foredraft.session.Session` with this configuration, for a server that adds and removes rows."""
+    def session(self, *, repeatable: bool = False, **options: Any) -> Session:
+        """A :class:`~foredraft.session.Session` with this configuration, for a server that adds and removes rows. If it is
+        ``repeatable``, ``rule="auto"`` means ``match``, so that the text of a row depends on its seed alone."""
         options = {"wait": self.wait, **options}
-        return Session(self.target, self.drafter, self.rule, proposal=self.proposal, planner=self.planner, **options)
+        rule, proposal = self._seeded if repeatable else (self.rule, self.proposal)
+        return Session(self.target, self.drafter, rule, proposal=proposal, planner=self.planner, **options)
 
     def release(self) -> None:
         """Forget everything that was made from the models: free the memory of the caches, and give packed weights back to the models. The
@@ -254,17 +261,14 @@ class Run:
 
     def __init__(self, speculator: Speculator, prepared: Prepared):
         self.prepared = prepared
-        stats = Stats(
-            seed=prepared.seed,
-            drafter=speculator.drafter.name,
-            shape=str(speculator.shape),
-            rule=speculator.rule.name,
-            lossless=speculator.rule.lossless,
-        )
-        if not any(row.do_sample for row in prepared.parameters):
-            stats.rule, stats.lossless = "match", True
+        stats = Stats(seed=prepared.seed, drafter=speculator.drafter.name, shape=str(speculator.shape), rule="match")
         self.stats = stats
-        self.session = speculator.session(stats=stats, record=prepared.record)
+        self.session = speculator.session(stats=stats, record=prepared.record, repeatable=prepared.repeatable)
+        rule = self.session.loop.rule
+        if any(row.do_sample for row in prepared.parameters):
+            stats.rule, stats.lossless = rule.name, rule.lossless
+            as_named = rule.name == "match" or not speculator.automatic  # else the same call with this seed has another rule
+            stats.reproducible = as_named and repeats(rule, speculator.planner)
         for prompt, parameters in zip(prepared.prompts, prepared.parameters):
             self.session.add(prompt, parameters)
         self.rows = list(self.session.waiting)

@@ -55,6 +55,8 @@ class Stats(Described):
         layer_tokens: per decoder layer of the target, the tokens that were led through it: prompts and draft nodes, in drafts as in
             verification, filler of ragged rows included.
         seed: the seed, as given or as drawn.
+        reproducible: the same call with this seed repeats the text, apart from rounding. True for greedy decoding, for the rule ``match``,
+            and for a rule that was given by name together with a fixed shape.
         rule, drafter, shape, lossless: the configuration in use; a ``shape`` of "auto" was chosen anew in every round.
         shapes: number of rounds per shape; chain(0) is a round without a draft.
         speedup: over plain decoding (:class:`~foredraft.speedup.Speedup`); :meth:`summary` says it in words.
@@ -73,6 +75,7 @@ class Stats(Described):
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("prefill", "draft", "target", "overhead", "total"), 0.0))
     time_to_first_token: float | None = None
     seed: Any = None
+    reproducible: bool = True
     rule: str = ""
     drafter: str = ""
     shape: str = ""

@@ -106,7 +106,7 @@ def sample(
 ) -> Batch:
     """One continuation per seed through the audited loop."""
     prompt = torch.tensor([reference.prompt], device=speculator.model.device).expand(len(seeds), -1)
-    options = {"pad_token_id": 0, **arguments, "max_new_tokens": length, "seed": list(seeds)}
+    options = {"pad_token_id": 0, **arguments, "max_new_tokens": length, "seed": list(seeds), "repeatable": False}
     texts: list[list[int]] = [[] for _ in seeds]
     begins = torch.zeros(len(seeds), length, dtype=torch.bool)
     with closing(speculator.stream(prompt, attention_mask=torch.ones_like(prompt), **options)) as stream:

@@ -101,7 +101,7 @@ class Chat:
         model = self.speculator.model
         arguments = {**pad([ids], self.speculator.target.device), **self.decoding.arguments(model.generation_config, self.tokenizer)}
         result = Result(self.turn, message, ids, Detokenizer(self.tokenizer, ids))
-        stream = self.speculator.stream(**arguments, seed=[(self.seed, self.turn)])
+        stream = self.speculator.stream(**arguments, seed=[(self.seed, self.turn)], repeatable=self.decoding.seed is not None)
         try:
             for tokens in stream:
                 write(self.mark(result.extend(tokens, tokens.accepted, tokens.finish_reason)))

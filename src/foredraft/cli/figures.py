@@ -30,7 +30,7 @@ def combine(parts: Sequence[Stats], *, seed: int | None) -> Stats:
 
 def sentence(stats: Stats, *, sampled: bool, interrupted: bool = False) -> str:
     """Whether it was faster than plain decoding, and what must not be overlooked."""
-    parts = ["interrupted"] * interrupted + [stats.summary()] + [f"seed {stats.seed}"] * sampled
+    parts = ["interrupted"] * interrupted + [stats.summary()] + [f"seed {stats.seed}"] * (sampled and stats.reproducible)
     if not stats.lossless and sampled:
         parts.append(f"LOSSY: rule {stats.rule} changes the output distribution")
     return " · ".join(parts)

@@ -48,7 +48,8 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     for start in range(0, len(results), decoding.batch_size):
         batch = results[start : start + decoding.batch_size]
         ids = pad([result.ids for result in batch], speculator.target.device, token)
-        stream = speculator.stream(**ids, seed=[(seed, result.index) for result in batch], **arguments)
+        seeds, repeatable = [(seed, result.index) for result in batch], decoding.seed is not None
+        stream = speculator.stream(**ids, seed=seeds, repeatable=repeatable, **arguments)
         stats.append(stream.stats)
         try:
             for tokens in stream:

@@ -85,8 +85,8 @@ Seed = Annotated[
     int | None,
     SAMPLING(
         min=0,
-        help="The same seed gives the same text. With rules other than match this needs a fixed --shape.",
-        show_default="drawn, and shown at the end",
+        help="The same seed gives the same text; --rule auto then means match. Another --rule also needs a fixed --shape.",
+        show_default="drawn, and shown at the end if it repeats the text",
     ),
 ]
 System = Annotated[str | None, PROMPTS(metavar="TEXT", help="A system message for the chat template.", show_default=False)]
