@@ -155,7 +155,7 @@ class TableTarget:
         self.hidden = scores.exp().repeat(1, 1, len(self.features)) if self.features else None
         return scores
 
-    def score_early(self, tree: TokenTree, exit: int, *, first: int = 0) -> Tensor:
+    def score_early(self, tree: TokenTree, exit: int, *, first: int = 0, head: object = None) -> Tensor:
         """As :meth:`score`, by the table of the lower layers."""
         assert self.early is not None, "this target has no early exit"
         return read(self.early, self.cached, tree)[:, first:]

@@ -17,7 +17,7 @@ MEASURE, BACKBONE, MACHINE = map(panel, ("Held-out acceptance", "Backbone", "Mac
 
 
 def train(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle3 or rnn.", show_default=False)],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle3, rnn or exit.", show_default=False)],
     target: Annotated[str, typer.Option(help="The model to draft for: a path, a hub id, or zoo:NAME.", show_default=False)],
     data: Annotated[
         list[Path], DATA(metavar="FOLDER", help="A folder made by foredraft data generate; repeat for more.", show_default=False)
@@ -75,7 +75,7 @@ def train(
     save_every: Annotated[int, MACHINE(min=1, help="Steps between checkpoints.")] = 200,
     report_every: Annotated[int, MACHINE(min=1, help="Steps between lines of the log.")] = 20,
 ) -> None:
-    """Train a head for a target, on texts that the target generated. Use it as --drafter KIND:FOLDER.
+    """Train a head for a target, on texts that the target generated. Use it as --drafter KIND:FOLDER (exit: layer-skip:FOLDER).
 
     On several devices: torchrun --nproc-per-node N -m foredraft train …. Ctrl-C or SIGTERM saves; the same command with --resume goes on
     exactly. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 stopped and saved.

@@ -1,15 +1,17 @@
 """The target's own lower layers as the drafter (LayerSkip, Elhoushi et al. 2024).
 
-A draft is what the target's final norm and LM head make of the states behind layer ``exit``. Nothing is computed twice: the lower layers
+A draft is what the target's final norm and LM head, or a trained exit (:mod:`foredraft.heads.exit`), make of the states behind layer
+``exit``. Nothing is computed twice: the lower layers
 write their keys and values into the target's own cache and their states are kept, so that verification runs them only for nodes
 that they have not read. Made for models whose lower layers were trained to predict (``foredraft train layerskip``, or Meta's
-``layerskip-*`` checkpoints); those of others guess badly.
+``layerskip-*`` checkpoints), or with an exit that was trained for the model; bare layers of others guess badly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +20,10 @@ from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback
 from foredraft.drafters.growth import UNSEEN, Growth, grow, one_by_one
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
+from foredraft.heads import checkpoints
+from foredraft.heads.base import Head, refuse_another_target
+from foredraft.heads.exit import ExitHead
+from foredraft.hub import named
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
@@ -26,7 +32,8 @@ from foredraft.tree import Proposal, TokenTree
 class LayerSkip(Drafter):
     """Options:
 
-    exit: draft with so many of the target's layers, from the first on; a third of them by default.
+    source: a trained exit: a folder, a hub id or a head itself; none for the target's own final norm.
+    exit: draft with so many of the target's layers, from the first on; a third of them, or those of the trained exit, by default.
     siblings: how tokens are chosen when sampling, as for ``draft-model``.
     """
 
@@ -34,10 +41,12 @@ class LayerSkip(Drafter):
     summary = "the target's own lower layers; for models trained to exit early"
     info = DrafterInfo(proposals=DRAWN.chains, branches=True, grows=True, runs_a_model=True, learns_from_feedback=False)
 
-    def __init__(self, *, exit: int | None = None, siblings: str = "auto"):
+    def __init__(self, source: str | Path | Head | None = None, *, exit: int | None = None, siblings: str = "auto"):
+        self.source = named(source)
         self.exit, self.offer = exit, offered(siblings, DRAWN)
         self.info = replace(self.info, proposals=self.offer.chains)
         self._target: Target | None = None
+        self._head: Head | None = None
 
     @property
     def target(self) -> Target:
@@ -47,11 +56,25 @@ class LayerSkip(Drafter):
 
     def bind(self, target: Target) -> None:
         layers = target.layers
+        if self.source is not None:
+            self._head = self._loaded(self.source, target)
         if self.exit is None:
             self.exit = max(1, layers // 3)
         if not 0 < self.exit < layers:
             raise ConfigurationError(f"exit must lie between 1 and {layers - 1} for a model of {layers} layers, got {self.exit}")
         self._target = target
+
+    def _loaded(self, source: str | Head, target: Target) -> Head:
+        """The trained exit at ``source``, which says where to leave."""
+        head = checkpoints.load(source, target.model) if isinstance(source, str) else source
+        if not isinstance(head, ExitHead):
+            raise ConfigurationError(f"{source!r} is a {head.kind} head; use drafter '{head.drafter}:{source}'")
+        refuse_another_target(head.config, target.model)
+        if self.exit not in (None, head.config.exit):
+            raise ConfigurationError(f"the exit in {source!r} was trained for layer {head.config.exit}, not {self.exit}; leave exit out")
+        self.exit = head.config.exit
+        head.attach(target.model)
+        return head
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         return self.offer.of(shape)
@@ -68,7 +91,7 @@ class LayerSkip(Drafter):
 
     def _expand(self, tree: TokenTree, first: int) -> Tensor:
         assert self.exit is not None
-        return self.target.score_early(tree.with_safe_parents(), self.exit, first=first)
+        return self.target.score_early(tree.with_safe_parents(), self.exit, first=first, head=self._head)
 
     def _arranged(self, grown: Growth, own: Tensor) -> TokenTree:
         """The proposed tree with the nodes that the lower layers have read in front, in the order in which they were read."""

@@ -15,6 +15,7 @@ REGISTRY = {
     "hydra": "foredraft.heads.hydra:HydraHead",
     "eagle3": "foredraft.heads.eagle3:Eagle3Head",
     "rnn": "foredraft.heads.rnn:RnnHead",
+    "exit": "foredraft.heads.exit:ExitHead",
 }
 
 

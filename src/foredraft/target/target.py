@@ -5,7 +5,7 @@ How its passes are made is the business of a backend (:mod:`foredraft.backends`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -327,19 +327,20 @@ class Target:
             return self._finish(tree, early)
         return self._forward(self._pass(tree, first))
 
-    def score_early(self, tree: TokenTree, exit: int, *, first: int = 0) -> Tensor:
-        """``[R, N - first, V]`` what the model's final norm and LM head make of the states behind layer ``exit``, at the nodes from
-        ``first`` on. The next :meth:`score` of a tree that begins with these nodes reads them in the layers from ``exit`` on only.
+    def score_early(self, tree: TokenTree, exit: int, *, first: int = 0, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """``[R, N - first, V]`` what ``head``, or the model's final norm and LM head, make of the states ``[R, N - first, d]`` behind
+        layer ``exit``, at the nodes from ``first`` on. The next :meth:`score` of a tree that begins with these nodes reads them in the
+        layers from ``exit`` on only.
 
         Nodes before ``first`` were read by earlier calls with the same ``exit``, in the same order, since the last ``commit``.
         """
         if first == 0:
             self._early = None
-        output = self._made(self._pass(tree, first, Part(0, exit)))
+        output = self._made(self._pass(tree, first, Part(0, exit, logits=head is None)))
         assert output.hidden is not None and (first == 0) == (self._early is None)
         states = output.hidden if self._early is None else torch.cat([self._early.states, output.hidden], 1)
         self._early = Early(exit, states)
-        return output.logits
+        return output.logits if head is None else head(output.hidden)
 
     def rearrange_early(self, order: Tensor) -> None:
         """The tree that comes begins with nodes ``order`` ``[R, n]`` of those that lower layers have read."""

@@ -88,7 +88,7 @@ def store(trainer: Trainer, outcome: Outcome, out: Path, tree_nodes: int | None,
     save_head(head, out, about=about)
     said = [
         f"{out}: {options.kind} head of step {state.best}, {state.best_length:.3f} tokens per pass on held-out prompts; use --drafter "
-        f"{options.kind}:{out}"
+        f"{head.drafter}:{out}"
     ]
     if successors and isinstance(head, MedusaHead):
         found = counted(head, trainer.model, trainer.held, trainer.texts)
