@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.device import to_device
 from foredraft.errors import ConfigurationError
 from foredraft.grammars import Compiled, Grammar
 
@@ -99,23 +99,20 @@ def mask_nodes(rows: Sequence[tuple[Walk, Sequence[int]]], histories: NodeHistor
 def read_paths(rows: Sequence[tuple[Walk, Sequence[int]]], histories: NodeHistories) -> list[tuple[Walk, dict[int, Path]]]:
     """The walks, after they have followed their rows, with the path to each cell that is no filler. One copy to the host."""
     numbers = [cells[0] // histories.nodes for _, cells in rows]
-    news = [histories.lengths[row] - walk.read for row, (walk, _) in zip(numbers, rows)]
-    committed, index = histories.committed, torch.arange(max(*news, 1))
-    places = torch.tensor([[number, walk.read] for number, (walk, _) in zip(numbers, rows)])
-    columns = (places[:, 1:] + index).clamp(max=committed.shape[1] - 1).to(committed.device)
-    parts = [committed[places[:, 0].to(committed.device)].gather(1, columns)]
-    parts.append(histories.tokens[to_device(numbers, committed.device)])
-    if histories.tree.valid is not None:
-        parts.append(histories.tree.valid[to_device(numbers, committed.device)].long())
-    nodes, result = histories.tree.nodes, []
-    for (walk, cells), new, line in zip(rows, news, torch.cat(parts, 1).tolist()):
-        tokens, valid = line[len(index) : len(index) + nodes], line[len(index) + nodes :]
-        walk.follow(line[:new])
+    ends, nodes = [histories.lengths[row] for row in numbers], histories.tree.nodes
+    parts = [histories.committed[row, walk.read : end] for row, end, (walk, _) in zip(numbers, ends, rows)]
+    parts += [each.flatten() for each in (histories.tokens, histories.tree.valid) if each is not None]
+    packet, result = iter(torch.cat(parts).tolist()), []
+    for end, (walk, _) in zip(ends, rows):
+        walk.follow(list(islice(packet, end - walk.read)))
+    tokens = list(islice(packet, histories.rows * nodes))
+    valid = list(packet)
+    for walk, cells in rows:
         at = {}
         for cell in cells:
             row, node = histories.place(cell)
-            if not valid or valid[node]:
-                at[cell] = tuple(tokens[each - row * nodes] for each in histories.path(cell, histories.depths[row][node]))
+            if not valid or valid[row * nodes + node]:
+                at[cell] = tuple(tokens[each] for each in histories.path(cell, histories.depths[row][node]))
         result.append((walk, at))
     return result
 
