@@ -1,8 +1,8 @@
 """Test doubles that ship with the package: a target that is a probability table, a drafter that draws from another one,
 and exact enumeration of what a rule or the whole loop does with them.
 
-With these the law of a configuration is *computed*, not estimated. :func:`enumerate_law` runs the code that generates text
-once for every outcome of every draw and adds up probabilities in float64::
+With these, the output distribution of a configuration (its law) is computed, not estimated. :func:`enumerate_law` runs the code that
+generates text once for every outcome of every draw, and adds up the probabilities in float64::
 
     target = TableTarget(ProbabilityTable.random(3, seed=1))
     drafter = ScriptedDrafter(ProbabilityTable.random(3, seed=2), proposal="iid")
@@ -44,7 +44,7 @@ class ProbabilityTable:
     """Next-token distributions, one for each context.
 
     Args:
-        table: gives the V probabilities after a context, a tuple of tokens; asked once per context.
+        table: returns the V probabilities after a context, a tuple of tokens; called once per context.
         vocab_size: V.
         order: a context is the last so many tokens of a text; None for the whole text.
         dtype: of what is looked up.
@@ -95,13 +95,12 @@ class ProbabilityTable:
 class TableTarget:
     """A target that is a probability table, behind the interface of :class:`foredraft.target.Target`.
 
-    Its "cache" is the list of tokens that were prefilled or committed, and the table sees nothing else, so a loop that
-    commits the wrong path gets the wrong law. Its hidden states, whatever their numbers, are the distributions themselves: one stands for
-    what the model knows of a text, as the states of a model do.
+    Its methods do what those of ``Target`` do. Its cache is the list of tokens that were prefilled or committed, and the table sees nothing
+    else, so a loop that commits the wrong path gets a wrong distribution. A hidden state, whatever its number, is the distribution itself.
 
     Args:
         table: the distribution after a text.
-        context: longest text, prompt included, or None.
+        context: tokens of the longest text, prompt included; None for no limit.
         early: what its lower layers predict after a text, for ``layer-skip``.
     """
 
@@ -186,10 +185,10 @@ class ScriptedDrafter(Drafter):
 
     Args:
         q: the draft's distribution after a text.
-        proposal: ``iid`` draws from q, ``without-replacement`` likewise but all siblings different, ``keyed`` with the target's noise,
-            ``deterministic`` takes the most likely tokens.
-        depth: tokens per draft at most.
-        grow: in a chain, says whether to draft another token after a text, committed and drafted; a token once drawn stays.
+        proposal: ``iid`` draws from q; ``without-replacement`` does too, but all siblings differ; ``keyed`` draws from q with the target's
+            noise; ``deterministic`` takes the most likely tokens.
+        depth: most tokens per draft; None for as many as the shape has.
+        grow: called in a chain with the text so far, committed and drafted; False drafts no further token.
     """
 
     name = "scripted"
@@ -244,8 +243,8 @@ def read(table: ProbabilityTable, prefixes: Sequence[Sequence[int]], tree: Token
 
 
 def certain(scores: Tensor, where: Tensor) -> Tensor:
-    """``scores`` ``[..., V]``, but certain of token 0 ``where`` ``[...]``: on filler, which no verdict depends on, enumeration
-    then does not branch."""
+    """``scores`` ``[..., V]``, with all probability on token 0 ``where`` ``[...]`` is True. No verdict depends on filler, so enumeration
+    need not branch there."""
     only = torch.full_like(scores[..., :1, :], float("-inf"))
     only[..., 0] = 0.0
     return torch.where(where[..., None], only, scores)
@@ -255,11 +254,10 @@ def certain(scores: Tensor, where: Tensor) -> Tensor:
 
 
 class World:
-    """One way that every draw may turn out.
+    """One outcome of every draw.
 
-    Every key of the noise stands for one uniform number, and a world is a box: for each key the interval that the outcomes
-    so far imply. Draws under different keys are therefore independent, and draws that share a key, in one round or in two,
-    are as dependent as they are in real decoding.
+    Every key of the noise stands for one uniform number. A world is a box: for each key, the interval that the outcomes so far imply.
+    So draws under different keys are independent, and draws that share a key depend on each other as they do in real decoding.
     """
 
     def __init__(self, box: Box):
@@ -370,14 +368,20 @@ class EnumeratedNoise:
 
 
 def enumerate_law(run: Callable[[Enumeration], Sequence[Hashable]], *, rows: int = 1, batch: int = 4096) -> Law:
-    """The law of an outcome over everything that draws can do.
+    """The exact distribution of an outcome, over all outcomes of all draws.
 
     Args:
         run: runs the code under test in a batch of worlds, ``rows`` rows in each, and returns one outcome per world.
-            The outcome in a world must be a function of the world's noise. More noise than it needs may be looked at,
-            such as that of filler, which depends on the company that a row keeps.
-        rows: rows per world; more than one for the joint law of several rows.
+            The outcome in a world must be a function of the world's noise. It may also read noise that the outcome does not depend on,
+            such as that of filler.
+        rows: rows per world; more than one for the joint distribution of several rows.
         batch: worlds at once.
+
+    Returns:
+        The probability of every outcome; they add up to 1.
+
+    Raises:
+        ValueError: ``run`` returned another number of outcomes than there are worlds.
     """
     law: Law = defaultdict(float)
     boxes: list[Box] = [{}]
@@ -403,7 +407,7 @@ def continuations(session: Session, prompts: Sequence[Sequence[int]], parameters
 
 
 def continuation_law(make_session: Callable[[Callable[[Tensor, Tensor], Randomness]], Session], prompt: Sequence[int], count: int) -> Law:
-    """The exact law of ``count`` sampled tokens after ``prompt``, over all rounds of sessions made with the given randomness."""
+    """The exact distribution of ``count`` sampled tokens after ``prompt``, from sessions that ``make_session`` makes for a randomness."""
 
     def run(enumeration: Enumeration) -> list[Context]:
         parameters = [RowParameters(max_new_tokens=count, do_sample=True, seed=seed) for seed in enumeration.seeds]
@@ -413,7 +417,7 @@ def continuation_law(make_session: Callable[[Callable[[Tensor, Tensor], Randomne
 
 
 def plain_law(table: ProbabilityTable, prompt: Sequence[int], count: int) -> Law:
-    """The law of ``count`` tokens of plain sampling after ``prompt``."""
+    """The exact distribution of ``count`` tokens of plain sampling after ``prompt``."""
     law: Law = {(): 1.0}
     for _ in range(count):
         law = {

@@ -22,7 +22,7 @@ class Verdict:
     """The outcome of one round for R rows.
 
     Attributes:
-        path: ``[R, D]`` int64 node indices, the root first; entries after ``accepted`` are meaningless.
+        path: ``[R, D]`` int64 node indices, the root first, D the height of the tree plus 1; entries after ``accepted`` mean nothing.
         accepted: ``[R]`` int64 number of drafted tokens kept, 0 to D - 1.
         next_token: ``[R]`` int64 the target's own token that follows the path.
     """
