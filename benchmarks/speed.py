@@ -48,7 +48,7 @@ GPU_ASSISTED, GPU_COMPILED, GPU_BANDWIDTH, GPU_BANDWIDTH_LARGE, LARGE = 4.0, 2.0
 class Speed(PeerSuite[Settings]):
     """Tokens per second beside transformers, vLLM, llama.cpp and OpenVINO GenAI, each in its own environment.
 
-    Peers that are not installed (make peers) are rows that say so. Exits with 1 when something that is installed failed.
+    Peers that are not installed (make peers) are named in one line. Exits with 1 when something that is installed failed.
     """
 
     name = "speed"

@@ -130,7 +130,8 @@ def equality(run: PeerSuite[Any], calls: Calls, where: str) -> Table:
 
 
 def failed(run: PeerSuite[Any]) -> list[Table]:
-    rows = [(each.method, each.dtype, each.stage, each.message) for each in run.failures]
+    """What is installed and failed; what is not is one line of :func:`missing`."""
+    rows = [(each.method, each.dtype, each.stage, each.message) for each in run.failed()]
     return [Table("Failed", ("method", "dtype", "stage", "reason"), rows)] if rows else []
 
 
@@ -144,10 +145,14 @@ def sides(run: PeerSuite[Any]) -> str:
 
 
 def missing(run: PeerSuite[Any]) -> str:
-    absent = {each.method.split()[0]: each.message for each in run.failures if each.stage == "set-up"}
-    started = {each.split()[0] for each in {m.method for m in run.measurements}}
-    gone = [f"{name} ({message})" for name, message in absent.items() if name not in started]
-    return f"Not measured: {'; '.join(gone)}." if gone else ""
+    started = {each.method.split()[0] for each in run.measurements}
+    reasons: dict[str, dict[str, None]] = {}
+    for each in run.failures:
+        if each not in run.failed():
+            peer = each.method.split()[0]
+            reasons.setdefault(each.message.partition("not installed: ")[2], {})[each.method if peer in started else peer] = None
+    said = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items())
+    return f"Not installed, and not measured: {said}." if said else ""
 
 
 def memory(run: PeerSuite[Any]) -> str:

@@ -10,7 +10,7 @@ import pytest
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from benchmarks import datasets, environment, peer_process, report
+from benchmarks import datasets, environment, peer_process, report, speed_tables
 from benchmarks.cli import app
 from benchmarks.datasets import Prompt
 from benchmarks.drafters import DraftersSuite
@@ -362,7 +362,10 @@ def test_a_method_that_vllm_lacks_is_a_row_and_the_others_are_measured(adapters,
     verdicts = {row[0].removeprefix("float32: "): row[3] for row in by_title["Figures to reach"].rows}
     assert verdicts["all suites: tokens/s of suffix over vllm's suffix"] == "not measured"
     assert verdicts["all suites: tokens/s of prompt-lookup over vllm's ngram"] != "not measured"
-    assert said in by_title["Failed"].rows[0][3]
+    if stage == "set-up":
+        assert "Failed" not in by_title and speed_tables.missing(run) == "Not installed, and not measured: vllm suffix, γ=5 (arctic)."
+    else:
+        assert said in by_title["Failed"].rows[0][3]
 
 
 def test_a_drafter_of_ours_that_fails_is_a_row(adapters, tmp_path, work):

@@ -15,7 +15,7 @@ import torch
 from fake_peers import engine
 from typer.testing import CliRunner
 
-from benchmarks import checkpoints, environment, peer_process, report
+from benchmarks import checkpoints, environment, peer_process, report, speed_tables
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.cli import app
 from benchmarks.figures import Estimate, Figure, best, quotient
@@ -436,7 +436,10 @@ def test_a_peer_that_fails_is_a_row(adapters, tmp_path, work, how, stage, said):
     assert said in run.failures[0].message
     assert {each.method for each in run.measurements if each.method == PLAIN} == {PLAIN}
     tables = {table.title: table for table in run.tables()}
-    assert tables["Failed"].rows[0][0] == "vllm plain" and said in tables["Failed"].rows[0][3]
+    if said == "not installed":
+        assert "Failed" not in tables and speed_tables.missing(run) == "Not installed, and not measured: vllm (make peers installs it)."
+    else:
+        assert tables["Failed"].rows[0][0] == "vllm plain" and said in tables["Failed"].rows[0][3] and not speed_tables.missing(run)
     assert any("not measured" in row for row in tables["Figures to reach"].rows)
 
 
@@ -530,7 +533,8 @@ def test_the_command_writes_everything(adapters, tmp_path, work):
     document = report.load(tmp_path / "out" / "speed.json.gz")
     assert {(each["method"].split()[0], each["message"]) for each in document["failures"]} == {("vllm", NOT_INSTALLED)}
     page = (tmp_path / "out" / "speed.md").read_text()
-    assert f"Not measured: vllm ({NOT_INSTALLED})." in page and "![speed-speedup-float32](speed-speedup-float32.png)" in page
+    assert "Not installed, and not measured: vllm (make peers installs it)." in page and "| vllm" not in page
+    assert "![speed-speedup-float32](speed-speedup-float32.png)" in page
     assert str(tmp_path) not in page.replace(document["command"], "")  # a report says nothing of where it was made
 
 

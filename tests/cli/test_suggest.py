@@ -65,6 +65,7 @@ def test_it_needs_no_torch_and_knows_the_embedded_models():
     )
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "draft-model:zoo:python-1m  any text; 0.001 B parameters, tried" in text and text.endswith("set()\n")
+    assert "24 layers" in text
 
 
 @pytest.mark.parametrize(

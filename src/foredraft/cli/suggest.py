@@ -30,9 +30,8 @@ def suggest(source: str) -> list[str]:
         raise ConfigurationError(f"{source!r} has no config.json with a model_type; give a model in the format of transformers")
     hub.check_decoder(source, whole)
     if kind in RECURRENT:
-        raise UnsupportedModelError(
-            f"{source!r} ({kind}) keeps a recurrent state that cannot roll back a rejected token; use model.generate"
-        )
+        why = "keeps a recurrent state that cannot roll back a rejected token"
+        raise UnsupportedModelError(f"{source!r} ({kind}) {why}; use model.generate")
     billions = parameters(source, config)
     chains = kind in RECURRENT_IN_STEPS or kind in SLOT_POSITIONS
     layers, vocab = number(config, "num_hidden_layers", "n_layer"), number(config, "vocab_size")
