@@ -9,7 +9,9 @@ import threading
 
 import pytest
 import torch
+from architectures import build_wide
 from helpers import PAD, added, clone, padded, perturbed, repetitive, tiny
+from kernel_cases import needs_kernels
 from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -289,6 +291,26 @@ def test_copies_pickles_and_saved_files_are_not_attached(tmp_path):
         assert theirs.stats is not None
         foredraft.detach(twin)
     assert added(model.generate(**padded(ROWS[:1]), **GREEDY), 23) == expected and mine.stats is not None
+
+
+@pytest.mark.parametrize("execution", ["packed", pytest.param("native", marks=needs_kernels)])
+def test_copies_of_a_model_whose_layers_are_replaced(execution):
+    """They have their own layers and weights, and their own changes."""
+    model, reference = build_wide("llama wide"), build_wide("llama wide")
+    options = {**padded(ROWS[:1]), **GREEDY}
+    expected = model.generate(**options)
+    mine = attached(model, execution=execution)
+    assert mine.speculator.target.execution == execution
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert all(torch.equal(each.generate(**options), expected) for each in (model, *twins))
+    for each in (reference, *twins):
+        with torch.no_grad():
+            each.model.layers[0].mlp.down_proj.weight.neg_()
+    changed = reference.generate(**options)
+    assert all(torch.equal(each.generate(**options), changed) for each in twins) and not torch.equal(changed, expected)
+    assert torch.equal(model.generate(**options), expected)
+    foredraft.detach(model)
+    assert not any(name in vars(module) for module in model.modules() for name in ("forward", "generate"))
 
 
 def test_a_compiled_model():

@@ -10,10 +10,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
+from foredraft.models.changes import dropout_of
 from foredraft.speculator import Speculator, begin
 from foredraft.stats import Stats
 
@@ -131,7 +131,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     """
     training = [module for module in model.modules() if module.training]
     for module in training:
-        if (rate := _dropout(module)) is not None:
+        if (rate := dropout_of(module)) is not None:
             raise ConfigurationError(
                 f"the model is in training mode and {type(module).__name__} has dropout ({rate}), so that every pass differs; "
                 "set its dropout to 0, or call model.eval() before generating"
@@ -143,9 +143,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _dropout(module: nn.Module) -> str | None:
-    """The rate that a module drops with in training mode, and its name; None if it drops nothing."""
-    rates = {"p": module.p} if isinstance(module, _DropoutNd) else {name: value for name, value in vars(module).items() if "drop" in name}
-    return next((f"{name}={rate}" for name, rate in rates.items() if isinstance(rate, float) and rate > 0), None)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from foredraft.backends.kernels import difference
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.changes import STRUCTURE, Kind, ModelState, hooks_of, take_back
+from foredraft.models.changes import STRUCTURE, Kind, ModelState, Override, hooks_of, take_back
 from foredraft.models.layers import decoder_layers
 from foredraft.models.positions import tuned_layers
 
@@ -139,7 +139,7 @@ class Shared:
         return self._positions[1]
 
 
-class CompiledLayer:
+class CompiledLayer(Override):
     """``forward`` of one decoder layer."""
 
     def __init__(self, layer: nn.Module, owner: Compilation):

@@ -21,7 +21,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from foredraft.backends.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, fits
 from foredraft.backends.packing import PLAIN, Packing, Product
 from foredraft.models.cache import TreeCache
-from foredraft.models.changes import Structure, hooks_of, take_back
+from foredraft.models.changes import Override, Structure, hooks_of, take_back
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
@@ -103,7 +103,7 @@ class Shared:
         return repeated
 
 
-class FusedLayer:
+class FusedLayer(Override):
     """``forward`` of one decoder layer."""
 
     def __init__(self, layer: Any, products: tuple[Product, Product, Product, Product], shared: Shared):

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from foredraft.backends import native
 from foredraft.backends.packing import NATIVE, Product
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.changes import hooks_of
+from foredraft.models.changes import Override, hooks_of
 from foredraft.models.layers import Aside
 
 if TYPE_CHECKING:
@@ -187,11 +187,12 @@ class NativeLayer:
         return out
 
 
-class NativeModel:
+class NativeModel(Override):
     """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them."""
 
     def __init__(self, base: Any, kernels: list[NativeLayer]):
-        self.base, self.kernels, self.shared = base, kernels, kernels[0].shared
+        self.base = self.layer = base
+        self.kernels, self.shared = kernels, kernels[0].shared
         self.run = kernels[0].library.model
         self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from foredraft.backends import native
 from foredraft.backends.int8 import give_back, integers, is_held, is_int8, scales, take
-from foredraft.models.changes import hooks_of, take_back
+from foredraft.models.changes import Override, hooks_of, take_back
 
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = 0  # the layout that torch has them in
@@ -145,8 +145,8 @@ def sources_of(layer: nn.Linear) -> list[Source]:
     return found
 
 
-class PackedForward:
-    """``forward`` of one layer of a product."""
+class PackedForward(Override):
+    """``forward`` of one layer of a product. It is copied with a layer whose own weights it has replaced."""
 
     def __init__(self, product: Product, index: int):
         self.product, self.index = product, index
@@ -156,6 +156,10 @@ class PackedForward:
         if self.product.outdated and not self.layer.weight.is_meta:
             return type(self.layer).forward(self.layer, x)
         return self.product.part(x, self.index)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kept = any(source.parameters is self.layer._parameters for source in self.product.sources)
+        return super().__reduce_ex__(protocol) if kept else object.__reduce_ex__(self, protocol)
 
 
 @dataclass(frozen=True)

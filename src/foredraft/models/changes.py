@@ -250,9 +250,14 @@ def check_mode(model: nn.Module) -> None:
     if model.training:
         raise UnsupportedModelError("the model is in training mode (dropout would make every pass different); call model.eval()")
     for name, module in model.named_modules():
-        drops = [value for key, value in vars(module).items() if "dropout" in key or (key == "p" and "Dropout" in type(module).__name__)]
-        if module.training and any(isinstance(value, float) and value > 0 for value in drops):
+        if module.training and dropout_of(module) is not None:
             raise UnsupportedModelError(f"{name} is in training mode (dropout would make every pass different); call model.eval()")
+
+
+def dropout_of(module: nn.Module) -> str | None:
+    """The rate that ``module`` itself drops with in training mode, and its name; None if it drops nothing."""
+    named = {key: value for key, value in vars(module).items() if "drop" in key or (key == "p" and "Dropout" in type(module).__name__)}
+    return next((f"{key}={value}" for key, value in named.items() if isinstance(value, float) and value > 0), None)
 
 
 # -- hooks, which may be looked for in every pass -------------------------------------------------------------------------------
@@ -267,6 +272,15 @@ def hooks_of(module: nn.Module, *, inside: bool = False) -> list[Mapping[int, An
 
 
 # -- overrides ------------------------------------------------------------------------------------------------------------------
+
+
+class Override:
+    """The replaced ``forward`` of ``layer``. A copy of the layer has that of its class, and so has what is unpickled."""
+
+    layer: Any
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.layer, "forward")
 
 
 def take_back(module: nn.Module, kind: type | tuple[type, ...]) -> None:
