@@ -43,16 +43,17 @@ def is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
     return not isinstance(prompts, (str, bytes)) and isinstance(prompts, Sequence) and not (prompts and isinstance(prompts[0], Mapping))
 
 
-def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The token ids of a text, or of a conversation up to where the next answer begins.
+def encode(tokenizer: Any, prompt: Prompt, name: str | None = None) -> list[int]:
+    """The token ids of a text, or of a conversation up to where the next answer begins; errors call the tokenizer's model ``name``.
 
     Raises:
         ConfigurationError: it is neither, it has no tokens, or the tokenizer has no chat template or one that refuses the conversation.
     """
+    name = name or str(tokenizer.name_or_path)
     if isinstance(prompt, str):
         ids = list(tokenizer(prompt)["input_ids"])
         if not ids:
-            raise ConfigurationError(f"the tokenizer of {tokenizer.name_or_path!r} produces no tokens for the prompt {prompt!r}")
+            raise ConfigurationError(f"the tokenizer of {name!r} produces no tokens for the prompt {prompt!r}")
         return ids
     messages: Any = prompt
     if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages):
@@ -61,11 +62,13 @@ def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
             f"{type(prompt).__name__}; generate takes token ids"
         )
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError(f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; give a text instead of messages")
+        raise ConfigurationError(
+            f"the tokenizer of {name!r} has no chat template; give a text instead of messages (foredraft generate without --chat)"
+        )
     try:
         text = str(tokenizer.apply_chat_template([dict(each) for each in messages], tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program of the model's author
-        raise ConfigurationError(f"the chat template of {tokenizer.name_or_path!r} refused the messages: {error}") from error
+        raise ConfigurationError(f"the chat template of {name!r} refused the messages: {error}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -151,7 +154,7 @@ class TextInterface:
         """
         batch = is_batch(prompts)
         several: Any = prompts if batch else [prompts]
-        rows = [encode(self.tokenizer, prompt) for prompt in several]
+        rows = [encode(self.tokenizer, prompt, name_of(self.model)) for prompt in several]
         if not rows:
             raise ConfigurationError("no prompts; give at least one")
         output = self.generate(**self._arguments(rows, arguments))  # type: ignore[attr-defined]
@@ -168,7 +171,7 @@ class TextInterface:
         """As calling with one prompt, but an iterator over pieces of text as they are generated. No piece cuts a character in two."""
         if is_batch(prompt):
             raise ConfigurationError("stream_text takes one prompt; use stream for a batch")
-        ids = encode(self.tokenizer, prompt)
+        ids = encode(self.tokenizer, prompt, name_of(self.model))
         return TextStream(self.stream(**self._arguments([ids], arguments)), Detokenizer(self.tokenizer, ids))  # type: ignore[attr-defined]
 
     def _arguments(self, rows: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:

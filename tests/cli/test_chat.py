@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from foredraft import zoo
 from foredraft.cli import app, chat
-from foredraft.cli.detokenizer import UNFINISHED
+from foredraft.detokenizer import UNFINISHED
 from foredraft.target import Target
 
 HOW = ["--drafter", "prompt-lookup", "--shape", "chain(3)", "--dtype", "float32", "--max-new-tokens", "12"]
@@ -99,4 +99,4 @@ def test_a_message_that_is_too_long_is_refused_and_forgotten(model, tmp_path):
 
 def test_a_model_without_a_template_is_refused():
     result = CliRunner().invoke(app, ["chat", "zoo:python-1m"], prog_name="foredraft")
-    assert result.exit_code == 2 and "has no chat template; use foredraft generate" in result.stderr
+    assert result.exit_code == 2 and "has no chat template; give a text" in result.stderr

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from foredraft import Speculator, __version__, drafters, verification, zoo
 from foredraft.cli import app, demo_report, printers
 from foredraft.cli.demo import Comparison, Demo, Difference, Run, Setting
-from foredraft.cli.detokenizer import UNFINISHED, Detokenizer
 from foredraft.cli.figures import combine, counted, figures_line, sentence
 from foredraft.cli.progress import Progress
 from foredraft.cli.settings import Configuration, parse_options
+from foredraft.detokenizer import UNFINISHED, Detokenizer
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.loading import parse_device
 from foredraft.speedup import Speedup
@@ -374,7 +374,7 @@ def test_stop_min_p_and_repetition_penalty():
         (("x", "--target", "zoo:python-ngram"), "is an n-gram table, not a model"),
         (("x", "--dtype", "int8"), "unknown dtype 'int8'"),
         (("x", "--device", "nope"), "device 'nope' cannot be used here"),
-        (("x", "--chat"), "has no chat template; use foredraft generate without --chat"),
+        (("x", "--chat"), "has no chat template; give a text"),
         (("x", "--show", "--json"), "--show does not work with --json"),
         (("x", "--logprobs", "2"), "--logprobs needs --json"),
         (("x", "--logprobs", "999999", "--json"), "output_logprobs must be a whole number from 0"),

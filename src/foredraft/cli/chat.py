@@ -11,16 +11,17 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from foredraft.cli.detokenizer import Detokenizer
 from foredraft.cli.failures import note, quiet, writing
 from foredraft.cli.figures import figures_line, sentence
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.printers import Marking, write
-from foredraft.cli.prompts import messages, templated
+from foredraft.cli.prompts import messages
 from foredraft.cli.settings import Configuration, Decoding, Result
+from foredraft.detokenizer import Detokenizer
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 from foredraft.preparation import pad
+from foredraft.text import encode
 
 HELP = """/reset          forget the conversation
 /system TEXT    set the system message, and forget the conversation
@@ -44,7 +45,7 @@ class Chat:
         self.target, self.drafter, self.decoding = configuration.target, configuration.drafter_name, decoding
         self.tokenizer = load_tokenizer(configuration.target)
         self.messages = messages("system", system)
-        templated(self.tokenizer, [*self.messages, *messages("user", "?")], self.target)  # refused now rather than at the first message
+        encode(self.tokenizer, [*self.messages, *messages("user", "?")], self.target)  # refused now rather than at the first message
         self.speculator = load_speculator(configuration, self.tokenizer)
         self.mark = Marking(drafted)
         self.seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
@@ -97,7 +98,7 @@ class Chat:
     def answer(self, message: str) -> None:
         """Stream the answer to ``message``; Ctrl-C ends it, and what there is stays in the conversation."""
         conversation = [*self.messages, *messages("user", message)]
-        ids = templated(self.tokenizer, conversation, self.target)
+        ids = encode(self.tokenizer, conversation, self.target)
         model = self.speculator.model
         arguments = {**pad([ids], self.speculator.target.device), **self.decoding.arguments(model.generation_config, self.tokenizer)}
         result = Result(self.turn, message, ids, Detokenizer(self.tokenizer, ids))

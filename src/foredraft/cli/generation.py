@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft import drafters
-from foredraft.cli.detokenizer import Detokenizer
 from foredraft.cli.failures import first_line, note, quiet
 from foredraft.cli.figures import combine
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Configuration, Decoding, Outcome, Result, parse_options
+from foredraft.detokenizer import Detokenizer
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer, parse_device
 from foredraft.planning import FixedPlanner

@@ -57,36 +57,12 @@ def _prompt_of(entry: Any, where: str) -> str:
 
 
 def encode(tokenizer: Any, prompts: Sequence[str], *, chat: bool, target: str, system: str | None = None) -> list[list[int]]:
-    """Token ids of each prompt, as one user's message of the tokenizer's chat template if ``chat``, after a ``system`` message.
+    """Token ids of each prompt, as one user's message of the tokenizer's chat template if ``chat``, after a ``system`` message."""
+    from foredraft import text  # imports torch
 
-    Raises:
-        ConfigurationError: the tokenizer has no chat template, or one that refuses the message; or no token is left.
-    """
-    if chat:
-        rows = [templated(tokenizer, [*messages("system", system), *messages("user", prompt)], target) for prompt in prompts]
-    else:
-        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    for prompt, row in zip(prompts, rows):
-        if not row:
-            raise ConfigurationError(f"the tokenizer of {target!r} produces no tokens for the prompt {prompt!r}")
-    return rows
+    return [text.encode(tokenizer, [*messages("system", system), *messages("user", each)] if chat else each, target) for each in prompts]
 
 
 def messages(role: str, content: str | None) -> list[dict[str, str]]:
     """One message, or none."""
     return [] if content is None else [{"role": role, "content": content}]
-
-
-def templated(tokenizer: Any, conversation: Sequence[dict[str, str]], target: str) -> list[int]:
-    """The token ids that ask for the next answer of a ``conversation``.
-
-    Raises:
-        ConfigurationError: the tokenizer has no chat template, or one that refuses the conversation.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError(f"the tokenizer of {target!r} has no chat template; use foredraft generate without --chat")
-    try:
-        text = str(tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program of the model's author
-        raise ConfigurationError(f"the chat template of {target!r} refused the prompt: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from foredraft.cli.detokenizer import Detokenizer
+    from foredraft.detokenizer import Detokenizer
     from foredraft.logits.logprobs import LogProbs
     from foredraft.stats import RowStats, Stats
 

@@ -1,5 +1,0 @@
-"""See :mod:`foredraft.detokenizer`."""
-
-from foredraft.detokenizer import UNFINISHED, Detokenizer
-
-__all__ = ["UNFINISHED", "Detokenizer"]
