@@ -227,7 +227,7 @@ def built(method: Method, target: PreTrainedModel, draft: PreTrainedModel) -> Sp
 
 def continued(name: str, speculator: Speculator, texts: Sequence[Sequence[int]], seed: int, tokens: int) -> list[Measurement]:
     """All ``texts`` in one batch, each with randomness of its own."""
-    session = speculator.session()
+    session = speculator.session(keep_stats=True)
     for index, text in enumerate(texts):
         session.add(text, RowParameters(max_new_tokens=tokens, do_sample=True, seed=(seed, index)))
     while session.live:

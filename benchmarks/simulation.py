@@ -138,7 +138,7 @@ def simulated(setting: Setting, drafter: Drafter, readings: Sequence[Reading], l
     target: Any = TableTarget(Texts([each.text for each in readings], vocab_size))
     shape = TreeShape.chain(length)
     rule, proposal = choose_rule("match", drafter, shape)
-    session = Session(target, drafter, rule, proposal=proposal, planner=FixedPlanner(shape))
+    session = Session(target, drafter, rule, proposal=proposal, planner=FixedPlanner(shape), keep_stats=True)
     for each in readings:
         session.add(each.text[: each.prompt], RowParameters(max_new_tokens=len(each.text) - each.prompt))
         while session.live:

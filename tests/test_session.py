@@ -100,7 +100,7 @@ def play(session, plans):
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(plans=PLANS)
 def test_rows_equal_their_solo_runs(family, drafter, plans):
-    session = speculator(family, drafter, "match").session()
+    session = speculator(family, drafter, "match").session(keep_stats=True)
     for plan, (text, reason) in zip(plans, play(session, plans)):
         expected = alone(family, Plan(0, plan.prompt, plan.max_new_tokens, plan.sampled, plan.penalised, plan.seed, None))
         assert text == (expected[: len(text)] if reason == "removed" else expected)
@@ -185,10 +185,44 @@ def test_after_an_error_in_a_step_nothing_is_left():
 
 def test_a_row_that_waits_can_be_removed():
     plan = Plan(0, 0, 6, False, False, 0, None)
-    session = speculator("llama", "prompt-lookup", "match").session()
-    session.remove(session.add(PROMPTS[0], plan.parameters()))
-    assert not session.live
-    assert session.stats.rows[0].finish_reason == "removed"
+    for keep in (True, False):
+        session = speculator("llama", "prompt-lookup", "match").session(keep_stats=keep)
+        session.remove(session.add(PROMPTS[0], plan.parameters()))
+        assert not session.live
+        assert [row.finish_reason for row in session.stats.rows] == ["removed"] * keep
+
+
+def test_the_statistics_of_rows_that_are_over_are_let_go():
+    model = Speculator(tiny(), "prompt-lookup", draft_length=2)
+    session, tokens = model.session(), 0
+    for number in range(12):
+        last = session.add(PROMPTS[0], RowParameters(max_new_tokens=3 + number % 3))
+        while session.waiting or len(session.rows) > 2:
+            commits = session.step()
+            tokens += sum(len(commit.tokens) for commit in commits)
+            assert all(commit.stats.tokens == len(commit.stats.token_times) for commit in commits)
+            assert len(session.stats.rows) == len(session.rows) + len(session.waiting) <= 3
+    session.remove(last)
+    session.close()
+    assert session.stats.rows == [] and session.stats.new_tokens == tokens
+
+
+def test_histories_take_the_memory_of_their_text(monkeypatch):
+    """Not that of the limit: 4e9 tokens of 8 bytes would be 32 GB."""
+    monkeypatch.setattr("foredraft.rows.LEAST", 40)
+    session = Speculator(tiny(), "none").session()
+    pipeline = Pipeline.alone(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)]), prompt_length=len(PROMPTS[0]))
+    texts = {}
+    for limit in (4_000_000_000, 80):
+        session.add(PROMPTS[0], RowParameters(max_new_tokens=limit, pipeline=pipeline))
+    for _ in range(80):
+        for commit in session.step():
+            texts.setdefault(commit.slot, []).extend(commit.tokens)
+        assert session.loop.committed._ids is None or session.loop.committed._ids.shape[1] <= 2 * (30 + 80) + 1
+    wanted = Speculator(tiny(), "none").session()
+    wanted.add(PROMPTS[0], RowParameters(max_new_tokens=80, pipeline=pipeline))
+    text = [token for _ in range(80) for commit in wanted.step() for token in commit.tokens]
+    assert texts == {0: text, 1: text}
 
 
 def test_a_row_may_leave_before_the_draft_model_has_seen_the_next():

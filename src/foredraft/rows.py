@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import StoppingCriteria
 
 
+LEAST = 256  # ids per row that have room at first
+
+
 @dataclass(frozen=True)
 class RowParameters:
     """How to continue one row.
@@ -78,7 +81,7 @@ class SessionRow:
                 break
         kept = self.ids[start:]
         self.stats.finish_reason = reason
-        return Commit(self.slot, kept, min(accepted, len(kept)), reason)
+        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats)
 
     def _finish_reason(self, token: int, text: Tensor | None) -> str | None:
         if token in self.parameters.eos:
@@ -101,8 +104,8 @@ def read_lengths(criteria: Iterable[StoppingCriteria], length: int) -> tuple[flo
 
 
 class CommittedIds:
-    """``[R, capacity]`` committed ids of the live rows on ``device``, with ``room`` for a draft behind. Made when a logits processor
-    first reads them, and then kept up to date."""
+    """``[R, width]`` committed ids of the live rows on ``device``, with ``room`` for a draft behind. Made when a logits processor first
+    reads them, and then kept up to date; made anew, twice as wide, when a row outgrows them."""
 
     def __init__(self, device: torch.device, *, room: int):
         self.device, self.room = device, room
@@ -111,7 +114,8 @@ class CommittedIds:
 
     def of(self, rows: Sequence[SessionRow]) -> Tensor:
         if self._ids is None or rows is not self._rows:
-            ids = torch.zeros(len(rows), max(row.capacity for row in rows) + self.room, dtype=torch.long)
+            width = min(max(row.capacity for row in rows), max(LEAST, 2 * max(len(row.ids) for row in rows)))
+            ids = torch.zeros(len(rows), width + self.room, dtype=torch.long)
             for line, row in zip(ids, rows):
                 line[: len(row.ids)] = torch.tensor(row.ids)
             self._ids, self._rows = ids.to(self.device), rows
@@ -121,6 +125,9 @@ class CommittedIds:
         """``rows[index]`` has gained ``tokens``."""
         if self._ids is not None and rows is self._rows:
             end = len(rows[index].ids)
+            if end + self.room > self._ids.shape[1]:
+                self.clear()
+                return
             self._ids[index, end - len(tokens) : end] = to_device(list(tokens), self.device)
 
     def clear(self) -> None:
@@ -131,10 +138,11 @@ class CommittedIds:
 @dataclass(frozen=True)
 class Commit:
     """What a step added to one row: ``tokens``, the first ``accepted`` of them drafted; ``finish_reason`` once it is over;
-    ``logprobs`` of the tokens where the row's parameters ask for them."""
+    ``logprobs`` of the tokens where the row's parameters ask for them; ``stats``, the counts of the row so far."""
 
     slot: int
     tokens: list[int]
     accepted: int
     finish_reason: str | None
     logprobs: LogProbs | None = None
+    stats: RowStats | None = field(default=None, compare=False)

@@ -50,6 +50,8 @@ class Session:
         randomness: makes a round's draws from row keys and root positions; only tests replace :class:`Noise`.
         wait: while another thread is using the target, the drafter or a model of theirs, wait instead of raising
             :class:`~foredraft.BusyError`.
+        keep_stats: keep the counts of rows that are over in ``stats.rows``, too. A server does not: they would grow for ever. Each
+            :class:`~foredraft.rows.Commit` has those of its row.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Session:
         record: frozenset[str] = frozenset(),
         randomness: Callable[[Tensor, Tensor], Randomness] = Noise,
         wait: bool = False,
+        keep_stats: bool = False,
     ):
         self.target, self.drafter, self.planner = target, drafter, planner
         self.stats = Stats(reproducible=repeats(rule, planner)) if stats is None else stats
@@ -71,6 +74,7 @@ class Session:
         self.loop = Loop(target, drafter, rule, proposal, planner, record, randomness, self.observer)
         self.rows: list[SessionRow] = []
         self.waiting: list[SessionRow] = []
+        self._keep_stats = keep_stats
         self.turn = turn_of(target, drafter, wait=wait)
         self._token = object()  # says whose rows the target and the drafter have; they must not keep an abandoned session alive
         self._slots = itertools.count()
@@ -133,6 +137,7 @@ class Session:
             row.stats.finish_reason = "removed"
             if row in self.waiting:
                 self.waiting.remove(row)
+                self._over([row])
             else:
                 self._leave([row])
 
@@ -155,6 +160,7 @@ class Session:
 
     def _drop(self) -> None:
         self.observer.settle()
+        self._over([*self.rows, *self.waiting])
         self.rows, self.waiting = [], []
         self.loop.committed.clear()
         if self.turn.running and self.target.owner is self._token:
@@ -266,6 +272,11 @@ class Session:
             self.target.compact(keep)
         self.rows = [self.rows[index] for index in keep]
         self.loop.committed.clear()
+        self._over(done)
+
+    def _over(self, rows: Sequence[SessionRow]) -> None:
+        if not self._keep_stats:
+            self.stats.drop([row.stats for row in rows])
 
 
 def turn_of(target: Target, drafter: Drafter, *, wait: bool) -> Turn:

@@ -263,7 +263,7 @@ class Run:
         self.prepared = prepared
         stats = Stats(seed=prepared.seed, drafter=speculator.drafter.name, shape=str(speculator.shape), rule="match")
         self.stats = stats
-        self.session = speculator.session(stats=stats, record=prepared.record, repeatable=prepared.repeatable)
+        self.session = speculator.session(stats=stats, record=prepared.record, repeatable=prepared.repeatable, keep_stats=True)
         rule = self.session.loop.rule
         if any(row.do_sample for row in prepared.parameters):
             stats.rule, stats.lossless = rule.name, rule.lossless

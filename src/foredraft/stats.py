@@ -60,7 +60,7 @@ class Stats(Described):
         rule, drafter, shape, lossless: the configuration in use; a ``shape`` of "auto" was chosen anew in every round.
         shapes: number of rounds per shape; chain(0) is a round without a draft.
         speedup: over plain decoding (:class:`~foredraft.speedup.Speedup`); :meth:`summary` says it in words.
-        rows: one :class:`RowStats` per row.
+        rows: one :class:`RowStats` per row; in a :class:`~foredraft.session.Session`, of the rows that are not over.
     """
 
     target_passes: int = 0
@@ -139,6 +139,13 @@ class Stats(Described):
         self.row_passes += 1
         row.passes += 1
         self.count_depths(drafted, accepted)
+
+    def drop(self, rows: Sequence[RowStats]) -> None:
+        """These are over; what they counted stays in the sums."""
+        over = set(map(id, rows))
+        for index in reversed(range(len(self.rows))):  # in place: another thread may be adding one
+            if id(self.rows[index]) in over:
+                del self.rows[index]
 
     def count_depths(self, drafted: Sequence[int], accepted: int) -> None:
         """Add one row's round: how many tokens were ``drafted`` at each depth, and how many were ``accepted`` down its path."""

@@ -23,14 +23,14 @@ class NodeHistories:
     to the host; the shape of a tree that is not a chain is, once.
 
     Args:
-        committed: ``[R, capacity]`` int64 committed ids of every row, from its first prompt token, unpadded.
+        committed: ``[R, width]`` int64 committed ids of every row, from its first prompt token, unpadded.
         lengths: how many of them count, the root (``tree.tokens[:, 0]``) included.
         tree: N nodes per row, on the device of ``committed``.
         first: the nodes before it are there as history only.
         ends: per row the tokens that end it; empty for none.
 
     Raises:
-        ValueError: the shapes or devices disagree, a length is outside ``1..capacity``, or no node is left.
+        ValueError: the shapes or devices disagree, a length is outside ``1..width``, or no node is left.
     """
 
     def __init__(

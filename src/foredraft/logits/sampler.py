@@ -34,7 +34,7 @@ class Sampler:
         sampled: per row, whether it samples; a row that does not takes the argmax.
         lengths: committed tokens per row, the root included.
         noise: the round's randomness; None if no row samples.
-        committed: gives ``[R, capacity]`` committed ids with room for drafts behind; called only if a pipeline reads them.
+        committed: gives ``[R, width]`` committed ids with room for drafts behind; called only if a pipeline reads them.
         ends: per row the tokens that end it; empty for none. A processor of the user's own is not asked what follows them.
         watch: adds up the seconds that the user's own processors take, for the draft as for the target.
     """

@@ -188,6 +188,8 @@ class Forecaster:
         for row, asked, drafted, kept in zip(rows, done.asked, done.drafted, done.accepted):
             if asked > 0 and usual:
                 self._record(row).observe(given=any(drafted), accepted=kept, expected=usual[min(asked, len(usual)) - 1])
+        if len(self._records) > 4 * len(rows) + 64:  # rows have come and gone
+            self._records = {row.slot: self._record(row) for row in rows}
         memory = HASTE if trying else MEMORY
         acceptance.observe(done.asked, done.drafted, done.accepted, static_parents=done.static_parents, paths=done.paths, memory=memory)
 
