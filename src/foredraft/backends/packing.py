@@ -82,7 +82,8 @@ class Product:
             raise RuntimeError(f"expected an input in {self.dtype}, got {x.dtype}")
         width = padded_size(self.outputs)
         y = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
-        self._linear(ctypes.byref(self.matrix), x.data_ptr(), y.data_ptr(), x.numel() // self.inputs, self.inputs, width)
+        sizes = x.numel() // self.inputs, self.inputs, width
+        self._linear(ctypes.byref(self.matrix), x.data_ptr(), y.data_ptr(), *sizes, torch.get_num_threads())
         return y if width == self.outputs else y[..., : self.outputs]
 
     @property

@@ -1,9 +1,9 @@
 """Kernels of our own for CPUs with AVX-512, compiled on the machine that runs them.
 
 ``layer.c`` is compiled once per dtype with the C compiler at hand, in about a second, and kept in the cache folder together with its hash.
-Where that folder cannot be used, it is compiled anew in every process. Where there is
-no compiler, no AVX-512 or another OpenMP than the one that torch brings, :func:`library` says so and other layouts are used.
-The kernels run on torch's own threads: they are linked against the OpenMP library in torch's folder.
+Where that folder cannot be used, it is compiled anew in every process. Where there is no compiler or no AVX-512, :func:`library` says so
+and other layouts are used. The kernels have threads of their own, as many as torch is told to use, which do not wait for each other on a
+busy machine (``crew.h``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 
 SOURCE = Path(__file__).with_name("layer.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-std=c11", "-w")
+SOURCES = (SOURCE, SOURCE.with_name("crew.h"))
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
 LIMIT = 120  # seconds for the compiler
 DIGEST = 32  # bytes of the hash behind the kernels in a file
 LOADING = threading.Lock()
@@ -150,15 +151,12 @@ def _loaded(dtype: torch.dtype, int8: bool) -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang)")
-    openmp = next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
-    if openmp is None:
-        raise Unavailable("this build of torch brings no libgomp")
     flags = [*FLAGS, *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
     folder = private_folder("kernels")
-    kept = None if folder is None else folder / f"kernels-{_key(compiler, flags, openmp)}.so"
+    kept = None if folder is None else folder / f"kernels-{_key(compiler, flags)}.so"
     if kept is not None and _whole(kept):
         return ctypes.CDLL(str(kept))
-    made = _compile(compiler, flags, openmp)
+    made = _compile(compiler, flags)
     if kept is not None:
         try:
             kept.unlink(missing_ok=True)  # a damaged one, with whatever mode it has
@@ -184,7 +182,7 @@ def _whole(path: Path) -> bool:
 def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """``kernels`` with the types of what its functions take and return."""
     pointer, number = ctypes.c_void_p, ctypes.c_int
-    kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number]
+    kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number, number]
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer]
     kernels.layer_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer, pointer]
     several, size = ctypes.POINTER(pointer), ctypes.c_int64
@@ -207,13 +205,18 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
     kernels.grow.restype = kernels.fill.restype = number
     kernels.linear.restype = kernels.layer.restype = kernels.layer_over.restype = kernels.model.restype = kernels.largest.restype = None
+    kernels.share.argtypes, kernels.share.restype = [pointer], pointer
+    _crew[:] = [kernels.share(*(_crew or [None]))]
     return kernels
+
+
+_crew: list[int] = []  # where the threads are that all kernels of this process share: in the library that was loaded first
 
 
 @lru_cache(maxsize=1)
 def revision() -> str:
     """Changes with the source of the kernels, and so may what they take."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:12]
 
 
 def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -280,23 +283,20 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="foredraft-kernels-")
 
 
-def _key(compiler: str, flags: list[str], openmp: Path) -> str:
+def _key(compiler: str, flags: list[str]) -> str:
     """Changes with whatever the compiled code depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=LIMIT).stdout
     about = Path("/proc/cpuinfo")
     cpu = next((line for line in about.read_text().splitlines() if line.startswith("flags")), "") if about.exists() else ""
-    parts = [SOURCE.read_text(encoding="utf-8"), version, " ".join(flags), str(openmp), cpu]
+    parts = [revision(), version, " ".join(flags), cpu]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 
-def _compile(compiler: str, flags: list[str], openmp: Path) -> Path:
+def _compile(compiler: str, flags: list[str]) -> Path:
     """The file with the compiled kernels, which lasts as long as the process."""
-    folder = tempfile.mkdtemp(dir=_temporary().name)
-    made, whole = Path(folder, "layer.o"), Path(folder, "layer.so")
-    where = [f"-L{openmp.parent}", f"-Wl,-rpath,{openmp.parent}", f"-l:{openmp.name}"]
-    linking = [compiler, "-shared", str(made), "-lm", *where, "-o", str(whole)]
-    for command in ([compiler, *flags, "-c", str(SOURCE), "-o", str(made)], linking):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
-        if done.returncode:
-            raise OSError(f"{compiler} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+    whole = Path(tempfile.mkdtemp(dir=_temporary().name), "layer.so")
+    command = [compiler, *flags, str(SOURCE), "-lm", "-o", str(whole)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT)
+    if done.returncode:
+        raise OSError(f"{compiler} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
     return whole

@@ -1,8 +1,7 @@
 /* Decoder layers of the llama family over a few tokens, for CPUs with AVX-512.
  *
  * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
- * cache line, used for all tokens at once while it is in a register; everything between two matrices happens in the same
- * parallel region, in registers and the first cache. Sums are in float32; results are rounded to the model's dtype at the
+ * cache line, used for all tokens at once while it is in a register. The threads are those of crew.h. Sums are in float32; results are rounded to the model's dtype at the
  * places where torch rounds them.
  *
  * Compiled once per dtype: -DBF16 for bfloat16, without it for float32; and with -DINT8 for weights of eight bits, which are
@@ -11,13 +10,12 @@
  * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS) and [N/16][K][16] in float32, N padded to 64;
  * one of eight bits has the order of the dtype that it is multiplied in.
  */
+#define _GNU_SOURCE
+#include "crew.h"
+
 #include <immintrin.h>
 #include <stddef.h>
-#include <stdint.h>
 
-extern int omp_get_thread_num(void), omp_get_num_threads(void);
-
-#define INLINE static inline __attribute__((always_inline))
 #define BLOCKS 4 /* of 16 outputs computed together */
 #define TOKENS 6 /* computed together: BLOCKS * TOKENS + BLOCKS + 1 registers */
 #define FEW 3 /* tokens up to which computing is nothing beside reading */
@@ -32,6 +30,8 @@ extern int omp_get_thread_num(void), omp_get_num_threads(void);
 #define STEP (64 * DEPTH) /* inputs at a time, whose weights for BLOCKS * 16 outputs are a third of that cache */
 #define GROUP 8 /* steps between two times of asking for what comes next; inputs are multiples of GROUP * DEPTH */
 #define LINE 64 /* bytes of a cache line */
+#define COLUMNS 1024 /* of a token that a thread takes at a time where it is no product */
+#define HEADS 8 /* likewise */
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
@@ -122,7 +122,7 @@ INLINE __m512 begun(const Matrix *m, int o) { return m->bias ? load(m->bias + o)
 INLINE __m512 ended(__m512 sum, const Matrix *m, int o) { return sum; }
 #endif
 
-/* BLOCKS * 16 outputs from o on, of n tokens; y has N columns */
+/* BLOCKS * 16 outputs from o on, of n tokens; y begins with the first of them and has N columns */
 INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
     __m512 sums[BLOCKS][TOKENS];
     const size_t block = (size_t)K * 16;
@@ -138,7 +138,7 @@ INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N,
         }
     }
     for (int b = 0; b < BLOCKS; b++)
-        for (int t = 0; t < n; t++) store(y + (size_t)t * N + o + b * 16, ended(sums[b][t], m, o + b * 16));
+        for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16));
 }
 
 static void some_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
@@ -163,7 +163,7 @@ INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, i
         }
     }
     for (int b = 0; b < BLOCKS / 2; b++)
-        for (int t = 0; t < n; t++) store(y + (size_t)t * N + o + b * 16, ended(sums[b][t], m, o + b * 16));
+        for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16));
 }
 
 #define WITH(n, asking) \
@@ -180,7 +180,7 @@ static void further_tokens(const Matrix *m, int o, const value *x, value *y, int
 /* BLOCKS * 16 outputs from o on, of FEW < T <= SOME tokens */
 static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N) {
     const int rounds = (T + WIDE - 1) / WIDE, each = (T + rounds - 1) / rounds;
-    for (int end = o + BLOCKS * 16; o < end; o += BLOCKS * 8) {
+    for (int end = o + BLOCKS * 16; o < end; o += BLOCKS * 8, y += BLOCKS * 8) {
         asking_tokens(m, o, x, y, K, N, each);
         for (int t = each; t < T; t += each) further_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each);
     }
@@ -232,37 +232,77 @@ static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T,
     }
     for (int t = 0; t < T; t++)
         for (int b = 0; b < BLOCKS; b++)
-            store(y + (size_t)t * N + o + b * 16, ended(_mm512_loadu_ps(sums + (t * BLOCKS + b) * 16), m, o + b * 16));
+            store(y + (size_t)t * N + b * 16, ended(_mm512_loadu_ps(sums + (t * BLOCKS + b) * 16), m, o + b * 16));
 }
 
-/* y [T, N] = x [T, K] W^T + bias, by all threads of the region; N is padded to 64. Ends with a barrier. */
-static void product(const Matrix *m, const value *x, value *y, int T, int K, int N) {
-    const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds, ahead = omp_get_num_threads() * BLOCKS * 16;
-#pragma omp for schedule(dynamic, 1)
-    for (int o = 0; o < N; o += BLOCKS * 16)
-        if (T > FEW && T <= SOME)
-            wide_tokens(m, o, x, y, T, K, N);
-        else if (T > SOME && T <= MANY)
-            many_tokens(m, o, x, y, T, K, N, o + ahead < N ? m->values + (size_t)(o + ahead) * K : 0);
+INLINE void copied(const value *from, value *to, int size) {
+    for (int i = 0; i < size; i += 16) store(to + i, load(from + i));
+}
+
+INLINE void add(value *x, const value *y, int size) {
+    for (int i = 0; i < size; i += 16) store(x + i, _mm512_add_ps(load(x + i), load(y + i)));
+}
+
+/* A phase: y [T, N] = x [T, K] W^T + bias, or that added to y; N is padded to 64 */
+static void product(Worker *w, const Matrix *m, const value *x, value *y, int T, int K, int N, int adding) {
+    enum { WIDTH = BLOCKS * 16 };
+    const int parts = (T + MANY - 1) / MANY, share = (T + parts - 1) / parts, ahead = w->threads * WIDTH;
+    for (int i = first(w, N / WIDTH * parts); i >= 0; i = next(w)) {
+        const int o = i / parts * WIDTH, from = i % parts * share, n = T - from < share ? T - from : share;
+        const value *in = x + (size_t)from * K;
+        value out[MANY * WIDTH];
+        if (n > SOME)
+            many_tokens(m, o, in, out, n, K, WIDTH, parts == 1 && o + ahead < N ? m->values + (size_t)(o + ahead) * K : 0);
+        else if (n > FEW)
+            wide_tokens(m, o, in, out, n, K, WIDTH);
         else
-            for (int t = 0; t < T; t += each) some_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each);
+            some_tokens(m, o, in, out, K, WIDTH, n);
+        if (!mine(w)) continue;
+        for (int t = 0; t < n; t++) (adding ? add(y + (size_t)(from + t) * N + o, out + t * WIDTH, WIDTH) : copied(out + t * WIDTH, y + (size_t)(from + t) * N + o, WIDTH));
+    }
 }
 
-void linear(const Matrix *m, const value *x, value *y, int T, int K, int N) {
-#pragma omp parallel
-    product(m, x, y, T, K, N);
+typedef struct {
+    const Matrix *matrix;
+    const value *x;
+    value *y;
+    int tokens, inputs, outputs;
+} Linear;
+
+static void do_linear(Worker *w, const void *job) {
+    const Linear *l = job;
+    product(w, l->matrix, l->x, l->y, l->tokens, l->inputs, l->outputs, 0);
+}
+
+void linear(const Matrix *m, const value *x, value *y, int T, int K, int N, int threads) {
+    together(threads, do_linear, &(Linear){m, x, y, T, K, N});
 }
 
 /* -- between the products ---------------------------------------------------------------------------------------------- */
 
-INLINE void normed(const value *x, const value *weight, value *out, int size, float eps) {
+/* Columns from `from` up to `to` of x [size] behind a norm */
+INLINE void normed_part(const value *x, const value *weight, value *out, int size, float eps, int from, int to) {
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < size; i += 16) {
         __m512 v = load(x + i);
         sum = _mm512_fmadd_ps(v, v, sum);
     }
     const __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / size + eps));
-    for (int i = 0; i < size; i += 16) store(out + i, _mm512_mul_ps(load(weight + i), rounded(_mm512_mul_ps(load(x + i), scale))));
+    for (int i = from; i < to; i += 16) store(out + i - from, _mm512_mul_ps(load(weight + i), rounded(_mm512_mul_ps(load(x + i), scale))));
+}
+
+INLINE void normed(const value *x, const value *weight, value *out, int size, float eps) { normed_part(x, weight, out, size, eps, 0, size); }
+
+/* A phase: T tokens behind a norm */
+static void norms(Worker *w, const value *x, const value *weight, value *out, int T, int size, float eps) {
+    const int parts = (size + COLUMNS - 1) / COLUMNS;
+    for (int i = first(w, T * parts); i >= 0; i = next(w)) {
+        const int from = i % parts * COLUMNS, to = size - from < COLUMNS ? size : from + COLUMNS;
+        const size_t at = (size_t)(i / parts) * size;
+        value part[COLUMNS];
+        normed_part(x + at, weight, part, size, eps, from, to);
+        if (mine(w)) copied(part, out + at + from, to - from);
+    }
 }
 
 /* One head turned by its position: x * cos + (second half negated, first half) * sin */
@@ -274,10 +314,6 @@ INLINE void rotated(const value *x, const value *cos, const value *sin, value *o
         store(out + i, _mm512_sub_ps(left, rounded(_mm512_mul_ps(b, load(sin + i)))));
         store(out + half + i, _mm512_add_ps(right, rounded(_mm512_mul_ps(a, load(sin + half + i)))));
     }
-}
-
-INLINE void add(value *x, const value *y, int size) {
-    for (int i = 0; i < size; i += 16) store(x + i, _mm512_add_ps(load(x + i), load(y + i)));
 }
 
 INLINE __m512 silu(__m512 x) {
@@ -412,14 +448,18 @@ INLINE __mmask16 visible(const uint8_t *seen, int slot, int first, int width) {
     return _mm_test_epi8_mask(bytes, bytes);
 }
 
-/* Queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. Keys are taken
+INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
+    return p->scratch + (size_t)w->number * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * l->size);
+}
+
+/* A chunk: queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. Keys are taken
  * KEYS at a time, with the largest score and the sum so far. */
-static void attend(const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values, int row, int head, int first,
-                   int n, float *scratch) {
+static void attend(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values, int row, int head,
+                   int first, int n) {
     const int size = l->size, begin = p->begins[row], width = p->width, group = l->heads / l->key_heads;
     const int all = (l->heads + 2 * l->key_heads) * size;
     const size_t place = (size_t)row * p->row_stride + (size_t)head * p->head_stride;
-    float *scores = scratch, *sums = scores + QUERIES * KEYS;
+    float *scores = own_scratch(w, l, p), *sums = scores + QUERIES * KEYS;
     value *packed = (value *)(sums + QUERIES * size), *queries = packed + KEYS * size;
     float most[QUERIES], total[QUERIES];
     const uint8_t *seen[QUERIES];
@@ -476,7 +516,7 @@ static void attend(const Layer *l, const Pass *p, const uint8_t *mask, const val
         for (int t = 0; t < n; t += TOKENS)
             some_gathered(scores + t * KEYS, values + place + (size_t)start * size, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS);
     }
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         value *out = p->attended + ((size_t)begin + node) * l->heads * size + (size_t)which * size;
         const __m512 scale = _mm512_set1_ps(total[i] > 0.0f ? 1.0f / total[i] : 0.0f); /* filler may see nothing */
@@ -484,58 +524,91 @@ static void attend(const Layer *l, const Pass *p, const uint8_t *mask, const val
     }
 }
 
+/* A phase: queries and keys turned by their positions, keys and values put into the cache */
+static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *values) {
+    const int size = l->size, queries = l->heads, turning = queries + l->key_heads, parts = (turning + HEADS - 1) / HEADS;
+    value *out = (value *)own_scratch(w, l, p);
+    for (int i = first(w, p->tokens * parts); i >= 0; i = next(w)) {
+        const int t = i / parts, from = i % parts * HEADS, to = turning - from < HEADS ? turning : from + HEADS, row = p->row_of[t];
+        const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[row]) * size;
+        value *heads = p->projected + (size_t)t * (queries + 2 * l->key_heads) * size;
+        for (int head = from; head < to; head++) {
+            const value *norm = head < queries ? l->query_norm : l->key_norm, *x = heads + head * size;
+            value *to = out + (head - from) * size, *behind = out + HEADS * size;
+            if (norm) normed(x, norm, behind, size, l->head_eps);
+            rotated(norm ? behind : x, p->cos + angle, p->sin + angle, to, size);
+        }
+        for (int head = from; mine(w) && head < to; head++)
+            if (head < queries)
+                copied(out + (head - from) * size, heads + head * size, size);
+            else {
+                const size_t place = (size_t)row * p->row_stride + (size_t)(head - queries) * p->head_stride + (size_t)p->slots[t] * size;
+                copied(out + (head - from) * size, keys + place, size);
+                copied(heads + (head + l->key_heads) * size, values + place, size);
+            }
+    }
+}
+
+/* A phase: every query over the keys that it sees */
+static void attention(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values) {
+    const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group;
+    int share = QUERIES, parts; /* of the queries of a head of keys that a thread takes at a time */
+    while ((parts = (asked + share - 1) / share) * p->rows * heads < p->threads && share > 1) share /= 2;
+    for (int i = first(w, p->rows * heads * parts); i >= 0; i = next(w)) {
+        const int begin = i % parts * share, row = i / parts / heads, left = (p->begins[row + 1] - p->begins[row]) * group - begin;
+        if (left > 0)
+            attend(w, l, p, mask, keys, values, row, i / parts % heads, begin, left < share ? left : share);
+        else
+            mine(w);
+    }
+}
+
+/* A phase: the gate's outputs beside those of `up` become one */
+static void gates(Worker *w, const value *wide, value *thin, int T, int size) {
+    const int parts = (size + COLUMNS - 1) / COLUMNS;
+    for (int i = first(w, T * parts); i >= 0; i = next(w)) {
+        const int from = i % parts * COLUMNS, n = size - from < COLUMNS ? size - from : COLUMNS;
+        const size_t t = i / parts;
+        value part[COLUMNS];
+        gated(wide + t * 2 * size + from, wide + t * 2 * size + size + from, part, n);
+        if (mine(w)) copied(part, thin + t * size + from, n);
+    }
+}
+
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
  * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own.
  * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. */
+static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys,
+                    value *values) {
+    const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size;
+    if (!inputs) norms(w, x, l->before, p->states, T, H, l->eps);
+    product(w, &l->qkv, inputs ? inputs : p->states, p->projected, T, inputs ? K : H, (l->heads + 2 * l->key_heads) * size, 0);
+    turn(w, l, p, keys, values);
+    attention(w, l, p, mask, keys, values);
+    product(w, &l->output, p->attended, x, T, l->heads * size, H, 1);
+    norms(w, x, l->after, p->states, T, H, l->eps);
+    product(w, &l->gate_up, p->states, p->wide, T, H, 2 * I, 0);
+    gates(w, p->wide, p->thin, T, I);
+    product(w, &l->down, p->thin, x, T, I, H, 1);
+}
+
+typedef struct {
+    const Layer *layer;
+    const Pass *pass;
+    const uint8_t *mask;
+    value *x;
+    const value *inputs;
+    int K;
+    value *keys, *values;
+} OneLayer;
+
+static void do_layer(Worker *w, const void *job) {
+    const OneLayer *o = job;
+    through(w, o->layer, o->pass, o->mask, o->x, o->inputs, o->K, o->keys, o->values);
+}
+
 void layer_over(const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys, value *values) {
-    const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, group = l->heads / l->key_heads;
-    const int queries = l->heads, all = (queries + 2 * l->key_heads) * size, asked = p->nodes * group;
-    int share = QUERIES, parts; /* of the queries of a head of keys that a thread takes at a time */
-    while ((parts = (asked + share - 1) / share) * p->rows * l->key_heads < p->threads && share > 1) share /= 2;
-    const int heads = l->key_heads, items = p->rows * heads * parts;
-#pragma omp parallel num_threads(p->threads)
-    {
-        float *scratch = p->scratch + (size_t)omp_get_thread_num() * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * size);
-        if (!inputs) {
-#pragma omp for schedule(static)
-            for (int t = 0; t < T; t++) normed(x + (size_t)t * H, l->before, p->states + (size_t)t * H, H, l->eps);
-        }
-        product(&l->qkv, inputs ? inputs : p->states, p->projected, T, inputs ? K : H, all);
-#pragma omp for schedule(static) collapse(2)
-        for (int t = 0; t < T; t++)
-            for (int head = 0; head < (int)(queries + l->key_heads); head++) {
-                value *from = p->projected + (size_t)t * all + head * size, *to = from;
-                const int row = p->row_of[t];
-                const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[row]) * size;
-                const value *norm = head < queries ? l->query_norm : l->key_norm;
-                if (norm) normed(from, norm, from, size, l->head_eps);
-                if (head >= queries) {
-                    const size_t place = (size_t)row * p->row_stride + (size_t)(head - queries) * p->head_stride + (size_t)p->slots[t] * size;
-                    const value *v = from + l->key_heads * size;
-                    for (int i = 0; i < size; i += 16) store(values + place + i, load(v + i));
-                    to = keys + place;
-                }
-                rotated(from, p->cos + angle, p->sin + angle, to, size);
-            }
-#pragma omp for schedule(dynamic, 1)
-        for (int item = 0; item < items; item++) {
-            const int first = item % parts * share, row = item / parts / heads;
-            const int left = (p->begins[row + 1] - p->begins[row]) * group - first;
-            if (left > 0) attend(l, p, mask, keys, values, row, item / parts % heads, first, left < share ? left : share, scratch);
-        }
-        product(&l->output, p->attended, p->states, T, queries * size, H);
-#pragma omp for schedule(static)
-        for (int t = 0; t < T; t++) {
-            add(x + (size_t)t * H, p->states + (size_t)t * H, H);
-            normed(x + (size_t)t * H, l->after, p->states + (size_t)t * H, H, l->eps);
-        }
-        product(&l->gate_up, p->states, p->wide, T, H, 2 * I);
-#pragma omp for schedule(static)
-        for (int t = 0; t < T; t++) gated(p->wide + (size_t)t * 2 * I, p->wide + (size_t)t * 2 * I + I, p->thin + (size_t)t * I, I);
-        product(&l->down, p->thin, p->states, T, I, H);
-#pragma omp for schedule(static)
-        for (int t = 0; t < T; t++) add(x + (size_t)t * H, p->states + (size_t)t * H, H);
-    }
+    together(p->threads, do_layer, &(OneLayer){l, p, mask, x, inputs, K, keys, values});
 }
 
 void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *keys, value *values) {
@@ -550,24 +623,43 @@ typedef struct {
     value *out;
 } States;
 
-/* x [T, H] is hidden state `number` */
-static void hand_out(const States *s, int number, const value *x, int T, int H) {
+/* A phase for each time that x [T, H] is wanted, which is hidden state `number` */
+static void hand_out(Worker *w, const States *s, int number, const value *x, int T, int H) {
     for (int f = 0; s && f < s->count; f++)
         if (s->numbers[f] == number)
-            for (int t = 0; t < T; t++) __builtin_memcpy(s->out + ((size_t)t * s->count + f) * H, x + (size_t)t * H, H * sizeof(value));
+            for (int t = first(w, T); t >= 0; t = next(w))
+                if (mine(w)) __builtin_memcpy(s->out + ((size_t)t * s->count + f) * H, x + (size_t)t * H, H * sizeof(value));
+}
+
+typedef struct {
+    const Layer *const *layers;
+    int count;
+    const Pass *pass;
+    const uint8_t *mask;
+    value *x, *const *keys, *const *values;
+    int64_t offset;
+    const value *norm;
+    double eps;
+    value *out;
+    const States *states;
+} Model;
+
+static void do_model(Worker *w, const void *job) {
+    const Model *m = job;
+    const int T = m->pass->tokens, H = m->layers[0]->hidden;
+    for (int i = 0; i < m->count; i++) {
+        hand_out(w, m->states, i, m->x, T, H);
+        through(w, m->layers[i], m->pass, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + m->offset);
+    }
+    norms(w, m->x, m->norm, m->out, T, H, m->eps);
+    hand_out(w, m->states, -1, m->out, T, H);
 }
 
 /* All layers, and the norm behind them: out [T, hidden] from x [T, hidden], which is overwritten. Keys and values of layer i begin
  * `offset` values behind keys[i] and values[i]. `states` may be null. */
 void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *mask, value *x, value *const *keys, value *const *values,
            int64_t offset, const value *norm, double eps, value *out, const States *states) {
-    const int T = p->tokens, H = layers[0]->hidden;
-    for (int i = 0; i < count; i++) {
-        hand_out(states, i, x, T, H);
-        layer(layers[i], p, mask, x, keys[i] + offset, values[i] + offset);
-    }
-    for (int t = 0; t < T; t++) normed(x + (size_t)t * H, norm, out + (size_t)t * H, H, eps);
-    hand_out(states, -1, out, T, H);
+    together(p->threads, do_model, &(Model){layers, count, p, mask, x, keys, values, offset, norm, eps, out, states});
 }
 
 /* -- a draft tree, grown in one call --------------------------------------------------------------------------------------- */
@@ -677,10 +769,7 @@ static int best_open(const float *scores, const int32_t *marks, int from, int to
 static void steps(const Growth *g, Pass *p, const int64_t *tokens, const int32_t *above, int T, int n, int first, const uint8_t *mask) {
     const Eagle *e = g->eagle;
     const int H = g->layers[0]->hidden;
-    if (!above) {
-#pragma omp parallel num_threads(p->threads)
-        product(&e->fuse, e->features, g->x, T, e->width, H);
-    }
+    if (!above) linear(&e->fuse, e->features, g->x, T, e->width, H, p->threads);
     for (int t = 0; t < T; t++) {
         value *x = g->x + (size_t)t * H, *inputs = e->inputs + (size_t)t * 2 * H;
         if (above) __builtin_memcpy(x, e->states + (size_t)above[t] * H, H * sizeof(value));
@@ -737,12 +826,10 @@ static void guess_alone(const Growth *g, Pass *p, int64_t k) {
     const Medusa *m = g->medusa;
     const value *x = m->state;
     for (int64_t l = 0; l < m->count; l++, x = m->x) {
-#pragma omp parallel num_threads(p->threads)
-        product(&m->layers[k * m->count + l], x, m->y, 1, m->hidden, m->hidden);
+        linear(&m->layers[k * m->count + l], x, m->y, 1, m->hidden, m->hidden, p->threads);
         for (int64_t i = 0; i < m->hidden; i += 16) store(m->x + i, _mm512_add_ps(load(x + i), silu(load(m->y + i))));
     }
-#pragma omp parallel num_threads(p->threads)
-    product(&m->lm_heads[k], x, m->own, 1, m->hidden, g->columns);
+    linear(&m->lm_heads[k], x, m->own, 1, m->hidden, g->columns, p->threads);
 }
 
 /* The PATH tokens up to node `number`, the last one first, into path; -1 before the text */
@@ -846,8 +933,7 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
         for (int t = 0; t < T; t++) __builtin_memcpy(g->x + (size_t)t * H, g->embeddings + (size_t)tokens[t] * H, H * sizeof(value));
         model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out, 0);
     }
-#pragma omp parallel num_threads(p->threads)
-    product(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns);
+    linear(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns, p->threads);
 }
 
 /* The target's id of the draft's token `at` */
@@ -992,17 +1078,23 @@ INLINE int put(float *best, int64_t *at, int count, int k, float x, int64_t plac
     return count;
 }
 
-/* The places of the k <= MOST largest of each of `lines` lines of `width` >= k values, largest first and the earlier of equals first, into
- * out [lines, k]. Lines begin `stride` values apart. A line is read once; what is no larger than the k-th so far costs a comparison. */
-void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k, int64_t *out, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t l = 0; l < lines; l++) {
-        const value *line = x + l * stride;
+typedef struct {
+    const value *x;
+    int64_t lines, width, stride;
+    int k;
+    int64_t *out;
+} Largest;
+
+static void do_largest(Worker *w, const void *job) {
+    const Largest *j = job;
+    const int k = j->k;
+    for (int l = first(w, j->lines); l >= 0; l = next(w)) {
+        const value *line = j->x + l * j->stride;
         float best[MOST];
-        int64_t *at = out + l * k, i = 0;
+        int64_t at[MOST], i = 0;
         int count = 0;
         for (; i < k; i++) count = put(best, at, count, k, number(line + i), i);
-        for (; i + 64 <= width; i += 64) {
+        for (; i + 64 <= j->width; i += 64) {
             const __m512 least = _mm512_set1_ps(best[k - 1]);
             uint64_t more = 0;
             for (int b = 0; b < 4; b++) more |= (uint64_t)_mm512_cmp_ps_mask(load(line + i + 16 * b), least, _CMP_GT_OQ) << (16 * b);
@@ -1011,7 +1103,14 @@ void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k
                 if (number(line + place) > best[k - 1]) put(best, at, k, k, number(line + place), place);
             }
         }
-        for (; i < width; i++)
+        for (; i < j->width; i++)
             if (number(line + i) > best[k - 1]) put(best, at, k, k, number(line + i), i);
+        if (mine(w)) __builtin_memcpy(j->out + l * k, at, k * sizeof(int64_t));
     }
+}
+
+/* The places of the k <= MOST largest of each of `lines` lines of `width` >= k values, largest first and the earlier of equals first, into
+ * out [lines, k]. Lines begin `stride` values apart. A line is read once; what is no larger than the k-th so far costs a comparison. */
+void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k, int64_t *out, int threads) {
+    together(threads, do_largest, &(Largest){x, lines, width, stride, k, out});
 }
