@@ -362,7 +362,7 @@ def test_without_kernels_other_layouts_are_used(change, message, fresh, monkeypa
 
 
 def _hang(command, **options):
-    if "-c" in command:
+    if "-o" in command:
         raise subprocess.TimeoutExpired(command, 1)
     return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
 

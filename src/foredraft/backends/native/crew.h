@@ -122,17 +122,18 @@ INLINE int first(Worker *w, int count) {
     return count > 0 ? next(w) : -1;
 }
 
-/* Wait for work: awake for as long as that has lately paid, then asleep */
+/* Wait for work: awake for a while, which gets shorter where the core is somebody else's meanwhile, then asleep */
 static void await_work(Crew *c, uint32_t seen, uint64_t *patience) {
-    const uint64_t since = __rdtsc();
-    for (uint64_t now = since, before; now - since < *patience; now = __rdtsc()) {
-        if (atomic_load_explicit(&c->rounds, memory_order_acquire) != seen) {
-            if (*patience < LONG) *patience += *patience / 8;
-            return;
+    uint64_t now = __rdtsc(), before = now;
+    const uint64_t until = now + *patience;
+    for (; now < until && atomic_load_explicit(&c->rounds, memory_order_acquire) == seen; before = now, now = __rdtsc()) {
+        if (now - before > 100 * MICROSECOND) {
+            *patience = SHORT;
+            break;
         }
-        before = now, _mm_pause();
-        if (__rdtsc() - before > 100 * MICROSECOND) *patience = SHORT; /* the core was somebody else's meanwhile */
+        _mm_pause();
     }
+    if (now - before <= 100 * MICROSECOND && *patience < LONG) *patience += *patience / 4;
     atomic_fetch_add(&c->sleeping, 1);
     while (atomic_load(&c->rounds) == seen) wait_while(&c->rounds, seen);
     atomic_fetch_sub(&c->sleeping, 1);

@@ -30,8 +30,8 @@
 #define STEP (64 * DEPTH) /* inputs at a time, whose weights for BLOCKS * 16 outputs are a third of that cache */
 #define GROUP 8 /* steps between two times of asking for what comes next; inputs are multiples of GROUP * DEPTH */
 #define LINE 64 /* bytes of a cache line */
-#define COLUMNS 1024 /* of a token that a thread takes at a time where it is no product */
-#define HEADS 8 /* likewise */
+#define TAKEN 8192 /* values that a thread takes at a time where it is no product: what sharing costs is little beside them */
+#define HEADS 64 /* likewise */
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
@@ -293,15 +293,24 @@ INLINE void normed_part(const value *x, const value *weight, value *out, int siz
 
 INLINE void normed(const value *x, const value *weight, value *out, int size, float eps) { normed_part(x, weight, out, size, eps, 0, size); }
 
+/* How T tokens of `size` values become chunks of TAKEN values: several tokens, or some columns of one */
+typedef struct {
+    int tokens, columns, parts, chunks;
+} Cut;
+
+INLINE Cut cut(int T, int size) {
+    const int columns = size < TAKEN ? size : TAKEN, parts = (size + columns - 1) / columns, tokens = TAKEN / columns;
+    return (Cut){tokens, columns, parts, (T + tokens - 1) / tokens * parts};
+}
+
 /* A phase: T tokens behind a norm */
 static void norms(Worker *w, const value *x, const value *weight, value *out, int T, int size, float eps) {
-    const int parts = (size + COLUMNS - 1) / COLUMNS;
-    for (int i = first(w, T * parts); i >= 0; i = next(w)) {
-        const int from = i % parts * COLUMNS, to = size - from < COLUMNS ? size : from + COLUMNS;
-        const size_t at = (size_t)(i / parts) * size;
-        value part[COLUMNS];
-        normed_part(x + at, weight, part, size, eps, from, to);
-        if (mine(w)) copied(part, out + at + from, to - from);
+    const Cut c = cut(T, size);
+    for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
+        const int from = i % c.parts * c.columns, to = size - from < c.columns ? size : from + c.columns, begin = i / c.parts * c.tokens;
+        value part[TAKEN];
+        for (int t = begin; t < T && t < begin + c.tokens; t++) normed_part(x + (size_t)t * size, weight, part + (t - begin) * c.columns, size, eps, from, to);
+        for (int t = begin; mine(w) && t < T && t < begin + c.tokens; t++) copied(part + (t - begin) * c.columns, out + (size_t)t * size + from, to - from);
     }
 }
 
@@ -526,26 +535,28 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask
 
 /* A phase: queries and keys turned by their positions, keys and values put into the cache */
 static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *values) {
-    const int size = l->size, queries = l->heads, turning = queries + l->key_heads, parts = (turning + HEADS - 1) / HEADS;
-    value *out = (value *)own_scratch(w, l, p);
-    for (int i = first(w, p->tokens * parts); i >= 0; i = next(w)) {
-        const int t = i / parts, from = i % parts * HEADS, to = turning - from < HEADS ? turning : from + HEADS, row = p->row_of[t];
-        const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[row]) * size;
-        value *heads = p->projected + (size_t)t * (queries + 2 * l->key_heads) * size;
-        for (int head = from; head < to; head++) {
-            const value *norm = head < queries ? l->query_norm : l->key_norm, *x = heads + head * size;
-            value *to = out + (head - from) * size, *behind = out + HEADS * size;
+    const int size = l->size, queries = l->heads, turning = queries + l->key_heads, items = p->tokens * turning;
+    value *out = (value *)own_scratch(w, l, p), *behind = out + HEADS * size;
+    for (int i = first(w, (items + HEADS - 1) / HEADS); i >= 0; i = next(w)) {
+        const int from = i * HEADS, to = items - from < HEADS ? items : from + HEADS;
+        for (int item = from; item < to; item++) {
+            const int t = item / turning, head = item % turning;
+            const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[p->row_of[t]]) * size;
+            const value *x = p->projected + ((size_t)t * (turning + l->key_heads) + head) * size, *norm = head < queries ? l->query_norm : l->key_norm;
             if (norm) normed(x, norm, behind, size, l->head_eps);
-            rotated(norm ? behind : x, p->cos + angle, p->sin + angle, to, size);
+            rotated(norm ? behind : x, p->cos + angle, p->sin + angle, out + (item - from) * size, size);
         }
-        for (int head = from; mine(w) && head < to; head++)
-            if (head < queries)
-                copied(out + (head - from) * size, heads + head * size, size);
-            else {
-                const size_t place = (size_t)row * p->row_stride + (size_t)(head - queries) * p->head_stride + (size_t)p->slots[t] * size;
-                copied(out + (head - from) * size, keys + place, size);
-                copied(heads + (head + l->key_heads) * size, values + place, size);
+        for (int item = from; mine(w) && item < to; item++) {
+            const int t = item / turning, head = item % turning;
+            value *x = p->projected + ((size_t)t * (turning + l->key_heads) + head) * size;
+            if (head < queries) {
+                copied(out + (item - from) * size, x, size);
+                continue;
             }
+            const size_t place = (size_t)p->row_of[t] * p->row_stride + (size_t)(head - queries) * p->head_stride + (size_t)p->slots[t] * size;
+            copied(out + (item - from) * size, keys + place, size);
+            copied(x + l->key_heads * size, values + place, size);
+        }
     }
 }
 
@@ -565,13 +576,15 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const uint8_t *m
 
 /* A phase: the gate's outputs beside those of `up` become one */
 static void gates(Worker *w, const value *wide, value *thin, int T, int size) {
-    const int parts = (size + COLUMNS - 1) / COLUMNS;
-    for (int i = first(w, T * parts); i >= 0; i = next(w)) {
-        const int from = i % parts * COLUMNS, n = size - from < COLUMNS ? size - from : COLUMNS;
-        const size_t t = i / parts;
-        value part[COLUMNS];
-        gated(wide + t * 2 * size + from, wide + t * 2 * size + size + from, part, n);
-        if (mine(w)) copied(part, thin + t * size + from, n);
+    const Cut c = cut(T, size);
+    for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
+        const int from = i % c.parts * c.columns, n = size - from < c.columns ? size - from : c.columns, begin = i / c.parts * c.tokens;
+        value part[TAKEN];
+        for (int t = begin; t < T && t < begin + c.tokens; t++) {
+            const value *gate = wide + (size_t)t * 2 * size + from;
+            gated(gate, gate + size, part + (t - begin) * c.columns, n);
+        }
+        for (int t = begin; mine(w) && t < T && t < begin + c.tokens; t++) copied(part + (t - begin) * c.columns, thin + (size_t)t * size + from, n);
     }
 }
 
