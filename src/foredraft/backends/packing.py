@@ -33,7 +33,7 @@ BLOCK = 64  # outputs that the kernels in ``native`` compute together
 UNIT = 32  # numbers in a row of weights, or a multiple of them, that the kernels in ``native`` read
 TRIED = (1, 8)  # numbers of tokens that layouts are compared at
 TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
-REPEATS, MOST_REPEATS = 4, 20
+REPEATS, MOST_REPEATS = 4, 8
 STEADY = 1.1  # times its best time that another time of a layout has to be, for the best to count
 WORTH = 0.97  # of the time of torch's own layers that a layout has to stay below
 WHOLE, CALL = 0.95, 5e-6  # what a product of our kernels counts for, and seconds less: where all of a layer are, it becomes one call
@@ -343,8 +343,7 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     """The hint whose layout was fastest for these products, None if torch's own layers were.
 
     As many of them take turns as no cache can hold, as in a pass over the whole model, or all there are; of one that is larger
-    than that, its first rows. The layouts take turns as well, and each is judged by its best time: other work on the machine only
-    ever adds to one.
+    than that, its first rows. The layouts take turns as well, and each is judged by its best time.
     """
     weight = groups[0][0].weight
     int8 = is_int8(weight)
@@ -392,19 +391,23 @@ def all_of(products: Sequence[Forward]) -> Forward:
 
 def best_seconds(runs: dict[int | None, Forward], inputs: Sequence[Tensor]) -> dict[int | None, float]:
     """For each of ``runs`` the sum over ``inputs`` of its best time, after a warm-up; they take turns, until each has come close to its
-    best time twice: on a machine with other work to do a single good time may be the luck of one."""
-    total = dict.fromkeys(runs, 0.0)
-    for x in inputs:
-        times: dict[int | None, list[float]] = {name: [] for name in runs}
-        for repeat in range(1 + MOST_REPEATS):
-            for name, run in runs.items():
-                begin = time.perf_counter()
-                run(x)
-                if repeat:
-                    times[name].append(time.perf_counter() - begin)
-            if repeat >= REPEATS and all(sorted(each)[1] <= STEADY * min(each) for each in times.values()):
-                break
-        total = {name: seconds + min(times[name]) for name, seconds in total.items()}
+    best time twice. What counts is processor time of a single thread: other work on the machine adds little to that."""
+    total, threads = dict.fromkeys(runs, 0.0), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for x in inputs:
+            times: dict[int | None, list[float]] = {name: [] for name in runs}
+            for repeat in range(1 + MOST_REPEATS):
+                for name, run in runs.items():
+                    begin = time.thread_time()
+                    run(x)
+                    if repeat:
+                        times[name].append(time.thread_time() - begin)
+                if repeat >= REPEATS and all(sorted(each)[1] <= STEADY * min(each) for each in times.values()):
+                    break
+            total = {name: seconds + min(times[name]) for name, seconds in total.items()}
+    finally:
+        torch.set_num_threads(threads)
     return total
 
 

@@ -32,6 +32,7 @@
 #define LINE 64 /* bytes of a cache line */
 #define TAKEN 8192 /* values that a thread takes at a time where it is no product: what sharing costs is little beside them */
 #define HEADS 64 /* likewise */
+#define WHOLE 256 /* tokens of a product that a thread takes at a time: its weights are read once from memory */
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
@@ -243,22 +244,34 @@ INLINE void add(value *x, const value *y, int size) {
     for (int i = 0; i < size; i += 16) store(x + i, _mm512_add_ps(load(x + i), load(y + i)));
 }
 
+/* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16] */
+static void outputs(const Matrix *m, int o, const value *x, value *out, int T, int K, const weight *after) {
+    enum { WIDTH = BLOCKS * 16 };
+    const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds;
+    if (T > FEW && T <= SOME)
+        wide_tokens(m, o, x, out, T, K, WIDTH);
+    else if (T > SOME && T <= MANY)
+        many_tokens(m, o, x, out, T, K, WIDTH, after);
+    else
+        for (int t = 0; t < T; t += each) some_tokens(m, o, x + (size_t)t * K, out + t * WIDTH, K, WIDTH, T - t < each ? T - t : each);
+}
+
 /* A phase: y [T, N] = x [T, K] W^T + bias, or that added to y; N is padded to 64 */
 static void product(Worker *w, const Matrix *m, const value *x, value *y, int T, int K, int N, int adding) {
     enum { WIDTH = BLOCKS * 16 };
-    const int parts = (T + MANY - 1) / MANY, share = (T + parts - 1) / parts, ahead = w->threads * WIDTH;
+    const int parts = (T + WHOLE - 1) / WHOLE, ahead = w->threads * WIDTH;
     for (int i = first(w, N / WIDTH * parts); i >= 0; i = next(w)) {
-        const int o = i / parts * WIDTH, from = i % parts * share, n = T - from < share ? T - from : share;
-        const value *in = x + (size_t)from * K;
-        value out[MANY * WIDTH];
-        if (n > SOME)
-            many_tokens(m, o, in, out, n, K, WIDTH, parts == 1 && o + ahead < N ? m->values + (size_t)(o + ahead) * K : 0);
-        else if (n > FEW)
-            wide_tokens(m, o, in, out, n, K, WIDTH);
-        else
-            some_tokens(m, o, in, out, K, WIDTH, n);
+        const int o = i / parts * WIDTH, from = i % parts * WHOLE, n = T - from < WHOLE ? T - from : WHOLE;
+        value out[WHOLE * WIDTH], *to = y + (size_t)from * N + o;
+        for (int t = 0; t < n; t++)
+            for (int b = 0; b < WIDTH; b += LINE / (int)sizeof(value)) __builtin_prefetch(to + (size_t)t * N + b, 1);
+        outputs(m, o, x + (size_t)from * K, out, n, K, o + ahead < N ? m->values + (size_t)(o + ahead) * K : 0);
         if (!mine(w)) continue;
-        for (int t = 0; t < n; t++) (adding ? add(y + (size_t)(from + t) * N + o, out + t * WIDTH, WIDTH) : copied(out + t * WIDTH, y + (size_t)(from + t) * N + o, WIDTH));
+        for (int t = 0; t < n; t++)
+            if (adding)
+                add(to + (size_t)t * N, out + t * WIDTH, WIDTH);
+            else
+                copied(out + t * WIDTH, to + (size_t)t * N, WIDTH);
     }
 }
 
