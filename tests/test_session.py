@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +15,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, 
 
 from foredraft import ConfigurationError, RowParameters, Speculator
 from foredraft.logits.processors import Pipeline
+from foredraft.observer import Contention
 
 PROMPTS = repetitive((30, 17, 3)) + prompts((40, 1), seed=4)
 
@@ -238,3 +240,18 @@ def test_a_row_may_leave_before_the_draft_model_has_seen_the_next():
     while session.live:
         text += [token for commit in session.step() if commit.slot == last for token in commit.tokens]
     assert text == alone("llama", Plan(0, 3, 8, False, False, 0, None))
+
+
+def test_a_busy_machine_is_named_once():
+    contention = Contention()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(100):
+            contention.add(0.1, 0.09)  # nearly a core of its own
+    with pytest.warns(UserWarning, match="this machine is busy: .* 25% of a core, .* 4.0 times"):
+        for _ in range(30):
+            contention.add(0.1, 0.025)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(100):
+            contention.add(0.1, 0.025)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +22,33 @@ from foredraft.tree import TokenTree
 NOTHING = TreeShape.chain(0)
 
 
+class Contention:
+    """Says once that the machine is busy: the thread that makes the target's passes has waited for a core for most of their time."""
+
+    SECONDS, SHARE = 2.0, 0.6  # of passes that are looked at together; of a core that the thread has on a quiet machine, and more
+
+    def __init__(self) -> None:
+        self.clock = self.processor = 0.0
+        self.said = False
+
+    def add(self, clock: float, processor: float) -> None:
+        """Passes took so long by the clock, and so many seconds of this thread on a core."""
+        self.clock, self.processor = self.clock + clock, self.processor + processor
+        if self.said or self.clock < self.SECONDS:
+            return
+        share, self.clock, self.processor = self.processor / self.clock, 0.0, 0.0
+        if share < self.SHARE:
+            self.said = True
+            warnings.warn(
+                f"this machine is busy: the thread that decodes got {share:.0%} of a core, so a pass takes about {1 / share:.1f} times as "
+                "long as on a quiet machine; stop other work, or take times measured now with care",
+                stacklevel=2,
+            )
+
+
+contention = Contention()  # of the process
+
+
 class Observer:
     """Times the phases of each round and counts what came of them. :meth:`begin` and the methods after it are called once per round, in
     the order in which they are defined here."""
@@ -28,6 +56,7 @@ class Observer:
     def __init__(self, stats: Stats, planner: Planner, target: Target, drafter: Drafter):
         self.stats, self.planner, self.target, self.drafter = stats, planner, target, drafter
         self._times: list[float] = []  # when the round began, and when each phase ended
+        self._processor = 0.0  # seconds of this thread on a core, when the pass began
         self._passes, self._asked = 0, 0.0
         self._layer_tokens = list(target.layer_tokens)  # before the session
         self._request: DraftRequest | None = None
@@ -68,10 +97,13 @@ class Observer:
         assert self._sampler is not None
         self._tree, self._asked, self._passes = tree, self._sampler.watch.seconds, self.target.passes
         self._times.append(time.perf_counter())
+        self._processor = time.thread_time()
 
     def scored(self, logits: Tensor) -> None:
         self._on_cuda = logits.is_cuda
         self._times.append(time.perf_counter())
+        if logits.device.type == "cpu":
+            contention.add(self._times[-1] - self._times[-2], time.thread_time() - self._processor)
 
     def verified(self) -> None:
         """On a GPU this is the first moment at which the pass is known to be over."""

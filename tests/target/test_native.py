@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -239,7 +241,7 @@ def fresh(monkeypatch, tmp_path):
 @pytest.fixture
 def quick(fresh, monkeypatch):
     """What was compiled once, here or by an earlier test, is what the compiler gives."""
-    monkeypatch.setattr(native, "_compile", lambda compiler, flags, openmp: compiled(compiler, tuple(flags), openmp))
+    monkeypatch.setattr(native, "_compile", lambda compiler, flags: compiled(compiler, tuple(flags)))
     return fresh
 
 
@@ -369,3 +371,47 @@ def _hang(command, **options):
 
 def test_there_are_none_for_other_dtypes():
     assert native.refusal(torch.float64) is not None
+
+
+# -- threads ------------------------------------------------------------------------------------------------------------------
+
+ON_ONE_CORE = """
+import os, sys, time, torch
+from foredraft.target import Target
+from foredraft.tree import TokenTree
+from kernel_cases import build
+from foredraft.backends import packing
+
+packing.fastest_hint = lambda groups, hints: packing.NATIVE
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+torch.set_num_threads(1)
+tree, best, logits = TokenTree.from_chain(torch.arange(8)[None]), {}, {}
+with torch.inference_mode():
+    target = Target(build("llama", torch.float32), execution="native", owned=True)
+    assert target.execution == "native"
+    target.open([[1, 2, 3]], reserve=[64])
+    target.prefill([[1, 2, 3]], first=0)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        times = []
+        for _ in range(30):
+            begin = time.perf_counter()
+            logits[threads] = target.score(tree).clone()
+            times.append(time.perf_counter() - begin)
+        best[threads] = sum(sorted(times)[:20])
+    assert all(torch.equal(logits[1], each) for each in logits.values())
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(target.score(tree), logits[1]) else 1)
+assert os.waitpid(child, 0)[1] == 0
+print(best[2] / best[1], best[5] / best[1])
+"""
+
+
+@needs_kernels
+def test_threads_that_share_a_core_do_not_wait_for_each_other():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", ON_ONE_CORE], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    two, five = map(float, done.stdout.split())
+    assert two < 5 and five < 10  # threads that wait for each other's time slices: hundreds

@@ -159,8 +159,9 @@ static void *help(void *number) {
 
 /* A forked process has no helpers. */
 static void alone_again(void) {
-    crew->helpers = 0, crew->taken = 0, crew->sleeping = 0, crew->inside = CLOSED, crew->begin = (crew->next >> BITS) + 1;
-    crew->next = crew->done = crew->begin << BITS;
+    crew->helpers = 0, crew->begin = (crew->next >> BITS) + 1;
+    atomic_store(&crew->taken, 0), atomic_store(&crew->sleeping, 0), atomic_store(&crew->inside, CLOSED);
+    atomic_store(&crew->next, crew->begin << BITS), atomic_store(&crew->done, crew->begin << BITS);
 }
 
 static void watch_forks(void) { pthread_atfork(0, 0, alone_again); }
