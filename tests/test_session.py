@@ -249,8 +249,7 @@ def test_a_busy_machine_is_named_once():
         for _ in range(100):
             contention.add(0.1, 0.09)  # nearly a core of its own
     with pytest.warns(UserWarning, match="this machine is busy: .* 25% of a core, .* 4.0 times"):
-        for _ in range(30):
-            contention.add(0.1, 0.025)
+        contention.add(3.0, 0.75)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(100):

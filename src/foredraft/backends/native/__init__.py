@@ -206,7 +206,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.grow.restype = kernels.fill.restype = number
     kernels.linear.restype = kernels.layer.restype = kernels.layer_over.restype = kernels.model.restype = kernels.largest.restype = None
     kernels.share.argtypes, kernels.share.restype = [pointer], pointer
-    _crew[:] = [kernels.share(*(_crew or [None]))]
+    _crew[:] = [kernels.share(_crew[0] if _crew else None)]
     return kernels
 
 
