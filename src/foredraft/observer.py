@@ -166,6 +166,7 @@ class Observer:
             target=target,
             rest=rest,
             split=not self._on_cuda,
+            shared=self.drafter.info.shares_target,
             static_parents=tree.static_parents if known else None,
             paths=[line.path for line in lines] if known else (),
             greedy=sampler.greedy,

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
 from foredraft.drafters.layer_skip import LayerSkip
-from foredraft.planning import FixedPlanner
+from foredraft.planning import FixedPlanner, Round
+from foredraft.planning.costs import StandIn
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
@@ -181,3 +182,25 @@ def test_models_that_take_chains_only_are_refused_by_name():
     family = next(name for name, entry in ARCHITECTURES.items() if entry.support == "chain")
     with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
         Speculator(build_wide(family), "layer-skip")
+
+
+def test_it_is_refused_among_several():
+    with pytest.raises(ConfigurationError, match="use it alone"):
+        Speculator(model(), "several:prompt-lookup,layer-skip", execution="eager")
+
+
+def test_a_draft_costs_what_comes_on_top_of_a_whole_pass():
+    """The lower layers' work counts once: the planner expects of plain rounds what they take, and of drafting rounds the sum."""
+    subject = model()
+    speculator = Speculator(subject, LayerSkip(exit=2), execution="eager")
+    generate(speculator, ROWS[:1], max_new_tokens=4, do_sample=False)
+    planner: Any = speculator.planner
+    plain = planner.costs.pass_seconds(1, 1, 20)
+    four = planner.costs.pass_seconds(1, 4, 20)
+    rows = [StandIn(0, ROWS[0], 100)]
+    for _ in range(40):  # a whole pass over four nodes would take `four`; here half of that was done while drafting
+        spent = {"draft": 0.6 * four, "target": 0.5 * four, "rest": 1e-5}
+        planner.observe(rows, Round(TreeShape.chain(3), [3], [[1, 1, 1]], [1], 4, 20, **spent, shared=True))
+    assert planner.costs.pass_seconds(1, 1, 20) == pytest.approx(plain, rel=0.05)
+    total = planner.costs.pass_seconds(1, 4, 20) + planner.costs.draft_seconds(1, [1, 1, 1])
+    assert total == pytest.approx(1.1 * four, rel=0.1)

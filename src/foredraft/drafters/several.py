@@ -45,6 +45,8 @@ class Several(Drafter):
         if len({id(each) for each in self.drafters}) < len(self.drafters):
             raise ConfigurationError("several was given the same drafter object twice; make two objects")
         infos = [drafter.info for drafter in self.drafters]
+        if alone := next((drafter.name for drafter in self.drafters if drafter.info.shares_target), None):
+            raise ConfigurationError(f"{alone} drafts in the target's own cache and cannot be one of several drafters; use it alone")
         branches = any(info.auto_branches for info in infos)  # copies alone are followed as chains
         self.info = replace(
             self.info,

@@ -69,6 +69,10 @@ class CostModel:
         timed = self.plain_passes[min(self.plain_passes, key=lambda each: abs(each - rows))] if self.plain_passes else 0
         return self.verify(rows, (1,), context)[0], timed >= ENOUGH
 
+    def pass_seconds(self, rows: int, nodes: float, context: float) -> float:
+        """Of a whole pass over ``nodes`` per row, the longest row having ``context`` tokens."""
+        return self.target.at(rows, nodes) + self.context * rows * max(0, context - PROMPT)
+
     def verify(self, rows: int, sizes: Sequence[float], context: float) -> list[float]:
         """Seconds of a pass over each of ``sizes`` nodes per row, ascending, the longest row having ``context`` tokens, and of the rest
         of its round."""

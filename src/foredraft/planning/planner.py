@@ -204,6 +204,9 @@ class AutomaticPlanner:
         if not done.split:  # the target's part is what is left of the sum
             draft = min(self.costs.draft_seconds(count, levels, behind), 0.9 * (draft + target))
             target = done.draft + done.target - draft
+        if done.shared and drafting:  # what a whole pass takes is the pass; a draft costs what comes on top
+            target = min(self.costs.pass_seconds(count, nodes, done.context), 0.95 * (draft + target))
+            draft = done.draft + done.target - target
         known = drafting and done.split and not grown  # how many levels were grown is not
         self.costs.observe(count, nodes, done.context, target, done.rest, draft if known else None, levels, behind)
         self._check()

@@ -30,6 +30,7 @@ class Round:
         context: tokens of the longest row.
         draft, target, rest: seconds.
         split: the draft's seconds and the target's are known apart; on a GPU only their sum is.
+        shared: the draft ran layers of the target, which the pass then left out.
         static_parents, paths: the tree's parents and the nodes kept per row, where it branches and the host knows them.
         greedy: no row samples.
         expected: accepted tokens per row that the draft's own probabilities predicted, where they chose the nodes.
@@ -45,6 +46,7 @@ class Round:
     target: float
     rest: float
     split: bool = True
+    shared: bool = False
     static_parents: tuple[int, ...] | None = None
     paths: Sequence[Sequence[int]] = ()
     greedy: bool = True
