@@ -12,7 +12,7 @@ from typing import Any
 from foredraft import zoo
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 
-PATIENCE = 3.0  # seconds that the hub gets to answer
+PATIENCE = 2.0  # seconds that the hub gets to answer
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

@@ -20,7 +20,10 @@ def model(tmp_path_factory):
     """An embedded model with a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = zoo.load_tokenizer("python-1m")
-    tokenizer.chat_template = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.content == 'forbidden' %}{{ raise_exception('no') }}{% endif %}"
+        "# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    )
     tokenizer.save_pretrained(folder)
     zoo.load("python-1m").save_pretrained(folder)
     return str(folder)
@@ -92,8 +95,8 @@ def test_interrupting_an_answer_keeps_what_there_is(model, tmp_path, monkeypatch
     assert messages[1]["content"] and UNFINISHED not in messages[1]["content"]
 
 
-def test_a_message_that_is_too_long_is_refused_and_forgotten(model, tmp_path):
-    messages = saved(model, tmp_path, "a " * 4000, "def add(a, b):")
+def test_a_message_that_is_refused_is_forgotten(model, tmp_path):
+    messages = saved(model, tmp_path, "forbidden", "def add(a, b):")
     assert [each["content"] for each in messages if each["role"] == "user"] == ["def add(a, b):"]
 
 

@@ -25,13 +25,14 @@ from foredraft.cli import app, demo_report, printers
 from foredraft.cli.demo import Comparison, Demo, Difference, Run, Setting
 from foredraft.cli.figures import combine, counted, figures_line, sentence
 from foredraft.cli.progress import Progress
-from foredraft.cli.settings import Configuration, parse_options
+from foredraft.cli.settings import Configuration, Decoding, parse_options
 from foredraft.detokenizer import UNFINISHED, Detokenizer
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.loading import parse_device
 from foredraft.speedup import Speedup
 from foredraft.stats import Stats
 from foredraft.target import Target
+from foredraft.text import MAX_NEW_TOKENS
 
 POISON = "~"  # the tiny model answers this token with NaN
 EXACT = ("--dtype", "float32", "--max-new-tokens", "24")
@@ -339,7 +340,7 @@ def test_the_models_generation_config_holds_as_in_python(sampling, tokenizer):
     (found,) = lines("a b", "--target", sampling, "--seed", 3)
     speculator = Speculator(str(sampling))
     expected = speculator.generate(**tokenizer("a b", return_tensors="pt"), seed=[(3, 0)]).sequences[0, -5:].tolist()
-    assert found["tokens"] == expected and found["seed"] == 3
+    assert found["tokens"] == expected and found["seed"] == 3 and Decoding().longest == MAX_NEW_TOKENS
     (greedy,) = lines("a b", "--target", sampling, "--temperature", 0, "--max-new-tokens", 7)
     assert len(greedy["tokens"]) == 7 and greedy["seed"] is None and greedy["tokens"][:5] != expected
 

@@ -79,7 +79,7 @@ RepetitionPenalty = Annotated[
 ModelsTemperature = Annotated[
     float | None, SAMPLING(min=0.0, help="Above 0, sample; at 0, decode greedily.", show_default="as the model's generation config says")
 ]
-MaxNewTokens = Annotated[int | None, SAMPLING(min=1, help="Most new tokens per prompt.", show_default="the model's, or 128")]
+MaxNewTokens = Annotated[int | None, SAMPLING(min=1, help="Most new tokens per prompt.", show_default="the model's, or 256")]
 Stop = Annotated[list[str] | None, SAMPLING(metavar="TEXT", help="End where this appears; repeat for more.", show_default=False)]
 Seed = Annotated[
     int | None,

@@ -73,7 +73,7 @@ class Decoding:
     chat: bool = False
     system: str | None = None
     logprobs: int | None = None
-    longest: int = 128
+    longest: int = 256
     grammar: Mapping[str, Any] = field(default_factory=dict)  # json_schema, regex or grammar, and grammar_backend
 
     def sampled(self, defaults: Any) -> bool:
