@@ -233,7 +233,7 @@ class Speculator(TextInterface, Described):
 
     def release(self) -> None:
         """Forget everything that was made from the models: free the memory of the caches, and give packed weights back to the models. The
-        next call makes them anew. Changes to a model that cannot be seen need this, see docs/guide.md.
+        next call makes them anew. Changes to a model that cannot be seen need this, see docs/models.md.
 
         Raises:
             BusyError: another thread is using the Speculator.

@@ -115,7 +115,7 @@ class Structure:
         self.known = self.read()
 
     def read(self) -> tuple[Any, ...]:
-        children = [*flatten(map(dict.values, self.children))]
+        children = [*contents(self.children)]
         return children, [*map(type, children)], [*map(FORWARD, self.classes)], [*map(dict.get, self.namespaces, repeat("forward"))]
 
     @property
@@ -128,12 +128,11 @@ class Snapshot:
 
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
-        self._inside = [vars(module) for module in modules]
-        self._holders = [inside[name] for inside in self._inside for name in ("_parameters", "_buffers")]
+        self._holders = [vars(module)[name] for module in modules for name in ("_parameters", "_buffers")]
         self._hooks = hooks_of(model)
         tuners = [module for module in modules if hasattr(type(module), "_disable_adapters")]
         self._tuners, self._scales = tuners, [each for module in tuners if isinstance(each := vars(module).get("scaling"), dict)]
-        tensors = [*flatten(map(dict.values, self._holders))]
+        tensors = [*contents(self._holders)]
         self._tensors: list[Callable[[], Any]] = [NoneType if each is None else weakref.ref(each) for each in tensors]
         self._on_meta = [each is not None and each.is_meta for each in tensors]
         longrope = [module for module in modules if "longrope" in str(vars(module).get("rope_type"))]  # each pass writes their frequencies
@@ -141,24 +140,27 @@ class Snapshot:
         self._versioned = [each is not None and id(each) not in written and not each.is_inference() for each in tensors]
         self._placed = [has_address(each) for each in tensors]
         self._parts = {type(each): parts for each in tensors if (parts := parts_of(each)) is not None}
-        self._configs = [*map(dict.get, self._inside, repeat("config"))]
-        self._settings = [settings(config) for config in self._distinct_configs()]
+        self._config = vars(model).get("config")
+        configs = {id(each): each for module in modules if isinstance(each := vars(module).get("config"), PreTrainedConfig)}
+        self._configs = [*configs.values()]
+        self._settings = [*map(settings, self._configs)]
         self._structure = Structure(model)
         self._values, self._hooked, self._adapted = self._read_values(tensors), self._read_hooks(), self._read_adapters()
-        self._training = self._read("training")
+        self._dropping = [vars(model), *(vars(module) for module in modules if rates_of(module))]
+        self._training = self._read_training()
 
     @property
     def trains(self) -> bool:
-        """Some of the modules are in training mode."""
-        return True in self._read("training")
+        """Some of the modules that drop out are in training mode, or the model is."""
+        return True in self._read_training()
 
     def differences(self, model: nn.Module) -> set[Kind]:
         changed: set[Kind] = set()
         if self._structure.changed:
             changed.add("modules")
-        if not same(self._read("config"), self._configs) or any(map(differ, self._distinct_configs(), self._settings)):
+        if vars(model).get("config") is not self._config or any(map(differ, self._configs, self._settings)):
             changed.add("configuration")
-        tensors = [*flatten(map(dict.values, self._holders))]
+        tensors = [*contents(self._holders)]
         known = [ref() for ref in self._tensors]
         if not same(tensors, known):
             kept = len(tensors) == len(known) and all(
@@ -177,13 +179,12 @@ class Snapshot:
             changed.add("merged adapters")
         if adapted[1:] != self._adapted[1:]:
             changed.add("adapters")
-        if self._read("training") != self._training:
+        if self._read_training() != self._training:
             changed.add("mode")
         return changed
 
-    def _read(self, name: str) -> list[Any]:
-        """An attribute of each module, None where it has none of its own."""
-        return [*map(dict.get, self._inside, repeat(name))]
+    def _read_training(self) -> list[Any]:
+        return [*map(dict.get, self._dropping, repeat("training"))]
 
     def _read_values(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         versions = [*map(VERSION, compress(tensors, self._versioned))]
@@ -193,7 +194,7 @@ class Snapshot:
 
     def _read_hooks(self) -> list[int]:
         """Their numbers, of which torch gives none away twice."""
-        return [*flatten(self._hooks)]
+        return [*flatten(filter(None, self._hooks))]
 
     def _read_adapters(self) -> tuple[Any, ...]:
         merged = [*map(tuple, map(attrgetter("merged_adapters"), self._tuners))]
@@ -201,8 +202,10 @@ class Snapshot:
         disabled = [*map(attrgetter("_disable_adapters"), self._tuners)]
         return merged, active, disabled, [*flatten(map(dict.items, self._scales))]
 
-    def _distinct_configs(self) -> Iterable[PreTrainedConfig]:
-        return {id(each): each for each in self._configs if isinstance(each, PreTrainedConfig)}.values()
+
+def contents(dictionaries: Iterable[dict[str, Any]]) -> Iterable[Any]:
+    """Their values; most of them are empty, which costs little."""
+    return flatten(map(dict.values, filter(None, dictionaries)))
 
 
 def same(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -256,8 +259,12 @@ def check_mode(model: nn.Module) -> None:
 
 def dropout_of(module: nn.Module) -> str | None:
     """The rate that ``module`` itself drops with in training mode, and its name; None if it drops nothing."""
-    named = {key: value for key, value in vars(module).items() if "drop" in key or (key == "p" and "Dropout" in type(module).__name__)}
-    return next((f"{key}={value}" for key, value in named.items() if isinstance(value, float) and value > 0), None)
+    return next((f"{key}={value}" for key, value in rates_of(module).items() if isinstance(value, float) and value > 0), None)
+
+
+def rates_of(module: nn.Module) -> dict[str, Any]:
+    """What ``module`` itself has as rates of dropout."""
+    return {key: value for key, value in vars(module).items() if "drop" in key or (key == "p" and "Dropout" in type(module).__name__)}
 
 
 # -- hooks, which may be looked for in every pass -------------------------------------------------------------------------------
