@@ -25,7 +25,7 @@ QUICK = Settings(target="zoo:python-8m", threads=1, tokens=8, prompts=2, repeats
 OPTIONS = [
     argument
     for name in ("target", "threads", "tokens", "prompts", "repeats", "noise_vocab_size", "noise_repeats", "dtype")
-    for argument in (f"--{name.replace('_', '-')}", str(getattr(QUICK, name)))
+    for argument in ("--beginnings" if name == "prompts" else f"--{name.replace('_', '-')}", str(getattr(QUICK, name)))
 ]
 WHO = {"method": "c", "repeat": 0, "prompt": 0, "same_as_plain": True}
 
