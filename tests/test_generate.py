@@ -586,7 +586,8 @@ def test_ctrl_c_in_a_pass_keeps_what_there_is(drafter, count):
     assert output.sequences[:, :WIDTH].tolist() == padded(ROWS)["input_ids"].tolist()
     texts = added(output, WIDTH)
     assert texts == [text[: len(mine)] for text, mine in zip(greedy(), texts)]
-    assert all(len(mine) >= count - 1 for mine in texts) and output.stats.new_tokens == sum(map(len, texts))
+    least = min(count - 1, 1) if drafter == "layer-skip" else count - 1  # its drafts are calls of the target, too
+    assert all(len(mine) >= least for mine in texts) and output.stats.new_tokens == sum(map(len, texts))
     if asked and count > 1:
         assert len(output.scores) == max(map(len, texts))
     assert generate(speculator, ROWS, max_new_tokens=NEW) == list(greedy())
