@@ -22,6 +22,7 @@ SUITES = {
     "verification": "verification:Verification",
     "kernels": "kernels:Kernels",
     "hosts": "hosts:Hosts",
+    "busy": "busy:Busy",
     "grammars": "grammars:Grammars",
 }
 

@@ -60,6 +60,23 @@ class Engine:
         """What texts so far taught its drafter."""
         self.speculators[name].drafter.forget()
 
+    def passes(self, name: str, nodes: int, seconds: float) -> float:
+        """Mean seconds of a pass over a chain of ``nodes`` behind a short text, over at least so many seconds."""
+        from foredraft import TokenTree
+
+        torch, target, times = self.torch, self.speculators[name].target, []
+        with torch.inference_mode():
+            target.open([list(range(5, 37))], reserve=[33 + nodes])
+            target.prefill([list(range(5, 37))], first=0)
+            tree = TokenTree.from_chain(torch.arange(nodes)[None].contiguous())
+            target.score(tree)
+            begin = time.perf_counter()
+            while not times or times[-1] - begin < seconds:
+                target.score(tree)
+                times.append(time.perf_counter())
+            target.reset()
+        return (times[-1] - begin) / len(times)
+
     def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         torch, speculator = self.torch, self.speculators[name]
         width = max(map(len, ids))
