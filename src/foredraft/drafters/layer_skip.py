@@ -1,10 +1,9 @@
 """The target's own lower layers as the drafter (LayerSkip, Elhoushi et al. 2024).
 
-A draft is what the target's final norm and LM head, or a trained exit (:mod:`foredraft.heads.exit`), make of the states behind layer
-``exit``. Nothing is computed twice: the lower layers
-write their keys and values into the target's own cache and their states are kept, so that verification runs them only for nodes
-that they have not read. Made for models whose lower layers were trained to predict (``foredraft train layerskip``, or Meta's
-``layerskip-*`` checkpoints), or with an exit that was trained for the model; bare layers of others guess badly.
+The target's final norm and LM head, or a trained exit (:mod:`foredraft.heads.exit`), turn the states behind layer ``exit`` into a draft.
+Nothing is computed twice: the lower layers write their keys and values into the target's own cache, and their states are kept, so that
+verification runs them only for nodes that they have not read. For models whose lower layers were trained to predict (Meta's
+``layerskip-*`` checkpoints), or with an exit that was trained for the model; the bare layers of other models guess badly.
 """
 
 from __future__ import annotations
