@@ -629,8 +629,10 @@ def test_statistics_say_what_happened(drafter, count):
         out = speculator.generate(**padded(rows), max_new_tokens=30, pad_token_id=PAD, do_sample=True, seed=2, eos_token_id=ENDS)
     elapsed = time.perf_counter() - began
     stats = out.stats
-    assert stats.target_passes == len(shapes)
-    assert stats.row_passes == sum(shape[0] for shape in shapes[1:]) == sum(row.passes for row in stats.rows)
+    assert stats.row_passes == sum(row.passes for row in stats.rows)
+    if drafter != "layer-skip":  # whose drafts are calls of the target, too
+        assert stats.target_passes == len(shapes)
+        assert stats.row_passes == sum(shape[0] for shape in shapes[1:])
     texts = added(out, WIDTH if count == 3 else len(rows[0]))
     assert stats.new_tokens == sum(map(len, texts)) == sum(row.tokens for row in stats.rows)
     assert stats.kept == stats.new_tokens - count == sum(row.kept for row in stats.rows)

@@ -94,7 +94,8 @@ def test_shapes_have_to_be_of_their_kind():
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("acceptance")
-    options = [word for name in vars(QUICK) for word in (f"--{name}", str(getattr(QUICK, name)))]
+    flags = {"prompts": "beginnings"}
+    options = [word for name in vars(QUICK) for word in (f"--{flags.get(name, name)}", str(getattr(QUICK, name)))]
     result = CliRunner().invoke(app, ["acceptance", *options, "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return report.load(folder / "acceptance.json.gz"), (folder / "acceptance.md").read_text()

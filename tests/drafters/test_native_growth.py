@@ -114,7 +114,8 @@ def test_what_it_does_not_do_is_left_to_others():
         assert kernel.fill(PROMPT, chain, vocab_size=100) is None  # nothing is missing, so there is no root to go on from
         assert kernel.fill([*PROMPT, *range(MISSED + 1)], chain, vocab_size=100) is None
         assert kernel.fill([*PROMPT, 1], TreeShape.product(4), vocab_size=3) is None
-        assert kernel.fill([*PROMPT, *[1] * 5], TreeShape.chain(500), vocab_size=100) is None  # beyond the context
+        within = NativeGrowth.of(target.backend.direct, target.cache, 64)
+        assert within.fill([*PROMPT, 1], TreeShape.chain(64), vocab_size=100) is None  # beyond the context
         assert kernel.grow([*PROMPT, 1], TreeShape.dynamic(2, 17, 20), depth=2, vocab_size=100) is None
         assert target.lengths == [len(PROMPT)]
         assert kernel.fill([*PROMPT, 1], chain, vocab_size=100) is not None

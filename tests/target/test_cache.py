@@ -176,8 +176,8 @@ def test_a_chain_scored_token_by_token(lengths):
 
 
 def test_a_tree_that_can_not_be_scored_is_refused():
-    target, _ = open_target(tiny(), prompts((5,)))
-    tree = random_tree(1, tiny().config.max_position_embeddings + 1, 0)
+    target, _ = open_target(tiny("gpt2"), prompts((5,)))
+    tree = random_tree(1, tiny("gpt2").config.max_position_embeddings + 1, 0)
     with pytest.raises(ValueError, match="513 nodes per row, but the model's context holds only 512"):
         target.score(tree)
     with pytest.raises(ValueError, match="one of the 3 nodes of the tree, got 3"):
