@@ -19,7 +19,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import foredraft
 from foredraft import ConfigurationError, SpeculativeOutput, Speculator
-from foredraft.attachment import Attached
+from foredraft.attachment import Attached, Evaluation
 
 NEW = 14
 ROWS = repetitive((23, 9, 15))
@@ -326,6 +326,32 @@ def test_a_compiled_model():
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_an_optimizer_wrote_to_without_a_trace():
+    """As those do that have a kernel of their own."""
+    texts = []
+    for attach in (False, True):
+        model = clone(tiny()).train(attach)
+        if attach:
+            attached(model)
+        for amount in (0.0, 0.3):
+            for mine, theirs in zip(model.parameters(), perturbed(amount=amount).parameters()):
+                mine.data.copy_(theirs)
+            texts.append(model.generate(**padded(ROWS), **GREEDY).tolist())
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]
+
+
+def test_the_mode_is_put_back_when_the_last_thread_is_done():
+    """One waits for the other, inside a call of its own."""
+    model = clone(tiny()).train()
+    one, two = [Evaluation(model)] * 2
+    for each in (one, two):
+        each.__enter__()
+    one.__exit__()
+    assert not any(module.training for module in model.modules())
+    two.__exit__()
+    assert all(module.training for module in model.modules())
 
 
 def test_training_between_calls_is_seen_and_goes_on():

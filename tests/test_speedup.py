@@ -96,3 +96,17 @@ def test_statistics_say_it_in_words_and_in_json():
     plain = Speculator(tiny(), "none").generate(**padded(repetitive((12,))), max_new_tokens=4, do_sample=False).stats
     assert plain.summary() == "plain decoding, as asked"
     assert generate(speculator, repetitive((12,)), max_new_tokens=1)
+
+
+def test_it_can_be_read_while_another_thread_decodes():
+    found = Speedup()
+    for rows in (1, 2):
+        found.plain_round(rows, 1, 0.01, 0.01)
+        found.drafted_round(rows, 3, 64, 0.02)
+
+    def price(rows, context):
+        found.drafted_round(rows + 2, 3, 64, 0.02)
+        return 0.01, True
+
+    found.settle(price)
+    assert found.drafted_rounds == 4

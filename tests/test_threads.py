@@ -148,6 +148,25 @@ def test_a_stream_keeps_its_turn_until_it_is_over(ending):
     assert elsewhere(text, speculator) == expected
 
 
+def test_a_call_while_another_thread_closes_a_stream_is_told_so(monkeypatch):
+    speculator = Speculator(tiny(), "none")
+    expected = text(speculator)
+    stream, reached, go = speculator.stream(IDS, max_new_tokens=NEW), threading.Event(), threading.Event()
+    next(stream)
+    reset = speculator.target.reset
+    monkeypatch.setattr(speculator.target, "reset", lambda: (reached.set(), go.wait(10), reset()))
+    with ThreadPoolExecutor(1, "closing") as pool:
+        closed = pool.submit(stream.close)
+        assert reached.wait(10)
+        try:
+            with pytest.raises(BusyError, match="closing_0 is using"):
+                text(speculator)
+        finally:
+            go.set()
+        closed.result(10)
+    assert text(speculator) == expected
+
+
 def test_an_abandoned_stream_is_taken_over():
     speculator = Speculator(tiny(), "none")
     expected = text(speculator)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
-from foredraft.models.changes import dropout_of
+from foredraft.models.changes import ModelState, dropout_of
 from foredraft.speculator import Speculator, begin
 from foredraft.stats import Stats
 
@@ -50,8 +49,9 @@ def attach(model: PreTrainedModel, drafter: Drafter | PreTrainedModel | str = "p
     model = _uncompiled(model)
     if _attached(model) is not None:
         detach(model)
-    with _evaluating(model):
-        model.generate = attached = Attached(model, Speculator(model, drafter, **options))  # type: ignore[method-assign]
+    evaluation = Evaluation(model)
+    with evaluation:
+        model.generate = attached = Attached(model, Speculator(model, drafter, **options), evaluation)  # type: ignore[method-assign]
     return attached
 
 
@@ -78,8 +78,8 @@ class Attached:
         stats: the statistics of the last call (:class:`foredraft.Stats`), None before the first.
     """
 
-    def __init__(self, model: PreTrainedModel, speculator: Speculator):
-        self._model, self.speculator = model, speculator
+    def __init__(self, model: PreTrainedModel, speculator: Speculator, evaluation: Evaluation):
+        self._model, self.speculator, self._evaluation = model, speculator, evaluation
         self.stats: Stats | None = None
         self.__signature__ = inspect.signature(MethodType(type(speculator.target.model).generate, model))
         self.__doc__ = type(model).generate.__doc__
@@ -90,7 +90,9 @@ class Attached:
         base = self.speculator.target.model
         if base is not self._model:  # PEFT's wrapper hands on its own, too
             base.generation_config = self._model.generation_config
-        with _evaluating(self._model):
+        with self._evaluation as was_training:
+            if was_training:  # by whatever optimizer: some write to weights without a trace
+                ModelState.of(base).mark("weights")
             try:
                 run = begin(self.speculator, as_asked=True, **given)
             except ConfigurationError as error:
@@ -122,24 +124,35 @@ def _attached(model: PreTrainedModel) -> Attached | None:
     return own
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and afterwards as it was: trainers generate in training mode.
+class Evaluation:
+    """The model in evaluation mode while any thread is inside, and afterwards as it was: trainers generate in training mode. Entering says
+    whether it was in training mode.
 
     Raises:
         ConfigurationError: dropout is active, so that every pass would differ.
     """
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        if (rate := dropout_of(module)) is not None:
-            raise ConfigurationError(
-                f"the model is in training mode and {type(module).__name__} has dropout ({rate}), so that every pass differs; "
-                "set its dropout to 0, or call model.eval() before generating"
-            )
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+
+    def __init__(self, model: nn.Module):
+        self._model, self._lock = model, Lock()
+        self._inside, self._training = 0, list[nn.Module]()
+
+    def __enter__(self) -> bool:
+        with self._lock:
+            training = [module for module in self._model.modules() if module.training]
+            for module in training:
+                if (rate := dropout_of(module)) is not None:
+                    raise ConfigurationError(
+                        f"the model is in training mode and {type(module).__name__} has dropout ({rate}), so that every pass differs; "
+                        "set its dropout to 0, or call model.eval() before generating"
+                    )
+            self._inside += 1
+            self._training += training
+            for module in training:
+                module.training = False
+        return bool(training)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            while not self._inside and self._training:
+                self._training.pop().training = True

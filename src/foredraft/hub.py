@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from functools import cache
+import time
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,6 +14,7 @@ from foredraft import zoo
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 
 PATIENCE = 2.0  # seconds that the hub gets to answer
+MEMORY = 60.0  # seconds for which it counts as silent then
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -52,9 +54,20 @@ def on_this_machine(source: str) -> bool:
     return True
 
 
-@cache
 def unreachable(endpoint: str) -> str | None:
-    """Why the hub cannot be reached; None if it answers, whatever it says."""
+    """Why the hub cannot be reached; None if it answers, whatever it says. A hub that answered is not asked again, another one after a
+    while."""
+    why, until = _asked.get(endpoint, (None, 0.0))
+    if time.monotonic() >= until:
+        why = _ask(endpoint)
+        _asked[endpoint] = why, math.inf if why is None else time.monotonic() + MEMORY
+    return why
+
+
+_asked: dict[str, tuple[str | None, float]] = {}  # what came of it, and until when that counts
+
+
+def _ask(endpoint: str) -> str | None:
     found: list[str | None] = []
 
     def ask() -> None:

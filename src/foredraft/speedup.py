@@ -73,10 +73,10 @@ class Speedup:
         context, and whether they were measured in this process."""
         self.seconds, self.plain = self._seconds, self._plain
         self.replaced, self.low, estimated = 0.0, 0.0, 0.0
-        for rows, (passes, weighted) in self._passes.items():
+        for rows, (passes, weighted) in list(self._passes.items()):  # another thread may be in a round
             if passes == 0:
                 continue
-            times = self._times.get(rows, ())
+            times = list(self._times.get(rows, ()))
             if len(times) >= ENOUGH:
                 seconds = median(times)
                 self.low += passes * max(0.0, seconds - 2.5 * stdev(times) / len(times) ** 0.5)  # a median varies 1.25 times as a mean

@@ -77,7 +77,8 @@ class Turn:
                 if not self.wait or self.thread is threading.current_thread():
                     raise BusyError(f"this generation is under way in {getattr(self.thread, 'name', 'another thread')}; close it there")
                 _changed.wait(POLL)
-            self.running = self.thread is not None
+            if self.thread is not None:
+                self.thread, self.running = threading.current_thread(), True
             return self.running
 
     def rest(self, *, keep: bool = False) -> None:

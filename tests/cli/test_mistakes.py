@@ -131,6 +131,18 @@ def test_without_a_network_one_message_says_so(tmp_path):
         assert f"{endpoint} cannot be reached" in without_hub(tmp_path, HF_ENDPOINT=endpoint)
 
 
+def test_a_hub_that_was_silent_is_asked_again_after_a_while(monkeypatch):
+    endpoint = "http://127.0.0.1:9"
+    monkeypatch.setattr(hub, "_asked", {})
+    assert "cannot be reached" in hub.unreachable(endpoint)
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: type("Session", (), {"head": lambda *_, **__: None})())
+    assert "cannot be reached" in hub.unreachable(endpoint)
+    later = time.monotonic() + hub.MEMORY
+    monkeypatch.setattr(hub.time, "monotonic", lambda: later)
+    assert hub.unreachable(endpoint) is None
+    monkeypatch.undo()
+
+
 def test_a_model_that_was_downloaded_needs_no_network(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--me--model" / "snapshots" / "0"
     shutil.copytree(zoo.path("python-1m"), snapshot)

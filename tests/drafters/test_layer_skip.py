@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
 from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.models.layers import LayerRanges
 from foredraft.planning import FixedPlanner, Round
 from foredraft.planning.costs import StandIn
 from foredraft.rows import RowParameters
@@ -38,7 +40,8 @@ def model(seed: int = 0, **options: Any) -> LlamaForCausalLM:
     """A tiny llama of five layers, whose lower layers guess some tokens: the upper ones add little."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, **options}
     torch.manual_seed(seed)
-    made = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=LAYERS, eos_token_id=None, bos_token_id=None, **sizes)).eval()
+    sizes = {"vocab_size": 128, "num_hidden_layers": LAYERS, **sizes}
+    made = LlamaForCausalLM(LlamaConfig(eos_token_id=None, bos_token_id=None, **sizes)).eval()
     with torch.no_grad():
         made.model.embed_tokens.weight.normal_(0, 1)
         for index, layer in enumerate(made.model.layers):
@@ -204,3 +207,44 @@ def test_a_draft_costs_what_comes_on_top_of_a_whole_pass():
     assert planner.costs.pass_seconds(1, 1, 20) == pytest.approx(plain, rel=0.05)
     total = planner.costs.pass_seconds(1, 4, 20) + planner.costs.draft_seconds(1, [1, 1, 1])
     assert total == pytest.approx(1.1 * four, rel=0.1)
+
+
+def interrupting(code: Any, lines: int) -> Any:
+    """A tracer: Ctrl-C comes in ``code``, before so many lines have run."""
+
+    def trace(frame: Any, event: str, given: Any) -> Any:
+        nonlocal lines
+        if frame.f_code is not code:
+            return None
+        lines -= event == "line"
+        if lines == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+def test_ctrl_c_while_layers_are_set_aside_leaves_them_in_place():
+    ranges = LayerRanges(model())
+    before, code = list(ranges.layers), LayerRanges.only.__wrapped__.__code__
+    for number in itertools.count(1):  # before each line that is run on the way in
+        inside = ranges.only(0, 2)
+        sys.settrace(interrupting(code, number))
+        try:
+            inside.__enter__()
+        except KeyboardInterrupt:
+            assert list(ranges.layers) == before, f"at line {number}"
+        else:
+            break
+        finally:
+            sys.settrace(None)
+    assert number > 4 and list(ranges.layers) != before
+    inside.__exit__(None, None, None)
+    assert list(ranges.layers) == before
+
+
+def test_its_own_exit_is_that_of_the_model_it_is_bound_to():
+    drafter = LayerSkip()
+    for layers, exit in ((9, 3), (3, 1), (12, 4)):
+        drafter.bind(Target(model(num_hidden_layers=layers), execution="eager"))
+        assert drafter.exit == exit

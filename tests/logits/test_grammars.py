@@ -238,6 +238,13 @@ def test_rows_may_share_their_parameters(backend, rows):
     assert len(set(texts)) > 1 and all(re.fullmatch(LIST, text_of(text)) for text in texts)
 
 
+def test_rows_of_one_library_may_end_with_tokens_of_their_own():
+    walks = [Walk.begin(Grammar(TOKENIZER, regex="1", backend=library("outlines"), eos=end), 0) for end in (EOS, END)]
+    done = tuple(TOKENIZER.convert_tokens_to_ids(["1"]))
+    grammar_masks.fill([(walk, [done]) for walk in walks])
+    assert [tokens_of(walk.masks[done]) for walk in walks] == [{EOS}, {END}]
+
+
 # --- one mask per path
 
 

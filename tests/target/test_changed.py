@@ -11,8 +11,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from foredraft import ConfigurationError, RowParameters, Speculator, UnsupportedModelError
+from foredraft.backends import choice
+from foredraft.backends import kernels as kernels_module
 from foredraft.backends import packing as packing_module
+from foredraft.backends.kernel_pass import NativeModel
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.target import Target
 
 ROWS = [[token % 97 + 3 for token in row] for row in repetitive((23, 9, 15))]
 NEW = 6
@@ -230,6 +234,50 @@ def test_a_packed_model_can_be_trained(execution):
     follows(speculator, plain)
 
 
+@pytest.mark.parametrize("who", ["itself", "another"])
+@pytest.mark.parametrize("execution", PACKED)
+def test_giving_weights_back_forgets_no_change_that_nobody_has_looked_for(execution, who):
+    speculator, plain = pair(execution)
+    other = speculator if who == "itself" else Speculator(speculator.model, "prompt-lookup", execution="eager", shape="chain(3)")
+    for each in (speculator, other):
+        follows(each, plain)
+    speculator.model.set_attn_implementation("eager")
+    speculator.release() if who == "itself" else speculator.close()
+    follows(other, plain)
+
+
+STOPS = {
+    "a layout": (packing_module, "blocked", MemoryError),
+    "fused layers": (NativeModel, "of", KeyboardInterrupt),
+    "comparing": (kernels_module, "difference", KeyboardInterrupt),
+    "the self-test": (choice, "self_test", UnsupportedModelError),
+}
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("stop", STOPS)
+@needs_kernels
+def test_a_model_that_could_not_be_packed_is_as_it_was(monkeypatch, stop, owned):
+    """Memory ran out, Ctrl-C came, or the model is refused at last."""
+    model, plain = build("llama", torch.float32), build("llama", torch.float32)
+    module, name, error = STOPS[stop]
+    calls, original = [], getattr(module, name)
+
+    def failing(*args, **options):
+        calls.append(args)
+        if len(calls) == (9 if stop == "a layout" else 1):
+            raise error("here")
+        return original(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, staticmethod(failing) if isinstance(module, type) else failing)
+        with pytest.raises(error, match="here"):
+            Target(model, execution="native", owned=owned)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    assert Target(model, execution="native", owned=owned).execution == "native"
+
+
 # -- what cannot be seen -------------------------------------------------------------------------------------------------------
 
 
@@ -304,3 +352,14 @@ def test_a_model_that_stays_as_it_is_keeps_its_cache(monkeypatch):
     monkeypatch.setattr(speculator.target.cache, "open", lambda lengths: copied.append(lengths) or begin(lengths))
     speculator.generate(torch.tensor(ROWS[:1]), max_new_tokens=NEW)
     assert copied == [[len(ROWS[0]) - 1]] and not walked
+
+
+def test_tokens_led_through_layers_are_counted_on_while_layers_are_exchanged():
+    speculator, _ = pair()
+    session = speculator.session()
+    session.add(ROWS[0], RowParameters(max_new_tokens=NEW))
+    session.step()
+    CHANGES["a module replaced"](speculator.model)
+    while session.live:
+        session.step()
+    assert min(session.stats.layer_tokens) >= 2 * len(ROWS[0]), "the text was read twice"

@@ -7,6 +7,7 @@ else, CUDA included, the model as it is with its own attention. Recordings and F
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -53,20 +54,24 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
     if attention == "flex" and why_no_flex is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why_no_flex}; use attention='auto'")
     overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons)
-    backend: Backend = Eager(facts, overrides, reasons)
-    if facts.chains_only is not None:
-        backend = Rollback(facts, overrides, reasons, chunk)
-    if test:
-        backend.facts = facts = replace(facts, chains_only=self_test(backend))
-    backend = _record(facts, execution, attention, test, reasons) or backend
-    if attention == "flex":
-        flexed = flex.Flexed(facts, reasons)
-        if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
-            raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why}; use attention='auto'")
-        backend = flexed
-    else:
-        asked_for = "attention='model' was asked for" if attention == "model" else None
-        reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
+    with ExitStack() as undo:  # a model that is refused, or where Ctrl-C comes, is left as it was
+        if overrides is not None:
+            undo.callback(overrides.undo)
+        backend: Backend = Eager(facts, overrides, reasons)
+        if facts.chains_only is not None:
+            backend = Rollback(facts, overrides, reasons, chunk)
+        if test:
+            backend.facts = facts = replace(facts, chains_only=self_test(backend))
+        backend = _record(facts, execution, attention, test, reasons) or backend
+        if attention == "flex":
+            flexed = flex.Flexed(facts, reasons)
+            if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
+                raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why}; use attention='auto'")
+            backend = flexed
+        else:
+            asked_for = "attention='model' was asked for" if attention == "model" else None
+            reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
+        undo.pop_all()
     backend.passes = 0
     return backend
 

@@ -56,6 +56,9 @@ class Compilation:
             found = passes()
         except Exception as error:  # whatever torch's compiler and the compiler behind it raise: the message is handed on
             self.refused = f"torch.compile failed: {first_line(error)}"
+        except BaseException:  # Ctrl-C
+            self.undo()
+            raise
         else:
             worst = max((apart for pair in zip(found, expected) if (apart := difference(*pair)) is not None), default=None)
             if worst is not None:
@@ -95,6 +98,7 @@ class Compilation:
 
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""
+        self.state.mark()
         for layer in self._layers:
             take_back(layer, CompiledLayer)
         self._layers, self._runs = [], {}

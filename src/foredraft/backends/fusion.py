@@ -38,7 +38,6 @@ class Fusion:
     """
 
     def __init__(self, model: nn.Module, packing: Packing):
-        shared = Shared()
         self.layers: list[nn.Module] = []
         self.native = 0
         self._whole: list[nn.Module] = []
@@ -46,12 +45,19 @@ class Fusion:
         self.unfused: str | None = f"its attention is {attention!r}, and fused layers attend as 'sdpa' does"
         if attention != "sdpa":
             return
-        known = [layer for layer in model.modules() if is_known(layer)]
+        try:
+            self._fuse(model, packing)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _fuse(self, model: nn.Module, packing: Packing) -> None:
+        known, shared = [layer for layer in model.modules() if is_known(layer)], Shared()
         for layer in known:
             fused = FusedLayer.of(layer, packing, shared)
             if fused is not None:
-                vars(layer)["forward"] = fused
                 self.layers.append(layer)
+                vars(layer)["forward"] = fused
                 self.native += fused.kernel is not None
         self.unfused = None
         if not known:
@@ -65,8 +71,8 @@ class Fusion:
         for base in model.modules():
             whole = NativeModel.of(base)
             if whole is not None:
-                vars(base)["forward"] = whole
                 self._whole.append(base)
+                vars(base)["forward"] = whole
 
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""

@@ -36,15 +36,20 @@ class Kernels:
         self.model, self.owned, self.hints, self._sample = model, owned, hints, sample
         self.state = ModelState.of(model)  # type: ignore[arg-type]
         self._packing: Packing | None = None
+        self._fusion: Fusion | None = None
         self._known: dict[Kind, int | None] = {}
         self.pack()
         self.state.followers.add(self)
 
     def pack(self) -> None:
-        """Lay the weights out, unless they are."""
+        """Lay the weights out, unless they are. If that fails or is interrupted, the model is as it was."""
         if self._packing is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._lay_out()
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._lay_out()
+            except BaseException:
+                self._give_back()
+                raise
             self.state.note()
 
     def _lay_out(self) -> None:
@@ -109,12 +114,17 @@ class Kernels:
     def undo(self) -> None:
         """Leave the model as it was found."""
         if self._packing is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._fusion.undo()
-                self._packing.undo()
-            self._packing = None
-            self.state.mark()
+            self.state.mark("weights")
+            self._give_back()
             self.state.note()
+
+    def _give_back(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if self._fusion is not None:
+                self._fusion.undo()
+            if self._packing is not None:
+                self._packing.undo()
+        self._packing = self._fusion = None
 
 
 def difference(logits: Tensor, expected: Tensor) -> float | None:

@@ -214,22 +214,26 @@ class Packing:
         self.taken: list[Source] = []  # placeholders
         self._found: dict[int, Product] = {}
         shared = held_elsewhere(model)
-        for layers in groups:
-            hint = self.hints[Kind.of(layers)]
-            if hint is None:
-                continue
-            product = Product(layers, hint)
-            freed = [owned and id(layer.weight) not in shared for layer in layers]
-            for index, (layer, free) in enumerate(zip(layers, freed)):
-                vars(layer)["forward"] = PackedForward(product, index)
-                if free and product.int8:
-                    take(layer.weight)
-                elif free:
-                    layer.weight = placeholder(layer.weight)
-                self._found[id(layer)] = product
-            self.taken += [source for layer, free in zip(layers, freed) if free for source in sources_of(layer) if source.name == "weight"]
-            product.sources = [source for layer, free in zip(layers, freed) if not free for source in sources_of(layer)]
-            self._products.append((product, layers, freed))
+        try:
+            for layers in groups:
+                if (hint := self.hints[Kind.of(layers)]) is not None:
+                    self._replace(layers, Product(layers, hint), [owned and id(layer.weight) not in shared for layer in layers])
+        except BaseException:  # no memory for a layout, Ctrl-C
+            self.undo()
+            raise
+
+    def _replace(self, layers: list[nn.Linear], product: Product, freed: list[bool]) -> None:
+        """Have ``product`` compute ``layers``, and free the weights of some of them."""
+        self._products.append((product, layers, freed))
+        for index, (layer, free) in enumerate(zip(layers, freed)):
+            vars(layer)["forward"] = PackedForward(product, index)
+            if free and product.int8:
+                take(layer.weight)
+            elif free:
+                layer.weight = placeholder(layer.weight)
+            self.taken += [source for source in sources_of(layer) if free and source.name == "weight"]
+            self._found[id(layer)] = product
+        product.sources = [source for layer, free in zip(layers, freed) if not free for source in sources_of(layer)]
 
     def matrix(self, layer: nn.Module) -> native.Matrix | None:
         """What the native kernels read of ``layer``, alone or within a product of several; None if it has another layout."""

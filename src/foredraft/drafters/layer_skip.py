@@ -42,7 +42,8 @@ class LayerSkip(Drafter):
 
     def __init__(self, source: str | Path | Head | None = None, *, exit: int | None = None, siblings: str = "auto"):
         self.source = named(source)
-        self.exit, self.offer = exit, offered(siblings, DRAWN)
+        self._exit, self.offer = exit, offered(siblings, DRAWN)
+        self.exit = exit  # of the model that it is bound to
         self.info = replace(self.info, proposals=self.offer.chains)
         self._target: Target | None = None
         self._head: Head | None = None
@@ -57,8 +58,9 @@ class LayerSkip(Drafter):
         layers = target.layers
         if self.source is not None:
             self._head = self._loaded(self.source, target)
-        if self.exit is None:
+        elif self._exit is None:
             self.exit = max(1, layers // 3)
+        assert self.exit is not None
         if not 0 < self.exit < layers:
             raise ConfigurationError(f"exit must lie between 1 and {layers - 1} for a model of {layers} layers, got {self.exit}")
         self._target = target
@@ -69,8 +71,8 @@ class LayerSkip(Drafter):
         if not isinstance(head, ExitHead):
             raise ConfigurationError(f"{source!r} is a {head.kind} head; use drafter '{head.drafter}:{source}'")
         refuse_another_target(head.config, target.model)
-        if self.exit not in (None, head.config.exit):
-            raise ConfigurationError(f"the exit in {source!r} was trained for layer {head.config.exit}, not {self.exit}; leave exit out")
+        if self._exit not in (None, head.config.exit):
+            raise ConfigurationError(f"the exit in {source!r} was trained for layer {head.config.exit}, not {self._exit}; leave exit out")
         self.exit = head.config.exit
         head.attach(target.model)
         return head

@@ -120,13 +120,14 @@ def read_paths(rows: Sequence[tuple[Walk, Sequence[int]]], histories: NodeHistor
 def fill(missing: Sequence[tuple[Walk, list[Path]]]) -> None:
     """Compute masks: in each turn one path of every row, so that a library can fill the rows' masks in one call."""
     for turn in range(max((len(paths) for _, paths in missing), default=0)):
-        ready: dict[tuple[type, int], list[tuple[Walk, Path]]] = {}
+        ready: dict[tuple[type, int, tuple[int, ...]], list[tuple[Walk, Path]]] = {}
         for walk, paths in missing:
             if turn < len(paths):
                 walk.masks[paths[turn]] = None
                 if walk.move(paths[turn]):
-                    ready.setdefault((type(walk.compiled), walk.compiled.words), []).append((walk, paths[turn]))
-        for (_, words), group in ready.items():
+                    like = walk.compiled
+                    ready.setdefault((type(like), like.words, like.ends), []).append((walk, paths[turn]))
+        for (_, words, _), group in ready.items():
             masks = np.zeros((len(group), words), np.int32)
             try:
                 group[0][0].compiled.fill([walk.matcher for walk, _ in group], masks)

@@ -95,9 +95,12 @@ class ModelState:
         assert model is not None
         self._snapshot = Snapshot(model)
 
-    def mark(self) -> None:
-        """Whatever was made from the weights is to be made anew."""
-        self.counts["weights"] += 1
+    def mark(self, *kinds: Kind) -> None:
+        """Count ``kinds`` as changed, and what nobody has looked for yet: :meth:`note` would forget it."""
+        model = self._model()
+        assert model is not None
+        stop_watching(model)
+        self.counts.update({*kinds, *self._snapshot.differences(model)})
 
 
 STATES: weakref.WeakValueDictionary[int, ModelState] = weakref.WeakValueDictionary()

@@ -81,8 +81,8 @@ class LayerRanges:
         """Inside, a pass of the model runs layers ``begin`` up to ``end`` (exclusive), on ``given`` if there are layers below."""
         self._span, self._passing = (begin, end), Passing(given)
         modules, kept = self.layers._modules, dict(self.layers._modules)
-        modules.update({str(index): aside for index, aside in enumerate(self._asides) if not begin <= index < end})
         try:
+            modules.update({str(index): aside for index, aside in enumerate(self._asides) if not begin <= index < end})
             yield self._passing
         finally:
             modules.update(kept)

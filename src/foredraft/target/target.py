@@ -163,7 +163,8 @@ class Target:
         before = self.backend.features
         self.backend.close()
         self._dtype, self.context, self.trained, self._taps = self.model.dtype, facts.context, facts.trained, []
-        self.layer_tokens = [0] * self.model.config.get_text_config().num_hidden_layers
+        layers = self.model.config.get_text_config().num_hidden_layers
+        self.layer_tokens = [*self.layer_tokens, *[0] * layers][:layers]  # who counts on from before must not lose any
         self.backend = choose(facts, **self._how)
         if before is not None:
             self.read(before.numbers, whole=before.whole)
@@ -227,7 +228,7 @@ class Target:
     def unpack(self) -> None:
         """Release everything that was made from the model, packed weights included, which are made anew for the next rows."""
         self.release()
-        self._state.mark()
+        self._state.mark("weights")
         if self.backend.overrides is not None:
             self.backend.overrides.unpack()
 
@@ -372,8 +373,9 @@ class Target:
             UnsupportedModelError: they cannot be run in part.
         """
         if type(self.backend) is not Eager or self.chains_only:
-            why = self.chains_only or f"execution={self.execution!r} makes whole passes"
-            raise UnsupportedModelError(f"the decoder layers of {describe(self.model)} cannot be run in part: {why}; use another drafter")
+            passes = f"{type(self.backend).__name__} makes whole passes; use execution='auto' and attention='auto', or another drafter"
+            why = f"{self.chains_only}; use another drafter" if self.chains_only else passes
+            raise UnsupportedModelError(f"the decoder layers of {describe(self.model)} cannot be run in part: {why}")
         return self.backend.call.ranges.count
 
     def advance(self, tokens: Tensor) -> Tensor:
