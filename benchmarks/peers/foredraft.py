@@ -64,7 +64,8 @@ class Engine:
         """Mean seconds of a pass over a chain of ``nodes`` behind a short text, over at least so many seconds."""
         from foredraft import TokenTree
 
-        torch, target, times = self.torch, self.speculators[name].target, []
+        torch, target = self.torch, self.speculators[name].target
+        times: list[float] = []
         with torch.inference_mode():
             target.open([list(range(5, 37))], reserve=[33 + nodes])
             target.prefill([list(range(5, 37))], first=0)
