@@ -165,7 +165,7 @@ def prepare(
 
 
 def is_sharded(model: Any) -> bool:
-    """Where transformers sets ``synced_gpus`` by itself."""
+    """Whether the model is sharded in a way for which transformers sets ``synced_gpus=True``."""
     sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
     return sharded and torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 

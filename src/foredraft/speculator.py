@@ -198,7 +198,7 @@ class Speculator(TextInterface, Described):
         Args:
             inputs: ``[B, L]`` prompt ids, or ``input_ids=`` with ``attention_mask=``, padded on either side.
             seed: an int for the batch, a list with one entry per row, or None to draw one from torch's global generator. With
-                ``rule="auto"``, a call with a seed uses ``match``: the seed repeats the text, whatever is drafted.
+                ``rule="auto"``, a call with a seed uses the rule ``match``, so that the same seed gives the same text with any drafter.
                 ``stats.reproducible`` says whether it does. ``repeatable=False`` keeps the rule of calls without a seed.
             arguments: those of ``model.generate``. In addition, ``output_logprobs=k`` returns the log-probability of every new token and
                 of the k most likely tokens at its position (k = 0: only its own), from the target's raw logits, before temperature and

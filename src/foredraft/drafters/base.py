@@ -153,8 +153,8 @@ class DrafterInfo:
         extra_nodes: how many nodes it may add behind those asked for, as a tree's ``extra``.
         draft_model, head: the model or the head whose passes make its drafts. The planner times such drafts before the first round.
         runs_a_model: a draft takes forward passes, its own or those of drafters that it is made of.
-        shares_target: a draft runs layers of the target, in its cache, and verification runs the others alone; it drafts by itself, not
-            among ``several``.
+        shares_target: its drafts run some of the target's layers and write to the target's cache; verification then runs only the other
+            layers. ``several`` refuses such a drafter.
         catches_up: after rounds without a draft the next one costs more, because the drafter first reads what it missed.
         calibrated: a tree that it was calibrated for; ``shape="auto"`` may use one as large.
         rates: how often its guess of each rank is right at each depth, as far as that was measured.
