@@ -14,9 +14,10 @@ from torch.nn.functional import log_softmax, silu
 from foredraft import ConfigurationError, Session, Speculator, drafters, heads, verification
 from foredraft.drafters.hydra import Hydra
 from foredraft.drafters.rnn import Rnn
-from foredraft.heads.base import LAST, Batch, TargetShape
+from foredraft.heads.base import LAST, Batch
 from foredraft.heads.hydra import HydraConfig, HydraHead
 from foredraft.heads.rnn import RnnConfig, RnnHead
+from foredraft.models.identity import TargetShape
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law

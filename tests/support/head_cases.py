@@ -7,11 +7,11 @@ from architectures import VOCABULARY
 from helpers import tiny
 
 from foredraft import Session, verification
-from foredraft.heads.base import TargetShape
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hydra import HydraHead
 from foredraft.heads.medusa import MedusaConfig, MedusaHead
 from foredraft.heads.rnn import RnnHead
+from foredraft.models.identity import TargetShape
 from foredraft.planning import FixedPlanner
 from foredraft.testing import continuation_law, distance, plain_law
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from helpers import prompts, tiny
 
-from foredraft.heads.base import LAST, Batch, Head, HeadConfig, Losses, shape_of
+from foredraft.heads.base import LAST, Batch, Head, HeadConfig, Losses
 from foredraft.heads.medusa import MedusaHead
+from foredraft.models.identity import shape_of
 from foredraft.training import generation
 from foredraft.training.acceptance import Held, Measured
 from foredraft.training.data import Manifest, Texts

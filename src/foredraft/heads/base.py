@@ -16,28 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
-from foredraft.loading import fingerprint_of
 from foredraft.models.features import LAST
+from foredraft.models.identity import TargetShape, refuse_another_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """What must agree between a head and its target, and is stored with the head.
-
-    Attributes:
-        hidden_size, vocab_size, layers: of the target; ``vocab_size`` counts the rows of its LM head.
-        name: where it came from, for messages and for the engine that loads an export; not compared.
-        vocabulary: a hash of its tokenizer's vocabulary, "" where none was found; compared where both are known.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    layers: int
-    name: str = ""
-    vocabulary: str = ""
 
 
 @dataclass(frozen=True)
@@ -130,18 +113,6 @@ class Head(nn.Module):
         raise TypeError(f"{type(self).__name__} must define loss(batch)")
 
 
-def shape_of(model: PreTrainedModel) -> TargetShape:
-    """Of a target, as a head remembers it."""
-    config = model.config.get_text_config()
-    return TargetShape(
-        hidden_size=config.hidden_size,
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        layers=config.num_hidden_layers,
-        name=str(model.name_or_path or ""),
-        vocabulary=fingerprint_of(model) or "",
-    )
-
-
 def lm_head_rows(lm_head: nn.Module) -> Tensor:
     """``[V, d]`` the weights of a target's LM head, without a gradient.
 
@@ -164,15 +135,4 @@ def refuse_unknown_options(what: str, options: Mapping[str, Any], known: Sequenc
 
 def refuse_another_target(config: HeadConfig, model: PreTrainedModel) -> None:
     """Raises ConfigurationError if the head was made for a target of another shape, or of another vocabulary as far as both are known."""
-    theirs, ours = config.target, shape_of(model)
-    for what in ("hidden_size", "vocab_size", "layers"):
-        if getattr(theirs, what) != getattr(ours, what):
-            raise ConfigurationError(
-                f"the head was trained for {theirs.name or 'a target'} with {what} {getattr(theirs, what)}; "
-                f"{ours.name or 'this target'} has {getattr(ours, what)}: use that target, or train a head for this one (foredraft train)"
-            )
-    if theirs.vocabulary and ours.vocabulary and theirs.vocabulary != ours.vocabulary:
-        raise ConfigurationError(
-            f"the head was trained for {theirs.name or 'a target'} with another tokenizer than that of {ours.name}: the same ids stand for "
-            "other text; train a head for this target (foredraft train)"
-        )
+    refuse_another_model("the head was trained", config.target, model, "train a head for this one (foredraft train)")

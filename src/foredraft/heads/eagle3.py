@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Batch, Head, HeadConfig, Losses, TargetShape, lm_head_rows, refuse_unknown_options, shape_of
+from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.eagle3_config import Eagle3Config, rope_like
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.heads.eagle3_loss import ahead, attend, divergence
+from foredraft.models.identity import TargetShape, shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import HeadConfig, TargetShape
+from foredraft.heads.base import HeadConfig
+from foredraft.models.identity import TargetShape
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on the length of the text
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}

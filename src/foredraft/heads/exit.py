@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options, shape_of
+from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.losses import cross_entropy, pairs
+from foredraft.models.identity import shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

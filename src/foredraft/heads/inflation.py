@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Head, TargetShape, shape_of
+from foredraft.heads.base import Head
 from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.heads.medusa import MedusaConfig
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.inflation import FREE
+from foredraft.models.identity import TargetShape, shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

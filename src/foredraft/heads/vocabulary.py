@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options, shape_of
+from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.losses import cross_entropy
 from foredraft.heads.ngram_log_odds import NgramLogOdds
+from foredraft.models.identity import shape_of
 from foredraft.shapes import TreeShape
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ count or index it, and the layers' own hooks see nothing of a pass that they tak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -77,12 +77,13 @@ class LayerRanges:
         return UnsupportedModelError(f"the decoder layers of {describe(model)} cannot be run in part: {why}; use another drafter")
 
     @contextmanager
-    def only(self, begin: int, end: int, given: Tensor | None = None) -> Iterator[Passing]:
-        """Inside, a pass of the model runs layers ``begin`` up to ``end`` (exclusive), on ``given`` if there are layers below."""
+    def only(self, begin: int, end: int, given: Tensor | None = None, aside: Collection[int] = ()) -> Iterator[Passing]:
+        """Inside, a pass of the model runs layers ``begin`` up to ``end`` (exclusive) but for those ``aside``, on ``given`` if there are
+        layers below."""
         self._span, self._passing = (begin, end), Passing(given)
         modules, kept = self.layers._modules, dict(self.layers._modules)
         try:
-            modules.update({str(index): aside for index, aside in enumerate(self._asides) if not begin <= index < end})
+            modules.update({str(index): each for index, each in enumerate(self._asides) if not begin <= index < end or index in aside})
             yield self._passing
         finally:
             modules.update(kept)

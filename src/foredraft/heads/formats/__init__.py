@@ -22,13 +22,15 @@ from torch import Tensor
 
 from foredraft import heads
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import HeadConfig, shape_of
+from foredraft.heads.base import HeadConfig
 from foredraft.heads.formats.folders import Stored
+from foredraft.models.identity import shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.heads.base import Head, TargetShape
+    from foredraft.heads.base import Head
+    from foredraft.models.identity import TargetShape
 
 OURS, VERSION = "foredraft", 1
 PREFIX = "foredraft-"  # of the model types of our own layout

@@ -24,7 +24,8 @@ from foredraft.heads.formats.folders import Stored, dtype_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.heads.base import Head, TargetShape
+    from foredraft.heads.base import Head
+    from foredraft.models.identity import TargetShape
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 AUX = "eagle_aux_hidden_state_layer_ids"

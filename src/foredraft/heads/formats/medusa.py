@@ -23,7 +23,8 @@ from foredraft.heads.medusa import MedusaConfig, MedusaHead
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.heads.base import Head, TargetShape
+    from foredraft.heads.base import Head
+    from foredraft.models.identity import TargetShape
 
 FILE = "medusa_lm_head.safetensors"
 PUBLISHED_PREFIXES = ("medusa_head.", "medusa_heads.")  # what remains of the model that the heads were part of
