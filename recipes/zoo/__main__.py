@@ -74,6 +74,18 @@ def draft(out: Out, budget: Budget = recipe.DRAFT.budget, cooldown: Cooldown = r
 
 
 @app.command()
+def deep(out: Out, budget: Budget = recipe.DEEP.budget, cooldown: Cooldown = recipe.DEEP.cooldown, resume: Resume = False) -> None:
+    """Train the deep model, whose lower layers learn to draft, on the corpus (hours)."""
+    _fit(out, "deep", replace(recipe.DEEP, budget=budget, cooldown=cooldown), resume)
+
+
+@app.command()
+def deep_plain(out: Out, budget: Budget = recipe.DEEP.budget, cooldown: Cooldown = recipe.DEEP.cooldown, resume: Resume = False) -> None:
+    """Train the same model without early exits, to see what they cost (hours); it is not packaged."""
+    _fit(out, "deep-plain", replace(recipe.DEEP_PLAIN, budget=budget, cooldown=cooldown), resume)
+
+
+@app.command()
 def ngram(out: Out) -> None:
     """Count the n-gram table, prune it to its size limit, and measure the n-gram baseline (a few minutes)."""
     from foredraft.drafters.ngram_model import NGramModel
@@ -206,7 +218,7 @@ def _fit(out: Path, name: str, chosen: recipe.Recipe, resume: bool) -> None:
         raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
     train, held_out = _tokens(out)
     schedule = fit.Schedule(int(chosen.budget * 1e6), cooldown=chosen.cooldown)
-    run = fit.Run(recipe.llama_config(**chosen.architecture), folder, batch=chosen.batch, rates=chosen.rates)
+    run = fit.Run(recipe.llama_config(**chosen.architecture), folder, batch=chosen.batch, rates=chosen.rates, early=chosen.early)
     if resume:
         run.resume()
     typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")

@@ -3,7 +3,7 @@
 What makes an hour on two cores count:
 
 - bfloat16 matrix products under autocast, float32 master weights;
-- one compiled graph for the loss, and attention in query blocks small enough for the cache (`blocked_attention`): twice as
+- compiled layers, one graph for all of them, and attention in query blocks small enough for the cache (`blocked_attention`): twice as
   fast as the library's flash kernel at these sizes;
 - parallel over micro-batches, not inside operators: each worker thread takes the next micro-batch when it is free. Alone on the
   machine that is as fast as parallel operators, and on a shared machine nobody waits for the slower core;
@@ -18,10 +18,12 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from foredraft.training import layerskip
 from recipes.zoo.recipe import CONTEXT, SEED, Batch, Rates
 
 QUERY_BLOCK = 256
@@ -134,23 +137,49 @@ def optimizers(model: PreTrainedModel, rates: Rates) -> list[torch.optim.Optimiz
     return made
 
 
-def cross_entropy(model: PreTrainedModel, ids: Tensor) -> Tensor:  # [B, S + 1] -> mean nats per token
+def cross_entropy(model: LlamaForCausalLM, ids: Tensor) -> Tensor:  # [B, S + 1] -> mean nats per token
+    layers = len(model.model.layers)
+    return early_cross_entropy(model, ids, torch.ones(layers, len(ids)), [layers - 1], torch.ones(1))
+
+
+def early_cross_entropy(model: LlamaForCausalLM, ids: Tensor, kept: Tensor, exits: Sequence[int], weights: Tensor) -> Tensor:
+    """The loss of the LayerSkip recipe for ids [B, S + 1]: ``kept`` [L, B] is 0 where a row leaves a layer out, and ``weights`` [k] are
+    what the cross-entropies behind the layers ``exits`` count."""
+    decoder = model.model
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        hidden = decoder.embed_tokens(ids[:, :-1])
+        places = torch.arange(hidden.shape[1])[None]
+        rotation = decoder.rotary_emb(hidden, places)
+        states = []
+        for layer, keep in zip(decoder.layers, kept):
+            after = layer(hidden, attention_mask=None, position_ids=places, position_embeddings=rotation)
+            hidden = hidden + keep[:, None, None] * (after - hidden)
+            states.append(hidden)
+    return _exits(model, torch.stack([states[each] for each in exits]), ids[:, 1:], weights)
+
+
+def _exits(model: LlamaForCausalLM, states: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Cross-entropies of labels [B, S] behind states [k, B, S, d], summed with weights [k]."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model.lm_head(model.model.norm(states))
+    nats = F.cross_entropy(logits.float().flatten(0, 2), labels.repeat(len(weights), 1).flatten(), reduction="none")
+    return (nats.view(len(weights), -1).mean(1) * weights).sum()
+
+
+_exits = torch.compile(_exits, dynamic=False)
 
 
 class Run:
     """A resumable training run whose whole state lives in one file of its folder."""
 
-    def __init__(self, config: LlamaConfig, folder: Path, *, batch: Batch, rates: Rates):
-        self.folder, self.batch, self.rates = Path(folder), batch, rates
+    def __init__(self, config: LlamaConfig, folder: Path, *, batch: Batch, rates: Rates, early: layerskip.Recipe | None = None):
+        self.folder, self.batch, self.rates, self.early = Path(folder), batch, rates, early
         self.folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(self.folder)
         self.model = build(config)
         self.optimizers = optimizers(self.model, rates)
         self.progress = Progress()
-        self._compiled: set[int] = set()  # the lengths that the loss was compiled for
+        self._compiled: set[tuple[int, int]] = set()  # what the loss was compiled for
         self._stop = False
 
     @property
@@ -163,9 +192,9 @@ class Run:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "progress": asdict(self.progress),
         }
-        partial = self.checkpoint.with_suffix(".partial")
-        torch.save(state, partial)
-        partial.replace(self.checkpoint)
+        unfinished = self.checkpoint.with_suffix(".partial")
+        torch.save(state, unfinished)
+        unfinished.replace(self.checkpoint)
 
     def resume(self) -> None:
         state = torch.load(self.checkpoint, weights_only=True)
@@ -187,7 +216,9 @@ class Run:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        loss = torch.compile(lambda ids: cross_entropy(self.model, ids), dynamic=False)
+        loss = partial(early_cross_entropy if self.early else cross_entropy, self.model)
+        for layer in self.model.model.layers:
+            layer.compile(dynamic=False)  # one graph for all of them
         previous = [signal.signal(number, self._request_stop) for number in (signal.SIGTERM, signal.SIGINT)]
         start = reported = saved = time.monotonic()
         already, since, recent = self.progress.seconds, self.progress.tokens, []
@@ -215,18 +246,23 @@ class Run:
             for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous):
                 signal.signal(number, handler)
 
-    def _step(self, pool: ThreadPoolExecutor, loss: Callable[[Tensor], Tensor], ids: Tensor, schedule: Schedule) -> float:
+    def _step(self, pool: ThreadPoolExecutor, loss: Callable[..., Tensor], ids: Tensor, schedule: Schedule) -> float:
         """One optimizer step over ids [rows, S + 1]; returns the mean loss."""
         length = ids.shape[1] - 1
         parameters = list(self.model.parameters())
-        parts = [part.contiguous() for part in torch.split(ids, max(1, self.batch.micro_tokens // length))]
+        rows = max(1, self.batch.micro_tokens // length)
+        parts: list[tuple[Any, ...]] = [(part.contiguous(),) for part in torch.split(ids, rows)]
+        if self.early:
+            kept, exits, weights = self._early(len(ids), schedule)
+            parts = [(part, keep, exits, weights) for (part,), keep in zip(parts, torch.split(kept, rows, 1))]
 
-        def backward(part: Tensor) -> tuple[float, tuple[Tensor, ...]]:
-            value = loss(part)
+        def backward(part: tuple[Any, ...]) -> tuple[float, tuple[Tensor, ...]]:
+            value = loss(*part)
             return value.item(), torch.autograd.grad(value, parameters)
 
-        first = [backward(parts.pop())] if length not in self._compiled else []  # compilation is not for several threads
-        self._compiled.add(length)
+        graph = length, len(parts[0][-1])
+        first = [backward(parts.pop())] if graph not in self._compiled else []  # compilation is not for several threads
+        self._compiled.add(graph)
         losses, gradients = zip(*first, *pool.map(backward, parts))
         for parameter, *shares in zip(parameters, *gradients):
             parameter.grad = torch.stack(shares).mean(0)
@@ -239,6 +275,17 @@ class Run:
             optimizer.zero_grad()
         self.progress = replace(self.progress, tokens=self.progress.tokens + ids.shape[0] * length)
         return float(np.mean(losses))
+
+    def _early(self, rows: int, schedule: Schedule) -> tuple[Tensor, list[int], Tensor]:
+        """What the LayerSkip recipe asks of this step: kept [L, rows], and the exits that learn with their weights."""
+        assert self.early is not None
+        layers, tokens = self.model.config.num_hidden_layers, self.batch.rows * self.batch.lengths[0]
+        when = layers, self.progress.tokens // tokens, schedule.budget // tokens
+        random = torch.rand(layers, rows, generator=torch.Generator().manual_seed(SEED + self.progress.tokens))
+        kept = (random >= torch.tensor(self.early.dropped(*when))[:, None]).float()
+        weights = torch.tensor(self.early.weights(*when))
+        exits = weights.nonzero().flatten().tolist()
+        return kept, exits, weights[exits]
 
     def _report(self, losses: list[float], speed: float, schedule: Schedule) -> None:
         left = (schedule.budget - self.progress.tokens) / max(speed, 1.0)

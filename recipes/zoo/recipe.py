@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from foredraft.training import layerskip
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -62,6 +64,7 @@ class Recipe:
     Attributes:
         budget: million tokens.
         cooldown: the share of them over which the learning rate falls to zero.
+        early: what lets its lower layers draft; none for next-token cross-entropy alone.
     """
 
     architecture: Mapping[str, int]
@@ -69,6 +72,7 @@ class Recipe:
     rates: Rates
     budget: float
     cooldown: float
+    early: layerskip.Recipe | None = None
 
 
 TARGET = Recipe({"hidden": 256, "heads": 4, "kv_heads": 2, "layers": 8, "intermediate": 768}, Batch(), Rates(), 16.5, 0.13)
@@ -79,6 +83,8 @@ DRAFT = Recipe(
     16.0,
     0.3,
 )
+DEEP_PLAIN = Recipe({"hidden": 192, "heads": 3, "kv_heads": 1, "layers": 16, "intermediate": 512}, Batch(), Rates(), 16.5, 0.2)
+DEEP = replace(DEEP_PLAIN, early=layerskip.Recipe(dropout=0.1, schedule="exponential", rotation=15, exit=4, favour=0.5))
 
 NGRAM_ORDER = 4
 NGRAM_SUCCESSORS = 4  # kept per context
