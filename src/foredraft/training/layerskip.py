@@ -1,4 +1,4 @@
-"""The LayerSkip recipe (Elhoushi et al. 2024): how often layers are left out of a training step, and what each early exit counts in its loss.
+"""The LayerSkip recipe (Elhoushi et al. 2024): how often a training step leaves a layer out, and what each early exit counts in its loss.
 
 Layers are numbered from 0 to L - 1, steps from 0 to T - 1. Exit E comes behind E layers, so it is that of layer E - 1.
 """
