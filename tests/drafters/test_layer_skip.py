@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
+from foredraft.drafters.base import DraftRequest, Feedback
 from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.drafters.stopping import Stopping
+from foredraft.logits.processors import Pipeline
+from foredraft.logits.sampler import Sampler
 from foredraft.models.layers import LayerRanges
 from foredraft.planning import FixedPlanner, Round
 from foredraft.planning.costs import StandIn
@@ -24,6 +29,7 @@ from foredraft.session import Session
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft.tree import TokenTree
 from foredraft.verification import create as create_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
@@ -143,30 +149,142 @@ def test_every_family_keeps_its_text_and_its_cache(family: str, shape: str):
     session.close()
 
 
-@pytest.mark.parametrize(
-    ("rule", "siblings", "shape"),
-    [
-        ("match", "keyed", "chain(2)"),
-        ("rejection", "iid", "chain(2)"),
-        ("block", "iid", "chain(2)"),
-        ("traversal", "without-replacement", "product(2,1)"),
-        ("multi-candidate", "iid", "product(2,1)"),
-        ("match", "top-k", "dynamic(2,2,3)"),
-    ],
-)
-def test_the_law_is_the_targets(rule: str, siblings: str, shape: str):
+LAWS = [
+    ("match", "keyed", "chain(2)"),
+    ("rejection", "iid", "chain(2)"),
+    ("block", "iid", "chain(2)"),
+    ("traversal", "without-replacement", "product(2,1)"),
+    ("multi-candidate", "iid", "product(2,1)"),
+    ("k-seq", "iid", "product(2,1)"),
+    ("match", "keyed", "product(2,1)"),
+    ("match", "top-k", "dynamic(2,2,3)"),
+    ("match", "keyed", "dynamic(2,2,3)"),
+]
+UNSURE = 0.45  # above some q of the tables below and below others
+
+
+def error(drafter: LayerSkip, rule: str, shape: str, count: int = 3) -> float:
+    """How far the law of a text that is drafted with ``drafter`` is from the target's."""
     p, q = ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
     whole = TreeShape.parse(shape)
 
     def session(randomness: Any) -> Session:
         target: Any = TableTarget(p, early=q)
-        drafter = LayerSkip(exit=1, siblings=siblings)
         drafter.bind(target)
         proposal = drafter.proposals_for(whole)[0]
         return Session(target, drafter, create_rule(rule), proposal=proposal, planner=FixedPlanner(whole), randomness=randomness)
 
     with torch.inference_mode():
-        assert distance(continuation_law(session, [0, 1], 3), plain_law(p, [0, 1], 3)) < 1e-9
+        return distance(continuation_law(session, [0, 1], count), plain_law(p, [0, 1], count))
+
+
+@pytest.mark.parametrize("threshold", [None, UNSURE, "auto"])
+@pytest.mark.parametrize(("rule", "siblings", "shape"), LAWS)
+def test_the_law_is_the_targets(rule: str, siblings: str, shape: str, threshold: float | str | None):
+    assert error(LayerSkip(exit=1, siblings=siblings, threshold=threshold), rule, shape) < 1e-9
+
+
+class DropsUnsure(LayerSkip):
+    """The planted fault: the token that stopped the draft is dropped as well."""
+
+    dropped = 0
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        tree = super().draft(request)
+        assert tree.q is not None
+        q = tree.q[torch.arange(tree.rows)[:, None], tree.parents[:, 1:], tree.tokens[:, 1:]]
+        sure = torch.cat([torch.ones(tree.rows, 1, dtype=torch.bool), q >= UNSURE], 1)
+        sure[:, 1:] &= sure.gather(1, tree.parents[:, 1:])
+        valid = sure if tree.valid is None else tree.valid & sure
+        self.dropped += int((~valid).sum())
+        return replace(tree, valid=valid)
+
+
+@pytest.mark.parametrize(("rule", "siblings", "shape"), [each for each in LAWS if create_rule(each[0]).needs_q])
+def test_dropping_the_token_that_stopped_the_draft_is_found(rule: str, siblings: str, shape: str):
+    faulty = DropsUnsure(exit=1, siblings=siblings, threshold=UNSURE)
+    assert error(faulty, rule, shape) > 0.01 and faulty.dropped
+
+
+@pytest.mark.parametrize("shape", ["chain(5)", "product(2,2,1)", "dynamic(4,2,7)"])
+@pytest.mark.parametrize(("options", "rows", "threshold"), [({"do_sample": False}, ROWS[:1], "auto"), (SAMPLED, ROWS[:2], 0.3)])
+def test_a_draft_that_stops_reads_every_token_once(shape: str, options: dict, rows: list[list[int]], threshold: float | str):
+    """And the text stays plain's, and the draft is shorter than without a threshold."""
+    subject = model()
+    plain = Speculator(model(), "none", rule="match", execution="eager")
+    speculator = Speculator(subject, LayerSkip(exit=2, threshold=threshold), rule="match", shape=shape, execution="eager")
+    counts = counted(subject)
+    found = speculator.generate(**padded(rows), max_new_tokens=NEW, pad_token_id=PAD, **options)
+    counts = list(counts)
+    assert found.stats.layer_tokens == counts
+    assert generate(speculator, rows, max_new_tokens=NEW, **options) == generate(plain, rows, max_new_tokens=NEW, **options)
+    assert 0 < found.stats.drafted < (TreeShape.parse(shape).nodes - 1) * found.stats.row_passes
+    if shape.startswith("chain") and len(rows) == 1:
+        assert set(counts) == {len(rows[0]) + found.stats.row_passes + found.stats.drafted}
+
+
+def asked(q: ProbabilityTable, text: list[int], shape: TreeShape, threshold: float) -> TokenTree:
+    """What a bound drafter proposes after ``text``."""
+    target: Any = TableTarget(q, early=q)
+    drafter = LayerSkip(exit=1, siblings="top-k", threshold=threshold)
+    drafter.bind(target)
+    target.open([text])
+    target.prefill([text[:-1]], first=0)
+    sampler = Sampler([Pipeline()], [False], [len(text)], None, lambda: torch.tensor([text]))
+    row = StandIn(0, text, 100)
+    depth = shape.depth
+    return drafter.draft(DraftRequest([row], shape, depth, [depth], "deterministic", False, 5, torch.device("cpu"), sampler))
+
+
+@pytest.mark.parametrize("shape", ["chain(6)", "product(2,2,2,1)", "dynamic(4,2,9)"])
+def test_nothing_is_drafted_below_a_token_that_is_unlikely(shape: str):
+    """Siblings are all there, whatever their q; a token below the threshold stays and has no children."""
+    static, unlikely, stopped = TreeShape.parse(shape), 0, 0
+    for seed in range(12):
+        q, text = ProbabilityTable.random(5, seed=seed), [seed % 5, 2]
+        tree = asked(q, text, static, 0.3)
+        tree.check(5)
+        valid = [True] * tree.nodes if tree.valid is None else tree.valid[0].tolist()
+        parents = tree.parents[0].tolist()
+        stopped += sum(valid) < 1 + int(asked(q, text, static, 0.0).drafted)
+        for node in range(1, tree.nodes):
+            path = tree.tokens[0, tree.path(0, node)].tolist()
+            sure = float(q([*text[:-1], *path[:-1]])[path[-1]]) >= 0.3
+            below = [child for child, parent in enumerate(parents) if parent == node and valid[child]]
+            unlikely += valid[node] and not sure
+            assert sure or not below
+    assert unlikely and stopped
+
+
+def test_the_threshold_follows_the_acceptance_of_its_row():
+    """Draft & Verify's rule by hand: up while too little is accepted, down where all of a draft that stopped early is."""
+    stopping = Stopping("auto")
+    rows = [StandIn(slot, [1, 2], 100) for slot in (3, 7)]
+    sampler = Sampler([Pipeline()] * 2, [False, True], [2, 2], None, lambda: torch.zeros(2, 2))
+    request = DraftRequest(rows, TreeShape.chain(4), 4, [4, 4], "deterministic", False, 5, torch.device("cpu"), sampler)
+    chain = TokenTree.from_chain(torch.zeros(2, 5, dtype=torch.long), valid=torch.tensor([[True] * 5, [True] * 3 + [False] * 2]))
+
+    def after(*accepted: int) -> list[float]:
+        stopping.observe(rows, Feedback(chain, accepted, None))
+        found = stopping.request(request).thresholds
+        assert found is not None
+        return list(found)
+
+    assert stopping.request(request).thresholds == [0.8, 0.5]
+    assert after(1, 2) == pytest.approx([0.801, 0.501])  # 0.125 and 0.5 of what was drafted, on average
+    for _ in range(3):
+        after(4, 2)
+    assert after(4, 2) == pytest.approx([0.804, 0.501])  # above 0.9 at last; the second row is since the fourth round, and stopped early
+    stopping.end(rows[:1])
+    assert stopping.request(request).thresholds == pytest.approx([0.8, 0.501])
+    stopping.observe(rows, Feedback(TokenTree.root(torch.zeros(2, dtype=torch.long)), [0, 0], None))  # without a draft nothing moves
+    assert stopping.request(request).thresholds == pytest.approx([0.8, 0.501])
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.5, "high", True, float("nan")])
+def test_a_threshold_that_is_none_is_refused(threshold: Any):
+    with pytest.raises(ConfigurationError, match="from 0 to 1, 'auto', or None"):
+        LayerSkip(threshold=threshold)
 
 
 @pytest.mark.parametrize("exit", [0, LAYERS, LAYERS + 3, -1])

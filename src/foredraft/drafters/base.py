@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.describing import Described
 from foredraft.device import to_device
 from foredraft.logits.noise import Purpose, argmax
-from foredraft.logits.sampler import Sampler
+from foredraft.logits.sampler import Sampler, widened
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
 
@@ -59,6 +59,8 @@ class DraftRequest:
         vocab_size: of the target; every token must lie below it.
         device: where the tree must be.
         sampler: turns logits into choices; use :meth:`choose`.
+        thresholds: per row, how likely a drafted token must be by the draft's raw softmax for the draft to go on below it; None for no
+            such limit. Set by :class:`~foredraft.drafters.stopping.Stopping`.
     """
 
     rows: Sequence[Row]
@@ -70,6 +72,7 @@ class DraftRequest:
     vocab_size: int
     device: torch.device
     sampler: Sampler
+    thresholds: Sequence[float] | None = None
 
     def roots(self) -> Tensor:
         """``[R]`` last committed tokens."""
@@ -94,6 +97,14 @@ class DraftRequest:
             depths = torch.full((len(q), 1), depth, device=q.device)
             return noise.race(q[:, None], depths)[:, 0], q if self.needs_q else None
         return noise.draw(q, Purpose.DRAFT, depth), q if self.needs_q else None
+
+    def goes_on(self, logits: Tensor, tokens: Tensor, above: Tensor) -> Tensor:
+        """``[R, c]`` bool: below which of ``tokens`` ``[R, c]`` the ``thresholds`` allow more; ``logits`` ``[R, n, V]`` are the draft's raw
+        ones, and token i follows the node ``above[i]`` of them."""
+        assert self.thresholds is not None
+        wide, rows = widened(logits), torch.arange(len(tokens), device=tokens.device)[:, None]
+        likely = (wide[rows, above, tokens] - wide.logsumexp(-1)[:, above]).exp()
+        return likely >= torch.tensor(self.thresholds, dtype=likely.dtype, device=likely.device)[:, None]
 
     def chains(self, drafts: Sequence[Sequence[int]]) -> TokenTree:
         """A tree of one deterministic chain per row, from host lists of any lengths, cut to the row's limit."""

@@ -4,6 +4,10 @@ A static shape is filled in: each node's children are the most likely tokens, i.
 that lead the target's own race (``keyed``). A dynamic shape is grown: the best k nodes of a level, by the product of q along the
 path, are expanded to k children each, and the best ``total`` of all nodes are proposed (EAGLE-2; OPT-Tree). One call of the
 drafter's model per level, for all rows.
+
+Where a request has ``thresholds``, a draft stops below a token that the drafter is unsure of. The token itself stays, and so do its
+siblings: what hangs below a node depends on the path to it alone, so every rule that is exact for the whole tree is exact for this one.
+Whether to stop is read on the host, so a device is waited for at every level.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from foredraft.tree import TokenTree, static_parents_tensor
 Expand = Callable[[TokenTree, int], Tensor]
 """``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
 asked about the nodes before ``first`` already, in trees with the same beginning."""
-Offer = Callable[[TokenTree, int, Tensor, int], tuple[Tensor, Tensor]]
+Offer = Callable[[TokenTree, int, Tensor, int], tuple[Tensor, Tensor, Tensor | None]]
 """``offer(tree, first, above, depth)`` gives k children of each node from ``first`` on, at ``depth``, whose paths have log-probability
-``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability of their paths likewise, -inf for those that cannot be."""
+``above`` ``[R, n]``: tokens ``[R, n, k]``, the log-probability of their paths likewise, -inf for those that cannot be, and below which of
+them the draft may go on, None for all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,24 +66,35 @@ def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Ten
     """A chain drafted token by token. ``logits_after(path)`` gives the draft's logits ``[R, V]`` after a path of tokens ``[R]``, the root
     first; it is asked for paths that grow by one token."""
     path, qs = [request.roots()], []
-    for _ in range(request.depth):
-        token, q = request.choose(fit_vocabulary(logits_after(path).to(request.device), request.vocab_size), path[1:])
+    lengths = list(request.limits)
+    for depth in range(1, request.depth + 1):
+        logits = fit_vocabulary(logits_after(path).to(request.device), request.vocab_size)
+        token, q = request.choose(logits, path[1:])
         path.append(token)
         qs += [] if q is None else [q]
-    valid = request.depth_mask(request.limits, request.depth)
+        if request.thresholds is not None and depth < request.depth:
+            on = request.goes_on(logits[:, None], token[:, None], token.new_zeros(1))[:, 0].tolist()
+            lengths = [length if goes_on else min(length, depth) for length, goes_on in zip(lengths, on)]
+            if max(lengths) == depth:
+                break
+    valid = request.depth_mask(lengths, len(path) - 1)
     return TokenTree.from_chain(torch.stack(path, 1), valid=valid, proposal=request.proposal, q=torch.stack(qs, 1) if qs else None)
 
 
 def grow_static(request: DraftRequest, shape: StaticShape, expand: Expand) -> Growth:
     look = request.device.type == "cpu"  # where that waits for no device
-    return Growth(grow_from(TokenTree.root(request.roots()), request, shape, expand, look=look), shape.levels[-1].first)
+    tree = grow_from(TokenTree.root(request.roots()), request, shape, expand, look=look)
+    return Growth(tree, next(level.first for level in shape.levels if level.last == tree.nodes))
 
 
 def grow_from(tree: TokenTree, request: DraftRequest, shape: StaticShape, expand: Expand, *, look: bool = False) -> TokenTree:
     """Fill ``shape`` below the roots ``tree``; no value is read by the host unless it may ``look``."""
     qs: list[Tensor] = []
+    on: Tensor | None = None
     for depth, level in enumerate(shape.levels):
-        scores = scored(request, expand, tree, level.above)
+        if on is not None and not bool(on.any()):
+            break
+        logits, scores = scored(request, expand, tree, level.above)
         tokens, possible, q = children(request, scores, level, depth)
         if request.needs_q:
             assert q is not None
@@ -86,16 +102,22 @@ def grow_from(tree: TokenTree, request: DraftRequest, shape: StaticShape, expand
         if min(request.limits) <= depth:  # by its depth alone, so that every rule stays exact
             room = to_device(request.limits, tokens.device)[:, None] > depth
             possible = room.expand(tokens.shape) if possible is None else possible & room
+        if request.thresholds is not None:
+            where = places(level, tokens.device)[0]
+            if on is not None:
+                possible = on[:, where] if possible is None else possible & on[:, where]
+            on = request.goes_on(logits, tokens, where)
+            on = on if possible is None else on & possible
         if look and possible is not None and bool(possible.all()):
             possible = None  # looking costs less than a mask that hides nothing
         tree = extended(tree, shape.parents[: level.last], tokens, possible)
     return replace(tree, proposal=request.proposal, q=torch.cat(qs, 1) if qs else None)
 
 
-def scored(request: DraftRequest, expand: Expand, tree: TokenTree, first: int) -> Tensor:
-    """``[R, N - first, V]`` processed scores after the newest nodes of ``tree``."""
+def scored(request: DraftRequest, expand: Expand, tree: TokenTree, first: int) -> tuple[Tensor, Tensor]:
+    """``[R, N - first, V]`` raw logits after the newest nodes of ``tree``, and processed scores."""
     logits = fit_vocabulary(expand(tree, first).to(request.device), request.vocab_size)
-    return request.sampler.scores(logits, tree, first)
+    return logits, request.sampler.scores(logits, tree, first)
 
 
 def children(request: DraftRequest, scores: Tensor, level: Level, depth: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -171,8 +193,13 @@ def grow_offered(request: DraftRequest, shape: DynamicShape, offer: Offer) -> Gr
 def offered(request: DraftRequest, k: int, expand: Expand) -> Offer:
     """The children that ``expand`` gives."""
 
-    def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        return below(request, scored(request, expand, tree, first), above, k, first=first, depth=depth)
+    def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        logits, scores = scored(request, expand, tree, first)
+        tokens, reached = below(request, scores, above, k, first=first, depth=depth)
+        if request.thresholds is None:
+            return tokens, reached, None
+        parents = torch.arange(logits.shape[1], device=tokens.device).repeat_interleave(k)
+        return tokens, reached, request.goes_on(logits, tokens.flatten(1), parents).view(tokens.shape)
 
     return offer
 
@@ -203,32 +230,35 @@ class Found:
     def __init__(self, root: int):
         self.tokens: list[int] = []
         self.scores: list[float] = []
+        self.further: list[float] = []  # scores to go on from
         self.parents: list[int] = []
         self.own: list[int] = []
         self.fed_tokens, self.fed_parents, self.fed_valid = [root], [-1], [True]
         self.newest = [-1]  # the candidates that were fed last
 
-    def add(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
-        """A level: as many children of each of the newest nodes, one node after the other."""
+    def add(self, tokens: Sequence[int], scores: Sequence[float], on: Sequence[bool] | None) -> None:
+        """A level: as many children of each of the newest nodes, one node after the other; ``on`` says below which there may be more."""
         self.tokens += tokens
         self.scores += scores
+        self.further += scores if on is None else [score if each else IMPOSSIBLE for score, each in zip(scores, on)]
         self.parents += [number for number in self.newest for _ in range(len(tokens) // len(self.newest))]
         self.own += [UNSEEN] * len(tokens)
 
-    def best(self, first: int, count: int) -> list[int]:
-        """The ``count`` best candidates from ``first`` on, best first; equals go to the earlier."""
-        return sorted(range(first, len(self.scores)), key=self.scores.__getitem__, reverse=True)[:count]
+    def best(self, first: int, count: int, *, further: bool = False) -> list[int]:
+        """The ``count`` best candidates from ``first`` on, best first, to be proposed or to go ``further`` from; of equals the earlier."""
+        scores = self.further if further else self.scores
+        return sorted(range(first, len(scores)), key=scores.__getitem__, reverse=True)[:count]
 
     def feed(self, numbers: list[int]) -> list[float]:
-        """Hang these candidates into the own tree, impossible ones as filler; returns their scores."""
+        """Hang these candidates into the own tree, as filler those below which there is nothing; returns their scores."""
         for number in numbers:
-            above = self.parents[number]
-            self.own[number] = len(self.fed_tokens)
+            above, on = self.parents[number], self.further[number] > IMPOSSIBLE
+            self.fed_parents.append(0 if above < 0 or self.own[above] == UNSEEN else self.own[above])
+            self.own[number] = len(self.fed_tokens) if on else UNSEEN
             self.fed_tokens.append(self.tokens[number])
-            self.fed_parents.append(0 if above < 0 else self.own[above])
-            self.fed_valid.append(self.scores[number] > IMPOSSIBLE)
+            self.fed_valid.append(on)
         self.newest = numbers
-        return [self.scores[number] for number in numbers]
+        return [self.further[number] for number in numbers]
 
 
 def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
@@ -237,11 +267,12 @@ def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offe
     tree = TokenTree.root(request.roots())
     above, expected, first = torch.zeros(tree.rows, 1), torch.zeros(tree.rows), 0
     for depth in range(shape.depth):
-        tokens, reached = offer(tree, first, above, depth)
+        tokens, reached, on = offer(tree, first, above, depth)
         begin, level = len(found[0].scores), reached[0].numel()
-        for each, limit, drawn, scores in zip(found, request.limits, tokens.flatten(1).tolist(), reached.flatten(1).tolist()):
-            each.add(drawn, scores if depth < limit else [IMPOSSIBLE] * level)
-        if depth + 1 == shape.depth:
+        going = [None] * len(found) if on is None else on.flatten(1).tolist()
+        for each, limit, drawn, scores, more in zip(found, request.limits, tokens.flatten(1).tolist(), reached.flatten(1).tolist(), going):
+            each.add(drawn, scores if depth < limit else [IMPOSSIBLE] * level, more)
+        if depth + 1 == shape.depth or (on is not None and max(max(each.further[begin:]) for each in found) == IMPOSSIBLE):
             break
         if shape.delta is not None:
             so_far = torch.tensor([each.scores for each in found], dtype=reached.dtype)
@@ -249,7 +280,7 @@ def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offe
             if not bool((expected - before > shape.delta).any()):
                 break
         first = tree.nodes
-        above = torch.tensor([each.feed(each.best(begin, k)) for each in found], dtype=reached.dtype)
+        above = torch.tensor([each.feed(each.best(begin, k, further=True)) for each in found], dtype=reached.dtype)
         tree = TokenTree.from_lists(
             [list(each.fed_tokens) for each in found], [list(each.fed_parents) for each in found], [list(each.fed_valid) for each in found]
         )
@@ -295,7 +326,7 @@ class Candidates:
 
 
 def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
-    """Waits for the device only where ``delta`` asks what was found."""
+    """Waits for the device only where ``delta`` or a threshold asks what was found."""
     tree = TokenTree.root(request.roots())
     device = tree.tokens.device
     limits = to_device(request.limits, device)[:, None]
@@ -303,7 +334,7 @@ def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Of
     expected = torch.zeros(tree.rows, device=device)
     score, numbers, first = torch.zeros(tree.rows, 1, device=device), torch.full((tree.rows, 1), -1, device=device), 0  # newest nodes
     for depth in range(shape.depth):
-        tokens, reached = offer(tree, first, score, depth)
+        tokens, reached, on = offer(tree, first, score, depth)
         flat, scores = tokens.flatten(1), reached.flatten(1).masked_fill(limits <= depth, IMPOSSIBLE)
         level = Candidates(flat, scores, numbers[..., None].expand_as(tokens).flatten(1), torch.full_like(flat, UNSEEN))
         begin = 0 if found is None else found.tokens.shape[1]
@@ -314,10 +345,13 @@ def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Of
             before, expected = expected, summed(found.scores, shape.total)
             if not bool((expected - before > shape.delta).any()):
                 break
-        best = scores.sort(dim=-1, descending=True, stable=True)  # equals go to the earlier
+        further = scores if on is None else scores.masked_fill(~on.flatten(1), IMPOSSIBLE)
+        if on is not None and not bool((further > IMPOSSIBLE).any()):
+            break
+        best = further.sort(dim=-1, descending=True, stable=True)  # equals go to the earlier
         score, numbers, first = best.values[:, :k], begin + best.indices[:, :k], tree.nodes
         tree = beneath(tree, found, numbers, score)
-        found.own.scatter_(1, numbers, torch.arange(first, tree.nodes, device=device).expand_as(numbers))
+        found.own.scatter_(1, numbers, torch.where(score > IMPOSSIBLE, torch.arange(first, tree.nodes, device=device), UNSEEN))
     assert found is not None
     chosen, own = keep_best(found, shape.total)
     roots = TokenTree.root(tree.tokens[:, 0])
@@ -334,7 +368,8 @@ def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Of
 def beneath(tree: TokenTree, found: Candidates, numbers: Tensor, score: Tensor) -> TokenTree:
     """The drafter's own ``tree`` with the candidates ``numbers`` ``[R, m]`` as its next level; impossible ones are filler."""
     above = found.parents.gather(1, numbers)
-    parents = torch.where(above < 0, 0, found.own.gather(1, above.clamp(min=0)))
+    parents = found.own.gather(1, above.clamp(min=0))
+    parents = torch.where((above < 0) | (parents == UNSEEN), 0, parents)
     known = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
     return TokenTree(
         torch.cat([tree.tokens, found.tokens.gather(1, numbers)], 1),

@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import UNSEEN, Growth, grow, one_by_one
 from foredraft.drafters.siblings import DRAWN, offered
+from foredraft.drafters.stopping import Stopping
 from foredraft.errors import ConfigurationError
 from foredraft.heads import checkpoints
 from foredraft.heads.base import Head, refuse_another_target
@@ -34,17 +35,27 @@ class LayerSkip(Drafter):
     source: a trained exit: a folder, a hub id or a head itself; none for the target's own final norm.
     exit: draft with so many of the target's layers, from the first on; a third of them, or those of the trained exit, by default.
     siblings: how tokens are chosen when sampling, as for ``draft-model``.
+    threshold: how likely a drafted token must be for the draft to go on below it: a number, ``auto`` for one that follows each row's
+        acceptance, or None for drafts that are as deep as they were planned.
     """
 
     name = "layer-skip"
     summary = "the target's own lower layers; for models trained to exit early"
     info = DrafterInfo(proposals=DRAWN.chains, branches=True, grows=True, runs_a_model=True, shares_target=True, learns_from_feedback=False)
 
-    def __init__(self, source: str | Path | Head | None = None, *, exit: int | None = None, siblings: str = "auto"):
+    def __init__(
+        self,
+        source: str | Path | Head | None = None,
+        *,
+        exit: int | None = None,
+        siblings: str = "auto",
+        threshold: float | str | None = None,
+    ):
         self.source = named(source)
         self._exit, self.offer = exit, offered(siblings, DRAWN)
         self.exit = exit  # of the model that it is bound to
         self.info = replace(self.info, proposals=self.offer.chains)
+        self.stopping = Stopping(threshold)
         self._target: Target | None = None
         self._head: Head | None = None
 
@@ -81,6 +92,7 @@ class LayerSkip(Drafter):
         return self.offer.of(shape)
 
     def draft(self, request: DraftRequest) -> TokenTree:
+        request = self.stopping.request(request)
         if request.shape.is_chain:
             return one_by_one(request, self._after)
         grown = grow(request, self._expand)
@@ -108,4 +120,10 @@ class LayerSkip(Drafter):
         return TokenTree(tree.tokens.gather(1, order), parents, valid, tree.proposal, pruned=tree.pruned)
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        """Nothing: what was read lies in the target's cache."""
+        self.stopping.observe(rows, feedback)
+
+    def end(self, rows: Sequence[Row]) -> None:
+        self.stopping.end(rows)
+
+    def reset(self) -> None:
+        self.stopping.end()

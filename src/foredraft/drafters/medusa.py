@@ -206,9 +206,9 @@ def offers(request: DraftRequest, logits: Tensor, k: int) -> Offer:
     if possible is not None:
         likely = likely.masked_fill(~possible, IMPOSSIBLE)
 
-    def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor, None]:
         nodes = tree.nodes - first
-        return tokens[:, depth, None].expand(-1, nodes, -1), above[..., None] + likely[:, depth, None]
+        return tokens[:, depth, None].expand(-1, nodes, -1), above[..., None] + likely[:, depth, None], None
 
     return offer
 
