@@ -2,7 +2,7 @@
 
     python -m recipes.zoo all --out RUN
 
-does everything from the installed packages to the folders in the package, in about four hours on two cores. Each step is also a
+does everything from the installed packages to the folders in the package, in about eight hours on two cores. Each step is also a
 command of its own, reads what the earlier ones left in RUN, and can be repeated. Training can be interrupted at any time and
 goes on with --resume.
 """
@@ -118,20 +118,22 @@ def ngram(out: Out) -> None:
 
 @app.command()
 def evaluate(out: Out) -> None:
-    """Measure bits per byte on the held-out packages, with bfloat16 weights; float32 ones on a sample (minutes)."""
+    """Measure bits per byte on the held-out packages, with bfloat16 weights; float32 ones, and early exits, on a sample (minutes)."""
     import torch
 
     from recipes.zoo import evaluation, fit
 
     _keep_freed_memory()
     _, held_out = _tokens(out)
-    for name in ("target", "draft"):
+    for name in [each for each in ("target", "draft", "deep", "deep-plain") if (out / each).exists()]:
         model = fit.load_weights(_needed(out / name, name))
         sample = held_out.sample(evaluation.ROUNDING_SAMPLE)
         scores: dict[str, Any] = {"sample": {"float32": asdict(evaluation.score_model(model, sample))}}
         model.to(torch.bfloat16)
         scores["sample"]["bfloat16"] = asdict(evaluation.score_model(model, sample))
         scores["bfloat16"] = asdict(evaluation.score_model(model, held_out))
+        if name.startswith("deep"):
+            scores["exits"] = evaluation.score_exits(model, sample)
         typer.echo(f"{name}: {scores['bfloat16']['bits_per_byte']:.4f} bits per byte")
         _write(out / name / "scores.json", scores)
 
@@ -142,18 +144,22 @@ def package(out: Out) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from foredraft.drafters.ngram_model import NGramModel
-    from foredraft.zoo import DRAFT, TARGET
+    from foredraft.zoo import DEEP, DRAFT, TARGET
     from recipes.zoo import fit, packaging
 
     manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
     learnt = PreTrainedTokenizerFast.from_pretrained(_needed(out / "tokenizer", "tokenizer"))
     ngram_figures = _read(_needed(out / "ngram", "ngram") / "figures.json")
-    for name, run in ((TARGET, "target"), (DRAFT, "draft")):
+    for name, run in ((TARGET, "target"), (DRAFT, "draft"), (DEEP, "deep")):
+        if not (out / run).exists():
+            continue
         figures = {
-            "training": _read(_needed(out / run, run) / "training.json"),
+            "training": _read(out / run / "training.json"),
             "held_out": _read(_needed(out / run / "scores.json", "evaluate")),
             "baseline": ngram_figures["baseline"],
         }
+        if run == "deep":
+            figures["plain"] = _read(_needed(out / "deep-plain" / "scores.json", "deep-plain and evaluate"))
         typer.echo(packaging.package_model(name, fit.load_weights(out / run), learnt, figures, manifest))
     table = NGramModel.load(out / "ngram" / "ngram.safetensors")
     typer.echo(packaging.package_ngram(table, ngram_figures, manifest))
@@ -195,7 +201,7 @@ def package_heads(out: Out) -> None:
 @app.command(name="all")
 def everything(out: Out) -> None:
     """All steps in order, with the budgets of the recipe."""
-    for step in (corpus, tokenizer, ngram, target, draft, evaluate, package, texts, medusa, eagle3, package_heads):
+    for step in (corpus, tokenizer, ngram, target, draft, deep, deep_plain, evaluate, package, texts, medusa, eagle3, package_heads):
         step(out)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from foredraft.drafters.ngram_model import NGramModel
 from recipes.zoo.tokenization import Encoded
@@ -46,6 +46,19 @@ def score_model(model: PreTrainedModel, held_out: Encoded, *, rows: int = 8) -> 
             hits += (logits.argmax(-1) == labels).sum().item()
             count += labels.numel()
     return Score(_bits_per_byte(nats, held_out), nats / count, hits / count)
+
+
+def score_exits(model: LlamaForCausalLM, held_out: Encoded, *, rows: int = 8) -> list[float]:
+    """How often the most likely token behind each layer is that of the last one."""
+    hits, count = torch.zeros(model.config.num_hidden_layers), 0
+    with torch.inference_mode():
+        for batch, first in _batches(held_out, rows):
+            read = model.model(input_ids=torch.from_numpy(batch)[:, :-1], use_cache=False, output_hidden_states=True)
+            states = [*(model.model.norm(each) for each in read.hidden_states[1:-1]), read.hidden_states[-1]]
+            likeliest = [model.lm_head(each[:, first:]).argmax(-1) for each in states]
+            hits += torch.stack([(each == likeliest[-1]).sum() for each in likeliest])
+            count += likeliest[-1].numel()
+    return (hits / count).tolist()
 
 
 def score_ngram(model: NGramModel, held_out: Encoded) -> Score:

@@ -137,12 +137,17 @@ def optimizers(model: PreTrainedModel, rates: Rates) -> list[torch.optim.Optimiz
     return made
 
 
-def cross_entropy(model: LlamaForCausalLM, ids: Tensor) -> Tensor:  # [B, S + 1] -> mean nats per token
-    layers = len(model.model.layers)
-    return early_cross_entropy(model, ids, torch.ones(layers, len(ids)), [layers - 1], torch.ones(1))
+def behind(model: LlamaForCausalLM, states: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """The cross-entropies of labels [B, S] behind states [k, B, S, d], summed with weights [k]."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model.lm_head(model.model.norm(states))
+    nats = F.cross_entropy(logits.float().flatten(0, 2), labels.repeat(len(weights), 1).flatten(), reduction="none")
+    return (nats.view(len(weights), -1).mean(1) * weights).sum()
 
 
-def early_cross_entropy(model: LlamaForCausalLM, ids: Tensor, kept: Tensor, exits: Sequence[int], weights: Tensor) -> Tensor:
+def early_cross_entropy(
+    model: LlamaForCausalLM, ids: Tensor, kept: Tensor, exits: Sequence[int], weights: Tensor, *, behind: Callable[..., Tensor] = behind
+) -> Tensor:
     """The loss of the LayerSkip recipe for ids [B, S + 1]: ``kept`` [L, B] is 0 where a row leaves a layer out, and ``weights`` [k] are
     what the cross-entropies behind the layers ``exits`` count."""
     decoder = model.model
@@ -155,18 +160,12 @@ def early_cross_entropy(model: LlamaForCausalLM, ids: Tensor, kept: Tensor, exit
             after = layer(hidden, attention_mask=None, position_ids=places, position_embeddings=rotation)
             hidden = hidden + keep[:, None, None] * (after - hidden)
             states.append(hidden)
-    return _exits(model, torch.stack([states[each] for each in exits]), ids[:, 1:], weights)
+    return behind(model, torch.stack([states[each] for each in exits]), ids[:, 1:], weights)
 
 
-def _exits(model: LlamaForCausalLM, states: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Cross-entropies of labels [B, S] behind states [k, B, S, d], summed with weights [k]."""
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model.lm_head(model.model.norm(states))
-    nats = F.cross_entropy(logits.float().flatten(0, 2), labels.repeat(len(weights), 1).flatten(), reduction="none")
-    return (nats.view(len(weights), -1).mean(1) * weights).sum()
-
-
-_exits = torch.compile(_exits, dynamic=False)
+def cross_entropy(model: LlamaForCausalLM, ids: Tensor, **options: Any) -> Tensor:  # [B, S + 1] -> mean nats per token
+    layers = len(model.model.layers)
+    return early_cross_entropy(model, ids, torch.ones(layers, len(ids)), [layers - 1], torch.ones(1), **options)
 
 
 class Run:
@@ -216,7 +215,7 @@ class Run:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        loss = partial(early_cross_entropy if self.early else cross_entropy, self.model)
+        loss = partial(early_cross_entropy if self.early else cross_entropy, self.model, behind=torch.compile(behind, dynamic=False))
         for layer in self.model.model.layers:
             layer.compile(dynamic=False)  # one graph for all of them
         previous = [signal.signal(number, self._request_stop) for number in (signal.SIGTERM, signal.SIGINT)]

@@ -13,11 +13,16 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft.drafters.ngram_model import NGramModel
-from foredraft.zoo import DRAFT, NGRAM, TARGET, root
+from foredraft.zoo import DEEP, DRAFT, NGRAM, TARGET, root
 from recipes.zoo.evaluation import ROUNDING_SAMPLE
 from recipes.zoo.recipe import NGRAM_ORDER
 
 VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
+
+LOSSES = {
+    DEEP: "Next-token cross-entropy behind the last layer, behind the fourth, which counts half as much, and behind one of the others in "
+    "turn, with layer dropout of up to 10 %"
+}
 
 Figures = dict[str, Any]  # what becomes JSON
 
@@ -93,14 +98,31 @@ Each package keeps its own licence; `metrics.json` has the digests of both halve
 """
 
 
+def _exits_section(figures: Figures) -> str:
+    held_out, plain = figures["held_out"], figures["plain"]
+    rows = "\n".join(f"| {exit} | {own:.1%} | {other:.1%} |" for exit, (own, other) in enumerate(zip(held_out["exits"], plain["exits"]), 1))
+    return f"""## Early exits
+
+How often the most likely token behind so many layers is that of the last layer, on every {ROUNDING_SAMPLE}th held-out document; beside it
+the same architecture trained on the same tokens without early exits, which has {plain["bfloat16"]["bits_per_byte"]:.4f} bits per byte.
+
+| layers | this model | without early exits |
+| --- | --- | --- |
+{rows}
+
+"""
+
+
 def _model_card(name: str, config: LlamaConfig, figures: Figures, manifest: Figures) -> str:
     held_out, trained, baseline = figures["held_out"], figures["training"], figures["baseline"]
     sample = held_out["sample"]
     role = {
         TARGET: "A small language model of Python source, for demonstrations, tests and benchmarks of speculative decoding: the target.",
         DRAFT: f"The draft model for `{TARGET}`: same tokenizer, an eighth of the parameters, trained on the same corpus.",
+        DEEP: "A deep and narrow language model of Python source whose lower layers were trained to predict too (LayerSkip, Elhoushi et "
+        "al. 2024), for demonstrations, tests and benchmarks of drafting with part of the target.",
     }[name]
-    command = {TARGET: "target", DRAFT: "draft"}[name]
+    command = {TARGET: "target", DRAFT: "draft", DEEP: "deep"}[name]
     command += f" --budget {trained['budget'] / 1e6} --cooldown {trained['cooldown']}"
     stopped = ", stopped there by hand" if trained["tokens"] < trained["budget"] else ""
 
@@ -130,7 +152,7 @@ The baseline is an {baseline["what"]}. This model is {1 - held_out["bfloat16"]["
 Rounding the weights: on every {ROUNDING_SAMPLE}th document {sample["float32"]["bits_per_byte"]:.4f} bits per byte with float32 weights, \
 {sample["bfloat16"]["bits_per_byte"]:.4f} with bfloat16.
 
-{_data_section(manifest)}
+{_exits_section(figures) if "plain" in figures else ""}{_data_section(manifest)}
 ## Recipe
 
 ```
@@ -143,8 +165,9 @@ python -m recipes.zoo package --out RUN
 
 {trained["tokens"]:,} training tokens ({trained["epochs"]:.2f} epochs) in {trained["seconds"] / 60:.0f} minutes on \
 {trained["machine"]}{stopped}.{note}
-Next-token cross-entropy; Muon and AdamW; warm-up, stable and decay over the last {trained["cooldown"]:.0%}; bfloat16 autocast over
-float32 weights; sequences of {trained["lengths"][0]} tokens, of {trained["lengths"][1]} and then {trained["lengths"][2]} in the cool-down.
+{LOSSES.get(name, "Next-token cross-entropy")}; Muon and AdamW;
+warm-up, stable and decay over the last {trained["cooldown"]:.0%}; bfloat16 autocast over float32 weights;
+sequences of {trained["lengths"][0]} tokens, of {trained["lengths"][1]} and then {trained["lengths"][2]} in the cool-down.
 
 ## Limits
 

@@ -111,8 +111,8 @@ def config_of(source: str) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
-    if source.startswith(zoo.PREFIX) and zoo.find(source).kind == "inflated":
-        config |= {"hidden_size": zoo.INFLATED_SIZE["hidden_size"], "num_hidden_layers": zoo.INFLATED_SIZE["layers"]}
+    if source.startswith(zoo.PREFIX) and (size := zoo.find(source).inflated):
+        config |= {"hidden_size": size.hidden_size, "num_hidden_layers": size.layers}
     return config
 
 

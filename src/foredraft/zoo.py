@@ -9,6 +9,7 @@ Wherever Foredraft takes a model, ``"zoo:python-8m"`` means the same. The ``READ
 
 ``python-300m`` is not a better model. It is ``python-8m`` inflated (:mod:`foredraft.inflation`) to the size and cost of a model of 300
 million parameters, with the same function: an instrument that shows real acceptance at a realistic price on any machine.
+``python-deep-100m`` is ``python-deep`` at four times the width, with no layer added: for drafts that leave layers out.
 
 Draft heads for ``python-8m`` are included (``python-8m-medusa``, ``python-8m-eagle3``); :func:`foredraft.heads.checkpoints.load` loads
 them, and inflates them where the target is ``python-300m``.
@@ -32,8 +33,19 @@ __all__ = ["Embedded", "describe", "find", "head_for", "is_inflated", "load", "l
 
 PREFIX = "zoo:"
 TARGET, DRAFT, NGRAM, INFLATED = "python-8m", "python-1m", "python-ngram", "python-300m"
-INFLATED_SIZE = {"hidden_size": 1024, "layers": 24}
-INFLATED_PARAMETERS = 306_234_368
+DEEP, WIDE = "python-deep", "python-deep-100m"
+
+
+@dataclass(frozen=True)
+class Inflated:
+    """What an inflated model is inflated to."""
+
+    hidden_size: int
+    layers: int
+    parameters: int
+
+
+INFLATED_SIZE = Inflated(1024, 24, 306_234_368)
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,7 @@ class Embedded:
         kind: "target", "draft", "inflated", "ngram" or "head".
         folder: the folder of its files below :func:`root`; an inflated model has that of the model that it is built from.
         drafter: the drafter that runs a head, or an n-gram table.
+        inflated: the size of an inflated model.
     """
 
     name: str
@@ -51,6 +64,7 @@ class Embedded:
     description: str
     folder: str
     drafter: str = ""
+    inflated: Inflated | None = None
 
     @property
     def path(self) -> Path:
@@ -65,12 +79,12 @@ class Embedded:
     @property
     def parameters(self) -> int:
         """Their number; for an n-gram table, the number of n-grams."""
-        return INFLATED_PARAMETERS if self.kind == "inflated" else int(self.figures["parameters"])
+        return self.inflated.parameters if self.inflated else int(self.figures["parameters"])
 
     @property
     def size(self) -> int:
         """Bytes of weights on disk; an inflated model has none of its own."""
-        return 0 if self.kind == "inflated" else sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+        return 0 if self.inflated else sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -84,7 +98,11 @@ CATALOGUE = {
     for each in (
         Embedded(TARGET, "target", "target: a llama-architecture model of Python source", TARGET),
         Embedded(DRAFT, "draft", f"draft for {TARGET}: same corpus, same tokenizer", DRAFT),
-        Embedded(INFLATED, "inflated", f"benchmark instrument: {TARGET} at the cost of 300 M parameters", TARGET),
+        Embedded(INFLATED, "inflated", f"benchmark instrument: {TARGET} at the cost of 300 M parameters", TARGET, inflated=INFLATED_SIZE),
+        Embedded(DEEP, "target", "target: sixteen narrow layers, the lower ones trained to draft for the others", DEEP),
+        Embedded(
+            WIDE, "inflated", f"benchmark instrument: {DEEP} at the cost of 100 M parameters", DEEP, inflated=Inflated(768, 16, 103_834_368)
+        ),
         Embedded(NGRAM, "ngram", "n-gram table of the same corpus, for the ngram drafter", NGRAM, "ngram"),
         Embedded(f"{TARGET}-medusa", "head", f"Medusa heads for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-medusa", "medusa"),
         Embedded(f"{TARGET}-eagle3", "head", f"EAGLE-3 head for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-eagle3", "eagle3"),
@@ -148,7 +166,7 @@ def path(name: str) -> Path:
         ConfigurationError: an unknown name, or an inflated model, which has no files.
     """
     found = find(name)
-    if found.kind == "inflated":
+    if found.inflated:
         raise ConfigurationError(f"{found.name} has no files: it is built from {found.folder} when foredraft.zoo.load loads it")
     return found.path
 
@@ -175,10 +193,10 @@ def load(
 
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(found.path, local_files_only=True, dtype=dtype or "auto", **options)
-    if found.kind == "inflated":
+    if found.inflated:
         from foredraft.inflation import inflate
 
-        model = inflate(model, **INFLATED_SIZE)
+        model = inflate(model, hidden_size=found.inflated.hidden_size, layers=found.inflated.layers)
     model.name_or_path = model.config._name_or_path = PREFIX + found.name
     return model.to(device).eval()
 
@@ -205,6 +223,6 @@ def head_for(model: PreTrainedModel, drafter: str) -> str | None:
 
 
 def is_inflated(model: PreTrainedModel) -> bool:
-    """Whether ``model`` has the size of the inflated one."""
+    """Whether ``model`` has the size of ``python-300m``."""
     config = model.config
-    return (config.hidden_size, config.num_hidden_layers) == (INFLATED_SIZE["hidden_size"], INFLATED_SIZE["layers"])
+    return (config.hidden_size, config.num_hidden_layers) == (INFLATED_SIZE.hidden_size, INFLATED_SIZE.layers)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from foredraft.training import layerskip
 from recipes.zoo import corpus, evaluation, fit, recipe, tokenization
 from recipes.zoo.corpus import SourceFile
 
@@ -104,15 +105,16 @@ def test_blocked_attention_is_attention():
     torch.testing.assert_close(blocked.transpose(1, 2), plain, atol=1e-5, rtol=0)
 
 
-def test_a_run_learns_stops_and_resumes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("early", [None, layerskip.Recipe(dropout=0.2, rotation=2, exit=1)])
+def test_a_run_learns_stops_and_resumes(tmp_path, monkeypatch, early):
     monkeypatch.setattr(fit, "CONTEXT", 64)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     tokens = np.tile(np.arange(16, dtype=np.uint16), 600)
-    config = recipe.llama_config(hidden=64, heads=1, kv_heads=1, layers=1, intermediate=64)
+    config = recipe.llama_config(hidden=64, heads=1, kv_heads=1, layers=3, intermediate=64)
     batch = fit.Batch(rows=4, lengths=(16, 32, 64), micro_tokens=64)
 
     def run(budget: int, resume: bool) -> fit.Run:
-        run = fit.Run(config, tmp_path, batch=batch, rates=fit.Rates())
+        run = fit.Run(config, tmp_path, batch=batch, rates=fit.Rates(), early=early)
         if resume:
             run.resume()
         run.train(tokens, tokens, fit.Schedule(budget, warmup=500))
@@ -130,7 +132,7 @@ def test_recipe_command_line(tmp_path):
 
     listing = CliRunner().invoke(app, ["--help"])
     assert listing.exit_code == 0
-    for command in ("corpus", "tokenizer", "target", "draft", "ngram", "evaluate", "package", "all"):
+    for command in ("corpus", "tokenizer", "target", "draft", "deep", "deep-plain", "ngram", "evaluate", "package", "all"):
         assert command in listing.output
     refused = CliRunner().invoke(app, ["target", "--out", str(tmp_path)])
     assert refused.exit_code == 2 and "recipes.zoo tokenizer" in refused.output
@@ -139,3 +141,31 @@ def test_recipe_command_line(tmp_path):
 def test_every_held_out_name_is_a_known_package():
     assert {name for name in corpus.HELD_OUT if not name.startswith("stdlib:")} <= set(corpus.DISTRIBUTIONS)
     assert isinstance(SourceFile("rich", "rich/a.py", "é").size, int) and SourceFile("rich", "a", "é").held_out
+
+
+def test_the_early_loss_is_the_sum_of_its_exits():
+    config = recipe.llama_config(hidden=64, heads=1, kv_heads=1, layers=3, intermediate=64)
+    model, ids = fit.build(config).eval(), torch.randint(recipe.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    kept = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])  # both rows leave the second layer out
+    found = fit.early_cross_entropy(model, ids, kept, [0, 2], torch.tensor([0.25, 0.75]))
+    del model.model.layers[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        states = model(ids[:, :-1], output_hidden_states=True).hidden_states
+        logits = [model.lm_head(model.model.norm(states[1])), model.lm_head(states[2])]
+    each = [torch.nn.functional.cross_entropy(part.float().flatten(0, 1), ids[:, 1:].flatten()) for part in logits]
+    torch.testing.assert_close(found, 0.25 * each[0] + 0.75 * each[1], atol=1e-4, rtol=0)
+    assert fit.cross_entropy(model, ids, behind=fit.behind).item() == pytest.approx(each[1].item(), abs=1e-4)
+
+
+def test_exits_are_scored_against_the_last_layer():
+    config = recipe.llama_config(hidden=64, heads=1, kv_heads=1, layers=3, intermediate=64)
+    model = fit.build(config).eval()
+    for weight in model.model.layers.parameters():
+        weight.data.mul_(20)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):  # the second layer does nothing: the first exit is the second
+        model.model.layers[1].get_submodule(name).weight.data.zero_()
+    tokens = np.random.default_rng(0).integers(2, recipe.VOCABULARY, 300).astype(np.uint16)
+    tokens[[0, 100]] = 0
+    held_out = tokenization.Encoded(tokens, np.array([0, 100, 300]), np.array([1, 1]))
+    first, second, last = evaluation.score_exits(model, held_out)
+    assert first == second < last == 1
