@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -415,3 +416,40 @@ def test_threads_that_share_a_core_do_not_wait_for_each_other():
     assert done.returncode == 0, done.stderr
     two, five = map(float, done.stdout.split())
     assert two < 5 and five < 10  # threads that wait for each other's time slices: hundreds
+
+
+JUDGING = """
+#define _GNU_SOURCE
+#include "crew.h"
+static uint64_t now;
+/* Windows of work, so many, with so many cores for all together or for the caller alone: how many of them the caller did alone */
+int windows(int count, double together, double alone) {
+    int found = 0;
+    for (int i = 0; i < count; i++) {
+        now += crew->clock = WINDOW;
+        crew->processor = WINDOW * (crew->alone ? alone : together);
+        found += crew->alone;
+        judge(crew, now);
+    }
+    return found;
+}
+"""
+
+
+@needs_kernels
+def test_on_a_busy_machine_the_caller_works_alone_where_that_is_no_slower(tmp_path):
+    source, library = tmp_path / "judging.c", tmp_path / "judging.so"
+    source.write_text(JUDGING)
+    command = ["cc", *native.FLAGS, "-I", str(native.SOURCE.parent), str(source), "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    windows = ctypes.CDLL(str(library)).windows
+    windows.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
+    assert windows(100, 1.9, 1.0) == 0, "a quiet machine"
+    assert windows(1, 0.2, 1.0) == windows(9, 1.9, 1.0) == 0, "one bad window"
+    windows(10, 0.9, 0.9)
+    assert 90 <= windows(100, 0.9, 0.9) < 100, "both on one core: alone, with a trial of the helpers now and then"
+    windows(50, 0.8, 0.5)
+    assert 0 < windows(100, 0.8, 0.5) <= 10, "among many other threads, where each has its share"
+    windows(10, 0.9, 0.9)
+    windows(34, 1.9, 1.0)  # a second
+    assert windows(100, 1.9, 1.0) == 0, "quiet again"

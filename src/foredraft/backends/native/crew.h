@@ -11,6 +11,9 @@
  *         if (mine(w)) ... copy it to where it belongs ...
  *     }
  * What it reads may be changed by the others while a thread that was away reads it; that thread is then told that the chunk is not its own.
+ *
+ * On a busy machine the system may give all threads of a program together no more processor time than one alone would get, often on one and
+ * the same core. The caller therefore works alone where its helpers bring little; now and then it tries the other way.
  */
 #include <limits.h>
 #include <linux/futex.h>
@@ -20,6 +23,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 #include <x86intrin.h>
 
@@ -32,6 +36,11 @@
 #define MICROSECOND 2500ull /* in cycles, about */
 #define SHORT (20 * MICROSECOND) /* that a helper looks out for work before it sleeps, on a busy machine */
 #define LONG (1000 * MICROSECOND) /* and on a quiet one */
+#define BETWEEN (200 * MICROSECOND) /* two times of work that are measured: short work, such as a draft's, is not slowed down */
+#define MILLISECOND 1000000ull /* in nanoseconds */
+#define WINDOW (30 * MILLISECOND) /* of work that is judged together */
+#define TRIAL (500 * MILLISECOND) /* from one trial of the other way to the next, where it may be better */
+#define WORTH 1.1 /* times as much processor time as one thread alone that all together have to get */
 
 typedef struct Worker Worker;
 typedef void Work(Worker *w, const void *job);
@@ -47,6 +56,11 @@ typedef struct {
     const void *job;
     int threads, helpers; /* wanted, the caller included; started */
     uint64_t begin;       /* the first phase of this work */
+    int alone, measured;  /* whether the caller works alone at present; whether this work is measured */
+    _Atomic uint64_t helped;              /* processor time of helpers in this work; this and the following in nanoseconds */
+    uint64_t clock, processor, trial;     /* time in this window, and processor time; when the other way is tried next */
+    uint64_t looked;                      /* when work was measured last, in cycles */
+    double got[2];                        /* cores that all together got lately, and the caller alone */
     _Atomic uint64_t phases[CHUNKS]; /* in which each chunk was last put in place */
 } Crew;
 
@@ -58,7 +72,7 @@ struct Worker {
     uint64_t since, span;         /* when the chunk was taken; what the last one took, in cycles */
 };
 
-static Crew of_this_library = {.next = 1 << BITS, .done = 1 << BITS, .inside = CLOSED, .begin = 1};
+static Crew of_this_library = {.next = 1 << BITS, .done = 1 << BITS, .inside = CLOSED, .begin = 1, .got = {2.0, 1.0}};
 static Crew *crew = &of_this_library;
 
 /* All kernels of a process share one crew: that of the library that was loaded first. */
@@ -139,6 +153,23 @@ static void await_work(Crew *c, uint32_t seen, uint64_t *patience) {
     atomic_fetch_sub(&c->sleeping, 1);
 }
 
+static uint64_t nanoseconds(clockid_t clock) {
+    struct timespec t;
+    clock_gettime(clock, &t);
+    return t.tv_sec * 1000 * MILLISECOND + t.tv_nsec;
+}
+
+/* Decide who does the next work, `now`, from what this window's got; one thread gets one core at most */
+static void judge(Crew *c, uint64_t now) {
+    if (c->clock < WINDOW) return;
+    double *got = c->got;
+    got[c->alone] += ((double)c->processor / c->clock - got[c->alone]) / 2;
+    c->clock = c->processor = 0;
+    if (got[0] >= WORTH) got[1] = 1.0;
+    c->alone = got[0] < WORTH * got[1];
+    if (got[0] < WORTH && now >= c->trial) c->alone = !c->alone, c->trial = now + TRIAL;
+}
+
 static void *help(void *number) {
     Crew *c = crew;
     uint64_t patience = LONG;
@@ -150,7 +181,9 @@ static void *help(void *number) {
         if (inside & CLOSED) continue;
         if ((intptr_t)number < c->threads) {
             Worker w = {.crew = c, .number = (intptr_t)number, .threads = c->threads, .phase = c->begin};
+            const uint64_t since = c->measured ? nanoseconds(CLOCK_THREAD_CPUTIME_ID) : 0;
             c->work(&w, c->job);
+            if (c->measured) atomic_fetch_add(&c->helped, nanoseconds(CLOCK_THREAD_CPUTIME_ID) - since);
         }
         if (atomic_fetch_sub(&c->inside, 1) - 1 == (CLOSED | ASLEEP)) wake(&c->inside);
     }
@@ -178,17 +211,10 @@ static void recruit(Crew *c, int helpers) {
     pthread_attr_destroy(&detached), pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Do `work` with up to so many threads, this one included; with this one alone while another one has the crew. */
-static void together(int threads, Work *work, const void *job) {
-    Crew *c = crew;
-    Worker w = {.threads = 1};
-    if (threads < 2 || atomic_exchange(&c->taken, 1)) {
-        work(&w, job);
-        return;
-    }
+static void with_helpers(Crew *c, int threads, Work *work, const void *job) {
+    Worker w = {.crew = c, .threads = threads, .phase = c->begin};
     if (c->helpers < threads - 1) recruit(c, threads - 1);
     c->work = work, c->job = job, c->threads = threads;
-    w.crew = c, w.threads = threads, w.phase = c->begin;
     atomic_store(&c->inside, 0);
     atomic_fetch_add(&c->rounds, 1);
     if (atomic_load(&c->sleeping)) wake(&c->rounds);
@@ -201,5 +227,28 @@ static void together(int threads, Work *work, const void *job) {
         inside = atomic_load(&c->inside);
     }
     c->begin = w.phase;
+}
+
+/* Do `work` with up to so many threads, this one included; with this one alone while another one has the crew, or helpers bring little. */
+static void together(int threads, Work *work, const void *job) {
+    Crew *c = crew;
+    Worker alone = {.threads = 1};
+    if (threads < 2 || atomic_exchange(&c->taken, 1)) {
+        work(&alone, job);
+        return;
+    }
+    uint64_t clock, processor;
+    c->measured = __rdtsc() - c->looked > BETWEEN, c->helped = 0;
+    if (c->measured) clock = nanoseconds(CLOCK_MONOTONIC), processor = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+    if (c->alone)
+        work(&alone, job);
+    else
+        with_helpers(c, threads, work, job);
+    if (c->measured) {
+        const uint64_t now = nanoseconds(CLOCK_MONOTONIC);
+        c->clock += now - clock, c->processor += nanoseconds(CLOCK_THREAD_CPUTIME_ID) - processor + c->helped;
+        judge(c, now);
+        c->looked = __rdtsc();
+    }
     atomic_store(&c->taken, 0);
 }
