@@ -586,7 +586,7 @@ def test_ctrl_c_in_a_pass_keeps_what_there_is(drafter, count):
     assert output.sequences[:, :WIDTH].tolist() == padded(ROWS)["input_ids"].tolist()
     texts = added(output, WIDTH)
     assert texts == [text[: len(mine)] for text, mine in zip(greedy(), texts)]
-    least = min(count - 1, 1) if drafter == "layer-skip" else count - 1  # its drafts are calls of the target, too
+    least = min(count - 1, 1) if drafter in ("layer-skip", "draft-verify") else count - 1  # its drafts are calls of the target, too
     assert all(len(mine) >= least for mine in texts) and output.stats.new_tokens == sum(map(len, texts))
     if asked and count > 1:
         assert len(output.scores) == max(map(len, texts))
@@ -630,7 +630,7 @@ def test_statistics_say_what_happened(drafter, count):
     elapsed = time.perf_counter() - began
     stats = out.stats
     assert stats.row_passes == sum(row.passes for row in stats.rows)
-    if drafter != "layer-skip":  # whose drafts are calls of the target, too
+    if drafter not in ("layer-skip", "draft-verify"):  # whose drafts are calls of the target, too
         assert stats.target_passes == len(shapes)
         assert stats.row_passes == sum(shape[0] for shape in shapes[1:])
     texts = added(out, WIDTH if count == 3 else len(rows[0]))

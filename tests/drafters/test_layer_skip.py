@@ -12,8 +12,7 @@ import torch
 from architectures import ARCHITECTURES, build, build_wide
 from cover import nightly_but
 from helpers import PAD, generate, padded, prompts
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from own_layers import LAYERS, counted, model
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
 from foredraft.drafters.base import DraftRequest, Feedback
@@ -34,40 +33,12 @@ from foredraft.verification import create as create_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
 
-LAYERS, NEW = 5, 17
+NEW = 17
 TREES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
 SHARED = {"gemma3n_text"}  # upper layers read the keys of lower ones
 SHAPES = ["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"]
 ROWS = prompts((12, 5, 9))
 SAMPLED = {"do_sample": True, "seed": 7, "temperature": 1.0, "top_k": 0}
-
-
-def model(seed: int = 0, **options: Any) -> LlamaForCausalLM:
-    """A tiny llama of five layers, whose lower layers guess some tokens: the upper ones add little."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, **options}
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 128, "num_hidden_layers": LAYERS, **sizes}
-    made = LlamaForCausalLM(LlamaConfig(eos_token_id=None, bos_token_id=None, **sizes)).eval()
-    with torch.no_grad():
-        made.model.embed_tokens.weight.normal_(0, 1)
-        for index, layer in enumerate(made.model.layers):
-            for weight in layer.parameters():
-                if weight.ndim > 1:
-                    weight.normal_(0, 0.12 if index < 2 else 0.09)
-    return made
-
-
-def counted(subject: LlamaForCausalLM) -> list[int]:
-    """Tokens that each decoder layer is called with from now on."""
-    counts = [0] * LAYERS
-
-    def count(index: int, given: Any, named: Any) -> None:
-        states: Tensor = given[0] if given else named["hidden_states"]
-        counts[index] += states.shape[0] * states.shape[1]
-
-    for index, layer in enumerate(subject.model.layers):
-        layer.register_forward_pre_hook(lambda module, given, named, index=index: count(index, given, named), with_kwargs=True)
-    return counts
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])

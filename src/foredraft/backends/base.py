@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foredraft.models.cache import Window
 from foredraft.models.features import Features
+from foredraft.models.skips import SkipSet
 from foredraft.models.support import ModelFacts, is_half, tolerance
 from foredraft.tree import TokenTree
 
@@ -48,12 +49,14 @@ class Part:
     Attributes:
         states: ``[R, nodes, d]`` what came out of layer ``begin`` - 1; None where that is the embeddings.
         logits: whether the model's final norm and LM head are wanted of what comes out.
+        skip: sublayers that are left out, of a part that is all layers.
     """
 
     begin: int
     end: int
     states: Tensor | None = None
     logits: bool = True
+    skip: SkipSet | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +65,8 @@ class PassOutput:
 
     Attributes:
         logits: ``[R, nodes, V]``, or ``[R, 1, V]`` where one node per row was asked for.
-        hidden: of a part, ``[R, nodes, d]`` what came out of its last layer (None behind the model's last); otherwise
+        hidden: of a part, ``[R, nodes, d]`` what came out of its last layer (None behind the model's last), or with ``skip`` what layer
+            ``skip.first`` was given; otherwise
             ``[R, nodes, F * d]`` the wanted hidden states (``[R, 1, F * d]`` with ``keep``, unless they are wanted for whole texts);
             None if there are none. Filler may have any.
     """

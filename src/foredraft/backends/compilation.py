@@ -25,6 +25,7 @@ from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import STRUCTURE, Kind, ModelState, Override, hooks_of, take_back
 from foredraft.models.layers import decoder_layers
 from foredraft.models.positions import tuned_layers
+from foredraft.models.skips import LeftOut
 
 NODES = 64  # tokens per row of a compiled pass at most; beyond, arithmetic takes the time, and the model's own layers are as fast
 
@@ -155,7 +156,8 @@ class CompiledLayer(Override):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args)), **kwargs}
         name = next((name for name, value in given.items() if isinstance(value, TreeCache)), None)
-        ready = None if name is None or torch.is_grad_enabled() or any(self._hooks) else self._ready(given[name])
+        apart = any(isinstance(each, LeftOut) for each in self.layer._modules.values())
+        ready = None if name is None or apart or torch.is_grad_enabled() or any(self._hooks) else self._ready(given[name])
         x, mask, shared = given.get(self.names[0]), given.get("attention_mask"), self.owner.shared
         if ready is None or not isinstance(x, Tensor) or not compilable(x, mask, shared.masks):
             return type(self.layer).forward(self.layer, *args, **kwargs)

@@ -21,6 +21,7 @@ from foredraft.models.cache import TreeCache, Window
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
 from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
+from foredraft.models.skips import Sublayers
 from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
@@ -42,6 +43,7 @@ class ModelCall:
         self.tuned = tuned_layers(model)
         self._takes_positions = "position_ids" in parameters
         self._ranges: LayerRanges | None = None
+        self._sublayers: Sublayers | None = None
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
     @property
@@ -53,6 +55,16 @@ class ModelCall:
         """
         self._ranges = self._ranges or LayerRanges(self.model)
         return self._ranges
+
+    @property
+    def sublayers(self) -> Sublayers:
+        """What can be left out of these.
+
+        Raises:
+            UnsupportedModelError: nothing can.
+        """
+        self._sublayers = self._sublayers or Sublayers(self.model, self.ranges)
+        return self._sublayers
 
     def __call__(
         self,
@@ -88,7 +100,8 @@ class ModelCall:
             if where is not None and self.uses_alibi:
                 overrides.enter_context(alibi_from(self.model, where.keys))
             if part is not None:
-                passing = overrides.enter_context(self.ranges.only(part.begin, part.end, part.states))
+                only = self.ranges.only(part.begin, part.end, part.states) if part.skip is None else self.sublayers.left_out(part.skip)
+                passing = overrides.enter_context(only)
                 called = self.model if part.logits else self.model.base_model
                 output = called(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments)
                 return PassOutput(output.logits if part.logits else output[0], passing.found)

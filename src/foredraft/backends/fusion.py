@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from foredraft.backends.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, fits
+from foredraft.backends.native import ATTENTION, MLP
 from foredraft.backends.packing import PLAIN, Packing, Product
 from foredraft.models.cache import TreeCache
 from foredraft.models.changes import Override, Structure, hooks_of, take_back
+from foredraft.models.skips import LeftOut
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
@@ -151,22 +153,31 @@ class FusedLayer(Override):
             whole = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_embeddings": position_embeddings}
             original: Tensor = type(self.layer).forward(self.layer, hidden_states, **whole, **others)
             return original
+        attends, feeds = (not isinstance(self.layer._modules[name], LeftOut) for name in ("self_attn", "mlp"))
         if self.kernel is not None and isinstance(past_key_values, TreeCache) and fits(attention_mask):
-            return self.kernel(hidden_states, attention_mask, past_key_values, position_embeddings)
-        x, size, queries = hidden_states, self.size, self.queries
+            return self.kernel(hidden_states, attention_mask, past_key_values, position_embeddings, attends * ATTENTION + feeds * MLP)
+        x = hidden_states
+        if attends:
+            x = x + self._attention(x, attention_mask, past_key_values, position_embeddings)
+        if not feeds:
+            return x
+        gate, up = torch.split(self.gate_up(normed(self.after, x)), self.gate_up.sizes, -1)
+        return x + self.down(self.activation(gate) * up)
+
+    def _attention(self, x: Tensor, mask: Tensor | None, cache: Any, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """``[B, N, H]`` what the attention adds to ``x``."""
+        size, queries = self.size, self.queries
         rows, nodes, _ = x.shape
-        cos, sin = self.shared.rotation(position_embeddings)
+        cos, sin = self.shared.rotation(angles)
         heads = self.qkv(normed(self.before, x)).view(rows, nodes, -1, size)  # of q, k and v
         both = heads[:, :, : self.pairs]
         if self.q_norm is not None:
             both = torch.cat((normed(self.q_norm, both[:, :, :queries]), normed(self.k_norm, both[:, :, queries:])), 2)
         both = rotated(both, cos, sin)
         key, value = both[:, :, queries:].transpose(1, 2), heads[:, :, self.pairs :].transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.index)
-        x = x + self.output(self._attended(both[:, :, :queries], key, value, attention_mask))
-        gate, up = torch.split(self.gate_up(normed(self.after, x)), self.gate_up.sizes, -1)
-        return x + self.down(self.activation(gate) * up)
+        if cache is not None:
+            key, value = cache.update(key, value, self.index)
+        return self.output(self._attended(both[:, :, :queries], key, value, mask))
 
     @property
     def outdated(self) -> bool:

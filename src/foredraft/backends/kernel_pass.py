@@ -23,6 +23,7 @@ from foredraft.models.layers import Aside
 if TYPE_CHECKING:
     from foredraft.backends.base import Part
     from foredraft.models.features import Features
+    from foredraft.models.skips import SkipSet
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 HEADS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -175,7 +176,7 @@ class NativeLayer:
             return None
         return NativeLayer(layer)
 
-    def __call__(self, x: Tensor, mask: Tensor | None, cache: TreeCache, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, mask: Tensor | None, cache: TreeCache, angles: tuple[Tensor, Tensor], parts: int) -> Tensor:
         keys, values = cache.buffers(self.index, x, int(self.about.key_heads), int(self.about.size))
         assert cache.window is not None
         about = NativePass.over(cache, self.shared).of(self, x, cache.window, angles)
@@ -183,7 +184,8 @@ class NativeLayer:
         if mask is not None:
             about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
         out = x.clone(memory_format=torch.contiguous_format)
-        self.library.layer(self.about, about, None if mask is None else mask.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr())
+        seen = None if mask is None else mask.data_ptr()
+        self.library.layer(self.about, about, seen, out.data_ptr(), keys.data_ptr(), values.data_ptr(), parts)
         return out
 
 
@@ -242,10 +244,10 @@ class NativeModel(Override):
         cache: TreeCache,
         places: Places | None = None,
         states: native.States | None = None,
-        layers: tuple[int, int] | None = None,
+        part: Part | None = None,
     ) -> Tensor:
         """The last hidden states for embeddings ``x``, behind the final norm; ``x`` is left with what it was made from. Shapes as
-        :meth:`NativePass.of` has them. ``states`` says what else to write where, ``layers`` from which layer to which (exclusive) to go."""
+        :meth:`NativePass.of` has them. ``states`` says what else to write where, ``part`` which layers to run."""
         window, norm = cache.window, self.base.norm
         assert window is not None
         keys, values, row_stride, head_stride = self.held(cache, x)
@@ -256,13 +258,14 @@ class NativeModel(Override):
         out, offset = torch.empty_like(x), window.first * row_stride
         where = norm.weight.data_ptr(), norm.variance_epsilon, out.data_ptr()
         seen = None if mask is None else mask.data_ptr()
-        begin, end = layers or (0, len(self.kernels))
+        begin, end = (0, len(self.kernels)) if part is None else (part.begin, part.end)
+        parts = None if part is None or part.skip is None else sublayers(part.skip, begin, end)
         if begin:
             some = ctypes.c_void_p * (end - begin)
             abouts, keys, values = (some.from_buffer(each, begin * POINTER) for each in (self.abouts, keys, values))
         else:
             abouts = self.abouts
-        self.run(abouts, end - begin, about, seen, x.data_ptr(), keys, values, offset, *where, states)
+        self.run(abouts, end - begin, about, seen, x.data_ptr(), keys, values, offset, *where, states, parts)
         return out
 
     @property
@@ -358,7 +361,7 @@ class Direct:
         Args:
             context: positions that the model knows.
             tree: positions ``[R or 1, nodes]`` of the nodes and their mask ``[R or 1, 1, nodes, width]``; None for chains.
-            part: the layers that are run; the hidden states are then what comes out of them.
+            part: the layers that are run; the hidden states are then those of :class:`~foredraft.backends.base.PassOutput`.
         """
         places = Places(window, ragged=tree is None)
         whole = places.count == tokens.numel()
@@ -377,13 +380,14 @@ class Direct:
                 positions = positions.clamp(max=context - 1)
         else:
             positions, mask = tree[0].expand(window.rows, -1).reshape(-1), tree[1]
-        states, read = None, None
-        if features is not None:
-            states = x.new_empty(places.count, features.width)
-            numbers = (ctypes.c_int64 * len(features.numbers))(*features.numbers)
-            read = native.States(len(features.numbers), ctypes.addressof(numbers), states.data_ptr())
-        layers = None if part is None else (part.begin, part.end)
-        hidden = self.decoder.run_over(x, positions[None], mask, cache, places, read, layers)[0]
+        states, read, wanted = None, None, features.numbers if features is not None and part is None else ()
+        if part is not None and part.skip is not None:
+            wanted = (part.skip.first,)
+        if wanted:
+            states = x.new_empty(places.count, len(wanted) * x.shape[-1])
+            numbers = (ctypes.c_int64 * len(wanted))(*wanted)
+            read = native.States(len(wanted), ctypes.addressof(numbers), states.data_ptr())
+        hidden = self.decoder.run_over(x, positions[None], mask, cache, places, read, part)[0]
         last = None if keep is None else [begin + node for begin, node in zip(places.begins.tolist(), keep)]
 
         def spread(found: Tensor) -> Tensor:
@@ -394,12 +398,18 @@ class Direct:
             return spread.view(window.rows, window.nodes, -1)
 
         if part is not None:
-            below = spread(x[0]) if part.end < len(self.decoder.kernels) else None
-            return (spread(self.model.lm_head(hidden[None])[0]) if part.logits else hidden), below
+            below = states if part.skip is not None else x[0] if part.end < len(self.decoder.kernels) else None
+            return (spread(self.model.lm_head(hidden[None])[0]) if part.logits else hidden), None if below is None else spread(below)
         logits: Tensor = self.model.lm_head(hidden[None] if last is None else hidden[None, last])[0]
         if states is not None and features is not None:
             states = spread(states) if last is None or features.whole else states[last].view(window.rows, 1, -1)
         return logits.view(window.rows, 1, -1) if last is not None else spread(logits), states
+
+
+@lru_cache(maxsize=256)
+def sublayers(skip: SkipSet, begin: int, end: int) -> bytes:
+    """For each layer from ``begin`` up to ``end``, which of its sublayers are run, as ``layer.c`` has it."""
+    return bytes(native.ATTENTION * (layer not in skip.attention) + native.MLP * (layer not in skip.mlp) for layer in range(begin, end))
 
 
 def pointers(addresses: list[int]) -> Any:

@@ -79,7 +79,9 @@ def check_drafter(spec: str, options: Mapping[str, Any]) -> None:
         check_source(source)
     elif "Head" in kinds:
         hub.on_this_machine(source)
-    elif not (path := Path(source).expanduser()).exists() and (parameters["source"].default is Parameter.empty or not path.parent.is_dir()):
+    elif not (path := Path(source).expanduser()).exists() and (
+        name == "draft-verify" or parameters["source"].default is Parameter.empty or not path.parent.is_dir()
+    ):
         how = f"; make one with 'foredraft datastore build FILES... --out {source}'" if name == "rest" else ""
         raise ConfigurationError(f"there is no file {source!r} for drafter {name!r} to draft from{how}")
 

@@ -21,6 +21,7 @@ REGISTRY = {
     "lookahead": "foredraft.drafters.lookahead:Lookahead",
     "draft-model": "foredraft.drafters.draft_model:DraftModel",
     "layer-skip": "foredraft.drafters.layer_skip:LayerSkip",
+    "draft-verify": "foredraft.drafters.draft_verify:DraftVerify",
     "medusa": "foredraft.drafters.medusa:Medusa",
     "hydra": "foredraft.drafters.hydra:Hydra",
     "rnn": "foredraft.drafters.rnn:Rnn",

@@ -62,7 +62,7 @@ class LayerSkip(Drafter):
     @property
     def target(self) -> Target:
         if self._target is None:
-            raise ConfigurationError("layer-skip is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
+            raise ConfigurationError(f"{self.name} is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
         return self._target
 
     def bind(self, target: Target) -> None:

@@ -45,6 +45,21 @@ class SkipSet:
                 raise ConfigurationError(f"{name} must list layers by number, from 0 on, got {given!r}")
             object.__setattr__(self, name, tuple(sorted(set(given))))
 
+    @staticmethod
+    def parse(text: str) -> SkipSet:
+        """The set in words such as ``attention=1,3 mlp=2``.
+
+        Raises:
+            ConfigurationError: these are none.
+        """
+        parts = [part.partition("=")[::2] for part in text.split()]
+        try:
+            if sorted(name for name, _ in parts) not in (["attention"], ["mlp"], ["attention", "mlp"]):
+                raise ValueError
+            return SkipSet(**{name: tuple(map(int, layers.split(","))) for name, layers in parts})
+        except ValueError:
+            raise ConfigurationError(f"a set of sublayers is written as 'attention=1,3 mlp=2,4', layers from 0 on, got {text!r}") from None
+
     @property
     def first(self) -> int:
         """The first layer with a sublayer that is left out: what comes before is the same in every pass."""
@@ -144,6 +159,13 @@ class Sublayers:
     def most(self) -> SkipSet:
         """Every sublayer that can be left out."""
         return SkipSet(tuple(range(self.count)), tuple(index for index, mlp in enumerate(self.mlp) if mlp is not None))
+
+    @property
+    def spread(self) -> SkipSet:
+        """A set for models of which nothing is known: the MLP of every second layer but the first and the last; attention where there
+        are no MLPs."""
+        layers = tuple(range(min(1, self.count - 1), max(2, self.count - 1), 2))
+        return SkipSet(layers) if None in self.mlp else SkipSet((), layers)
 
     def check(self, skip: SkipSet) -> None:
         """

@@ -21,6 +21,7 @@ from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.models.cache import Window
 from foredraft.models.changes import STRUCTURE, ModelState
 from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
+from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.prefixes import shared_beginnings
 from foredraft.tree import TokenTree
@@ -324,23 +325,26 @@ class Target:
             raise ValueError(f"the tree has {tree.rows} rows and the cache {len(self.lengths)}")
         self.prompt_hidden = None
         early, self._early = self._early, None
-        if early is not None and first == 0:
+        if early is not None and early.exit and first == 0:
             return self._finish(tree, early)
         return self._forward(self._pass(tree, first))
 
-    def score_early(self, tree: TokenTree, exit: int, *, first: int = 0, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def score_early(
+        self, tree: TokenTree, exit: int | SkipSet, *, first: int = 0, head: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         """``[R, N - first, V]`` what ``head``, or the model's final norm and LM head, make of the states ``[R, N - first, d]`` behind
-        layer ``exit``, at the nodes from ``first`` on. The next :meth:`score` of a tree that begins with these nodes reads them in the
-        layers from ``exit`` on only.
+        layer ``exit``, at the nodes from ``first`` on; or the logits of a pass that leaves a set of sublayers out. The next :meth:`score`
+        of a tree that begins with these nodes reads them in the layers from ``exit``, or the first of the set, on only.
 
         Nodes before ``first`` were read by earlier calls with the same ``exit``, in the same order, since the last ``commit``.
         """
+        part = Part(0, self.layers, skip=exit) if isinstance(exit, SkipSet) else Part(0, exit, logits=head is None)
         if first == 0:
             self._early = None
-        output = self._made(self._pass(tree, first, Part(0, exit, logits=head is None)))
+        output = self._made(self._pass(tree, first, part))
         assert output.hidden is not None and (first == 0) == (self._early is None)
         states = output.hidden if self._early is None else torch.cat([self._early.states, output.hidden], 1)
-        self._early = Early(exit, states)
+        self._early = Early(exit.first if isinstance(exit, SkipSet) else exit, states)
         return output.logits if head is None else head(output.hidden)
 
     def rearrange_early(self, order: Tensor) -> None:
@@ -378,6 +382,16 @@ class Target:
             raise UnsupportedModelError(f"the decoder layers of {describe(self.model)} cannot be run in part: {why}")
         return self.backend.call.ranges.count
 
+    @property
+    def sublayers(self) -> Sublayers:
+        """Those of the decoder layers, for passes without some of them.
+
+        Raises:
+            UnsupportedModelError: they cannot be left out.
+        """
+        assert self.layers and isinstance(self.backend, Eager)
+        return self.backend.call.sublayers
+
     def advance(self, tokens: Tensor) -> Tensor:
         """Append one token ``[R]`` to every row; returns the logits after it, ``[R, V]``."""
         root, window = TokenTree.root(tokens), Window(0, len(self.lengths), tuple(self.lengths), 1)
@@ -397,7 +411,7 @@ class Target:
 
     def _made(self, given: ForwardPass) -> PassOutput:
         part = given.part or Part(0, len(self.layer_tokens))
-        for layer in range(part.begin, part.end):
+        for layer in set(range(part.begin, part.end)).difference(part.skip.whole if part.skip is not None else ()):
             self.layer_tokens[layer] += given.tokens.numel()
         return self.backend.forward(given)
 

@@ -183,7 +183,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """``kernels`` with the types of what its functions take and return."""
     pointer, number = ctypes.c_void_p, ctypes.c_int
     kernels.linear.argtypes = [ctypes.POINTER(Matrix), pointer, pointer, number, number, number, number]
-    kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer]
+    kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer, number]
     kernels.layer_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer, pointer]
     several, size = ctypes.POINTER(pointer), ctypes.c_int64
     kernels.model.argtypes = [
@@ -199,6 +199,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
         ctypes.c_double,
         pointer,
         ctypes.POINTER(States),
+        pointer,
     ]
     kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer]
@@ -238,6 +239,7 @@ def _advise() -> Callable[[int, int, int], int]:
     return cast("Callable[[int, int, int], int]", advise)
 
 
+ATTENTION, MLP = 1, 2  # of ``layer.c``
 MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
 
 

@@ -33,6 +33,8 @@
 #define TAKEN 8192 /* values that a thread takes at a time where it is no product: what sharing costs is little beside them */
 #define HEADS 64 /* likewise */
 #define WHOLE 256 /* tokens of a product that a thread takes at a time: its weights are read once from memory */
+#define ATTENTION 1 /* sublayers of a layer that are not left out */
+#define MLP 2
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
@@ -603,15 +605,18 @@ static void gates(Worker *w, const value *wide, value *thin, int T, int size) {
 
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
  * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own.
- * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. */
+ * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. Only the sublayers `parts` are run. */
 static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys,
-                    value *values) {
+                    value *values, int parts) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size;
-    if (!inputs) norms(w, x, l->before, p->states, T, H, l->eps);
-    product(w, &l->qkv, inputs ? inputs : p->states, p->projected, T, inputs ? K : H, (l->heads + 2 * l->key_heads) * size, 0);
-    turn(w, l, p, keys, values);
-    attention(w, l, p, mask, keys, values);
-    product(w, &l->output, p->attended, x, T, l->heads * size, H, 1);
+    if (parts & ATTENTION) {
+        if (!inputs) norms(w, x, l->before, p->states, T, H, l->eps);
+        product(w, &l->qkv, inputs ? inputs : p->states, p->projected, T, inputs ? K : H, (l->heads + 2 * l->key_heads) * size, 0);
+        turn(w, l, p, keys, values);
+        attention(w, l, p, mask, keys, values);
+        product(w, &l->output, p->attended, x, T, l->heads * size, H, 1);
+    }
+    if (!(parts & MLP)) return;
     norms(w, x, l->after, p->states, T, H, l->eps);
     product(w, &l->gate_up, p->states, p->wide, T, H, 2 * I, 0);
     gates(w, p->wide, p->thin, T, I);
@@ -626,19 +631,20 @@ typedef struct {
     const value *inputs;
     int K;
     value *keys, *values;
+    int parts;
 } OneLayer;
 
 static void do_layer(Worker *w, const void *job) {
     const OneLayer *o = job;
-    through(w, o->layer, o->pass, o->mask, o->x, o->inputs, o->K, o->keys, o->values);
+    through(w, o->layer, o->pass, o->mask, o->x, o->inputs, o->K, o->keys, o->values, o->parts);
 }
 
 void layer_over(const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys, value *values) {
-    together(p->threads, do_layer, &(OneLayer){l, p, mask, x, inputs, K, keys, values});
+    together(p->threads, do_layer, &(OneLayer){l, p, mask, x, inputs, K, keys, values, ATTENTION | MLP});
 }
 
-void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *keys, value *values) {
-    layer_over(l, p, mask, x, 0, 0, keys, values);
+void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *keys, value *values, int parts) {
+    together(p->threads, do_layer, &(OneLayer){l, p, mask, x, 0, 0, keys, values, parts});
 }
 
 /* Hidden states that a pass hands out: out [T, count * hidden], those of `numbers` side by side. 0 is what the first layer reads, i what
@@ -668,6 +674,7 @@ typedef struct {
     double eps;
     value *out;
     const States *states;
+    const uint8_t *parts;
 } Model;
 
 static void do_model(Worker *w, const void *job) {
@@ -675,17 +682,18 @@ static void do_model(Worker *w, const void *job) {
     const int T = m->pass->tokens, H = m->layers[0]->hidden;
     for (int i = 0; i < m->count; i++) {
         hand_out(w, m->states, i, m->x, T, H);
-        through(w, m->layers[i], m->pass, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + m->offset);
+        through(w, m->layers[i], m->pass, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + m->offset,
+                m->parts ? m->parts[i] : ATTENTION | MLP);
     }
     norms(w, m->x, m->norm, m->out, T, H, m->eps);
     hand_out(w, m->states, -1, m->out, T, H);
 }
 
 /* All layers, and the norm behind them: out [T, hidden] from x [T, hidden], which is overwritten. Keys and values of layer i begin
- * `offset` values behind keys[i] and values[i]. `states` may be null. */
+ * `offset` values behind keys[i] and values[i]. `states` may be null, and so may `parts` [count], the sublayers of each layer that are run. */
 void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *mask, value *x, value *const *keys, value *const *values,
-           int64_t offset, const value *norm, double eps, value *out, const States *states) {
-    together(p->threads, do_model, &(Model){layers, count, p, mask, x, keys, values, offset, norm, eps, out, states});
+           int64_t offset, const value *norm, double eps, value *out, const States *states, const uint8_t *parts) {
+    together(p->threads, do_model, &(Model){layers, count, p, mask, x, keys, values, offset, norm, eps, out, states, parts});
 }
 
 /* -- a draft tree, grown in one call --------------------------------------------------------------------------------------- */
@@ -957,7 +965,7 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
         steps(g, p, tokens, above, T, n, first, mask);
     else {
         for (int t = 0; t < T; t++) __builtin_memcpy(g->x + (size_t)t * H, g->embeddings + (size_t)tokens[t] * H, H * sizeof(value));
-        model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out, 0);
+        model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out, 0, 0);
     }
     linear(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns, p->threads);
 }

@@ -1,0 +1,230 @@
+"""draft-verify: the text is plain decoding's, what lies below the first sublayer that is left out is computed once, and the cache holds
+what a fresh prefill would."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build, build_wide
+from cover import nightly_but
+from helpers import PAD, generate, padded, prompts
+from own_layers import LAYERS, counted, model
+
+from foredraft import ConfigurationError, Speculator, UnsupportedModelError
+from foredraft.drafters.draft_verify import DraftVerify
+from foredraft.models.skips import SkipSet
+from foredraft.planning import FixedPlanner
+from foredraft.rows import RowParameters
+from foredraft.session import Session
+from foredraft.shapes import TreeShape
+from foredraft.target import Target
+from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft.tree import TokenTree
+from foredraft.verification import create as create_rule
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*longrope")
+
+NEW = 17
+FAMILIES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree" and name != "gemma3n_text"]
+SHAPES = ["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"]
+ROWS = prompts((12, 5, 9))
+SAMPLED = {"do_sample": True, "seed": 7, "temperature": 1.0, "top_k": 0}
+SKIPS = [
+    SkipSet((3,), (2, 4)),
+    SkipSet((1, 2, 3), (2, 4)),  # layer 2 is left out as a whole
+    SkipSet((), (0, 3)),  # nothing is kept
+    SkipSet((2, 4), (2, 4)),
+]
+MIDDLE = SKIPS[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_lower_layers_read_every_token_once_and_the_others_once_more(shape: str, options: dict):
+    subject = model()
+    counts = counted(subject)
+    speculator = Speculator(subject, DraftVerify(skip=MIDDLE), shape=shape, execution="eager", reuse_prefix=False)
+    before = list(counts)
+    for rows in (ROWS[:1], ROWS):
+        stats = speculator.generate(**padded(rows), max_new_tokens=NEW, pad_token_id=PAD, **options).stats
+        seen = [after - earlier for after, earlier in zip(counts, before)]
+        before = list(counts)
+        assert stats.layer_tokens == seen and seen[0] == seen[2] < seen[1] == seen[3] == seen[4]
+        assert stats.accepted > 0 and (stats.accepted < stats.drafted or len(rows) == 1)
+        if len(rows) == 1:  # without filler: the prompt, a root in every pass after the prefill, and every drafted token
+            assert seen[0] == len(rows[0]) + stats.row_passes + stats.drafted
+    for execution in ("packed", "native"):
+        other = Speculator(model(), DraftVerify(skip=MIDDLE), shape=shape, execution=execution, reuse_prefix=False)
+        assert other.generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, **options).stats.layer_tokens == seen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("execution", ["eager", "packed", "native"])
+def test_text_is_plain_while_the_set_changes(shape: str, execution: str):
+    plain = Speculator(model(), "none", rule="match", execution="eager")
+    drafter = DraftVerify(skip=MIDDLE)
+    speculator = Speculator(model(), drafter, rule="match", shape=shape, execution=execution)
+    for options in ({"do_sample": False}, SAMPLED):
+        expected = generate(plain, ROWS, max_new_tokens=NEW, **options)
+        session = speculator.session()
+        texts: dict[int, list[int]] = {}
+        for index, row in enumerate(ROWS):
+            texts[session.add(row, RowParameters(max_new_tokens=NEW, do_sample=bool(options["do_sample"]), seed=(7, index)))] = []
+        rounds = 0
+        while session.live:
+            drafter.skip = SKIPS[rounds % len(SKIPS)]
+            rounds += 1
+            for commit in session.step():
+                texts[commit.slot] += commit.tokens
+        session.close()
+        assert list(texts.values()) == expected
+
+
+@pytest.mark.nightly
+def test_compiled_layers_without_some_sublayers():
+    plain = Speculator(model(), "none", rule="match", execution="eager")
+    speculator = Speculator(model(), DraftVerify(skip=MIDDLE), rule="match", shape=SHAPES[1], execution="compiled")
+    assert generate(speculator, ROWS, max_new_tokens=NEW, **SAMPLED) == generate(plain, ROWS, max_new_tokens=NEW, **SAMPLED)
+
+
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("execution", ["packed", "native"])
+def test_passes_without_sublayers_are_those_of_the_model(skip: SkipSet, execution: str):
+    """Draft logits and the kept states, over chains of ragged rows and a tree."""
+    for options, dtype in (({}, torch.float32), ({"num_key_value_heads": 2}, torch.bfloat16)):
+        found = []
+        for how in ("eager", execution):
+            target = Target(model(**options).to(dtype), execution=how, test=False)
+            target.open(ROWS)
+            target.prefill(ROWS, first=0)
+            chain = TokenTree.from_chain(torch.tensor(prompts((5, 5, 5))))
+            tree = TokenTree.from_parents(chain.tokens, (-1, 0, 0, 1, 1))
+            with torch.inference_mode():
+                for drafted in (chain, tree):
+                    found.append([target.score_early(drafted, skip), target._early.states, target.score(drafted)])  # type: ignore[union-attr]
+        for ours, theirs in zip(found[2:], found[:2]):
+            for a, b in zip(ours, theirs):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.06 * float(b.abs().max()))
+
+
+FAST = [(name, "product(2,2)") for name in (*FAMILIES[:4], "gemma3_text", "gpt2", "bloom", "opt")]
+
+
+@pytest.mark.parametrize(("family", "shape"), nightly_but(FAST, itertools.product(FAMILIES, SHAPES[:2])))
+def test_every_family_keeps_its_text_and_its_cache(family: str, shape: str):
+    subject, rows = build(family, ARCHITECTURES[family].implementations[0]), prompts((45, 41, 52))
+    drafter = DraftVerify()
+    speculator = Speculator(subject, drafter, rule="match", shape=shape, execution="eager")
+    plain = Speculator(subject, "none", rule="match", execution="eager")
+    sets = [drafter.skip, SkipSet((1,)), SkipSet((0,), drafter.skip.mlp)]
+    for options, skip in zip(({"do_sample": False}, SAMPLED), sets):
+        drafter.skip = skip
+        assert generate(speculator, rows, max_new_tokens=6, **options) == generate(plain, rows, max_new_tokens=6, **options)
+    session = speculator.session()
+    for row in rows:
+        session.add(row, RowParameters(max_new_tokens=12))
+    for drafter.skip in sets:
+        session.step()
+    cache, fresh = speculator.target.cache, Target(subject, test=False, execution="eager")
+    texts = [row.ids[:length] for row, length in zip(session.rows, cache.lengths)]
+    fresh.open(texts)
+    fresh.prefill(texts, first=0)
+    for ours, theirs in zip(cache.written, fresh.cache.written):
+        for row, text in enumerate(texts):
+            for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                torch.testing.assert_close(a[row, :, : len(text)], b[row, :, : len(text)], rtol=1e-3, atol=1e-4)
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("rule", "siblings", "shape"),
+    [
+        ("match", "keyed", "chain(2)"),
+        ("rejection", "iid", "chain(2)"),
+        ("block", "iid", "chain(2)"),
+        ("traversal", "without-replacement", "product(2,1)"),
+        ("multi-candidate", "iid", "product(2,1)"),
+        ("match", "top-k", "dynamic(2,2,3)"),
+    ],
+)
+def test_the_law_is_the_targets(rule: str, siblings: str, shape: str):
+    p, q = ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
+    whole = TreeShape.parse(shape)
+
+    def session(randomness: Any) -> Session:
+        target: Any = TableTarget(p, early=q)
+        target.sublayers = SimpleNamespace(check=lambda skip: None)
+        drafter = DraftVerify(skip=SkipSet((0,)), siblings=siblings)
+        drafter.bind(target)
+        proposal = drafter.proposals_for(whole)[0]
+        return Session(target, drafter, create_rule(rule), proposal=proposal, planner=FixedPlanner(whole), randomness=randomness)
+
+    with torch.inference_mode():
+        assert distance(continuation_law(session, [0, 1], 3), plain_law(p, [0, 1], 3)) < 1e-9
+
+
+def test_greedy_equals_transformers():
+    subject = model()
+    speculator = Speculator(subject, "draft-verify", drafter_options={"skip": "attention=2 mlp=1,3"}, execution="eager")
+    for row in ROWS:
+        ids = torch.tensor([row])
+        expected = subject.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=PAD)
+        assert generate(speculator, [row], max_new_tokens=NEW, do_sample=False) == [expected[0, len(row) :].tolist()]
+
+
+def test_a_file_says_what_is_left_out(tmp_path: Path):
+    subject, path = model(), tmp_path / "skips.json"
+    MIDDLE.save(path, subject)
+    speculator = Speculator(subject, f"draft-verify:{path}", shape="chain(4)", execution="eager")
+    assert speculator.drafter.skip == MIDDLE
+    with pytest.raises(ConfigurationError, match=r"made for .* with layers 5; .* has 3"):
+        Speculator(model(num_hidden_layers=3), f"draft-verify:{path}", execution="eager")
+    with pytest.raises(ConfigurationError, match="leave skip out"):
+        DraftVerify(path, skip=MIDDLE)
+
+
+def test_its_own_set_is_that_of_the_model_it_is_bound_to():
+    drafter = DraftVerify()
+    with pytest.raises(ConfigurationError, match="before the drafter is bound"):
+        drafter.skip  # noqa: B018
+    for layers, mlp in ((9, (1, 3, 5, 7)), (3, (1,)), (2, (1,)), (1, (0,))):
+        drafter.bind(Target(model(num_hidden_layers=layers), execution="eager"))
+        assert drafter.skip == SkipSet((), mlp)
+
+
+@pytest.mark.parametrize(
+    ("skip", "message"),
+    [
+        ("attention=5", f"names layer 5, but .* has layers 0 to {LAYERS - 1}"),
+        (f"attention={','.join(map(str, range(LAYERS)))} mlp={','.join(map(str, range(LAYERS)))}", "leaves out every sublayer"),
+        (SkipSet(), "at least one sublayer"),
+        ("attention", "is written as"),
+        ("attention=1 attention=2", "is written as"),
+        ("mlps=1", "is written as"),
+        ("", "is written as"),
+    ],
+)
+def test_sets_that_cannot_be_are_refused(skip: Any, message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        Speculator(model(), "draft-verify", drafter_options={"skip": skip}, execution="eager")
+    drafter = DraftVerify(skip=MIDDLE)
+    Speculator(model(), drafter, execution="eager")
+    with pytest.raises(ConfigurationError, match=message):
+        drafter.skip = skip if isinstance(skip, SkipSet) else SkipSet.parse(skip)
+
+
+def test_models_that_cannot_be_run_in_part_are_refused_by_name():
+    family = next(name for name, entry in ARCHITECTURES.items() if entry.support == "chain")
+    for refused in (build("gemma3n_text"), build_wide(family)):
+        with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
+            Speculator(refused, "draft-verify")
+
+
+def test_it_is_refused_among_several():
+    with pytest.raises(ConfigurationError, match="use it alone"):
+        Speculator(model(), "several:prompt-lookup,draft-verify", execution="eager")
