@@ -24,6 +24,7 @@ SUITES = {
     "hosts": "hosts:Hosts",
     "busy": "busy:Busy",
     "grammars": "grammars:Grammars",
+    "self": "self_speculation:SelfSpeculation",
 }
 
 

@@ -51,7 +51,7 @@ def written(source: str, work: Path) -> Checkpoint:
     if not (path / DONE).exists():
         model = load_model(source, dtype="float32")
         told_apart(model)
-        _save(model, source, path)
+        save(model, source, path)
     return Checkpoint(source, path, slug)
 
 
@@ -66,11 +66,12 @@ def untrained(draft: Checkpoint, work: Path) -> Checkpoint:
             for parameter in model.parameters():
                 if parameter.dim() > 1:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1]))
-        _save(model, str(draft.path), path)
+        save(model, str(draft.path), path)
     return Checkpoint(slug, path, slug)
 
 
-def _save(model: PreTrainedModel, source: str, path: Path) -> None:
+def save(model: PreTrainedModel, source: str, path: Path) -> None:
+    """Write ``model``, and the tokenizer of ``source``; a folder that lacks the file ``DONE`` is not complete."""
     model.config.dtype = torch.float32
     model.save_pretrained(path)
     load_tokenizer(source).save_pretrained(path)

@@ -197,10 +197,10 @@ class Findings(Comparison):
         """The best of ours in ``mode`` over the best of ``theirs``."""
         return self.over(f"tokens/s over {whom}", low, self.names(mode, OURS), theirs, text.rate, digits=1)
 
-    def allowed(self, text: Calls) -> list[Figure]:
+    def allowed(self, text: Calls, mode: str = DRAFT) -> list[Figure]:
         """For each chain of a fixed length γ: speed-up after the prompt, over acceptance length × t(1) / (t(γ + 1) + t_draft)."""
         found = []
-        for name in self.names(DRAFT, OURS):
+        for name in self.names(mode, OURS):
             length = self.methods[name].length
             if not length:
                 continue

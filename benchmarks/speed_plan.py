@@ -11,6 +11,7 @@ from benchmarks.suite import option
 from foredraft.errors import ConfigurationError
 
 PLAIN, DRAFT, LOOKUP, COMPILED = "plain", "draft", "lookup", "compiled"
+LAYER_SKIP, EARLY_EXIT = "layer-skip", "early-exit"
 MODES = (PLAIN, DRAFT, LOOKUP)
 PEERS = (TRANSFORMERS, "vllm", "llamacpp", "openvino")
 ON_CUDA = (TRANSFORMERS,)  # peers that are measured on a GPU

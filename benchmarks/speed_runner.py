@@ -25,7 +25,7 @@ from benchmarks.checkpoints import Checkpoint
 from benchmarks.datasets import Prompt
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, Peer, PeerError, PeerProcess, find
 from benchmarks.speed_calls import Curve, Measurement, Read, first_difference
-from benchmarks.speed_plan import DRAFT, LOOKUP, PLAIN, TEXT, Cell, Method, Settings, cells, hopeless, methods
+from benchmarks.speed_plan import DRAFT, LAYER_SKIP, LOOKUP, PLAIN, TEXT, Cell, Method, Settings, cells, hopeless, methods
 from benchmarks.suite import Suite, turned
 from foredraft.loading import load_tokenizer
 
@@ -154,13 +154,12 @@ class Block:
 
     def run(self) -> None:
         settings = self.settings
-        everyone = self.run_.methods
         try:
-            for method in everyone:
+            for method in self.everyone():
                 self._load(method)
             tokenizer = load_tokenizer(str(self.target.path))
             prompts = self._prompts(tokenizer)
-            calls = self.run_.cells(prompts, everyone, len(tokenizer))
+            calls = self.cells(prompts, len(tokenizer))
             self._warm_up(calls)
             for repeat in range(settings.repeats):
                 self._forget(self.at)  # or else it would know the texts of the repeat before
@@ -176,6 +175,12 @@ class Block:
                 process.close()
 
     # -- getting ready --------------------------------------------------------------------------------------------------
+
+    def everyone(self) -> list[Method]:
+        return self.run_.methods
+
+    def cells(self, texts: Sequence[tuple[str, Sequence[int]]], vocabulary: int) -> list[Cell]:
+        return self.run_.cells(texts, self.everyone(), vocabulary)
 
     @contextmanager
     def _attempt(self, method: str, stage: str) -> Iterator[None]:
@@ -371,11 +376,12 @@ class Block:
         self.run_.reads.append(Read(self.target.source, self.dtype, index, repeat, moved / median(seconds[1:])))
 
     def _curve(self, repeat: int, context: int) -> None:
-        """Cost curves of Foredraft's draft models with chains of a fixed length, at ``context`` tokens."""
+        """Cost curves of Foredraft's draft models, and of drafts with layers of the target, in chains of a fixed length, at ``context``
+        tokens."""
         if repeat >= CURVE_REPEATS:
             return
         for name, (method, key) in list(self.at.items()):
-            if method.side == FOREDRAFT and method.mode == DRAFT and method.length:
+            if method.side == FOREDRAFT and method.mode in (DRAFT, LAYER_SKIP) and method.length:
                 try:
                     values = self.processes[key].ask(
                         "costs", limit=self.settings.timeout, name=name, rows=1, length=method.length, context=context

@@ -34,6 +34,7 @@ class Engine:
         """``options``: ``drafter`` ``NAME[:SOURCE][;KEY=VALUE...]`` where the mode is none of plain, draft and lookup, ``shape``,
         ``rule``, ``execution``."""
         from foredraft import Speculator
+        from foredraft.cli.settings import parse_options
 
         drafters = {"plain": "none", "draft": f"draft-model:{draft}", "lookup": "prompt-lookup"}
         drafter, *pairs = (drafters.get(mode) or options["drafter"]).split(";")
@@ -43,7 +44,7 @@ class Engine:
         if mode != "plain":
             how["shape"] = options.get("shape") or (f"chain({length})" if length else None)
         if pairs:
-            how["drafter_options"] = dict(pair.split("=", 1) for pair in pairs)
+            how["drafter_options"] = parse_options(pairs, "the drafter")
         reads = drafter.partition(":")[0] in READ  # passes that hand out hidden states; heads are laid out as their target is
         key = checkpoint, dtype, drafter if reads else ""
         if not reads and key in self.models:  # its layers are as they were first laid out
@@ -120,9 +121,12 @@ class Engine:
 
     def costs(self, name: str, rows: int, length: int, context: int) -> dict[str, Any]:
         """The measured cost curve: ``target`` seconds by nodes per row; ``t1``, ``tn`` of passes over 1 and ``length`` + 1 nodes at
-        ``context`` tokens, ``draft`` of ``length`` tokens; all for ``rows`` rows. What a round takes besides is not in them."""
+        ``context`` tokens, ``draft`` of ``length`` tokens; all for ``rows`` rows. What a round takes besides is not in them. Where
+        drafts run layers of the target, ``tn`` is what verification has left to do after one."""
 
         speculator = self.speculators[name]
+        if speculator.drafter.info.shares_target:
+            return self._shared_costs(speculator, rows, length, context)
         exact, curve = (self._curve(speculator, rows, depth, context) for depth in (length, CURVE_DEPTH))
         t1, tn = exact.target.line(rows, (1, length + 1))
         return {
@@ -132,16 +136,43 @@ class Engine:
             "target": {str(size): seconds for size, seconds in sorted(curve.target.points[rows].items())},
         }
 
-    def _curve(self, speculator: Any, rows: int, depth: int, context: int) -> Any:
-        """As the planner measures it before its first round, but at ``context`` tokens."""
-        from foredraft.planning.costs import CostModel, Measurement
+    def _shared_costs(self, speculator: Any, rows: int, length: int, context: int) -> dict[str, Any]:
+        """One after the other: a plain pass, a draft, and the pass that verifies it."""
+        from foredraft.planning.costs import StandIn
         from foredraft.shapes import TreeShape
 
-        target, drafter = speculator.target, speculator.drafter
-        run = Measurement(target, drafter, rows, TreeShape.chain(depth), time.perf_counter)
+        run, deadline = self._measurement(speculator, rows, length, context), time.perf_counter() + SECONDS
+        try:
+            with self.torch.inference_mode():
+                run._open(run.texts)
+                live = [StandIn(slot, list(text), context + length + 1) for slot, text in enumerate(run.texts)]
+                run._begin(live)
+                draft = run._drafting(live, TreeShape.chain(length))
+                turn = {"t1": run._scoring(run._chain(1)), "draft": draft, "tn": run._scoring(run._chain(length + 1))}
+                while len(run.times.get("tn", ())) <= run.warm_ups or time.perf_counter() < deadline:
+                    for part, call in turn.items():
+                        run.timed(part, call)
+        finally:
+            speculator.target.reset()
+            speculator.drafter.reset()
+        return {part: self.torch.tensor(run.times[part][run.warm_ups :]).median().item() for part in turn}
+
+    def _measurement(self, speculator: Any, rows: int, depth: int, context: int) -> Any:
+        """As the planner measures costs before its first round, but at ``context`` tokens."""
+        from foredraft.planning.costs import Measurement
+        from foredraft.shapes import TreeShape
+
+        target = speculator.target
+        run = Measurement(target, speculator.drafter, rows, TreeShape.chain(depth), time.perf_counter)
         run.prompt = run.longer = context
         ids = self.torch.randint(0, target.vocab_size, (rows, context), generator=self.torch.Generator().manual_seed(0))
         run.texts = ids.tolist()
+        return run
+
+    def _curve(self, speculator: Any, rows: int, depth: int, context: int) -> Any:
+        from foredraft.planning.costs import CostModel
+
+        run, target, drafter = self._measurement(speculator, rows, depth, context), speculator.target, speculator.drafter
         try:
             with self.torch.inference_mode():
                 run.passes(time.perf_counter() + SECONDS)

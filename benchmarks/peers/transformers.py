@@ -1,4 +1,5 @@
-"""transformers' own generation: plain, compiled plain, with an assistant model, by prompt lookup. All share one target."""
+"""transformers' own generation: plain, compiled plain, with an assistant model, with its own lower layers, by prompt lookup. All share one
+target."""
 
 from __future__ import annotations
 
@@ -25,17 +26,20 @@ class Engine:
     ) -> dict[str, Any]:
         target, how = self.model(checkpoint, dtype), dict(options)
         if mode == "draft":
-            assistant = how["assistant_model"] = self.model(str(draft), dtype)
-            assistant.generation_config.num_assistant_tokens = length
-            assistant.generation_config.num_assistant_tokens_schedule = "constant"
-            assistant.generation_config.assistant_confidence_threshold = 0.0
+            how["assistant_model"] = self.model(str(draft), dtype)
+        elif mode == "early-exit":
+            how = {"assistant_early_exit": how["exit"]}
         elif mode == "lookup":
             how |= {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": ngram}
         elif mode == "compiled":
             how["cache_implementation"] = "static"
         elif mode != "plain":
             raise ValueError(f"transformers has no mode {mode!r}")
-        self.methods[name] = {"target": target, "how": how, "length": length}
+        assistant = how.get("assistant_model", target if mode == "early-exit" else None)
+        if assistant is not None:
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+            assistant.generation_config.assistant_confidence_threshold = 0.0
+        self.methods[name] = {"target": target, "how": how, "assistant": assistant, "length": length}
         return {}
 
     def model(self, path: str, dtype: str) -> Any:
@@ -50,8 +54,8 @@ class Engine:
     def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         torch, method = self.torch, self.methods[name]
         target, how = method["target"], method["how"]
-        if "assistant_model" in how:  # another method may share it
-            how["assistant_model"].generation_config.num_assistant_tokens = method["length"]
+        if method["assistant"] is not None:  # another method may share it
+            method["assistant"].generation_config.num_assistant_tokens = method["length"]
         width = max(map(len, ids))
         padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=self.device)
@@ -84,7 +88,8 @@ class Engine:
 
 
 class Watch:
-    """Seconds of every forward pass of the target and of the assistant, by hooks that are taken off again."""
+    """Seconds of every forward pass of the target and of the assistant, by hooks that are taken off again. A pass of the target that has
+    fewer layers for the time being is one of the assistant."""
 
     def __init__(self, target: Any, assistant: Any, wait: Any):
         self.target: list[float] = []
@@ -98,7 +103,7 @@ class Watch:
             self._watch(model, seconds)
 
     def _watch(self, model: Any, seconds: list[float]) -> None:
-        begun = [0.0]
+        begun, layers = [0.0], model.config.num_hidden_layers
 
         def before(module: Any, arguments: Any) -> None:
             self.wait()
@@ -106,7 +111,8 @@ class Watch:
 
         def after(module: Any, arguments: Any, output: Any) -> None:
             self.wait()
-            seconds.append(time.perf_counter() - begun[0])
+            early = module.config.num_hidden_layers < layers
+            (self.draft if early else seconds).append(time.perf_counter() - begun[0])
 
         self.handles += [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
 

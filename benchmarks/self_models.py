@@ -1,0 +1,248 @@
+"""What the suite of self-speculation asks of models without a clock: what early exits and single sublayers know, and how a model becomes
+as large as it has to be.
+
+Inflation's own layers do nothing, and leaving them out is free. So the models here are inflated in width alone, and a model with a layer
+that does nothing is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import checkpoints
+from benchmarks.checkpoints import Checkpoint
+from benchmarks.figures import Estimate, quotient
+from foredraft import Speculator, inflate
+from foredraft.drafters.layer_skip import LayerSkip
+from foredraft.errors import ConfigurationError, ForedraftError
+from recipes.zoo import corpus, evaluation, tokenization
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WIDER = 4  # times as wide; a power of four keeps the numbers exact
+SILENT = 1e-6  # no larger weight: such a matrix writes nothing that is seen
+CHAIN = 5  # tokens of a draft that a trained exit is judged by
+TOGETHER = 32  # prompts that are answered together
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What a model needs for held-out files, file by file."""
+
+    model: str
+    bits: tuple[float, ...]
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How many of the tokens at which a model was looked at, file by file, got the same likeliest token from ``what`` as from the whole
+    model."""
+
+    model: str
+    what: str
+    same: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Draft tokens accepted behind layer ``exit``, and rounds, prompt by prompt."""
+
+    side: str
+    exit: int
+    accepted: tuple[int, ...]
+    rounds: tuple[int, ...]
+
+
+def share(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """A quotient of sums; the interval is over files or prompts."""
+    return quotient(*(np.array(each, dtype=float)[:, None] for each in (above, below)))
+
+
+# -- models ---------------------------------------------------------------------------------------------------------------
+
+
+def refuse_silent_layers(model: Any, name: str) -> None:
+    """
+    Raises:
+        ConfigurationError: a layer whose attention or MLP writes nothing to the residual stream, so that leaving it out is free.
+    """
+    for index, layer in enumerate(model.model.layers):
+        for part, matrix in (("attention", layer.self_attn.o_proj), ("MLP", layer.mlp.down_proj)):
+            if not bool((matrix.weight.abs() > SILENT).any()):
+                raise ConfigurationError(
+                    f"layer {index} of {name} does nothing: the output matrix of its {part} is zero, so leaving it out is free and its "
+                    "figures would mean nothing; inflate in width alone: inflate(model, hidden_size=…, layers=<its own>)"
+                )
+
+
+def digest(model: PreTrainedModel) -> str:
+    """A word for the weights of ``model``."""
+    found = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        found.update(name.encode() + weight.float().cpu().numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+def widened(model: PreTrainedModel, name: str, tokenizer: str, work: Path) -> Checkpoint:
+    """``model`` inflated in width alone, as files under ``work`` that are kept for as long as its weights are the same.
+
+    Raises:
+        ConfigurationError: a layer of it does nothing.
+    """
+    slug = f"{name}-{digest(model)}"
+    path = (work / slug / "hf").absolute()
+    wide = inflate(model.float(), hidden_size=WIDER * model.config.hidden_size, layers=model.config.num_hidden_layers)
+    refuse_silent_layers(wide, name)
+    if not (path / checkpoints.DONE).exists():
+        checkpoints.save(wide, tokenizer, path)
+    return Checkpoint(name, path, slug)
+
+
+# -- held-out text ----------------------------------------------------------------------------------------------------------
+
+
+def texts(folder: Path, *, build: bool) -> corpus.Corpus:
+    """The corpus in ``folder``, collected from this machine where there is none and it may be built.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if not (folder / "corpus" / "manifest.json").exists():
+        if not build:
+            raise ConfigurationError(f"there is no corpus in {str(folder)!r}; make one: python -m recipes.zoo corpus --out FOLDER")
+        corpus.build().save(folder / "corpus")
+    return corpus.Corpus.load(folder / "corpus")
+
+
+def documents(tokenizer: Any, files: Sequence[corpus.SourceFile], count: int) -> list[tokenization.Encoded]:
+    """``count`` of the files, evenly spread."""
+    chosen = [files[index * len(files) // count] for index in range(min(count, len(files)))]
+    return [tokenization.encode(tokenizer, [file]) for file in chosen]
+
+
+def bits(name: str, model: PreTrainedModel, files: Sequence[tokenization.Encoded]) -> Bits:
+    sizes = [int(each.sizes.sum()) for each in files]
+    needed = [evaluation.score_model(model, each).bits_per_byte * size for each, size in zip(files, sizes)]
+    return Bits(name, tuple(needed), tuple(sizes))
+
+
+@torch.inference_mode()
+def exits(name: str, model: Any, files: Sequence[tokenization.Encoded]) -> list[Agreement]:
+    """Every exit against the last layer: its states through the model's own final norm and LM head."""
+
+    def likeliest(ids: Tensor) -> list[Tensor]:
+        output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        states = output.hidden_states[1:-1]
+        return [model.lm_head(model.model.norm(each)).argmax(-1) for each in states] + [output.logits.argmax(-1)]
+
+    found = [likeliest(ids) for ids in map(beginning, files)]
+    whole = [each[-1] for each in found]
+    return [agreement(name, f"exit {layer + 1}", [each[layer] for each in found], whole) for layer in range(len(found[0]) - 1)]
+
+
+@torch.inference_mode()
+def sublayers(name: str, model: Any, files: Sequence[tokenization.Encoded]) -> list[Agreement]:
+    """The model without each single sublayer against the whole model."""
+
+    def likeliest() -> list[Tensor]:
+        return [model(input_ids=ids, use_cache=False).logits.argmax(-1) for ids in map(beginning, files)]
+
+    whole, found = likeliest(), []
+    for index, layer in enumerate(model.model.layers):
+        for part, module in (("attention", layer.self_attn), ("MLP", layer.mlp)):
+            with silenced(module):
+                found.append(agreement(name, f"without {part} {index}", likeliest(), whole))
+    return found
+
+
+@contextmanager
+def silenced(sublayer: Any) -> Iterator[None]:
+    def nothing(module: Any, given: Any, output: Any) -> Any:
+        return torch.zeros_like(output) if isinstance(output, Tensor) else (torch.zeros_like(output[0]), *output[1:])
+
+    handle = sublayer.register_forward_hook(nothing)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def beginning(file: tokenization.Encoded) -> Tensor:
+    """``[1, L]``, no more than a model sees at once."""
+    return torch.from_numpy(file.tokens[: evaluation.WINDOW].astype(np.int64))[None]
+
+
+def agreement(model: str, what: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> Agreement:
+    same = tuple(int((one == other).sum()) for one, other in zip(got, expected))
+    return Agreement(model, what, same, tuple(each.numel() for each in expected))
+
+
+# -- exits of a frozen model --------------------------------------------------------------------------------------------------
+
+
+def train_exits(target: str, data: Path, folder: Path, exits: Sequence[int], *, texts: int, steps: int, threads: int) -> dict[int, Path]:
+    """Exits that ``foredraft train exit`` made beside ``target``, from texts that it wrote; what is there already is kept.
+
+    Raises:
+        ForedraftError: a command failed; the message is its own.
+    """
+    foredraft(
+        "data",
+        *("generate", str(data), "--target", target, "--out", str(folder / "texts"), "--windows", str(texts), "--prompt-tokens", "64"),
+        *("--max-new-tokens", "80", "--temperature", "0,1", "--threads", str(threads)),
+    )
+    found = {exit: folder / f"exit-{exit}" for exit in exits}
+    for exit, place in found.items():
+        if not (place / checkpoints.DONE).exists():
+            foredraft(
+                *("train", "exit", "--target", target, "--data", str(folder / "texts"), "--out", str(place), "--threads", str(threads)),
+                *("--head-option", f"exit={exit}", "--steps", str(steps), "--evaluate-every", str(max(1, steps // 2))),
+                *(["--resume"] if place.exists() else []),
+            )
+            (place / checkpoints.DONE).touch()
+    return found
+
+
+def foredraft(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "foredraft", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise ForedraftError(f"foredraft {arguments[0]} {arguments[1]} ended with {done.returncode}: {said}")
+
+
+def accepted(
+    model: PreTrainedModel, side: str, exit: int, make: Callable[[], LayerSkip], prompts: Sequence[Sequence[int]], tokens: int
+) -> Accepted:
+    """Greedy chains behind layer ``exit``, of ``prompts`` that are equally long."""
+    speculator, rows = Speculator(model, make(), shape=f"chain({CHAIN})", reuse_prefix=False), []
+    try:
+        for begin in range(0, len(prompts), TOGETHER):
+            ids = torch.tensor([list(each) for each in prompts[begin : begin + TOGETHER]])
+            stats = speculator.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0).stats
+            assert stats is not None
+            rows += stats.rows
+    finally:
+        speculator.close()
+    return Accepted(side, exit, tuple(row.kept - row.passes for row in rows), tuple(row.passes for row in rows))
+
+
+def frozen(model: PreTrainedModel, trained: dict[int, Path], prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[Accepted]:
+    """Each exit bare and trained."""
+    for exit, place in trained.items():
+        for side, make in (("bare", partial(LayerSkip, exit=exit)), ("trained", partial(LayerSkip, place))):
+            yield accepted(model, side, exit, make, prompts, tokens)

@@ -1,0 +1,401 @@
+"""The suite of self-speculation: what drafting with part of the target brings, and what it costs to make a model that can.
+
+Speed is measured as in the speed suite: processes that take turns, call by call. Its targets are inflated in width alone, so that every
+layer counts. What early exits know, and what trained ones beside a frozen model add, is counted and needs no quiet machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from benchmarks import checkpoints, self_models, speed_plan
+from benchmarks.checkpoints import Checkpoint
+from benchmarks.datasets import Prompt
+from benchmarks.figures import LEVEL, RESAMPLES, Estimate, Figure, best
+from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
+from benchmarks.report import Table
+from benchmarks.self_models import Accepted, Agreement, Bits, share
+from benchmarks.speed import Findings
+from benchmarks.speed_plan import AUTO, EARLY_EXIT, LAYER_SKIP, PLAIN, RANDOM, TEXT, WILD, Cell, Method
+from benchmarks.speed_runner import Block, Failure, PeerSuite
+from benchmarks.speed_tables import PLAIN_OF_OURS, equality, failed, figures, quiet, ratio, sides, speed, split
+from benchmarks.suite import option
+from foredraft.errors import ConfigurationError
+from foredraft.loading import load_model, load_tokenizer
+from foredraft.training import prompts
+from recipes.zoo.evaluation import WINDOW
+
+DEEP, WIDE, FROZEN, UNTRAINED = "python-deep", "python-deep-100m", "python-8m", "python-deep without the recipe"
+SHALLOW = f"{FROZEN} × {self_models.WIDER}"
+PARTS = ("exits", LAYER_SKIP, "transformers", "frozen", "nothing")
+SAMPLED, LOST = "sampled", "random prompt"
+RANDOM_TEXTS, PROMPT = 3, 64  # texts of each kind, and tokens of a prompt
+EARLY, HALF = 4, 2  # the exit that is judged, and another one of the frozen model
+BITS, OVER_UNTRAINED, AGREES = 1.04, 2.5, 0.5
+GREEDY, AT_ONE, OVER_THEIRS, TRAINED, WORST = 1.2, 1.05, 2.5, 3.0, 0.98
+GOALS = {GREEDY: 1.3, AT_ONE: 1.1}
+
+
+@dataclass(frozen=True)
+class Settings(speed_plan.Settings):
+    """What is run, besides what the speed suite's settings say."""
+
+    targets: tuple[str, ...] = (WIDE, SHALLOW)
+    draft: str = ""
+    dtypes: tuple[str, ...] = option(("bfloat16",), "bfloat16, float32.", flag="--dtype")
+    batches: tuple[int, ...] = (1,)
+    rules: tuple[str, ...] = (AUTO,)
+    modes: tuple[str, ...] = ()
+    drafters: tuple[str, ...] = ()
+    peers: tuple[str, ...] = (TRANSFORMERS,)
+    shapes: tuple[str, ...] = (AUTO,)
+    ngram: int = 3
+    prompts: tuple[str, ...] = ()
+    chat: bool = False
+    temperature: float = 0.0
+    worst: bool = True
+    deep: str = option(f"zoo:{DEEP}", "The model that was trained to exit early: a folder or zoo:NAME.")
+    deep_plain: str = option("", "Folder of the same model trained without the recipe.", place=True)
+    frozen: str = option(f"zoo:{FROZEN}", "The model that exits are trained beside.")
+    parts: str = option(",".join(PARTS), "Of the suite.", metavar="NAME,NAME")
+    corpus: Path | None = option(None, "Folder of python -m recipes.zoo corpus; collected into --work unless given.", place=True)
+    exit: str = option("4", "Where layer-skip leaves the target with shape auto: a layer, or auto.")
+    exits: tuple[int, ...] = option((4, 8), "Exits of the chains that are compared with transformers'.", least=1, flag="--fixed-exit")
+    lengths: tuple[int, ...] = option((3, 5), "γ of these chains.", least=1, flag="--gamma")
+    limit: int | None = option(6, "Held-out prompts whose continuation is timed.", least=1)
+    documents: int = option(32, "Held-out files that exits are judged on.", least=2)
+    answered: int = option(64, "Held-out prompts that trained exits are judged on.", least=2)
+    texts: int = option(1200, "Texts that exits are trained on.", least=2)
+    steps: int = option(250, "Steps of their training.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unknown = [each for each in self.chosen if each not in PARTS]
+        if unknown or not self.chosen:
+            raise ConfigurationError(f"unknown parts {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+        if not (self.exit == AUTO or self.exit.isdecimal()):
+            raise ConfigurationError(f"--exit is the number of a layer or auto, got {self.exit!r}")
+
+    @property
+    def chosen(self) -> list[str]:
+        return [each for each in self.parts.split(",") if each]
+
+    def includes(self, *parts: str) -> bool:
+        return any(each in self.chosen for each in parts)
+
+
+def skipping(setting: str, exit: object, length: int = 0, *, hopeless: bool = False) -> Method:
+    """``layer-skip`` here; chains of ``length``, or what the planner chooses."""
+    shape = (("shape", f"chain({length})"),) if length else ()
+    return Method(FOREDRAFT, LAYER_SKIP, setting, length, (("drafter", f"{LAYER_SKIP};exit={exit}"), *shape), hopeless, fresh=hopeless)
+
+
+def methods(settings: Settings, target: str) -> list[Method]:
+    """Everyone who meets on ``target``; plain ones first, and those for text that cannot be guessed last."""
+    plain, planned = Method(FOREDRAFT, PLAIN), skipping(AUTO, settings.exit)
+    if target == SHALLOW:
+        return [plain, planned] if settings.includes("nothing") else []
+    found = [plain, planned] if settings.includes(LAYER_SKIP, "transformers") else []
+    if settings.includes("transformers"):
+        found.append(Method(TRANSFORMERS, PLAIN))
+        for exit in settings.exits:
+            for length in settings.lengths:
+                found.append(skipping(pair(exit, length), exit, length))
+                found.append(Method(TRANSFORMERS, EARLY_EXIT, pair(exit, length), length, (("exit", exit),)))
+    if settings.includes("nothing"):
+        found += [*([] if found else [plain]), *(skipping(f"{AUTO}, {each}", settings.exit, hopeless=True) for each in (RANDOM, LOST))]
+    return found
+
+
+def pair(exit: int, length: int) -> str:
+    return f"exit {exit}, γ={length}"
+
+
+def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyone: Sequence[Method], vocabulary: int) -> list[Cell]:
+    """Every prompt greedily for everyone and at temperature 1 for the planner, then text that cannot be guessed: every token drawn
+    uniformly, and random prompts that are continued greedily."""
+    found, plain, tokens = list[Cell](), f"{FOREDRAFT} {PLAIN}", settings.tokens
+    main = [each.name for each in everyone if not each.hopeless]
+    planned = [each.name for each in everyone if each.automatic and not each.hopeless]
+    for index, (category, ids) in enumerate(texts):
+        if len(main) > 1:
+            found.append(Cell(TEXT, index, category, (tuple(ids),), tokens, 0.0, tuple(main)))
+        if settings.includes(LAYER_SKIP) and planned:
+            found.append(Cell(SAMPLED, index, category, (tuple(ids),), tokens, 1.0, (plain, *planned)))
+    generator = random.Random(0)
+    for scenario, temperature in ((RANDOM, WILD), (LOST, 0.0)):
+        lost = [each.name for each in everyone if each.hopeless and each.setting.endswith(scenario)]
+        for index in range(RANDOM_TEXTS if lost else 0):
+            row = tuple(generator.randrange(vocabulary) for _ in range(PROMPT))
+            found.append(Cell(scenario, index, scenario, (row,), tokens, temperature, (plain, *lost)))
+    return found
+
+
+class SelfBlock(Block):
+    """Each target has methods of its own."""
+
+    def everyone(self) -> list[Method]:
+        return methods(self.settings, self.target.source)
+
+    def cells(self, texts: Sequence[tuple[str, Sequence[int]]], vocabulary: int) -> list[Cell]:
+        return cells(self.settings, texts, self.everyone(), vocabulary)
+
+    def _warm_up(self, calls: Sequence[Cell]) -> None:
+        """With the first text of each scenario."""
+        super()._warm_up(list({cell.scenario: cell for cell in reversed(calls)}.values()))
+
+
+class SelfSpeculation(PeerSuite[Settings]):
+    """Drafting with part of the target: what early exits know, and how much faster they make it, beside transformers' early exit.
+
+    Exits with 1 when something could not be measured; it is then listed with the reason and has no figures.
+    """
+
+    name = "self"
+    title = "One model is enough: drafting with part of the target"
+    settings_type = Settings
+    quick: ClassVar[Mapping[str, Any]] = {"limit": 1, "tokens": 16, "repeats": 1, "documents": 4, "answered": 8, "texts": 64, "steps": 8}
+    bits: list[Bits]
+    agreements: list[Agreement]
+    accepted: list[Accepted]
+    parameters: dict[str, int]  # by model
+
+    @cached_property
+    def _corpus(self) -> Any:
+        given = self.settings.corpus
+        return self_models.texts(given or self.settings.work_folder / "zoo", build=given is None)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.settings.frozen)
+
+    @property
+    def _deep(self) -> list[tuple[str, str]]:
+        """The model that was trained to exit early and the one that was not, as far as they are asked for."""
+        plain = [(UNTRAINED, self.settings.deep_plain)] if self.settings.deep_plain else []
+        return [] if self.settings.chosen == ["frozen"] else [(DEEP, self.settings.deep), *plain]
+
+    def _windows(self, count: int) -> list[list[int]]:
+        return prompts.windows(self._tokenizer, [each.text for each in self._corpus.held_out], count=count, tokens=PROMPT, seed=0)
+
+    def read_prompts(self) -> list[Prompt]:
+        made = self._windows(self.settings.limit or 1)
+        return [Prompt(f"held-out-{index}", "held-out", (self._tokenizer.decode(ids),)) for index, ids in enumerate(made)]
+
+    def everyone(self) -> list[Method]:
+        found = [each for target in self.settings.targets for each in methods(self.settings, target)]
+        return list({each.name: each for each in found}.values())
+
+    @property
+    def steps(self) -> int:
+        settings, count = self.settings, len(self.settings.chosen)
+        for target in settings.targets:
+            everyone = methods(settings, target)
+            calls = cells(settings, [("", [0])] * (settings.limit or 1), everyone, 2)
+            count += len(everyone) + settings.repeats * sum(len(cell.methods) for cell in calls)
+        return count
+
+    def run(self) -> None:
+        settings = self.settings
+        torch.set_num_threads(settings.threads)
+        for name, source in (*self._deep, (FROZEN, settings.frozen)):  # nothing is measured before all targets are there and make sense
+            self_models.refuse_silent_layers(load_model(source), name)
+        self.methods, self.categories, self.turns = self.everyone(), ["held-out"], len(self.prompts)
+        if settings.includes("exits"):
+            with self._attempt(DEEP, "exits"):
+                self._exits()
+        if settings.includes("frozen"):
+            with self._attempt(FROZEN, "trained exits"):
+                self._frozen()
+        for name, source in ((WIDE, settings.deep), (SHALLOW, settings.frozen)):
+            if methods(settings, name):
+                with self._attempt(name, "inflation"):
+                    target = self._inflated(name, source)
+                    for dtype in settings.dtypes:
+                        self.bytes_per_pass[f"{name} {dtype}"] = checkpoints.pass_bytes(target.path, dtype)
+                        SelfBlock(self, target, None, dtype).run()
+
+    @contextmanager
+    def _attempt(self, what: str, stage: str) -> Iterator[None]:
+        """What fails in it is a row."""
+        try:
+            yield
+        except Exception as error:
+            self.failures.append(Failure(what, ", ".join(self.settings.dtypes), what, stage, f"{type(error).__name__}: {error}"))
+        self.advance()
+
+    def _inflated(self, name: str, source: str) -> Checkpoint:
+        model = load_model(source, dtype="float32")
+        target = self_models.widened(model, name.replace(" × ", "-x"), self.settings.frozen, self.settings.work_folder)
+        return replace(target, source=name)
+
+    def _exits(self) -> None:
+        """What early exits and single sublayers know, with the recipe and without."""
+        settings = self.settings
+        files = self_models.documents(self._tokenizer, self._corpus.held_out, settings.documents)
+        for name, source in self._deep:
+            model = load_model(source, dtype=settings.dtypes[0])
+            self.parameters[name] = model.num_parameters()
+            self.bits.append(self_models.bits(name, model, files))
+            self.agreements += self_models.exits(name, model, files)
+            if name == DEEP:
+                self.agreements += self_models.sublayers(name, model, files[: max(2, len(files) // 4)])
+
+    def _frozen(self) -> None:
+        settings = self.settings
+        model = load_model(settings.frozen, dtype=settings.dtypes[0])
+        folder = settings.work_folder / f"exits-{self_models.digest(model)}-{settings.texts}-{settings.steps}"
+        data = (settings.corpus or settings.work_folder / "zoo") / "corpus" / "train.jsonl"
+        how = {"texts": settings.texts, "steps": settings.steps, "threads": settings.threads}
+        trained = self_models.train_exits(settings.frozen, data, folder, (EARLY, HALF), **how)
+        self.accepted += self_models.frozen(model, trained, self._windows(settings.answered), settings.tokens)
+
+    # -- what is reported -----------------------------------------------------------------------------------------------
+
+    def agreement(self, model: str, what: str) -> Estimate | None:
+        found = next((each for each in self.agreements if (each.model, each.what) == (model, what)), None)
+        return None if found is None else share(found.same, found.tokens)
+
+    def bits_per_byte(self, model: str) -> Estimate | None:
+        found = next((each for each in self.bits if each.model == model), None)
+        return None if found is None else share(found.bits, found.bytes)
+
+    def length(self, side: str, exit: int) -> Estimate | None:
+        """Acceptance length less 1."""
+        found = next((each for each in self.accepted if (each.side, each.exit) == (side, exit)), None)
+        return None if found is None or not sum(found.accepted) else share(found.accepted, found.rounds)
+
+    def findings(self) -> dict[str, SelfFindings]:
+        return {target: SelfFindings(self, target, dtype) for target in self.settings.targets for dtype in self.settings.dtypes}
+
+    def figures(self) -> list[Figure]:
+        settings, found, by_target = self.settings, list[Figure](), self.findings()
+        if settings.includes("exits"):
+            bits = ratio(self.bits_per_byte(DEEP), self.bits_per_byte(UNTRAINED))
+            here, there = self.agreement(DEEP, f"exit {EARLY}"), self.agreement(UNTRAINED, f"exit {EARLY}")
+            name = f"{DEEP}, exit {EARLY}: agreement with the last layer"
+            found += [
+                figure(f"{DEEP}: held-out bits per byte over the same model without the recipe", bits, high=BITS),
+                figure(f"{name}, over that of the model without the recipe", ratio(here, there), low=OVER_UNTRAINED),
+                figure(name, here, low=AGREES),
+            ]
+        found += by_target[WIDE].figures()
+        if settings.includes("frozen"):
+            over = ratio(self.length("trained", EARLY), self.length("bare", EARLY))
+            found.append(figure(f"{FROZEN}, frozen, exit {EARLY}: acceptance length - 1, trained over bare", over, low=TRAINED))
+        return found + by_target[SHALLOW].worst()
+
+    def tables(self) -> list[Table]:
+        made = [figures(self.figures()), *self._exit_tables(), *self._frozen_tables()]
+        for target, comparison in self.findings().items():
+            for scenario in dict.fromkeys(each.scenario for each in comparison.mine):
+                calls = comparison.calls(scenario=scenario)
+                made.append(speed(f"{scenario.capitalize()}, {target}", calls))
+                if scenario == TEXT:
+                    made += [split(f"Time split, {target}", calls), equality(self, calls, target)]
+        return made + failed(self)
+
+    def _exit_tables(self) -> list[Table]:
+        def row(what: str, value: Callable[[str], Estimate | None]) -> tuple[str, ...]:
+            each = value(DEEP), value(UNTRAINED)
+            return (what, *("—" if one is None else one.spread.text(3) for one in (*each, ratio(*each))))
+
+        whats = [each.what for each in self.agreements if each.model == DEEP]
+        known = [row(what, lambda model, what=what: self.agreement(model, what)) for what in whats if what.startswith("exit")]  # type: ignore[misc]
+        without = {what: self.agreement(DEEP, what) for what in whats if what.startswith("without")}
+        cells = {what.removeprefix("without "): each.spread.text(3) for what, each in without.items() if each}
+        layers = dict.fromkeys(what.split()[1] for what in cells)
+        columns = ("", DEEP, "without the recipe", "ratio")
+        made = [Table("Held-out text", columns, [row("bits per byte", self.bits_per_byte), *known])] if self.bits else []
+        if layers:
+            rows = [(f"layer {layer}", cells[f"attention {layer}"], cells[f"MLP {layer}"]) for layer in layers]
+            made.append(
+                Table(f"{DEEP} without one sublayer: agreement with the whole model", ("", "without attention", "without MLP"), rows)
+            )
+        return made
+
+    def _frozen_tables(self) -> list[Table]:
+        rows = []
+        for exit in dict.fromkeys(each.exit for each in self.accepted):
+            each = self.length("bare", exit), self.length("trained", exit)
+            rows.append((f"exit {exit}", *("—" if one is None else one.spread.text(3) for one in (*each, ratio(each[1], each[0])))))
+        title = f"{FROZEN}, frozen: acceptance length - 1 of greedy chains of {self_models.CHAIN}"
+        return [Table(title, ("", "bare", "trained", "trained over bare"), rows)] if rows else []
+
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings = self.settings
+        sizes = ", ".join(f"{name} {count / 1e6:.1f} M parameters" for name, count in self.parameters.items())
+        return [
+            f"Methods, each side in a process and environment of its own: {sides(self) or 'none started'}.",
+            f"{WIDE} is {DEEP}, and {SHALLOW} is {FROZEN}, inflated in width alone, so that every layer counts. A target with a layer "
+            "whose attention or MLP writes nothing is refused.",
+            f"{settings.limit} windows of {PROMPT} tokens from packages that no model has seen × {settings.tokens} new tokens, end of "
+            f"text ignored, batch 1, {settings.repeats} repeats in turns after a warm-up with each kind of text, {settings.threads} "
+            f"threads. `{TEXT}` is greedy, `{SAMPLED}` at temperature 1; `{RANDOM}`: every token is drawn uniformly; `{LOST}`: random "
+            f"prompts that are continued greedily. `{AUTO}` is what the planner chooses, at exit {settings.exit}.",
+            f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
+            f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
+            "transformers drafts by a constant schedule without a confidence threshold.",
+            f"Bits per byte and agreement: {settings.documents} held-out files, agreement on the first {WINDOW} tokens of each, for single "
+            f"sublayers on a quarter of the files; intervals are over files. {sizes}.",
+            f"Exits of {FROZEN}: {settings.steps} steps on {settings.texts} texts that it wrote; {settings.answered} held-out prompts × "
+            f"{settings.tokens} tokens, intervals over prompts."
+            if settings.includes("frozen")
+            else "",
+            f"Parts: {', '.join(settings.chosen)} of {', '.join(PARTS)}.",
+            quiet(self),
+        ]
+
+
+def figure(name: str, value: Estimate | None, low: float | None = None, high: float | None = None, how: str = "") -> Figure:
+    return Figure(name, None if value is None else value.spread, low, high, how)
+
+
+class SelfFindings(Findings):
+    """What is promised of one target."""
+
+    def figures(self) -> list[Figure]:
+        settings, found = self.run.settings, list[Figure]()
+        if settings.includes(LAYER_SKIP):
+            for scenario, low in ((TEXT, GREEDY), (SAMPLED, AT_ONE)):
+                found.append(self.over_plain(f"{scenario}: tokens/s of {LAYER_SKIP} over plain", low, scenario, f"goal {GOALS[low]}"))
+        if settings.includes("transformers"):
+            found += [*self.theirs(), *self.allowed(self.calls(), LAYER_SKIP)]
+        return [*found, *self.worst()]
+
+    def over_plain(self, name: str, low: float, scenario: str, how: str = "") -> Figure:
+        """The planner's."""
+        calls = self.calls(scenario=scenario)
+        name_of = [each for each in calls.by_method if self.methods[each].automatic]
+        found = best(name_of, calls.rate)
+        return self.figure(name, low, None if found is None else ratio(found[1], calls.rate(PLAIN_OF_OURS)), how=how)
+
+    def theirs(self) -> list[Figure]:
+        """The same exit and draft length on both sides; what the planner makes of it, and plain decoding, beside."""
+        calls, settings = self.calls(), self.run.settings
+        plains = ratio(calls.rate(PLAIN_OF_OURS), calls.rate(f"{TRANSFORMERS} {PLAIN}"))
+        beside = "" if plains is None else f"plain over plain {plains.value:.2f}"
+        found = []
+        for exit in settings.exits:
+            for length in settings.lengths:
+                ours, other = (
+                    f"{side} {mode}, {pair(exit, length)}" for side, mode in ((FOREDRAFT, LAYER_SKIP), (TRANSFORMERS, EARLY_EXIT))
+                )
+                name = f"{pair(exit, length)}: tokens/s over transformers' early exit"
+                found.append(self.figure(name, OVER_THEIRS, ratio(calls.rate(ours), calls.rate(other)), how=beside))
+        return found
+
+    def worst(self) -> list[Figure]:
+        """Where nothing pays."""
+        if not self.run.settings.includes("nothing"):
+            return []
+        scenarios = (TEXT,) if self.target == SHALLOW else (RANDOM, LOST)
+        return [self.over_plain(f"{each}: tokens/s of {LAYER_SKIP} over plain", WORST, each) for each in scenarios]
