@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,8 @@ from benchmarks.figures import Estimate, quotient
 from foredraft import Speculator, inflate
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigurationError, ForedraftError
+from foredraft.models import skips
+from foredraft.models.skips import SkipSet, Sublayers
 from recipes.zoo import corpus, evaluation, tokenization
 
 if TYPE_CHECKING:
@@ -49,12 +50,11 @@ class Bits:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many of the tokens at which a model was looked at, file by file, got the same likeliest token from ``what`` as from the whole
-    model."""
+    """At how many of the ``tokens`` of each file ``what`` has the same likeliest next token as the whole model."""
 
     model: str
     what: str
-    same: tuple[int, ...]
+    same: tuple[float, ...]
     tokens: tuple[int, ...]
 
 
@@ -141,18 +141,14 @@ def bits(name: str, model: PreTrainedModel, files: Sequence[tokenization.Encoded
     return Bits(name, tuple(needed), tuple(sizes))
 
 
-@torch.inference_mode()
 def exits(name: str, model: Any, files: Sequence[tokenization.Encoded]) -> list[Agreement]:
     """Every exit against the last layer: its states through the model's own final norm and LM head."""
-
-    def likeliest(ids: Tensor) -> list[Tensor]:
-        output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
-        states = output.hidden_states[1:-1]
-        return [model.lm_head(model.model.norm(each)).argmax(-1) for each in states] + [output.logits.argmax(-1)]
-
-    found = [likeliest(ids) for ids in map(beginning, files)]
-    whole = [each[-1] for each in found]
-    return [agreement(name, f"exit {layer + 1}", [each[layer] for each in found], whole) for layer in range(len(found[0]) - 1)]
+    shares = [evaluation.score_exits(model, each) for each in files]
+    tokens = tuple(len(each.tokens) - 1 for each in files)
+    return [
+        Agreement(name, f"exit {layer + 1}", tuple(each[layer] * count for each, count in zip(shares, tokens)), tokens)
+        for layer in range(len(shares[0]) - 1)
+    ]
 
 
 @torch.inference_mode()
@@ -162,24 +158,12 @@ def sublayers(name: str, model: Any, files: Sequence[tokenization.Encoded]) -> l
     def likeliest() -> list[Tensor]:
         return [model(input_ids=ids, use_cache=False).logits.argmax(-1) for ids in map(beginning, files)]
 
-    whole, found = likeliest(), []
-    for index, layer in enumerate(model.model.layers):
-        for part, module in (("attention", layer.self_attn), ("MLP", layer.mlp)):
-            with silenced(module):
-                found.append(agreement(name, f"without {part} {index}", likeliest(), whole))
+    parts, whole, found = Sublayers(model), likeliest(), []
+    for layer in range(parts.count):
+        for part, skip in (("attention", SkipSet(attention=(layer,))), ("MLP", SkipSet(mlp=(layer,)))):
+            with parts.left_out(skip):
+                found.append(agreement(name, f"without {part} {layer}", likeliest(), whole))
     return found
-
-
-@contextmanager
-def silenced(sublayer: Any) -> Iterator[None]:
-    def nothing(module: Any, given: Any, output: Any) -> Any:
-        return torch.zeros_like(output) if isinstance(output, Tensor) else (torch.zeros_like(output[0]), *output[1:])
-
-    handle = sublayer.register_forward_hook(nothing)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def beginning(file: tokenization.Encoded) -> Tensor:
@@ -188,7 +172,7 @@ def beginning(file: tokenization.Encoded) -> Tensor:
 
 
 def agreement(model: str, what: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> Agreement:
-    same = tuple(int((one == other).sum()) for one, other in zip(got, expected))
+    same = tuple(float((one == other).sum()) for one, other in zip(got, expected))
     return Agreement(model, what, same, tuple(each.numel() for each in expected))
 
 
@@ -246,3 +230,34 @@ def frozen(model: PreTrainedModel, trained: dict[int, Path], prompts: Sequence[S
     for exit, place in trained.items():
         for side, make in (("bare", partial(LayerSkip, exit=exit)), ("trained", partial(LayerSkip, place))):
             yield accepted(model, side, exit, make, prompts, tokens)
+
+
+# -- sublayers to leave out -----------------------------------------------------------------------------------------------------
+
+
+def search_sets(writer: str, target: str, data: Path, folder: Path, *, trials: int, threads: int) -> dict[str, list[str]]:
+    """The set that ``foredraft skip search`` found for ``target``, on texts of ``writer``, which computes the same, and the best one that
+    greedy elimination alone came by: in words, and how often drafts agree. What is there already is kept.
+
+    Raises:
+        ForedraftError: a command failed; the message is its own.
+    """
+    texts, place = folder / "texts", folder / f"set-{trials}.json"
+    if not place.exists():
+        foredraft(
+            *("data", "generate", str(data), "--target", writer, "--out", str(texts), "--windows", "96", "--prompt-tokens", "64"),
+            *("--max-new-tokens", "64", "--temperature", "0,1", "--threads", str(threads)),
+        )
+        foredraft(
+            *("skip", "search", "--target", target, "--data", str(texts), "--other-target", "--out", str(place)),
+            *("--trials", str(trials), "--tokens", "1024", "--dtype", "bfloat16", "--threads", str(threads)),
+        )
+    held = skips.read(place)
+    greedy = max((each for each in held["trials"] if each["stage"] == "greedy"), key=lambda each: each["rate"])
+    chosen = next(each for each in held["trials"] if all(each[part] == held[part] for part in ("attention", "mlp")))
+    return {name: [words(each), f"{each['agreement']:.1%}"] for name, each in (("searched set", chosen), ("greedy elimination", greedy))}
+
+
+def words(trial: Mapping[str, Any]) -> str:
+    """As ``draft-verify`` takes a set."""
+    return " ".join(f"{part}={','.join(map(str, trial[part]))}" for part in ("attention", "mlp") if trial[part])

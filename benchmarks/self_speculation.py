@@ -35,12 +35,14 @@ from recipes.zoo.evaluation import WINDOW
 
 DEEP, WIDE, FROZEN, UNTRAINED = "python-deep", "python-deep-100m", "python-8m", "python-deep without the recipe"
 SHALLOW = f"{FROZEN} × {self_models.WIDER}"
-PARTS = ("exits", LAYER_SKIP, "transformers", "frozen", "nothing")
+DRAFT_VERIFY, SEARCHED, GREEDILY = "draft-verify", "searched set", "greedy elimination"
+PARTS = ("exits", LAYER_SKIP, "transformers", DRAFT_VERIFY, "frozen", "nothing")
 SAMPLED, LOST = "sampled", "random prompt"
 RANDOM_TEXTS, PROMPT = 3, 64  # texts of each kind, and tokens of a prompt
 EARLY, HALF = 4, 2  # the exit that is judged, and another one of the frozen model
 BITS, OVER_UNTRAINED, AGREES = 1.04, 2.5, 0.5
 GREEDY, AT_ONE, OVER_THEIRS, TRAINED, WORST = 1.2, 1.05, 2.5, 3.0, 0.98
+LEFT_OUT, OVER_GREEDILY = 1.1, 1.0
 GOALS = {GREEDY: 1.3, AT_ONE: 1.1}
 
 
@@ -73,6 +75,7 @@ class Settings(speed_plan.Settings):
     limit: int | None = option(6, "Held-out prompts whose continuation is timed.", least=1)
     documents: int = option(32, "Held-out files that exits are judged on.", least=2)
     answered: int = option(64, "Held-out prompts that trained exits are judged on.", least=2)
+    trials: int = option(60, "Trials of the search for sublayers to leave out.", least=1)
     texts: int = option(1200, "Texts that exits are trained on.", least=2)
     steps: int = option(250, "Steps of their training.", least=1)
 
@@ -102,7 +105,8 @@ def methods(settings: Settings, target: str) -> list[Method]:
     """Everyone who meets on ``target``; plain ones first, and those for text that cannot be guessed last."""
     plain, planned = Method(FOREDRAFT, PLAIN), skipping(AUTO, settings.exit)
     if target == SHALLOW:
-        return [plain, planned] if settings.includes("nothing") else []
+        spread = Method(FOREDRAFT, DRAFT_VERIFY, AUTO, 0, (("drafter", DRAFT_VERIFY),))
+        return [plain, planned, *([spread] if settings.includes(DRAFT_VERIFY) else [])] if settings.includes("nothing") else []
     found = [plain, planned] if settings.includes(LAYER_SKIP, "transformers") else []
     if settings.includes("transformers"):
         found.append(Method(TRANSFORMERS, PLAIN))
@@ -110,6 +114,8 @@ def methods(settings: Settings, target: str) -> list[Method]:
             for length in settings.lengths:
                 found.append(skipping(pair(exit, length), exit, length))
                 found.append(Method(TRANSFORMERS, EARLY_EXIT, pair(exit, length), length, (("exit", exit),)))
+    if settings.includes(DRAFT_VERIFY):
+        found += [*([] if found else [plain]), *(Method(FOREDRAFT, DRAFT_VERIFY, f"{AUTO}, {each}") for each in (SEARCHED, GREEDILY))]
     if settings.includes("nothing"):
         found += [*([] if found else [plain]), *(skipping(f"{AUTO}, {each}", settings.exit, hopeless=True) for each in (RANDOM, LOST))]
     return found
@@ -124,11 +130,11 @@ def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyo
     uniformly, and random prompts that are continued greedily."""
     found, plain, tokens = list[Cell](), f"{FOREDRAFT} {PLAIN}", settings.tokens
     main = [each.name for each in everyone if not each.hopeless]
-    planned = [each.name for each in everyone if each.automatic and not each.hopeless]
+    planned = [each.name for each in everyone if each.mode == LAYER_SKIP and each.automatic and not each.hopeless]
     for index, (category, ids) in enumerate(texts):
         if len(main) > 1:
             found.append(Cell(TEXT, index, category, (tuple(ids),), tokens, 0.0, tuple(main)))
-        if settings.includes(LAYER_SKIP) and planned:
+        if settings.includes(LAYER_SKIP, "nothing") and planned:
             found.append(Cell(SAMPLED, index, category, (tuple(ids),), tokens, 1.0, (plain, *planned)))
     generator = random.Random(0)
     for scenario, temperature in ((RANDOM, WILD), (LOST, 0.0)):
@@ -167,6 +173,7 @@ class SelfSpeculation(PeerSuite[Settings]):
     agreements: list[Agreement]
     accepted: list[Accepted]
     parameters: dict[str, int]  # by model
+    sets: dict[str, list[str]]  # sublayers that are left out, and how often the draft then agrees, by what found them
 
     @cached_property
     def _corpus(self) -> Any:
@@ -219,6 +226,9 @@ class SelfSpeculation(PeerSuite[Settings]):
             if methods(settings, name):
                 with self._attempt(name, "inflation"):
                     target = self._inflated(name, source)
+                    if name == WIDE and settings.includes(DRAFT_VERIFY):
+                        with self._attempt(name, "foredraft skip search"):
+                            self._search(target)
                     for dtype in settings.dtypes:
                         self.bytes_per_pass[f"{name} {dtype}"] = checkpoints.pass_bytes(target.path, dtype)
                         SelfBlock(self, target, None, dtype).run()
@@ -237,6 +247,26 @@ class SelfSpeculation(PeerSuite[Settings]):
         target = self_models.widened(model, name.replace(" × ", "-x"), self.settings.frozen, self.settings.work_folder)
         return replace(target, source=name)
 
+    @property
+    def _data(self) -> Path:
+        return (self.settings.corpus or self.settings.work_folder / "zoo") / "corpus" / "train.jsonl"
+
+    def _search(self, target: Checkpoint) -> None:
+        """Sets of sublayers for ``target``, judged on texts of the narrow model, which says the same."""
+        settings, folder = self.settings, self.settings.work_folder / target.slug
+        how = {"trials": settings.trials, "threads": settings.threads}
+        assert self._corpus
+        self.sets = self_models.search_sets(settings.deep, str(target.path), self._data, folder, **how)
+
+    def options(self, method: Method, target: Checkpoint) -> dict[str, Any]:
+        """With the sets that were found."""
+        what, found = method.setting.removeprefix(f"{AUTO}, "), super().options(method, target)
+        return (
+            found
+            if what not in (SEARCHED, GREEDILY)
+            else {**found, "drafter": f"{DRAFT_VERIFY};skip={self.sets.get(what, ['none found'])[0]}"}
+        )
+
     def _exits(self) -> None:
         """What early exits and single sublayers know, with the recipe and without."""
         settings = self.settings
@@ -253,9 +283,9 @@ class SelfSpeculation(PeerSuite[Settings]):
         settings = self.settings
         model = load_model(settings.frozen, dtype=settings.dtypes[0])
         folder = settings.work_folder / f"exits-{self_models.digest(model)}-{settings.texts}-{settings.steps}"
-        data = (settings.corpus or settings.work_folder / "zoo") / "corpus" / "train.jsonl"
+        assert self._corpus  # it is there
         how = {"texts": settings.texts, "steps": settings.steps, "threads": settings.threads}
-        trained = self_models.train_exits(settings.frozen, data, folder, (EARLY, HALF), **how)
+        trained = self_models.train_exits(settings.frozen, self._data, folder, (EARLY, HALF), **how)
         self.accepted += self_models.frozen(model, trained, self._windows(settings.answered), settings.tokens)
 
     # -- what is reported -----------------------------------------------------------------------------------------------
@@ -301,6 +331,9 @@ class SelfSpeculation(PeerSuite[Settings]):
                 made.append(speed(f"{scenario.capitalize()}, {target}", calls))
                 if scenario == TEXT:
                     made += [split(f"Time split, {target}", calls), equality(self, calls, target)]
+        if self.sets:
+            rows = [(what, *each) for what, each in self.sets.items()]
+            made.append(Table(f"Sublayers of {WIDE} that drafts leave out", ("found by", "set", "agreement"), rows))
         return made + failed(self)
 
     def _exit_tables(self) -> list[Table]:
@@ -344,8 +377,8 @@ class SelfSpeculation(PeerSuite[Settings]):
             f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
             f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "transformers drafts by a constant schedule without a confidence threshold.",
-            f"Bits per byte and agreement: {settings.documents} held-out files, agreement on the first {WINDOW} tokens of each, for single "
-            f"sublayers on a quarter of the files; intervals are over files. {sizes}.",
+            f"Bits per byte and agreement: {settings.documents} held-out files, for single sublayers the first {WINDOW} tokens of a "
+            f"quarter of them; intervals are over files. {sizes}.",
             f"Exits of {FROZEN}: {settings.steps} steps on {settings.texts} texts that it wrote; {settings.answered} held-out prompts × "
             f"{settings.tokens} tokens, intervals over prompts."
             if settings.includes("frozen")
@@ -366,17 +399,22 @@ class SelfFindings(Findings):
         settings, found = self.run.settings, list[Figure]()
         if settings.includes(LAYER_SKIP):
             for scenario, low in ((TEXT, GREEDY), (SAMPLED, AT_ONE)):
-                found.append(self.over_plain(f"{scenario}: tokens/s of {LAYER_SKIP} over plain", low, scenario, f"goal {GOALS[low]}"))
+                found.append(self.over_plain(LAYER_SKIP, low, scenario, f"goal {GOALS[low]}"))
         if settings.includes("transformers"):
             found += [*self.theirs(), *self.allowed(self.calls(), LAYER_SKIP)]
+        if settings.includes(DRAFT_VERIFY):
+            rates = [self.calls().rate(f"{FOREDRAFT} {DRAFT_VERIFY}, {AUTO}, {each}") for each in (SEARCHED, GREEDILY)]
+            plain, name = self.calls().rate(PLAIN_OF_OURS), f"{TEXT}: tokens/s of {DRAFT_VERIFY}, {SEARCHED}, over"
+            found.append(self.figure(f"{name} plain", LEFT_OUT, ratio(rates[0], plain)))
+            found.append(self.figure(f"{name} {GREEDILY}", OVER_GREEDILY, ratio(*rates)))
         return [*found, *self.worst()]
 
-    def over_plain(self, name: str, low: float, scenario: str, how: str = "") -> Figure:
+    def over_plain(self, mode: str, low: float, scenario: str, how: str = "") -> Figure:
         """The planner's."""
         calls = self.calls(scenario=scenario)
-        name_of = [each for each in calls.by_method if self.methods[each].automatic]
-        found = best(name_of, calls.rate)
-        return self.figure(name, low, None if found is None else ratio(found[1], calls.rate(PLAIN_OF_OURS)), how=how)
+        found = best([each for each in calls.by_method if self.methods[each].mode == mode and self.methods[each].automatic], calls.rate)
+        value = None if found is None else ratio(found[1], calls.rate(PLAIN_OF_OURS))
+        return self.figure(f"{scenario}: tokens/s of {mode} over plain", low, value, how=how)
 
     def theirs(self) -> list[Figure]:
         """The same exit and draft length on both sides; what the planner makes of it, and plain decoding, beside."""
@@ -397,5 +435,7 @@ class SelfFindings(Findings):
         """Where nothing pays."""
         if not self.run.settings.includes("nothing"):
             return []
-        scenarios = (TEXT,) if self.target == SHALLOW else (RANDOM, LOST)
-        return [self.over_plain(f"{each}: tokens/s of {LAYER_SKIP} over plain", WORST, each) for each in scenarios]
+        if self.target != SHALLOW:
+            return [self.over_plain(LAYER_SKIP, WORST, each) for each in (RANDOM, LOST)]
+        modes = [DRAFT_VERIFY] if self.run.settings.includes(DRAFT_VERIFY) else []
+        return [self.over_plain(LAYER_SKIP, WORST, SAMPLED), *(self.over_plain(each, WORST, TEXT) for each in (LAYER_SKIP, *modes))]

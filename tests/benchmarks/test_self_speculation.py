@@ -23,10 +23,14 @@ from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.heads import checkpoints as head_files
 from foredraft.heads.exit import ExitHead
 from foredraft.loading import load_tokenizer
+from foredraft.models.skips import SkipSet
 from recipes.zoo.corpus import Corpus, SourceFile
 from recipes.zoo.tokenization import Encoded
 
-SMALL = Settings(exits=(1,), lengths=(3,), exit="1", limit=1, tokens=8, repeats=2, documents=2, answered=2, threads=1, timeout=20)
+PARTS = "exits,layer-skip,transformers,frozen,nothing"
+SMALL = Settings(
+    parts=PARTS, exits=(1,), lengths=(3,), exit="1", limit=1, tokens=8, repeats=2, documents=2, answered=2, threads=1, timeout=20
+)
 PLAIN, AUTO, OURS = "foredraft plain", "foredraft layer-skip, auto", "foredraft layer-skip, exit 1, γ=3"
 THEIRS, THEIR_PLAIN = "transformers early-exit, exit 1, γ=3", "transformers plain"
 SOURCE = "def total(values):\n    return sum(value for value in values if value is not None)\n\n\n" * 20
@@ -100,25 +104,30 @@ def test_exits_and_sublayers_are_judged_by_the_last_layer():
     found = {each.what: each for each in [*self_models.exits("m", model, files), *self_models.sublayers("m", model, files)]}
     parts = [f"without {part} {layer}" for layer in range(3) for part in ("attention", "MLP")]
     assert list(found) == ["exit 1", "exit 2", *parts]
-    ids = [self_models.beginning(each) for each in files]
+    ids = [self_models.beginning(each)[:, :-1] for each in files]
     with torch.no_grad():
         whole = [model(each).logits.argmax(-1) for each in ids]
         layers = model.model.layers
         model.model.layers = layers[:2]
         early = [model(each).logits.argmax(-1) for each in ids]
         model.model.layers = layers
+        assert found["exit 2"].same == pytest.approx([int((one == last).sum()) for one, last in zip(early, whole)])
         model.model.layers[1].self_attn.o_proj.weight.zero_()
+        ids = [self_models.beginning(each) for each in files]
         without = [model(each).logits.argmax(-1) for each in ids]
-    for what, expected in (("exit 2", early), ("without attention 1", without)):
-        assert found[what] == self_models.agreement("m", what, expected, whole)
-        assert 0 < sum(found[what].same) < sum(found[what].tokens) == 4 * SMALL_IDS.shape[1]
+    expected = found["without attention 1"].same
+    assert 0 < sum(expected) < sum(found["without attention 1"].tokens) and sum(found["exit 2"].same)
+    model = small_llama()
+    whole = [model(each).logits.argmax(-1) for each in ids]
+    assert expected == tuple(float((one == last).sum()) for one, last in zip(without, whole))
 
 
 def test_width_alone_keeps_what_every_exit_knows():
     """float32: the wide model's exits say what the narrow one's say."""
     model, files = small_llama(), [encoded(SMALL_IDS)]
     wide = inflate(model, hidden_size=128, layers=3)
-    assert self_models.exits("m", wide, files) == self_models.exits("m", model, files)
+    here, there = (self_models.exits("m", each, files) for each in (wide, model))
+    assert [each.same for each in here] == [pytest.approx(each.same) for each in there]
     assert self_models.sublayers("m", wide, files) == self_models.sublayers("m", model, files)
 
 
@@ -133,9 +142,9 @@ def test_wide_checkpoints_follow_the_weights(tmp_path, deep):
 def test_an_untrained_exit_accepts_what_the_bare_one_does(tmp_path):
     model = small_llama()
     head_files.save(ExitHead.for_target(model, exit=2), tmp_path / "exit")
-    bare, trained = self_models.frozen(model, {2: tmp_path / "exit"}, SMALL_IDS.tolist(), 12)
+    bare, trained = self_models.frozen(model, {2: tmp_path / "exit"}, SMALL_IDS.tolist(), 6)
     assert (bare.side, trained.side) == ("bare", "trained") and bare.accepted == trained.accepted and bare.rounds == trained.rounds
-    out = self_models.Speculator(model, LayerSkip(exit=2), shape="chain(5)").generate(SMALL_IDS, max_new_tokens=12, do_sample=False)
+    out = self_models.Speculator(model, LayerSkip(exit=2), shape="chain(5)").generate(SMALL_IDS, max_new_tokens=6, do_sample=False)
     assert sum(bare.rounds) == out.stats.row_passes and sum(bare.accepted) == out.stats.kept - out.stats.row_passes
 
 
@@ -152,6 +161,34 @@ def test_exits_are_trained_once(tmp_path, monkeypatch):
         self_models.train_exits("m", tmp_path / "data", tmp_path, (2,), texts=9, steps=4, threads=1)
     assert [each[0] for each in asked] == ["data", "train", "data"]
     assert "exit=2" in asked[1] and "--resume" not in asked[1]
+
+
+def test_sets_of_sublayers_are_searched_once(tmp_path, monkeypatch):
+    asked, model = [], small_llama()
+
+    def command(*arguments):
+        asked.append(arguments)
+        if arguments[0] == "skip":
+            trials = [("greedy", [1], [], 9.0), ("greedy", [1], [2], 11.0), ("bayesian", [], [0, 2], 12.0)]
+            SkipSet((), (0, 2)).save(
+                tmp_path / "set-5.json",
+                model,
+                [{"stage": stage, "attention": a, "mlp": b, "rate": rate, "agreement": rate / 20} for stage, a, b, rate in trials],
+            )
+
+    monkeypatch.setattr(self_models, "foredraft", command)
+    for _ in range(2):
+        found = self_models.search_sets("deep", "wide", tmp_path / "data", tmp_path, trials=5, threads=1)
+    assert found == {"searched set": ["mlp=0,2", "60.0%"], "greedy elimination": ["attention=1 mlp=2", "55.0%"]}
+    assert [each[0] for each in asked] == ["data", "skip"] and "--other-target" in asked[1]
+    run = SelfSpeculation(replace(SMALL, parts="draft-verify"))
+    run.sets = found
+    plain, searched, greedy = methods(run.settings, WIDE)
+    checkpoint = checkpoints.Checkpoint("deep", tmp_path, "deep")
+    assert run.options(searched, checkpoint)["drafter"] == "draft-verify;skip=mlp=0,2"
+    assert run.options(greedy, checkpoint)["drafter"] == "draft-verify;skip=attention=1 mlp=2" and "drafter" not in run.options(
+        plain, checkpoint
+    )
 
 
 def test_a_command_that_fails_is_quoted():
@@ -248,8 +285,8 @@ def claimed():
         call(f"transformers early-exit, {pair}", 2.4),
         call(f"{AUTO}, random text", 1.6, scenario="random text"),
         call(f"{AUTO}, random prompt", 1.5, scenario="random prompt"),
-        call(PLAIN, 1.5, SHALLOW),
-        call(AUTO, 1.0, SHALLOW),
+        *(call(PLAIN, 1.5, SHALLOW, scenario) for scenario in ("text", "sampled")),
+        *(call(AUTO, 1.0, SHALLOW, scenario) for scenario in ("text", "sampled")),
     ]
     run.curves = [Curve(WIDE, "bfloat16", f"foredraft layer-skip, {pair}", 3, 1, 0, {"t1": 0.1, "tn": 0.1, "draft": 0.02})]
     run.bits = [Bits(DEEP, (52.0, 52.0), (50, 50)), Bits(UNTRAINED, (50.0, 50.0), (50, 50))]
@@ -280,6 +317,7 @@ def test_claims_by_hand(claimed):
         ("random text: tokens/s of layer-skip over plain", 0.938, "missed"),
         ("random prompt: tokens/s of layer-skip over plain", 1.0, "met"),
         ("python-8m, frozen, exit 4: acceptance length - 1, trained over bare", 4.0, "met"),
+        (f"{SHALLOW} bfloat16: sampled: tokens/s of layer-skip over plain", 1.5, "met"),
         (f"{SHALLOW} bfloat16: text: tokens/s of layer-skip over plain", 1.5, "met"),
     ]
 
@@ -326,6 +364,6 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(tmp_path, deep, corpus,
     assert all((verdict == "not measured") == any(each in name for each in missing) for name, verdict in verdicts.items())
     assert {(each.target, each.scenario) for each in run.measurements} == {
         *((WIDE, scenario) for scenario in ("text", "sampled", "random text", "random prompt")),
-        (SHALLOW, "text"),
+        *((SHALLOW, scenario) for scenario in ("text", "sampled")),
     }
     assert str(tmp_path) not in json.dumps(run.document(command="c", environment={}), default=str).replace(str(deep), "")
