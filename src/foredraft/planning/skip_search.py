@@ -1,0 +1,168 @@
+"""Which sublayers a draft can do without: a search over sets of them, by predicted tokens per second (Draft & Verify, Zhang et al. 2023).
+
+A set is judged by how often a pass without these sublayers agrees with the target. This and measured seconds give the rate: a chain of g
+drafted tokens yields (1 - a^(g+1)) / (1 - a) tokens in the time of g drafts and a pass of the target over g + 1 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from random import Random
+
+from foredraft.models.skips import SkipSet
+
+Skipped = tuple[bool, ...]  # whether each sublayer is left out
+Sublayer = tuple[str, int]  # "attention" or "mlp", and the layer, from 0
+
+SPREAD = (4, 3, 2)  # one sublayer of so many is left out, or all but one of so many
+SPREAD_SHARE, GREEDY_SHARE = 0.15, 0.6  # of the trials: spread sets, and those together with elimination
+BEHIND = 0.9  # elimination ends once its sets are predicted to reach less than this share of its best rate
+
+
+@dataclass(frozen=True)
+class SublayerCosts:
+    """Seconds on one machine.
+
+    Attributes:
+        sublayers: of each sublayer, in a pass over one token.
+        rest: of a drafted token besides them.
+        passes: of a round besides its draft, with a pass of the whole target over 1, 2, … tokens.
+    """
+
+    sublayers: tuple[float, ...]
+    rest: float
+    passes: tuple[float, ...]
+
+    def rate(self, skipped: Skipped, agreement: float) -> tuple[float, int]:
+        """Tokens per second of the chains that suit best, drafted without ``skipped``, and how long these are."""
+        draft = self.rest + sum(seconds for seconds, left_out in zip(self.sublayers, skipped) if not left_out)
+        tokens, best = 1.0, (0.0, 0)
+        for length in range(1, len(self.passes)):
+            tokens += agreement**length
+            best = max(best, (tokens / (length * draft + self.passes[length]), length))
+        return best
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second without drafts."""
+        return 1 / self.passes[0]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A set that was judged. ``rate`` is predicted of chains of ``length``; ``stage`` says what proposed it."""
+
+    skipped: Skipped
+    agreement: float
+    rate: float
+    length: int
+    stage: str
+
+
+class SkipSearch:
+    """Judges sets one after the other.
+
+    Args:
+        sublayers: all that can be left out.
+        agreement: how often a pass without a set agrees with the target.
+
+    Attributes:
+        judged: the sets so far with what came of them, in their order. It is complete whatever ends the search.
+    """
+
+    def __init__(self, sublayers: Sequence[Sublayer], costs: SublayerCosts, agreement: Callable[[SkipSet], float]):
+        self.sublayers, self.costs, self.agreement = tuple(sublayers), costs, agreement
+        self.judged: dict[Skipped, Trial] = {}
+
+    @property
+    def ranked(self) -> list[Trial]:
+        """Best first."""
+        return sorted(self.judged.values(), key=lambda trial: -trial.rate)
+
+    def set_of(self, skipped: Skipped) -> SkipSet:
+        left_out = [each for each, out in zip(self.sublayers, skipped) if out]
+        return SkipSet(*(tuple(layer for kind, layer in left_out if kind == wanted) for wanted in ("attention", "mlp")))
+
+    def judge(self, skipped: Skipped, stage: str) -> Trial:
+        agreement = self.agreement(self.set_of(skipped))
+        trial = self.judged[skipped] = Trial(skipped, agreement, *self.costs.rate(skipped, agreement), stage)
+        return trial
+
+    def fresh(self, skipped: Skipped) -> bool:
+        """Whether a set was not judged, and leaves out something but not everything."""
+        return skipped not in self.judged and any(skipped) and not all(skipped)
+
+    def run(self, trials: int, seed: int = 0) -> Iterator[Trial]:
+        """Judge ``trials`` sets, or all if there are fewer: evenly spread ones, greedy elimination, and what a Gaussian process proposes
+        that has seen these. Where it proposes a set again, the next one is a neighbour of the best set."""
+        from optuna import create_study, create_trial, logging
+        from optuna.distributions import CategoricalDistribution
+        from optuna.samplers import GPSampler
+        from optuna.trial import TrialState
+
+        logging.set_verbosity(logging.ERROR)
+        study, random = create_study(direction="maximize", sampler=GPSampler(seed=seed)), Random(seed)
+        space = {str(index): CategoricalDistribution((False, True)) for index in range(len(self.sublayers))}
+
+        def told(skipped: Skipped, stage: str) -> Trial:
+            trial = self.judge(skipped, stage)
+            study.add_trial(create_trial(params=dict(zip(space, skipped)), distributions=dict(space), value=trial.rate))
+            return trial
+
+        for stage, proposals, share in (("spread", self.spread(), SPREAD_SHARE), ("greedy", self.eliminate(), GREEDY_SHARE)):
+            for skipped in proposals:
+                if len(self.judged) >= max(1, share * trials):
+                    break
+                if self.fresh(skipped):
+                    yield told(skipped, stage)
+        while len(self.judged) < trials:
+            asked = study.ask(dict(space))
+            proposed: Skipped | None = tuple(asked.params[name] for name in space)
+            stage = "bayesian"
+            study.tell(asked, state=TrialState.FAIL)  # it is added once it was judged, as the others are
+            if not self.fresh(proposed):
+                proposed, stage = self.neighbour(random), "neighbour"
+            if proposed is None:
+                return
+            yield told(proposed, stage)
+
+    def neighbour(self, random: Random) -> Skipped | None:
+        """A set that was not judged and differs from the best one in as few sublayers as possible; None if there is none."""
+        best, count = self.ranked[0].skipped, len(self.sublayers)
+        for changed in range(1, count + 1):
+            found = list(combinations(range(count), changed))
+            for indices in random.sample(found, len(found)):
+                near = tuple(left_out ^ (index in indices) for index, left_out in enumerate(best))
+                if self.fresh(near):
+                    return near
+        return None
+
+    def spread(self) -> Iterator[Skipped]:
+        """Sets that are evenly spread over the layers: of both kinds of sublayers, and of each."""
+        kinds = dict.fromkeys(kind for kind, _ in self.sublayers)
+        for every in SPREAD:
+            for chosen in (set(kinds), *({kind} for kind in kinds)):
+                for few in (True, False):
+                    yield tuple(kind in chosen and (layer % every == every // 2) == few for kind, layer in self.sublayers)
+
+    def eliminate(self) -> Iterator[Skipped]:
+        """Greedy elimination: leave out the sublayer whose loss costs the least agreement per second saved, again and again. Each set must
+        have been judged when the next one is asked for.
+
+        What a loss cost before others were left out is taken for the least that it costs now, so that few sublayers are judged again.
+        """
+        current, agreement, best = (False,) * len(self.sublayers), 1.0, 0.0
+        prices = dict.fromkeys(range(len(self.sublayers)), -1.0)  # those that were never judged come first
+        while len(prices) > 1:
+            renewed: dict[int, Trial] = {}
+            while (index := min(prices, key=lambda each: prices[each])) not in renewed:
+                proposed = tuple(left_out or place == index for place, left_out in enumerate(current))
+                yield proposed
+                renewed[index] = self.judged[proposed]
+                prices[index] = max(agreement - renewed[index].agreement, 0.0) / self.costs.sublayers[index]
+            del prices[index]
+            current, agreement, best = renewed[index].skipped, renewed[index].agreement, max(best, renewed[index].rate)
+            if renewed[index].rate < BEHIND * best:
+                return
