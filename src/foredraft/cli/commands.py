@@ -48,10 +48,11 @@ from foredraft.cli.options import (
     Verbose,
     VerificationRule,
 )
+from foredraft.cli.skip import app as skip
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
 
-ORDER = ("generate", "chat", "tune", "suggest", "demo", "audit", "models", "drafters", "rules", "data", "train")
+ORDER = ("generate", "chat", "tune", "suggest", "demo", "audit", "models", "drafters", "rules", "data", "train", "skip")
 
 
 class Ordered(typer.core.TyperGroup):
@@ -72,6 +73,7 @@ app = typer.Typer(
 
 app.add_typer(datastores, name="datastore")
 app.add_typer(data, name="data")
+app.add_typer(skip, name="skip")
 app.command()(train)
 app.command()(export)
 app.command()(convert)

@@ -70,9 +70,9 @@ class SkipSet:
         """The layers without either sublayer."""
         return tuple(sorted({*self.attention} & {*self.mlp}))
 
-    def save(self, path: str | Path, model: PreTrainedModel, trials: Sequence[Any] = ()) -> None:
-        """Write the set, the shape and vocabulary of ``model``, and ``trials``, any values that JSON has."""
-        held = {"format": FORMAT, "target": asdict(shape_of(model)), **asdict(self), "trials": list(trials)}
+    def save(self, path: str | Path, model: PreTrainedModel, trials: Sequence[Any] = (), **about: Any) -> None:
+        """Write the set, the shape and vocabulary of ``model``, ``trials``, and what else is known ``about`` them: any values of JSON."""
+        held = {"format": FORMAT, "target": asdict(shape_of(model)), **asdict(self), "trials": list(trials), **about}
         with replacing(path) as new:
             new.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 

@@ -12,42 +12,12 @@ from itertools import combinations
 from random import Random
 
 from foredraft.models.skips import SkipSet
-
-Skipped = tuple[bool, ...]  # whether each sublayer is left out
-Sublayer = tuple[str, int]  # "attention" or "mlp", and the layer, from 0
+from foredraft.planning.skip_costs import Skipped, Sublayer, SublayerCosts
 
 SPREAD = (4, 3, 2)  # one sublayer of so many is left out, or all but one of so many
 SPREAD_SHARE, GREEDY_SHARE = 0.15, 0.6  # of the trials: spread sets, and those together with elimination
+NEIGHBOURS = 4  # of the best set that are judged together
 BEHIND = 0.9  # elimination ends once its sets are predicted to reach less than this share of its best rate
-
-
-@dataclass(frozen=True)
-class SublayerCosts:
-    """Seconds on one machine.
-
-    Attributes:
-        sublayers: of each sublayer, in a pass over one token.
-        rest: of a drafted token besides them.
-        passes: of a round besides its draft, with a pass of the whole target over 1, 2, … tokens.
-    """
-
-    sublayers: tuple[float, ...]
-    rest: float
-    passes: tuple[float, ...]
-
-    def rate(self, skipped: Skipped, agreement: float) -> tuple[float, int]:
-        """Tokens per second of the chains that suit best, drafted without ``skipped``, and how long these are."""
-        draft = self.rest + sum(seconds for seconds, left_out in zip(self.sublayers, skipped) if not left_out)
-        tokens, best = 1.0, (0.0, 0)
-        for length in range(1, len(self.passes)):
-            tokens += agreement**length
-            best = max(best, (tokens / (length * draft + self.passes[length]), length))
-        return best
-
-    @property
-    def plain(self) -> float:
-        """Tokens per second without drafts."""
-        return 1 / self.passes[0]
 
 
 @dataclass(frozen=True)
@@ -96,7 +66,7 @@ class SkipSearch:
 
     def run(self, trials: int, seed: int = 0) -> Iterator[Trial]:
         """Judge ``trials`` sets, or all if there are fewer: evenly spread ones, greedy elimination, and what a Gaussian process proposes
-        that has seen these. Where it proposes a set again, the next one is a neighbour of the best set."""
+        that has seen these. Where it proposes a set again, neighbours of the best set are next."""
         from optuna import create_study, create_trial, logging
         from optuna.distributions import CategoricalDistribution
         from optuna.samplers import GPSampler
@@ -117,16 +87,17 @@ class SkipSearch:
                     break
                 if self.fresh(skipped):
                     yield told(skipped, stage)
-        while len(self.judged) < trials:
+        while (left := trials - len(self.judged)) > 0:
             asked = study.ask(dict(space))
-            proposed: Skipped | None = tuple(asked.params[name] for name in space)
-            stage = "bayesian"
+            proposed = tuple(asked.params[name] for name in space)
             study.tell(asked, state=TrialState.FAIL)  # it is added once it was judged, as the others are
-            if not self.fresh(proposed):
-                proposed, stage = self.neighbour(random), "neighbour"
-            if proposed is None:
-                return
-            yield told(proposed, stage)
+            if self.fresh(proposed):
+                yield told(proposed, "bayesian")
+                continue
+            for _ in range(min(left, NEIGHBOURS)):
+                if (near := self.neighbour(random)) is None:
+                    return
+                yield told(near, "neighbour")
 
     def neighbour(self, random: Random) -> Skipped | None:
         """A set that was not judged and differs from the best one in as few sublayers as possible; None if there is none."""
