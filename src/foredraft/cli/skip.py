@@ -21,9 +21,7 @@ def root() -> None:
 @app.command()
 def search(
     target: Annotated[str, typer.Option(help="The model: a path, a hub id, or zoo:NAME.", show_default=False)],
-    data: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Texts that it wrote, made by foredraft data generate.", show_default=False)
-    ],
+    data: Annotated[Path, typer.Option(metavar="FOLDER", help="Texts that it wrote, made by foredraft data generate.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the set goes; an existing file is replaced.", show_default=False)],
     trials: Annotated[int, typer.Option(min=1, metavar="N", help="Sets that are tried.")] = 200,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of answers that each trial reads.")] = 4096,

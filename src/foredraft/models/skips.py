@@ -60,6 +60,10 @@ class SkipSet:
         except ValueError:
             raise ConfigurationError(f"a set of sublayers is written as 'attention=1,3 mlp=2,4', layers from 0 on, got {text!r}") from None
 
+    def __str__(self) -> str:
+        """As :meth:`parse` reads it."""
+        return " ".join(f"{name}={','.join(map(str, layers))}" for name, layers in asdict(self).items() if layers)
+
     @property
     def first(self) -> int:
         """The first layer with a sublayer that is left out: what comes before is the same in every pass."""

@@ -107,7 +107,9 @@ def run(
         with interrupting() as interrupted:
             for number, trial in enumerate(search.run(trials, seed), 1):
                 best = search.ranked[0].rate
-                report(f"{number:>5}  {trial.stage:<9}  agrees {trial.agreement:6.1%}  {trial.rate:8.1f} tokens/s predicted, best {best:.1f}")
+                report(
+                    f"{number:>5}  {trial.stage:<9}  agrees {trial.agreement:6.1%}  {trial.rate:8.1f} tokens/s predicted, best {best:.1f}"
+                )
             if costs is None and finalists:
                 report(f"timing the best {finalists}")
                 rates = timed(model, {search.set_of(each.skipped): each.length for each in search.ranked[:finalists]}, prompts)
@@ -128,7 +130,9 @@ def begun(target: Target, texts: Texts, tokens: int, costs: Path | None, report:
     sublayers = sublayers_of(found)
     seconds = measure_costs(target) if costs is None else read_costs(costs, sublayers)
     agreement = Agreement(target.model, found, texts, range(len(texts) - HELD_OUT), tokens)
-    report(f"{len(sublayers)} sublayers; a trial reads {agreement.tokens:,} tokens; plain decoding is taken for {seconds.plain:.1f} tokens/s")
+    report(
+        f"{len(sublayers)} sublayers; a trial reads {agreement.tokens:,} tokens; plain decoding is taken for {seconds.plain:.1f} tokens/s"
+    )
     return SkipSearch(sublayers, seconds, agreement)
 
 
@@ -193,7 +197,7 @@ def store(search: SkipSearch, rates: Mapping[SkipSet | None, float], model: PreT
     )
     what, length = "measured" if timed else "predicted", trials[best].length
     report(
-        f"{out}: without {best}, which agrees {trials[best].agreement:.1%} of the time, {rate:.1f} tokens/s {what} with chains of {length}, "
+        f"{out}: without {best} drafts agree {trials[best].agreement:.1%} of the time; {rate:.1f} tokens/s {what} with chains of {length}, "
         f"{rate / plain:.2f} times as many as plain decoding"
     )
     if rate <= plain:
