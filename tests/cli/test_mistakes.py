@@ -50,6 +50,9 @@ MISTAKES = [
     ("train medussa --target zoo:python-8m --data . --out x", "unknown kind of head 'medussa', did you mean 'medusa'?"),
     ("train medusa --target zoo:python-8m --data none --out x", "'none' holds no data"),
     ("data generate x.txt --target ./none --out x", "no such path"),
+    ("skip search --target ./none --data . --out x", "no such path"),
+    ("skip search --target zoo:python-8m --data none --out x", "'none' holds no data"),
+    ("skip search --target zoo:python-8m --data . --out x --costs none.json", "cannot read 'none.json'"),
     ("datastore build x.txt --target ./none --out x", "no such path"),
 ]
 RUN = """
@@ -72,7 +75,14 @@ def test_mistakes_are_said_without_torch(tmp_path):
         assert line.startswith("2 error: ") and message in line, (arguments, line)
 
 
-@pytest.mark.parametrize(("module", "arguments"), [("torchao", "generate x --quantization int8"), ("matplotlib", "tune --plot out.png")])
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("torchao", "generate x --quantization int8"),
+        ("matplotlib", "tune --plot out.png"),
+        ("optuna", "skip search --target zoo:python-8m --data . --out x"),
+    ],
+)
 def test_missing_extras_are_said_without_torch(module, arguments):
     code = f"import sys; sys.modules[{module!r}] = None\n{RUN}"
     ran = subprocess.run([sys.executable, "-c", code], input=arguments, capture_output=True, text=True, check=True)

@@ -52,13 +52,13 @@ def search(
     from foredraft.files import read_text
 
     with exit_codes():
-        for module in ("optuna", "scipy"):
-            check_extra(module, "search", "foredraft skip search")
         check_model(target, dtype, device)
         check_data([data])
         check_output(out)
         if costs is not None:
             read_text(costs)
+        for module in ("optuna", "scipy"):
+            check_extra(module, "search", "foredraft skip search")
         from foredraft.cli.generation import pick_device
         from foredraft.training.skips import run
 
