@@ -123,7 +123,8 @@ class SkippedPasses(Measurement):
         """Passes over one token without each of ``sets``, and whole ones, by the name ``("whole", 1)``."""
         self._open(self.texts)
         root = self._chain(1)
-        calls = {("whole", 1): self._scoring(root), **{name: partial(self.target.score_early, root, skip) for name, skip in sets.items()}}
+        calls: dict[Any, Callable[[], object]] = {name: partial(self.target.score_early, root, skip) for name, skip in sets.items()}
+        calls["whole", 1] = self._scoring(root)
         for turn in range(self.warm_ups + TURNS):
             if turn > self.warm_ups and self.clock() > deadline:
                 break
