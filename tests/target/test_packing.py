@@ -12,7 +12,9 @@ from helpers import alone, clone, generate, perturbed, repetitive, tiny
 from torch import nn
 
 from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.backends import choice
 from foredraft.backends import packing as packing_module
+from foredraft.backends.kernels import Kernels
 from foredraft.backends.packing import HINTS, NATIVE, Kind, Packing, Product, by_kind, fastest_hint, refusal, sharing
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
@@ -215,6 +217,21 @@ def test_auto_packs_what_it_loaded_and_nothing_else():
     assert Speculator("zoo:python-1m", drafter="none").target.execution in ("packed", "native")
     eager = Speculator("zoo:python-1m", drafter="draft-model:zoo:python-1m", execution="eager")
     assert eager.target.execution == "eager"
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_a_model_that_is_not_large_is_prepared_on_one_thread(light, monkeypatch):
+    threads, seen, test, lay_out = torch.get_num_threads(), [], choice.self_test, Kernels._lay_out
+    monkeypatch.setattr(choice, "self_test", lambda backend: (seen.append(torch.get_num_threads()), test(backend))[1])
+    monkeypatch.setattr(Kernels, "_lay_out", lambda self: (seen.append(torch.get_num_threads()), lay_out(self))[1])
+    if not light:
+        monkeypatch.setattr(packing_module, "LIGHT", 0)
+    torch.set_num_threads(2)
+    try:
+        Target(clone(tiny()), owned=True)
+        assert seen == ([1, 1] if light else [2, 2]) and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_what_can_not_be_packed_says_why():

@@ -7,7 +7,7 @@ else, CUDA included, the model as it is with its own attention. Recordings and F
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import torch
@@ -61,7 +61,8 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         if facts.chains_only is not None:
             backend = Rollback(facts, overrides, reasons, chunk)
         if test:
-            backend.facts = facts = replace(facts, chains_only=self_test(backend))
+            with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
+                backend.facts = facts = replace(facts, chains_only=self_test(backend))
         backend = _record(facts, execution, attention, test, reasons) or backend
         if attention == "flex":
             flexed = flex.Flexed(facts, reasons)

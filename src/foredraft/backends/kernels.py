@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends.fusion import Fusion
-from foredraft.backends.packing import Kind, Packing
+from foredraft.backends.packing import Kind, Packing, one_thread
 from foredraft.errors import ConfigurationError
 from foredraft.models import changes
 from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
@@ -45,7 +45,7 @@ class Kernels:
         """Lay the weights out, unless they are. If that fails or is interrupted, the model is as it was."""
         if self._packing is None:
             try:
-                with torch.inference_mode(False), torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad(), one_thread(self.model):
                     self._lay_out()
             except BaseException:
                 self._give_back()

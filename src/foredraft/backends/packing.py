@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ TRIED = (1, 8)  # numbers of tokens that layouts are compared at
 TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
 REPEATS, MOST_REPEATS = 4, 8
 STEADY = 1.1  # times its best time that another time of a layout has to be, for the best to count
+LIGHT = 2 << 30  # bytes of a model up to which one thread prepares it as fast
 WORTH = 0.97  # of the time of torch's own layers that a layout has to stay below
 WHOLE, CALL = 0.95, 5e-6  # what a product of our kernels counts for, and seconds less: where all of a layer are, it becomes one call
 
@@ -393,25 +395,37 @@ def all_of(products: Sequence[Forward]) -> Forward:
     return run
 
 
+@contextmanager
+def one_thread(model: nn.Module | None = None) -> Iterator[None]:
+    """Torch computes with one thread, unless ``model`` is large. On a busy machine torch's threads wait for each other's turn on a core
+    after each operation, which can take longer than the operation."""
+    threads = torch.get_num_threads()
+    if model is not None and sum(each.nbytes for each in model.parameters()) > LIGHT:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@one_thread()
 def best_seconds(runs: dict[int | None, Forward], inputs: Sequence[Tensor]) -> dict[int | None, float]:
     """For each of ``runs`` the sum over ``inputs`` of its best time, after a warm-up; they take turns, until each has come close to its
     best time twice. What counts is processor time of a single thread: other work on the machine adds little to that."""
-    total, threads = dict.fromkeys(runs, 0.0), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for x in inputs:
-            times: dict[int | None, list[float]] = {name: [] for name in runs}
-            for repeat in range(1 + MOST_REPEATS):
-                for name, run in runs.items():
-                    begin = time.thread_time()
-                    run(x)
-                    if repeat:
-                        times[name].append(time.thread_time() - begin)
-                if repeat >= REPEATS and all(sorted(each)[1] <= STEADY * min(each) for each in times.values()):
-                    break
-            total = {name: seconds + min(times[name]) for name, seconds in total.items()}
-    finally:
-        torch.set_num_threads(threads)
+    total = dict.fromkeys(runs, 0.0)
+    for x in inputs:
+        times: dict[int | None, list[float]] = {name: [] for name in runs}
+        for repeat in range(1 + MOST_REPEATS):
+            for name, run in runs.items():
+                begin = time.thread_time()
+                run(x)
+                if repeat:
+                    times[name].append(time.thread_time() - begin)
+            if repeat >= REPEATS and all(sorted(each)[1] <= STEADY * min(each) for each in times.values()):
+                break
+        total = {name: seconds + min(times[name]) for name, seconds in total.items()}
     return total
 
 
@@ -451,13 +465,14 @@ def padded(row: Tensor | None) -> Tensor | None:
 
 def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``weight`` ``[N, K]`` as ``layer.c`` reads it for products in ``dtype``, its own by default."""
-    outputs, inputs = weight.shape
-    rows = nn.functional.pad(weight, (0, 0, 0, padded_size(outputs) - outputs))
-    if (dtype or weight.dtype) == torch.bfloat16:
-        order = rows.view(-1, 16, inputs // 2, 2).permute(0, 2, 1, 3)
-    else:
-        order = rows.view(-1, 16, inputs).permute(0, 2, 1)
-    return native.room(order.shape, order.dtype).copy_(order)
+    fill = padded_size(len(weight)) - len(weight)
+    rows = nn.functional.pad(weight, (0, 0, 0, fill)) if fill else weight.contiguous()
+    pairs = (dtype or weight.dtype) == torch.bfloat16
+    if pairs:  # each moved as one number
+        rows = rows.view(torch.int32 if weight.dtype == torch.bfloat16 else torch.int16)
+    order = rows.view(-1, 16, rows.shape[1]).transpose(1, 2)
+    packed = native.room(order.shape, order.dtype).copy_(order).view(weight.dtype)
+    return packed.view(*order.shape, 2) if pairs else packed
 
 
 def unblocked(packed: Tensor, outputs: int) -> Tensor:
