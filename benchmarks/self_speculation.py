@@ -23,11 +23,11 @@ from benchmarks.figures import LEVEL, RESAMPLES, Estimate, Figure, best
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
 from benchmarks.report import Table
 from benchmarks.self_models import Accepted, Agreement, Bits, share
-from benchmarks.speed import Findings
+from benchmarks.speed import ALLOWED, Findings
 from benchmarks.speed_plan import AUTO, EARLY_EXIT, LAYER_SKIP, PLAIN, RANDOM, TEXT, WILD, Cell, Method
 from benchmarks.speed_runner import Block, Failure, PeerSuite
 from benchmarks.speed_tables import PLAIN_OF_OURS, equality, failed, figures, quiet, ratio, sides, speed, split
-from benchmarks.suite import option
+from benchmarks.suite import option, turned
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.training import prompts
@@ -36,13 +36,15 @@ from recipes.zoo.evaluation import WINDOW
 DEEP, WIDE, FROZEN, UNTRAINED = "python-deep", "python-deep-100m", "python-8m", "python-deep without the recipe"
 SHALLOW = f"{FROZEN} × {self_models.WIDER}"
 DRAFT_VERIFY, SEARCHED, GREEDILY = "draft-verify", "searched set", "greedy elimination"
-PARTS = ("exits", LAYER_SKIP, "transformers", DRAFT_VERIFY, "frozen", "nothing")
+SEARCHING, LATER = "searching", "searching, later"
+PARTS = ("exits", LAYER_SKIP, "transformers", DRAFT_VERIFY, "auto-search", "frozen", "nothing")
 SAMPLED, LOST = "sampled", "random prompt"
 RANDOM_TEXTS, PROMPT = 3, 64  # texts of each kind, and tokens of a prompt
 EARLY, HALF = 4, 2  # the exit that is judged, and another one of the frozen model
 BITS, OVER_UNTRAINED, AGREES = 1.04, 2.5, 0.5
 GREEDY, AT_ONE, OVER_THEIRS, TRAINED, WORST = 1.2, 1.05, 2.5, 3.0, 0.98
-LEFT_OUT, OVER_GREEDILY = 1.1, 1.0
+LEFT_OUT, OVER_GREEDILY, SHARE_LATER, FROM_FIRST = 1.1, 1.0, 0.6, 0.98
+LONG, PLAIN_EVERY = 500, 5  # tokens of a text that is searched beside, and texts for one that plain decoding writes too
 GOALS = {GREEDY: 1.3, AT_ONE: 1.1}
 
 
@@ -73,8 +75,9 @@ class Settings(speed_plan.Settings):
     exits: tuple[int, ...] = option((4, 8), "Exits of the chains that are compared with transformers'.", least=1, flag="--fixed-exit")
     lengths: tuple[int, ...] = option((3, 5), "γ of these chains.", least=1, flag="--gamma")
     limit: int | None = option(6, "Held-out prompts whose continuation is timed.", least=1)
-    documents: int = option(32, "Held-out files that exits are judged on.", least=2)
+    documents: int = option(16, "Held-out files that exits are judged on.", least=2)
     answered: int = option(64, "Held-out prompts that trained exits are judged on.", least=2)
+    searching: int = option(25_000, "Tokens that draft-verify:auto writes; the last fifth is compared.", least=5 * LONG)
     trials: int = option(60, "Trials of the search for sublayers to leave out.", least=1)
     texts: int = option(1200, "Texts that exits are trained on.", least=2)
     steps: int = option(250, "Steps of their training.", least=1)
@@ -114,11 +117,13 @@ def methods(settings: Settings, target: str) -> list[Method]:
             for length in settings.lengths:
                 found.append(skipping(pair(exit, length), exit, length))
                 found.append(Method(TRANSFORMERS, EARLY_EXIT, pair(exit, length), length, (("exit", exit),)))
-    if settings.includes(DRAFT_VERIFY):
-        found += [*([] if found else [plain]), *(Method(FOREDRAFT, DRAFT_VERIFY, f"{AUTO}, {each}") for each in (SEARCHED, GREEDILY))]
+    if settings.includes(DRAFT_VERIFY, "auto-search"):
+        found += [Method(FOREDRAFT, DRAFT_VERIFY, f"{AUTO}, {each}") for each in (SEARCHED, GREEDILY)]
+    if settings.includes("auto-search"):
+        found.append(Method(FOREDRAFT, DRAFT_VERIFY, f"{AUTO}, {SEARCHING}", 0, (("drafter", f"{DRAFT_VERIFY}:auto"),), hopeless=True))
     if settings.includes("nothing"):
-        found += [*([] if found else [plain]), *(skipping(f"{AUTO}, {each}", settings.exit, hopeless=True) for each in (RANDOM, LOST))]
-    return found
+        found += [skipping(f"{AUTO}, {each}", settings.exit, hopeless=True) for each in (RANDOM, LOST)]
+    return found if plain in found or not found else [plain, *found]
 
 
 def pair(exit: int, length: int) -> str:
@@ -145,6 +150,20 @@ def cells(settings: Settings, texts: Sequence[tuple[str, Sequence[int]]], everyo
     return found
 
 
+def long_cells(prompts: Sequence[Sequence[int]]) -> list[Cell]:
+    """Long texts one after the other for ``draft-verify:auto``; the searched set writes the last fifth of them too, and plain decoding
+    those and some of the others."""
+    plain, searching, searched = (
+        f"{FOREDRAFT} {each}" for each in (PLAIN, *(f"{DRAFT_VERIFY}, {AUTO}, {each}" for each in (SEARCHING, SEARCHED)))
+    )
+    found = []
+    for index, ids in enumerate(prompts):
+        later = 5 * index >= 4 * len(prompts)
+        who = (plain, searching, searched) if later else (plain, searching) if index % PLAIN_EVERY == 0 else (searching,)
+        found.append(Cell(LATER if later else SEARCHING, index, "held-out", (tuple(ids),), LONG, 0.0, who))
+    return found
+
+
 class SelfBlock(Block):
     """Each target has methods of its own."""
 
@@ -157,6 +176,16 @@ class SelfBlock(Block):
     def _warm_up(self, calls: Sequence[Cell]) -> None:
         """With the first text of each scenario."""
         super()._warm_up(list({cell.scenario: cell for cell in reversed(calls)}.values()))
+
+    def _curve(self, repeat: int, context: int) -> None:
+        """After the last repeat, what a search does from its first token on."""
+        super()._curve(repeat, context)
+        settings, run = self.settings, self.run_
+        assert isinstance(run, SelfSpeculation)
+        if repeat == settings.repeats - 1 and self.target.source == WIDE and settings.includes("auto-search"):
+            for cell in long_cells(run.windows(settings.searching // LONG)):
+                for name in turned([each for each in cell.methods if each in self.at], cell.index):
+                    self._measure(name, cell, 0)
 
 
 class SelfSpeculation(PeerSuite[Settings]):
@@ -190,11 +219,11 @@ class SelfSpeculation(PeerSuite[Settings]):
         plain = [(UNTRAINED, self.settings.deep_plain)] if self.settings.deep_plain else []
         return [] if self.settings.chosen == ["frozen"] else [(DEEP, self.settings.deep), *plain]
 
-    def _windows(self, count: int) -> list[list[int]]:
+    def windows(self, count: int) -> list[list[int]]:
         return prompts.windows(self._tokenizer, [each.text for each in self._corpus.held_out], count=count, tokens=PROMPT, seed=0)
 
     def read_prompts(self) -> list[Prompt]:
-        made = self._windows(self.settings.limit or 1)
+        made = self.windows(self.settings.limit or 1)
         return [Prompt(f"held-out-{index}", "held-out", (self._tokenizer.decode(ids),)) for index, ids in enumerate(made)]
 
     def everyone(self) -> list[Method]:
@@ -226,7 +255,7 @@ class SelfSpeculation(PeerSuite[Settings]):
             if methods(settings, name):
                 with self._attempt(name, "inflation"):
                     target = self._inflated(name, source)
-                    if name == WIDE and settings.includes(DRAFT_VERIFY):
+                    if name == WIDE and settings.includes(DRAFT_VERIFY, "auto-search"):
                         with self._attempt(name, "foredraft skip search"):
                             self._search(target)
                     for dtype in settings.dtypes:
@@ -286,7 +315,7 @@ class SelfSpeculation(PeerSuite[Settings]):
         assert self._corpus  # it is there
         how = {"texts": settings.texts, "steps": settings.steps, "threads": settings.threads}
         trained = self_models.train_exits(settings.frozen, self._data, folder, (EARLY, HALF), **how)
-        self.accepted += self_models.frozen(model, trained, self._windows(settings.answered), settings.tokens)
+        self.accepted += self_models.frozen(model, trained, self.windows(settings.answered), settings.tokens)
 
     # -- what is reported -----------------------------------------------------------------------------------------------
 
@@ -377,6 +406,10 @@ class SelfSpeculation(PeerSuite[Settings]):
             f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
             f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "transformers drafts by a constant schedule without a confidence threshold.",
+            f"`{SEARCHING}`: {settings.searching} tokens in texts of {LONG}, one after the other, of which `{LATER}` is the last fifth; "
+            f"plain decoding writes every {PLAIN_EVERY}th of the others too."
+            if settings.includes("auto-search")
+            else "",
             f"Bits per byte and agreement: {settings.documents} held-out files, for single sublayers the first {WINDOW} tokens of a "
             f"quarter of them; intervals are over files. {sizes}.",
             f"Exits of {FROZEN}: {settings.steps} steps on {settings.texts} texts that it wrote; {settings.answered} held-out prompts × "
@@ -400,6 +433,7 @@ class SelfFindings(Findings):
         if settings.includes(LAYER_SKIP):
             for scenario, low in ((TEXT, GREEDY), (SAMPLED, AT_ONE)):
                 found.append(self.over_plain(LAYER_SKIP, low, scenario, f"goal {GOALS[low]}"))
+            found.append(self.planned())
         if settings.includes("transformers"):
             found += [*self.theirs(), *self.allowed(self.calls(), LAYER_SKIP)]
         if settings.includes(DRAFT_VERIFY):
@@ -407,7 +441,34 @@ class SelfFindings(Findings):
             plain, name = self.calls().rate(PLAIN_OF_OURS), f"{TEXT}: tokens/s of {DRAFT_VERIFY}, {SEARCHED}, over"
             found.append(self.figure(f"{name} plain", LEFT_OUT, ratio(rates[0], plain)))
             found.append(self.figure(f"{name} {GREEDILY}", OVER_GREEDILY, ratio(*rates)))
+        if settings.includes("auto-search"):
+            found += self.searching()
         return [*found, *self.worst()]
+
+    def planned(self) -> Figure:
+        """The planner's shapes beside the passes and drafts that they took."""
+        calls, name = self.calls(), f"{FOREDRAFT} {LAYER_SKIP}, {AUTO}"
+        speedup, kept = ratio(calls.decoding_rate(name), calls.decoding_rate(PLAIN_OF_OURS)), calls.acceptance(name)
+        if speedup is None or kept is None:
+            return self.figure(f"speed-up over what acceptance and its own passes allow, {name}", ALLOWED, None)
+        return self._allowed_by_calls(calls, name, speedup, kept)
+
+    def searching(self) -> list[Figure]:
+        """What ``draft-verify:auto`` has found by the last fifth of its texts, and what all of them took."""
+        early, later = (self.calls(scenario=each) for each in (SEARCHING, LATER))
+        name = f"{FOREDRAFT} {DRAFT_VERIFY}, {AUTO}, "
+        own, searched, plain = (later.rate(each) for each in (name + SEARCHING, name + SEARCHED, PLAIN_OF_OURS))
+        found = ratio(own, plain), ratio(searched, plain)
+        gains = [None if each is None else Estimate(each.value - 1, each.draws - 1) for each in found]
+        how = "" if found[0] is None or found[1] is None else f"{found[0].value:.2f} and {found[1].value:.2f} times plain"
+        calls = [each for part in (early, later) for each in part.by_method.get(name + SEARCHING, ())]
+        plains = [each for part in (early, later) for each in part.by_method.get(PLAIN_OF_OURS, ())]
+        rates = [share([each.tokens for each in rows], [each.seconds for each in rows]) if rows else None for rows in (calls, plains)]
+        words, whole = (
+            f"{LATER}: share of the gain of the {SEARCHED}, {DRAFT_VERIFY}:auto",
+            f"{SEARCHING}: tokens/s over plain from the first token on",
+        )
+        return [self.figure(words, SHARE_LATER, ratio(*gains), how=how), self.figure(whole, FROM_FIRST, ratio(*rates))]
 
     def over_plain(self, mode: str, low: float, scenario: str, how: str = "") -> Figure:
         """The planner's."""

@@ -15,7 +15,19 @@ from typer.testing import CliRunner
 from benchmarks import checkpoints, environment, peer_process, self_models
 from benchmarks.cli import app
 from benchmarks.self_models import Accepted, Agreement, Bits
-from benchmarks.self_speculation import DEEP, SHALLOW, UNTRAINED, WIDE, SelfSpeculation, Settings, cells, methods
+from benchmarks.self_speculation import (
+    DEEP,
+    LATER,
+    SEARCHING,
+    SHALLOW,
+    UNTRAINED,
+    WIDE,
+    SelfSpeculation,
+    Settings,
+    cells,
+    long_cells,
+    methods,
+)
 from benchmarks.speed_calls import Curve, Measurement
 from foredraft import inflate
 from foredraft.drafters.layer_skip import LayerSkip
@@ -251,6 +263,24 @@ def test_who_meets_whom():
     assert not any(methods(replace(SMALL, parts="layer-skip"), SHALLOW))
 
 
+def test_a_search_is_followed_from_its_first_token():
+    settings = replace(SMALL, parts="auto-search")
+    plain, searched, _, searching = methods(settings, WIDE)
+    found = long_cells([[1]] * 10)
+    assert not cells(settings, [("held-out", [1])], [plain, searching], 100), "it is not warmed up"
+    assert [cell.scenario for cell in found] == [SEARCHING] * 8 + [LATER] * 2 and {cell.tokens for cell in found} == {500}
+    assert [cell.methods for cell in found[4:6]] == [(searching.name,), (plain.name, searching.name)]
+    assert found[-1].methods == (plain.name, searching.name, searched.name) and not searching.fresh
+    run = SelfSpeculation(settings)
+    run.methods = run.everyone()
+    speeds = {plain.name: 2.0, searching.name: 1.6, searched.name: 1.25}
+    run.measurements = [call(name, speeds[name], scenario=cell.scenario, index=cell.index) for cell in found for name in cell.methods]
+    assert [(each.name.partition(": ")[2][:20], round(each.spread.median, 3), each.verdict) for each in run.figures()][-2:] == [
+        ("searching, later: sh", round(0.25 / 0.6, 3), "missed"),
+        ("searching: tokens/s ", 1.25, "met"),
+    ]
+
+
 @pytest.mark.parametrize(("option", "value", "said"), [("--parts", "exits,speed", "unknown parts speed"), ("--exit", "last", "or auto")])
 def test_settings_that_make_no_sense_are_refused(option, value, said):
     result = CliRunner().invoke(app, ["self", option, value])
@@ -311,6 +341,7 @@ def test_claims_by_hand(claimed):
         ("python-deep, exit 4: agreement with the last layer", 0.6, "met"),
         ("text: tokens/s of layer-skip over plain", 1.5, "met"),
         ("sampled: tokens/s of layer-skip over plain", 1.071, "met"),
+        (f"speed-up over what acceptance and its own passes allow, {AUTO}", 3.0, "met"),
         ("exit 4, γ=3: tokens/s over transformers' early exit", 2.4, "missed"),
         ("speed-up over what acceptance and cost curve allow, foredraft layer-skip, exit 4, γ=3", round(2 / (2.5 / 1.2), 3), "met"),
         ("speed-up over what acceptance and its own passes allow, foredraft layer-skip, exit 4, γ=3", 3.0, "met"),
