@@ -1,7 +1,8 @@
-"""``foredraft train``: a head for a target, from texts that the target wrote."""
+"""``foredraft train``: a head for a target, from texts that the target wrote, or the target itself by the LayerSkip recipe."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,18 +12,28 @@ import typer
 
 from foredraft.cli.failures import INTERRUPTED, exit_codes, note, quiet
 from foredraft.cli.options import panel
+from foredraft.training.layerskip import CURRICULA, SCHEDULES, Recipe
 
 DATA, LENGTH, OPTIMISER = map(panel, ("Data", "Length", "Optimiser"))
 MEASURE, BACKBONE, MACHINE = map(panel, ("Held-out acceptance", "Backbone", "Machine"))
+RECIPE = panel("layerskip")
+HEADS_ONLY = ("head_option", "stored_hidden", "successors", "tree_nodes", "backbone_rate", "head_weight", "head_warmup")
 
 
 def train(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="medusa, hydra, eagle3, rnn or exit.", show_default=False)],
-    target: Annotated[str, typer.Option(help="The model to draft for: a path, a hub id, or zoo:NAME.", show_default=False)],
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND", help="medusa, hydra, eagle3, rnn or exit; or layerskip, which trains the target.", show_default=False
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="The model to draft for, or to train: a path, a hub id, or zoo:NAME.", show_default=False)],
     data: Annotated[
         list[Path], DATA(metavar="FOLDER", help="A folder made by foredraft data generate; repeat for more.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the head, checkpoints, log and curves go.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where the head or model, checkpoints, log and curves go.", show_default=False)
+    ],
     head_option: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", show_default=False, help="An option of the head, such as heads=4; repeat for more."),
@@ -44,13 +55,13 @@ def train(
     epochs: Annotated[float, LENGTH(help="Passes over the data.")] = 1.0,
     batch_tokens: Annotated[int, LENGTH(min=1, help="Tokens of a micro-batch, per process.")] = 4096,
     accumulate: Annotated[int, LENGTH(min=1, help="Micro-batches per step, per process.")] = 1,
-    learning_rate: Annotated[float, OPTIMISER(help="Peak learning rate of AdamW.")] = 1e-3,
+    learning_rate: Annotated[float | None, OPTIMISER(help="Peak learning rate of AdamW.", show_default="1e-3; 1e-4 for layerskip")] = None,
     warmup: Annotated[int, OPTIMISER(min=0, help="Steps until the peak; a cosine follows.")] = 100,
     weight_decay: Annotated[float, OPTIMISER(min=0.0)] = 0.0,
     clip: Annotated[float, OPTIMISER(help="Largest gradient norm.")] = 1.0,
     seed: Annotated[int, OPTIMISER(min=0, help="Seed of the weights and of the order of texts.")] = 0,
     evaluate_every: Annotated[
-        int, MEASURE(min=1, help="Steps between evaluations. The head with the longest acceptance length is kept.")
+        int, MEASURE(min=1, help="Steps between evaluations. The head or model with the longest acceptance length is kept.")
     ] = 500,
     patience: Annotated[int, MEASURE(min=0, help="Stop after this many evaluations without improvement; 0 is never.")] = 0,
     held_out: Annotated[int, MEASURE(min=1, help="Prompts to evaluate on: the last ones of the data, which are not trained on.")] = 32,
@@ -62,12 +73,32 @@ def train(
         int | None, MEASURE(min=1, help="Nodes of the tree that is stored with the head.", show_default="chosen by measured costs")
     ] = None,
     backbone: Annotated[
-        str, BACKBONE(help="frozen, lora or full. lora and full also train the target, and the changed target then verifies the drafts.")
-    ] = "frozen",
+        str | None,
+        BACKBONE(
+            help="frozen, lora or full. lora and full also train the target, and the changed target then verifies the drafts.",
+            show_default="frozen; full for layerskip",
+        ),
+    ] = None,
     backbone_rate: Annotated[float | None, BACKBONE(help="Learning rate of the backbone.", show_default="a quarter of the heads'")] = None,
     head_weight: Annotated[float, BACKBONE(help="Weight of the heads' loss relative to the target's, after warm-up.")] = 0.2,
     head_warmup: Annotated[float, BACKBONE(help="Share of the steps that warm it up.")] = 0.2,
     lora_rank: Annotated[int, BACKBONE(min=1, help="Rank of the adapters.")] = 16,
+    dropout: Annotated[float, RECIPE(help="How often a text leaves out the last layer; lower layers less often.")] = Recipe.dropout,
+    schedule: Annotated[str, RECIPE(help=f"Of the dropout: {' or '.join(SCHEDULES)} (from 0, for a new model).")] = Recipe.schedule,
+    scale: Annotated[float, RECIPE(help="Weight of early exits relative to the last layer; 0 trains none but --exit.")] = Recipe.scale,
+    curriculum: Annotated[str, RECIPE(help=f"Which exits learn in a step: {', '.join(CURRICULA)}.")] = Recipe.curriculum,
+    rotation: Annotated[
+        int, RECIPE(min=1, help="With rotational: every so many layers, the next ones in the next step.")
+    ] = Recipe.rotation,
+    exit: Annotated[
+        int | None,
+        RECIPE(
+            min=1,
+            help="Favour the exit behind so many layers: it learns in every step, and acceptance is measured with it.",
+            show_default="none; measured with a third of the layers",
+        ),
+    ] = Recipe.exit,
+    favour: Annotated[float, RECIPE(help="Weight of --exit relative to the last layer.")] = Recipe.favour,
     precision: Annotated[str, MACHINE(help="bf16: products in bfloat16 over float32 weights; or float32.")] = "bf16",
     dtype: Annotated[str, MACHINE(help="The target's: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, MACHINE(help="cpu, cuda, ….", show_default="the process's GPU if there is one")] = None,
@@ -77,20 +108,26 @@ def train(
 ) -> None:
     """Train a head for a target, on texts that the target generated. Use it as --drafter KIND:FOLDER (exit: layer-skip:FOLDER).
 
+    layerskip trains the target itself to exit early, by the LayerSkip recipe. Use the result as --target FOLDER --drafter layer-skip.
+
     On several devices: torchrun --nproc-per-node N -m foredraft train …. Ctrl-C or SIGTERM saves; the same command with --resume goes on
     exactly. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 stopped and saved.
     """
-    from foredraft.training.options import Options
+    from foredraft.training.options import LAYERSKIP, Options
 
-    given = dict(locals())
-    given.pop("Options")
+    given = {name: value for name, value in locals().items() if name in inspect.signature(train).parameters}
     with exit_codes():
         from foredraft import heads
         from foredraft.cli.checks import check_data, check_model
-        from foredraft.errors import unknown
+        from foredraft.errors import ConfigurationError, unknown
 
-        if kind not in heads.names():
-            raise unknown("unknown kind of head", kind, heads.names())
+        if kind not in (kinds := [*heads.names(), LAYERSKIP]):
+            raise unknown("unknown kind of head", kind, kinds)
+        alone = kind == LAYERSKIP
+        for name in HEADS_ONLY if alone else Recipe.__dataclass_fields__:
+            if given[name] != inspect.signature(train).parameters[name].default:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigurationError(f"{option} is for {'heads' if alone else 'layerskip'}, not for {kind}; leave it out")
         check_model(target, dtype, device)
         check_data(data if held_out_data is None else [*data, held_out_data])
         from foredraft.training.runs import run
@@ -98,7 +135,10 @@ def train(
         quiet()
         logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of tied weights in every checkpoint
         named = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
-        options = Options(**named, head=head_options(head_option or ()))
+        named["backbone"] = backbone or ("full" if alone else "frozen")
+        named["learning_rate"] = (1e-4 if alone else 1e-3) if learning_rate is None else learning_rate
+        recipe = {name: given[name] for name in Recipe.__dataclass_fields__}
+        options = Options(**named, head=recipe if alone else head_options(head_option or ()))
         finished = run(
             target,
             data,
@@ -139,7 +179,8 @@ def show(line: Mapping[str, Any]) -> None:
     """A line of the log, for people."""
     if "acceptance_length" in line:
         depths = " ".join(f"{share:.0%}" for share in line["accepted_by_depth"])
-        typer.echo(f"{line['step']:>7}  held out: {line['acceptance_length']:.3f} tokens per pass (accepted by depth {depths})")
+        own = f"; own loss {line['held_out_loss']:.4f}" if "held_out_loss" in line else ""
+        typer.echo(f"{line['step']:>7}  held out: {line['acceptance_length']:.3f} tokens per pass (accepted by depth {depths}){own}")
         return
     speed = f"  {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
     typer.echo(f"{line['step']:>7}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  norm {line['gradient_norm']:.2f}{speed}")

@@ -105,6 +105,11 @@ class Head(nn.Module):
         """A fresh head for ``model``, in its dtype and on its device, as training begins with it."""
         raise TypeError(f"{cls.__name__} must define for_target(model, **options)")
 
+    @property
+    def drafter_options(self) -> dict[str, Any]:
+        """What makes its drafter draft with this very head."""
+        return {"source": self}
+
     def attach(self, model: PreTrainedModel) -> None:
         """Take what is shared with the target (embeddings, LM head), without copying, registering or storing it."""
 

@@ -36,7 +36,7 @@ COUNTED = 1 << 26  # tokens of the texts that n-grams are counted in
 
 def drafter_of(head: Head) -> Drafter:
     """The drafter of the head's kind, with this very head."""
-    return drafters.create(head.drafter, {"source": head})
+    return drafters.create(head.drafter, head.drafter_options)
 
 
 @dataclass(frozen=True)

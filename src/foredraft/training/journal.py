@@ -21,7 +21,7 @@ class Journal:
 
     def __init__(self, folder: Path, *, step: int):
         self.folder, self.path = folder, folder / LOG
-        kept = [line for line in self.read(folder) if line["step"] <= step]
+        kept = [line for line in self.read(folder) if 0 < step >= line["step"]]  # a run that begins keeps nothing
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self._board = _tensorboard(folder / "tensorboard", step)
 
@@ -68,6 +68,8 @@ class Journal:
             left.plot(*zip(*[(line["step"], line[name]) for line in reports if name in line]), label=name, linewidth=1)
         left.set(xlabel="step", title="training loss")
         steps = [line["step"] for line in measured]
+        if own := [(line["step"], line["held_out_loss"]) for line in measured if "held_out_loss" in line]:
+            left.plot(*zip(*own), marker=".", label="the model's own, held out")
         middle.plot(steps, [line["acceptance_length"] for line in measured], marker=".")
         middle.set(xlabel="step", title="held-out acceptance length, greedy chain")
         for depth, shares in enumerate(zip_longest(*(line["accepted_by_depth"] for line in measured), fillvalue=math.nan), 1):

@@ -36,8 +36,8 @@ class Learner(nn.Module):
         self.head, self.reader, self.options = head, reader, options
         self.backbone = backbone
 
-    def forward(self, tokens: Tokens, share: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The mean loss, the tokens it is a mean of, and its parts; ``share`` is what the heads count beside the language model."""
+    def forward(self, tokens: Tokens, step: int, steps: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The mean loss in step ``step`` of ``steps``, the tokens it is a mean of, and its parts."""
         with torch.autocast(tokens.ids.device.type, enabled=False) if self.backbone is None else torch.enable_grad():
             hidden, logits = self.reader(tokens)
         if self.options.precision == "float32":
@@ -49,7 +49,7 @@ class Learner(nn.Module):
         own = language_loss(batch)
         losses = self.head.loss(replace(batch, logits=logits.detach()))
         parts = {"loss_heads": losses.total.detach(), "loss_backbone": own.detach(), **losses.parts}
-        return own + share * losses.total, losses.weight, parts
+        return own + self.options.head_share(step, steps) * losses.total, losses.weight, parts
 
 
 def language_loss(batch: Batch) -> Tensor:
@@ -83,10 +83,10 @@ def open_backbone(model: PreTrainedModel, options: Options) -> Any:
             raise ConfigurationError(f"peft cannot adapt this target: {error}; use --backbone full") from error
 
 
-def optimizer_of(learner: Learner, options: Options) -> torch.optim.Optimizer:
-    """AdamW; a backbone learns at a rate of its own, by default a quarter of the heads'."""
+def optimizer_of(learner: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """AdamW; a backbone learns at a rate of its own."""
     groups: list[dict[str, Any]] = []
-    rates = {HEAD: options.learning_rate, BACKBONE: options.backbone_rate or options.learning_rate / 4}
+    rates = {HEAD: options.learning_rate, BACKBONE: options.own_rate}
     for prefix, rate in rates.items():
         weights = [weight for name, weight in learner.named_parameters() if name.startswith(prefix) and weight.requires_grad]
         if weights:
@@ -94,7 +94,7 @@ def optimizer_of(learner: Learner, options: Options) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True)
 
 
-def learnt(state: Mapping[str, Tensor], learner: Learner) -> dict[str, Tensor]:
+def learnt(state: Mapping[str, Tensor], learner: nn.Module) -> dict[str, Tensor]:
     """What a run changes, of a state of the learner: the whole head, and those weights of the backbone that are trained."""
     trained = {name for name, weight in learner.named_parameters() if weight.requires_grad}
     return {name: value for name, value in state.items() if name.startswith(HEAD) or name in trained}

@@ -12,6 +12,7 @@ from foredraft.errors import ConfigurationError
 
 PRECISIONS = ("bf16", "float32")
 BACKBONES = ("frozen", "lora", "full")
+LAYERSKIP = "layerskip"  # the kind that is no head: the model itself is trained, by the LayerSkip recipe
 # What changes nothing about the weights that come out: a resumed run may have others.
 FREE = ("report_every", "save_every")
 
@@ -21,17 +22,18 @@ class Options:
     """Settings of a run; all of them but those in ``FREE`` decide what comes out, and a run is resumed with the same ones only.
 
     Attributes:
-        kind, head: which head, and the options of its ``for_target``.
+        kind, head: which head, and the options of its ``for_target``; or "layerskip", which trains the model alone, and its recipe.
         steps, epochs: how long; ``steps`` counts where both are given.
         batch_tokens: tokens of a micro-batch per process, padding included; ``accumulate`` micro-batches make a step.
         learning_rate, warmup, weight_decay, clip: AdamW's peak rate after ``warmup`` steps, from where it falls to 0 as a cosine; largest
-        gradient norm.
+            gradient norm.
         precision: "bf16": products in bfloat16 and weights in float32; or "float32".
         max_length: texts are cut off behind so many tokens.
         count_prompts: heads learn to predict prompts too, not only answers.
         held_out, answer_tokens: prompts that acceptance is measured with, and how many tokens they are answered with.
         evaluate_every, patience: steps between measurements of acceptance; stop after so many that bring nothing, 0 for never.
-        backbone: "frozen", or trained too: "lora" with adapters, "full" as a whole; ``backbone_rate`` is its learning rate.
+        backbone: "frozen", or trained too: "lora" with adapters, "full" as a whole; ``backbone_rate`` is its learning rate, by default a
+            quarter of ``learning_rate``, or all of it for a model alone.
         head_weight, head_warmup: c and r of the loss with a backbone, L_LM + c s(t) L_heads with s(t) = sin(pi/2 min(1, t/(r T))).
         lora_rank: of the adapters.
     """
@@ -66,6 +68,8 @@ class Options:
         for name, valid in (("precision", PRECISIONS), ("backbone", BACKBONES)):
             if getattr(self, name) not in valid:
                 raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}; choose {', '.join(valid)}")
+        if self.kind == LAYERSKIP and not self.trains_backbone:
+            raise ConfigurationError("layerskip trains the model itself: pass --backbone full, or lora for adapters")
         counts = ("batch_tokens", "accumulate", "held_out", "answer_tokens", "evaluate_every", "report_every", "save_every", "lora_rank")
         for name in (*counts, "steps"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -77,6 +81,11 @@ class Options:
     @property
     def trains_backbone(self) -> bool:
         return self.backbone != "frozen"
+
+    @property
+    def own_rate(self) -> float:
+        """The peak learning rate of the backbone."""
+        return self.backbone_rate or self.learning_rate / (1 if self.kind == LAYERSKIP else 4)
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of step ``step`` of ``steps``, relative to its peak."""

@@ -1,4 +1,4 @@
-"""A training run from names to a stored head: what ``foredraft train`` does."""
+"""A training run from names to a stored head or model: what ``foredraft train`` does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.loading import load_model, load_tokenizer, name_of
 from foredraft.training.acceptance import Held, calibrated, counted
 from foredraft.training.data import Manifest, Texts, refuse_other_data
-from foredraft.training.options import Options
+from foredraft.training.early_exits import EarlyExits
+from foredraft.training.journal import Journal
+from foredraft.training.options import LAYERSKIP, Options
 from foredraft.training.trainer import Outcome, Trainer
 
 RUN = "run"  # checkpoints, log and curves, below the folder of the head
@@ -41,32 +43,40 @@ def run(
     stored_hidden: bool = False,
     report: Callable[[Mapping[str, Any]], None] = lambda line: None,
 ) -> list[str] | None:
-    """Train a head and store the best one in ``out``; what came of it, in words, or None if the run was stopped before its end.
+    """Train a head, or a model by the LayerSkip recipe, and store the best one in ``out``.
+
+    Returns:
+        what came of it, in words, or None if the run was stopped before its end.
 
     Raises:
         ConfigurationError: an unknown kind or option, data of another target, or a run that was begun otherwise.
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    kind = heads.find(options.kind)
+    kind = EarlyExits if options.kind == LAYERSKIP else heads.find(options.kind)
+    if kind is EarlyExits and Path(target).expanduser().resolve() == out.resolve():
+        raise ConfigurationError(f"{out} is the model that is to be trained: choose another folder (--out), which gets the trained one")
     for folder in data:
         Manifest.read(folder)  # before weights are read
     model = load_model(target, dtype=dtype, device=device or own_device())
     parts = [Texts(folder, partial=partial) for folder in data]
     for part in parts:
         refuse_other_data(part.manifest, model, other_target=other_target)
-    held = None
+    held = others = None
     if held_out_data is not None:
         others = Texts(held_out_data, partial=True)
         refuse_other_data(others.manifest, model, other_target=True)
         held = Held([others.prompt(index) for index in range(min(len(others), options.held_out))], options.answer_tokens)
     texts = Texts.together(parts)
-    trainer = Trainer(model, kind, texts, out / RUN, options, held=held, resume=resume, stored=stored_hidden, report=report)
+    given: dict[str, Any] = {"held": held, "held_texts": others, "resume": resume, "stored": stored_hidden, "report": report}
+    trainer = Trainer(model, kind, texts, out / RUN, options, **given)
     outcome = trainer.train()
     if not outcome.finished:
         return None
     said: list[str] = []
-    if trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process and isinstance(outcome.head, EarlyExits):
+        said = store_model(trainer, outcome.head, out, target)
+    elif trainer.accelerator.is_main_process:
         said = [*store(trainer, outcome, out, tree_nodes, successors=successors), *store_target(trainer, out, target)]
     trainer.accelerator.wait_for_everyone()
     return said
@@ -115,6 +125,23 @@ def store_target(trainer: Trainer, out: Path, target: str) -> list[str]:
     with suppress(ConfigurationError):  # a target without a tokenizer
         load_tokenizer(target).save_pretrained(changed)
     return [f"{changed}: the target, which was trained too; text drafted by this head has its output distribution, not that of {target}"]
+
+
+def store_model(trainer: Trainer, head: EarlyExits, out: Path, target: str) -> list[str]:
+    """Store a model that was trained alone as a checkpoint that needs nothing else; adapters are merged into it."""
+    assert trainer.opened is not None
+    model = trainer.opened.merge_and_unload() if trainer.options.backbone == "lora" else trainer.opened
+    model.save_pretrained(out)
+    with suppress(ConfigurationError):  # a model without a tokenizer
+        load_tokenizer(target).save_pretrained(out)
+    lines = {line["step"]: line for line in Journal.read(trainer.folder) if "held_out_loss" in line}
+    length, loss = ([lines[step][name] for step in (0, trainer.state.best)] for name in ("acceptance_length", "held_out_loss"))
+    return [
+        f"{out}: the model of step {trainer.state.best}. On held-out texts, with exit {head.config.exit}: {length[0]:.3f} → "
+        f"{length[1]:.3f} tokens per pass; its own loss {loss[0]:.4f} → {loss[1]:.4f}",
+        f"its text has its own output distribution, not that of {target}; use --target {out} --drafter layer-skip --drafter-option "
+        f"exit={head.config.exit}",
+    ]
 
 
 def own_device() -> str:

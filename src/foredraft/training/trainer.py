@@ -1,4 +1,4 @@
-"""The trainer: one loop for every kind of head, on one device or many.
+"""The trainer: one loop for every kind of head, and for a model that learns to exit early, on one device or many.
 
 accelerate places it: a process alone, or one of several that torchrun started, with gradients averaged (DDP) or weights sharded (FSDP). The
 target is frozen, computes in its own dtype, and reads every batch once; the head's weights are float32, its products bfloat16 unless
@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
@@ -32,6 +32,7 @@ from foredraft.training.acceptance import Held
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.checkpoints import State
 from foredraft.training.data import Texts, changes
+from foredraft.training.early_exits import EarlyExitLearner, EarlyExits, held_out_loss
 from foredraft.training.features import Reader, StoredReader
 from foredraft.training.journal import Journal, Since, Sums
 from foredraft.training.learner import BACKBONE, HEAD, Learner, learnt, open_backbone, optimizer_of, part
@@ -61,6 +62,7 @@ class Trainer:
         texts: what to train on; the last ``options.held_out`` of them are held out unless ``held_out`` gives prompts.
         folder: for checkpoints, log and curves.
         held: measures acceptance; by default with the drafter of the head's kind.
+        held_texts: what a model that is trained alone is measured on beside; by default those that are held out.
         stored: take hidden states from the texts' folder, see :mod:`foredraft.training.features`.
         report: is told every line of the log.
     """
@@ -74,6 +76,7 @@ class Trainer:
         options: Options,
         *,
         held: Held | None = None,
+        held_texts: Texts | None = None,
         resume: bool = False,
         stored: bool = False,
         report: Callable[[Mapping[str, Any]], None] = lambda line: None,
@@ -98,7 +101,12 @@ class Trainer:
         self.drafting = self._fresh(head).requires_grad_(False).eval()  # in the target's dtype; measured, and handed out in the end
         self.head = beside(model, self.drafting).float().requires_grad_().train()
         backbone = model if options.trains_backbone else None
-        self.plain = Learner(self.head, self._reader(stored), options, backbone=backbone)
+        if isinstance(self.head, EarlyExits):
+            self.plain: nn.Module = EarlyExitLearner(model, self.head.config.recipe, options.seed)
+            apart = range(len(members), len(texts)) if held_texts is None else range(min(options.held_out, len(held_texts)))
+            self.apart = Order(held_texts or texts, apart, options.batch_tokens, 1, 0, options.max_length, options.count_prompts)
+        else:
+            self.plain = Learner(self.head, self._reader(stored), options, backbone=backbone)
         self.learner, self.optimizer = self.accelerator.prepare(self.plain, optimizer_of(self.plain, options))
         sharded = str(self.accelerator.distributed_type).endswith("FSDP")
         if asks_for_shards() and not sharded:
@@ -157,6 +165,8 @@ class Trainer:
             stack.enter_context(self._restored())
             stack.enter_context(self._stoppable())
             begin, already, since = time.monotonic(), self.state.seconds, Since()
+            if isinstance(self.head, EarlyExits) and not self.state.step:
+                self._measured(journal, self.weights())
             batches = self.order.read(step=self.state.step, rank=accelerator.process_index, processes=accelerator.num_processes)
             while not finished and not self._stop:
                 epoch, parts = next(batches)
@@ -186,11 +196,10 @@ class Trainer:
     def _step(self, parts: list[Tokens]) -> dict[str, float]:
         """One step of the optimiser: the gradient of the mean loss over all tokens of all processes."""
         accelerator, sums = self.accelerator, Sums(self.accelerator.device)
-        share = self.options.head_share(self.state.step, self.steps)
         for number, tokens in enumerate(parts):
             with accelerator.no_sync(self.learner) if number < len(parts) - 1 else nullcontext():
                 with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
-                    total, counted, losses = self.learner(tokens.to(accelerator.device), share)
+                    total, counted, losses = self.learner(tokens.to(accelerator.device), self.state.step, self.steps)
                 accelerator.backward(total * counted)
             sums.add({"loss": total, **losses}, counted)
         vector = accelerator.reduce(sums.vector(float(self._asked)), "sum")
@@ -223,11 +232,8 @@ class Trainer:
         """Measure acceptance, in the first process, and keep the head if it is the best so far."""
         from accelerate.utils import broadcast_object_list
 
-        weights, length = self.weights(), [0.0]
-        if self.accelerator.is_main_process:
-            measured = self.held.measure(self.model, self.current(weights))
-            length = [measured.acceptance_length]
-            self._write(journal, {"step": self.state.step, **measured.to_dict()})
+        weights = self.weights()
+        length = [self._measured(journal, weights)]
         broadcast_object_list(length)
         if length[0] > self.state.best_length:
             self.state = replace(self.state, best=self.state.step, best_length=length[0], stale=0)
@@ -235,6 +241,16 @@ class Trainer:
                 checkpoints.save_best(self.folder, self.state.step, weights)
         else:
             self.state = replace(self.state, stale=self.state.stale + 1)
+
+    def _measured(self, journal: Journal | None, weights: Mapping[str, Tensor]) -> float:
+        """The acceptance length with ``weights``, which goes into the log with the loss of a model that is trained alone; by the first
+        process."""
+        if not self.accelerator.is_main_process:
+            return 0.0
+        measured = self.held.measure(self.model, self.current(weights))
+        own = {"held_out_loss": held_out_loss(self.model, self.apart)} if isinstance(self.head, EarlyExits) else {}
+        self._write(journal, {"step": self.state.step, **measured.to_dict(), **own})
+        return measured.acceptance_length
 
     def best(self) -> Head:
         """The head with the longest acceptance so far, or the current one if none was measured; a backbone becomes the one beside it."""
