@@ -163,6 +163,15 @@ def test_families_whose_layers_cannot_be_run_in_part_are_refused():
         EarlyExitLearner(build("gemma3n_text"), Recipe(), 0)
 
 
+@pytest.mark.parametrize(("change", "message"), [({"quantization_config": {}}, "quantized weights"), ({}, "has adapters already")])
+def test_weights_that_cannot_be_trained_are_refused(data, tmp_path, change, message):
+    subject = model()
+    subject.config.update(change)
+    subject._hf_peft_config_loaded = not change
+    with pytest.raises(ConfigurationError, match=message):
+        trainer(data, tmp_path, cls=EarlyExits, model=subject, backbone="full", kind="layerskip", head={})
+
+
 # -- runs -------------------------------------------------------------------------------------------------------------------
 
 

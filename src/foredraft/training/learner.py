@@ -14,7 +14,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Batch, Head
 from foredraft.training.batches import Tokens
 from foredraft.training.features import Reader
-from foredraft.training.options import Options
+from foredraft.training.options import LAYERSKIP, Options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,8 +66,12 @@ def open_backbone(model: PreTrainedModel, options: Options) -> Any:
         what stores it in the end: the model, or the adapters' wrapper around it.
 
     Raises:
-        ConfigurationError: peft is missing, or finds nothing to adapt.
+        ConfigurationError: peft is missing, or finds nothing to adapt; or weights that cannot be trained.
     """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigurationError("the target has adapters already; merge them into it first")
+    if getattr(model.config, "quantization_config", None) is not None and (options.backbone == "full" or options.kind == LAYERSKIP):
+        raise ConfigurationError("quantized weights cannot be trained; pass a target that is not quantized")
     if options.backbone == "full":
         return model.float().requires_grad_()
     try:
