@@ -4,6 +4,7 @@ what a fresh prefill would."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,15 @@ import torch
 from architectures import ARCHITECTURES, build, build_wide
 from cover import nightly_but
 from helpers import PAD, generate, padded, prompts
+from kernel_cases import build as build_with_kernels
+from model_changes import add_adapter
 from own_layers import LAYERS, counted, model
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
 from foredraft.drafters.draft_verify import DraftVerify
 from foredraft.models.skips import SkipSet
 from foredraft.planning import FixedPlanner
+from foredraft.quantization import quantize
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
@@ -41,6 +45,7 @@ SKIPS = [
     SkipSet((2, 4), (2, 4)),
 ]
 MIDDLE = SKIPS[1]
+TREE = TokenTree.from_parents(torch.tensor(prompts((5, 5, 5))), (-1, 0, 0, 1, 1))
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
@@ -92,24 +97,58 @@ def test_compiled_layers_without_some_sublayers():
     assert generate(speculator, ROWS, max_new_tokens=NEW, **SAMPLED) == generate(plain, ROWS, max_new_tokens=NEW, **SAMPLED)
 
 
-@pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize("execution", ["packed", "native"])
-def test_passes_without_sublayers_are_those_of_the_model(skip: SkipSet, execution: str):
-    """Draft logits and the kept states, over chains of ragged rows and a tree."""
-    for options, dtype in (({}, torch.float32), ({"num_key_value_heads": 2}, torch.bfloat16)):
-        found = []
-        for how in ("eager", execution):
-            target = Target(model(**options).to(dtype), execution=how, test=False)
-            target.open(ROWS)
-            target.prefill(ROWS, first=0)
-            chain = TokenTree.from_chain(torch.tensor(prompts((5, 5, 5))))
-            tree = TokenTree.from_parents(chain.tokens, (-1, 0, 0, 1, 1))
-            with torch.inference_mode():
-                for drafted in (chain, tree):
-                    found.append([target.score_early(drafted, skip), target._early.states, target.score(drafted)])  # type: ignore[union-attr]
-        for ours, theirs in zip(found[2:], found[:2]):
-            for a, b in zip(ours, theirs):
-                torch.testing.assert_close(a, b, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.06 * float(b.abs().max()))
+def hooked() -> Any:
+    """Somebody watches its LM head, so that the kernels make no pass as a whole."""
+    made = model()
+    made.lm_head.register_forward_hook(lambda *given: None)
+    return made
+
+
+def adapted() -> Any:
+    made = model()
+    add_adapter(made)
+    return made
+
+
+def of_eight_bits() -> Any:
+    pytest.importorskip("torchao")
+    made = model()
+    quantize(made)
+    return made
+
+
+SUBJECTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "float32": (model, ("packed", "native")),
+    "bfloat16": (lambda: model(num_key_value_heads=2).bfloat16(), ("packed", "native")),
+    "windows": (lambda: build_with_kernels("mistral-window", torch.float32), ("packed", "native")),  # kernels layer by layer
+    "hooked": (hooked, ("native",)),
+    "eight bits": (of_eight_bits, ("native",)),
+    "adapters": (adapted, ("packed",)),
+}
+
+
+CASES = [(name, how) for name, (_, executions) in SUBJECTS.items() for how in executions]
+
+
+@pytest.mark.parametrize(("subject", "execution"), nightly_but([case for case in CASES if case[0] != "eight bits"], CASES))
+def test_passes_without_sublayers_are_those_of_the_model(subject: str, execution: str):
+    """Draft logits, the states that are kept and verified logits, over chains of ragged rows and a tree."""
+    chain = TokenTree.from_chain(TREE.tokens)
+    plain, fast = (Target(SUBJECTS[subject][0](), execution=how, test=False) for how in ("eager", execution))
+    assert fast.execution == execution
+    for target in (plain, fast):
+        target.open(ROWS)
+        target.prefill(ROWS, first=0)
+    for skip, drafted in itertools.product((SkipSet((1, 2), (2,)), SkipSet((2,), (0, 1))), (chain, TREE)):
+        with torch.inference_mode():
+            drafts, states, verified = zip(
+                *[
+                    (target.score_early(drafted, skip), target._early.states, target.score(drafted))  # type: ignore[union-attr]
+                    for target in (plain, fast)
+                ]
+            )
+        for a, b in (drafts, states, verified):
+            torch.testing.assert_close(b, a, rtol=0, atol=(0.06 if a.dtype == torch.bfloat16 else 1e-4) * float(a.abs().max()))
 
 
 FAST = [(name, "product(2,2)") for name in (*FAMILIES[:4], "gemma3_text", "gpt2", "bloom", "opt")]
