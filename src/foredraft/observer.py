@@ -70,6 +70,8 @@ class Observer:
     def prepared(self, seconds: float) -> None:
         """The planner took so many seconds to measure the machine; no row is live."""
         self._furthest = 0
+        counted = self.stats.layer_tokens or [0] * len(self.target.layer_tokens)
+        self._layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, counted)]  # without what was measured
         if seconds:
             self.stats.seconds["planning"] = self.stats.seconds.get("planning", 0.0) + seconds
 

@@ -90,11 +90,23 @@ def test_text_is_plain_while_the_set_changes(shape: str, execution: str):
         assert list(texts.values()) == expected
 
 
+def test_what_the_planner_measures_is_not_counted():
+    speculator = Speculator(model(), DraftVerify(skip=SkipSet((4,), (3, 4))), execution="eager")
+    stats = generate_stats(speculator, ROWS[0])
+    assert stats.layer_tokens[0] == len(ROWS[0]) + stats.row_passes + stats.drafted
+    costs = speculator.planner.costs  # type: ignore[attr-defined]
+    assert list(costs.level.points[1]) == [1]  # a level was timed before the first round
+
+
 @pytest.mark.nightly
 def test_compiled_layers_without_some_sublayers():
     plain = Speculator(model(), "none", rule="match", execution="eager")
     speculator = Speculator(model(), DraftVerify(skip=MIDDLE), rule="match", shape=SHAPES[1], execution="compiled")
     assert generate(speculator, ROWS, max_new_tokens=NEW, **SAMPLED) == generate(plain, ROWS, max_new_tokens=NEW, **SAMPLED)
+
+
+def generate_stats(speculator: Speculator, row: list[int]) -> Any:
+    return speculator.generate(**padded([row]), max_new_tokens=NEW, pad_token_id=PAD, **SAMPLED).stats
 
 
 def hooked() -> Any:

@@ -196,6 +196,11 @@ class DrafterHooks:
     name: ClassVar[str]
     info: DrafterInfo = DrafterInfo()
 
+    @property
+    def part(self) -> object:
+        """Which part of the target drafts, where ``info.shares_target``; measured costs are kept for each."""
+        return None
+
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         """How it can choose tokens in trees of ``shape``, best first."""
         return self.info.proposals

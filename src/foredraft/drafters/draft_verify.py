@@ -58,6 +58,10 @@ class DraftVerify(LayerSkip):
             self._target.sublayers.check(skip)
         self._skip = skip
 
+    @property
+    def part(self) -> object:
+        return self.skip
+
     def bind(self, target: Target) -> None:
         sublayers = target.sublayers
         skip = self._given or sublayers.spread if self.source is None else SkipSet.load(self.source, target.model)

@@ -65,6 +65,10 @@ class LayerSkip(Drafter):
             raise ConfigurationError(f"{self.name} is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
         return self._target
 
+    @property
+    def part(self) -> object:
+        return self.exit
+
     def bind(self, target: Target) -> None:
         layers = target.layers
         if self.source is not None:

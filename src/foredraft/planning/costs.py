@@ -215,10 +215,12 @@ def measure(
     run = Measurement(target, drafter, rows, largest, clock)
     begin = clock()
     try:
-        drafts = drafts and timed_beforehand(drafter)
-        run.passes(begin + (0.6 if drafts else 0.9) * seconds)
-        if drafts:
+        own = drafts and timed_beforehand(drafter)
+        run.passes(begin + (0.6 if own else 0.9) * seconds)
+        if own:
             run.drafts(begin + 0.9 * seconds)
+        elif drafts and drafter.info.shares_target:
+            run.level(begin + seconds)
     finally:
         target.reset()
         drafter.reset()
@@ -305,6 +307,14 @@ class Measurement:
         self.timed("unread", self._drafting(rows, shapes["one"]))
         self.drafter.end(rows)
 
+    def level(self, deadline: float) -> None:
+        """One level by layers of the target itself, which read from its cache."""
+        self._open(self.texts)
+        rows = [StandIn(slot, list(text), self.prompt + 2) for slot, text in enumerate(self.texts)]
+        self._begin(rows)
+        self.in_turns({("one", 1): self._drafting(rows, TreeShape.chain(1))}, deadline)
+        self.drafter.end(rows)
+
     def fill(self, costs: CostModel) -> None:
         """Put the medians into ``costs``."""
         medians = {name: median(times) for name, times in self.times.items()}
@@ -325,7 +335,8 @@ class Measurement:
         for width in WIDTHS:
             if (f"wide {width}", 2) in medians:
                 costs.level.measured(self.rows, width, max(medians[f"wide {width}", 2] - one, level))
-        costs.catch_up[self.rows] = max(0.0, medians["unread"] - one) / (self.rows * max(1, self.prompt - 1))
+        if "unread" in medians:
+            costs.catch_up[self.rows] = max(0.0, medians["unread"] - one) / (self.rows * max(1, self.prompt - 1))
 
     def _open(self, texts: list[list[int]]) -> None:
         length = len(texts[0])

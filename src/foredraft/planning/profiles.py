@@ -93,6 +93,8 @@ def describe(target: Target, drafter: Drafter) -> dict[str, Any]:
 
 def network_of(drafter: Drafter) -> dict[str, Any] | None:
     """What a draft runs, as far as its speed goes; None for a mere look-up."""
+    if drafter.info.shares_target:
+        return {"part": str(drafter.part)}
     if not timed_beforehand(drafter):
         return None
     head: Any = drafter.info.head
