@@ -115,7 +115,7 @@ class Observer:
     def committed(self, rows: Sequence[SessionRow], commits: Sequence[Commit], outcome: Outcome, *, counted: bool = True) -> None:
         """Count what every row gained; ``counted`` says that the pass is a row-pass of the statistics, which a prefill is not."""
         now = self.stats.clock()
-        self.stats.layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, self._layer_tokens)]
+        self._count_layers()
         if self.stats.time_to_first_token is None:
             self.stats.time_to_first_token = now
         for row, commit, kept in zip(rows, commits, outcome.rows):
@@ -129,6 +129,7 @@ class Observer:
         begin, planned, drafted, scored, verified, committed = self._times
         end, sampler = time.perf_counter(), self._sampler
         assert sampler is not None
+        self._count_layers()  # drafters may read something between rounds
         draft = drafted - planned + end - committed - self._asked
         target = verified - drafted - (sampler.watch.seconds - self._asked) if self._on_cuda else scored - drafted
         self.stats.seconds["draft"] += draft
@@ -136,6 +137,9 @@ class Observer:
         if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows))):
             self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - begin - draft - target))
         self._compare(rows, end - begin - draft, time.perf_counter() - begin)
+
+    def _count_layers(self) -> None:
+        self.stats.layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, self._layer_tokens)]
 
     def settle(self) -> None:
         """Rows are over: work out the speed-up."""

@@ -9,9 +9,10 @@ from statistics import median
 
 import pytest
 
+from foredraft.drafters.sublayer_costs import SublayerCosts
 from foredraft.errors import ConfigurationError
 from foredraft.models.skips import SkipSet
-from foredraft.planning.skip_costs import SublayerCosts, read_costs
+from foredraft.planning.skip_costs import read_costs
 from foredraft.planning.skip_search import SkipSearch
 
 NEEDS_OPTUNA = "the search needs optuna (pip install 'foredraft[search]')"

@@ -1,11 +1,10 @@
-"""What attention and MLP sublayers cost in a pass over one token, and so what a draft without some of them gains."""
+"""What attention and MLP sublayers cost on this machine, measured or from a file."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.drafters.none import NoDrafter
+from foredraft.drafters.sublayer_costs import KINDS, Sublayer, SublayerCosts, sublayers_of
 from foredraft.errors import ConfigurationError
 from foredraft.files import read_text
-from foredraft.models.skips import SkipSet, Sublayers
+from foredraft.models.skips import SkipSet
 from foredraft.planning.costs import BUDGET, PROMPT, CostModel, Measurement
 from foredraft.shapes import TreeShape
 
@@ -25,48 +25,6 @@ if TYPE_CHECKING:
 
 LONGEST = 8  # tokens of the chains that rates are predicted of
 TURNS = 25  # of passes that are timed
-KINDS = ("attention", "mlp")
-Skipped = tuple[bool, ...]  # whether each sublayer is left out
-Sublayer = tuple[str, int]  # one of ``KINDS``, and the layer, from 0
-
-
-@dataclass(frozen=True)
-class SublayerCosts:
-    """Seconds on one machine.
-
-    Attributes:
-        sublayers: of each sublayer, in a pass over one token.
-        rest: of a drafted token besides them.
-        passes: of a round besides its draft, with a pass of the whole target over 1, 2, … tokens.
-    """
-
-    sublayers: tuple[float, ...]
-    rest: float
-    passes: tuple[float, ...]
-
-    def rate(self, skipped: Skipped, agreement: float) -> tuple[float, int]:
-        """Tokens per second of the chains that suit best, drafted without ``skipped``, and how long these are."""
-        draft = self.rest + sum(seconds for seconds, left_out in zip(self.sublayers, skipped) if not left_out)
-        tokens, best = 1.0, (0.0, 0)
-        for length in range(1, len(self.passes)):
-            tokens += agreement**length
-            best = max(best, (tokens / (length * draft + self.passes[length]), length))
-        return best
-
-    def to_dict(self, sublayers: Sequence[Sublayer]) -> dict[str, Any]:
-        """As :func:`read_costs` reads it."""
-        by_kind = {kind: [spent for (of, _), spent in zip(sublayers, self.sublayers) if of == kind] for kind in KINDS}
-        return {**by_kind, "rest": self.rest, "passes": list(self.passes)}
-
-    @property
-    def plain(self) -> float:
-        """Tokens per second without drafts."""
-        return 1 / self.passes[0]
-
-
-def sublayers_of(found: Sublayers) -> list[Sublayer]:
-    """All that can be left out."""
-    return [(kind, layer) for kind in KINDS for layer in getattr(found.most, kind)]
 
 
 def read_costs(path: Path, sublayers: Sequence[Sublayer]) -> SublayerCosts:

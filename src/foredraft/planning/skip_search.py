@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from random import Random
 
+from foredraft.drafters.sublayer_costs import Skipped, Sublayer, SublayerCosts, set_of
 from foredraft.models.skips import SkipSet
-from foredraft.planning.skip_costs import Skipped, Sublayer, SublayerCosts
 
 SPREAD = (4, 3, 2)  # one sublayer of so many is left out, or all but one of so many
 SPREAD_SHARE, GREEDY_SHARE = 0.15, 0.6  # of the trials: spread sets, and those together with elimination
@@ -52,8 +52,7 @@ class SkipSearch:
         return sorted(self.judged.values(), key=lambda trial: -trial.rate)
 
     def set_of(self, skipped: Skipped) -> SkipSet:
-        left_out = [each for each, out in zip(self.sublayers, skipped) if out]
-        return SkipSet(*(tuple(layer for kind, layer in left_out if kind == wanted) for wanted in ("attention", "mlp")))
+        return set_of(self.sublayers, skipped)
 
     def judge(self, skipped: Skipped, stage: str) -> Trial:
         agreement = self.agreement(self.set_of(skipped))

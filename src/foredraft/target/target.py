@@ -6,6 +6,7 @@ How its passes are made is the business of a backend (:mod:`foredraft.backends`)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -391,6 +392,15 @@ class Target:
         """
         assert self.layers and isinstance(self.backend, Eager)
         return self.backend.call.sublayers
+
+    def apart(self, ids: Tensor, skip: SkipSet | None = None) -> Tensor:
+        """``[1, L, V]`` logits at every token of a text ``ids`` ``[1, L]`` by itself, beside the cache and its rows; without the sublayers
+        ``skip``, if given."""
+        for layer in set(range(self.layers)).difference(() if skip is None else skip.whole):
+            self.layer_tokens[layer] += ids.numel()
+        with nullcontext() if skip is None else self.sublayers.left_out(skip):
+            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Append one token ``[R]`` to every row; returns the logits after it, ``[R, V]``."""

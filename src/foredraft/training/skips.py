@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.draft_verify import DraftVerify
+from foredraft.drafters.sublayer_costs import sublayers_of
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.models.support import describe
-from foredraft.planning.skip_costs import measure_costs, read_costs, sublayers_of
+from foredraft.planning.skip_costs import measure_costs, read_costs
 from foredraft.planning.skip_search import SkipSearch
 from foredraft.speculator import Speculator
 from foredraft.target import Target
