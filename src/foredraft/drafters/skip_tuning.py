@@ -84,11 +84,9 @@ class SkipTuner:
     @torch.inference_mode()
     def _step(self, rows: Sequence[Row]) -> bool:
         """One pass; whether there was enough text for it."""
-        if self._window is not None:
-            proposed = next(self._left, None)
-            if proposed is not None:
-                self._judge(proposed)
-                return True
+        for proposed in self._left:
+            self._judge(proposed)
+            return True
         row = max(rows, key=lambda row: len(row.ids) - row.prompt_length)
         ids = row.ids[-WINDOW:]
         first = max(CONTEXT, row.prompt_length - len(row.ids) + len(ids))
