@@ -141,10 +141,10 @@ class SkipTuner:
             fewer = [index for index in reversed(order) if self._best[index]]
             changed = (index for both in zip_longest(more, fewer) for index in both if index is not None)
             near = (tuple(left_out ^ (place == index) for place, left_out in enumerate(self._best)) for index in changed)
-            found = next((each for each in near if each not in self.judged and any(each) and not all(each)), None)
-            if found is None:
+            nearest = next((each for each in near if each not in self.judged and any(each) and not all(each)), None)
+            if nearest is None:
                 return
-            yield found
+            yield nearest
 
     # -- from one start to the next -----------------------------------------------------------------------------------
 
