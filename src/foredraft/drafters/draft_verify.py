@@ -86,6 +86,7 @@ class DraftVerify(LayerSkip):
         super().begin(rows)
         if self.tuner is not None:
             self.tuner.begin()
+        self.target.sublayers.check(self.skip)  # the model may have fewer layers by now
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         super().observe(rows, feedback)
