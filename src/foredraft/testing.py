@@ -101,10 +101,10 @@ class TableTarget:
     Args:
         table: the distribution after a text.
         context: tokens of the longest text, prompt included; None for no limit.
-        early: what its lower layers predict after a text, for ``layer-skip``.
+        early: what its lower layers predict after a text, for ``layer-skip``; several tables are those of its exits, from the first on.
     """
 
-    def __init__(self, table: ProbabilityTable, *, context: int | None = None, early: ProbabilityTable | None = None):
+    def __init__(self, table: ProbabilityTable, *, context: int | None = None, early: ProbabilityTable | Sequence[ProbabilityTable] = ()):
         self.table, self.vocab_size, self.context = table, table.vocab_size, context
         self.trained = context
         self.outgrown = False
@@ -120,7 +120,11 @@ class TableTarget:
         self.hidden: Tensor | None = None
         self.prompt_hidden: list[Tensor] | None = None
         self._whole = False
-        self.early, self.layers, self.layer_tokens = early, 2, [0, 0]
+        self.early = [early] if isinstance(early, ProbabilityTable) else list(early)
+        self.layers = max(2, len(self.early) + 1)
+        self.layer_tokens = [0] * self.layers
+        self.kept: dict[int, Tensor] = {}
+        self._keeping: tuple[int, ...] = ()
 
     def read(self, features: Sequence[int], *, whole: bool = False) -> None:
         self.features, self._whole, self.hidden, self.prompt_hidden = tuple(features), whole, None, None
@@ -152,12 +156,20 @@ class TableTarget:
         self._tree = tree
         scores = read(self.table, self.cached, tree)[:, first:]
         self.hidden = scores.exp().repeat(1, 1, len(self.features)) if self.features else None
+        self.kept = {layer: read(self.early[layer - 1], self.cached, tree) for layer in self._keeping}
         return scores
 
     def score_early(self, tree: TokenTree, exit: int, *, first: int = 0, head: object = None) -> Tensor:
-        """As :meth:`score`, by the table of the lower layers."""
-        assert self.early is not None, "this target has no early exit"
-        return read(self.early, self.cached, tree)[:, first:]
+        """As :meth:`score`, by the table of the layers below ``exit``."""
+        assert self.early, "this target has no early exit"
+        return read(self.early[exit - 1], self.cached, tree)[:, first:]
+
+    def keep(self, layers: Sequence[int]) -> None:
+        self._keeping = tuple(layers)
+
+    def read_out(self, states: Tensor) -> Tensor:
+        """What is kept of a layer are its log probabilities."""
+        return states
 
     def rearrange_early(self, order: Tensor) -> None:
         """Nothing: what was read is looked up."""

@@ -156,7 +156,7 @@ def test_passes_without_sublayers_are_those_of_the_model(subject: str, execution
         with torch.inference_mode():
             drafts, states, verified = zip(
                 *[
-                    (target.score_early(drafted, skip), target._early.states, target.score(drafted))  # type: ignore[union-attr]
+                    (target.score_early(drafted, skip), target._early.states[skip.first], target.score(drafted))  # type: ignore[union-attr]
                     for target in (plain, fast)
                 ]
             )

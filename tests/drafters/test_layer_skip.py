@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,20 @@ from architectures import ARCHITECTURES, build, build_wide
 from cover import nightly_but
 from helpers import PAD, generate, padded, prompts
 from own_layers import LAYERS, counted, model
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
 from foredraft.drafters.base import DraftRequest, Feedback
+from foredraft.drafters.exits import Exits
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.drafters.stopping import Stopping
+from foredraft.heads.exit import ExitHead
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
 from foredraft.models.layers import LayerRanges
 from foredraft.planning import FixedPlanner, Round
-from foredraft.planning.costs import StandIn
+from foredraft.planning.costs import CostModel, StandIn
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
@@ -134,13 +139,14 @@ LAWS = [
 UNSURE = 0.45  # above some q of the tables below and below others
 
 
-def error(drafter: LayerSkip, rule: str, shape: str, count: int = 3) -> float:
+def error(drafter: LayerSkip, rule: str, shape: str, *, early: Sequence[ProbabilityTable] = ()) -> float:
     """How far the law of a text that is drafted with ``drafter`` is from the target's."""
-    p, q = ProbabilityTable.random(3, seed=1), ProbabilityTable.random(3, seed=2)
+    p, count = ProbabilityTable.random(3, seed=1), 3
+    exits = early or [ProbabilityTable.random(3, seed=2)]
     whole = TreeShape.parse(shape)
 
     def session(randomness: Any) -> Session:
-        target: Any = TableTarget(p, early=q)
+        target: Any = TableTarget(p, early=exits)
         drafter.bind(target)
         proposal = drafter.proposals_for(whole)[0]
         return Session(target, drafter, create_rule(rule), proposal=proposal, planner=FixedPlanner(whole), randomness=randomness)
@@ -337,3 +343,198 @@ def test_its_own_exit_is_that_of_the_model_it_is_bound_to():
     for layers, exit in ((9, 3), (3, 1), (12, 4)):
         drafter.bind(Target(model(num_hidden_layers=layers), execution="eager"))
         assert drafter.exit == exit
+
+
+# -- exit=auto ------------------------------------------------------------------------------------------------------------
+
+
+class Ticking:
+    """A clock that stands still but for what is added."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected", "first"),
+    [(8, (1, 2, 3, 4, 5, 6), 2), (16, (2, 3, 4, 6, 8, 9, 10, 12), 4), (32, (3, 6, 9, 12, 15, 18, 21, 24), 9), (4, (1, 2, 3), 1)],
+)
+def test_exits_reach_up_to_three_quarters_of_the_layers(layers: int, expected: tuple[int, ...], first: int):
+    exits = Exits.of(layers, first=layers // 3)
+    assert exits is not None and exits.layers == expected and exits.layer == first
+    assert Exits.of(2, first=1) is None  # no choice
+
+
+@pytest.mark.parametrize("shape", ["chain(0)", *SHAPES])
+@pytest.mark.parametrize("execution", ["eager", "native"])
+def test_what_is_kept_is_what_comes_out_of_the_layers(shape: str, execution: str):
+    """With a draft or without: the LM head reads from it what a draft there would have read, and no layer reads a token twice."""
+    subject, layers = model(), (1, 2, 4)
+    speculator = Speculator(subject, LayerSkip(exit=2), rule="match", shape=shape, execution=execution, reuse_prefix=False)
+    target, session = speculator.target, speculator.session()
+    for row in ROWS[:2]:
+        session.add(row, RowParameters(max_new_tokens=NEW))
+    session.step()
+    target.keep(layers)
+    for _ in range(2):
+        texts, passes = [list(row.ids) for row in session.rows], target.passes
+        session.step()
+        assert target.passes == passes + 1 and set(target.kept) == set(layers)
+        assert len(set(target.layer_tokens)) == 1 or not TreeShape.parse(shape).static
+        for row, text in enumerate(texts):
+            with torch.inference_mode():
+                expected = subject(torch.tensor([text]), output_hidden_states=True, use_cache=False).hidden_states
+                for layer in layers:
+                    torch.testing.assert_close(target.kept[layer][row, 0], expected[layer][0, -1], rtol=1e-3, atol=1e-4)
+                    said = subject.lm_head(subject.model.norm(expected[layer][0, -1:]))
+                    torch.testing.assert_close(target.read_out(target.kept[layer][row, :1]), said, rtol=1e-3, atol=1e-3)
+    session.close()
+
+
+class Watched:
+    """What an :class:`Exits` asks of a target; ``right`` says which layers agree with it."""
+
+    def __init__(self, right: dict[int, float]):
+        self.right, self.kept, self.looks = right, {}, 0
+        self._keeping: tuple[int, ...] = ()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def keep(self, layers: Any) -> None:
+        self._keeping = tuple(layers)
+
+    def score(self, nodes: int) -> Tensor:
+        """The target says 1 everywhere."""
+        self.kept = {layer: torch.rand(1, nodes, 1, generator=self.generator) < self.right[layer] for layer in self._keeping}
+        self.looks += bool(self.kept)
+        return torch.tensor([0.0, 1.0, 0.0]).expand(1, nodes, 3)
+
+    def read_out(self, states: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(states[:, 0].long(), 3).float()
+
+
+def looked(rounds: int, right: dict[int, float], exits: Exits, *, slower: float = 0.0, head: float = 0.0) -> Watched:
+    """``rounds`` of a millisecond each, with a look ``slower`` by so much, in which the LM head takes ``head``."""
+    target: Any = Watched(right)
+    clock: Any = exits.clock
+    read_out = target.read_out
+
+    def timed(states: Tensor) -> Tensor:
+        clock.now += head
+        return read_out(states)
+
+    target.read_out = timed
+    exits.begin()
+    for _ in range(rounds):
+        logits = target.score(3)
+        clock.now += 1e-3 + (slower if target.kept else 0.0)
+        exits.observe(target, logits, [2], None)
+    return target
+
+
+def test_looks_take_a_hundredth_of_the_time():
+    exits = Exits((1, 2, 3), 1, clock=Ticking())
+    target = looked(5000, {1: 0.5, 2: 0.5, 3: 0.5}, exits, slower=3e-4, head=5e-4)
+    seconds = target.looks * 8e-4
+    assert 0.008 < seconds / exits.clock() < 0.0105
+    assert looked(50, {1: 0.5, 2: 0.5, 3: 0.5}, Exits((1, 2, 3), 1, clock=Ticking())).looks == 49  # where they cost nothing
+
+
+def test_odds_follow_what_was_seen():
+    exits = Exits((1, 2, 3), 2, clock=Ticking())
+    assert exits.odds(greedy=True) == {}
+    looked(3, {1: 0.2, 2: 0.5, 3: 0.8}, exits)
+    assert exits.odds(greedy=True) == {}  # too little
+    looked(400, {1: 0.2, 2: 0.5, 3: 0.8}, exits)
+    odds = exits.odds(greedy=True)
+    assert odds[2] == 1 and 0.12 < odds[1] < 0.3 and 2.5 < odds[3] < 5  # 0.25 and 4, less what may be luck
+    assert exits.odds(greedy=False) == {}  # no row sampled
+    looked(400, {1: 0.8, 2: 0.5, 3: 0.2}, exits)
+    odds = exits.odds(greedy=True)
+    assert odds[1] > 2 and odds[3] < 0.5
+    exits.forget()
+    assert exits.odds(greedy=True) == {}
+
+
+class ByRound(LayerSkip):
+    """Leaves at another layer in each round."""
+
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        self.rounds = 0
+
+    def draft(self, request: DraftRequest) -> TokenTree:
+        self.rounds += 1
+        self.exit = (2, 1, 3)[self.rounds % 3]
+        return super().draft(request)
+
+
+@pytest.mark.parametrize(("rule", "siblings", "shape"), [each for each in LAWS if each[0] != "k-seq"])
+def test_the_law_is_the_targets_while_the_exit_changes(rule: str, siblings: str, shape: str):
+    tables = [ProbabilityTable.random(3, seed=seed) for seed in (2, 3, 4)]
+    assert error(ByRound(exit=1, siblings=siblings), rule, shape, early=tables) < 1e-9
+
+
+def planted() -> LlamaForCausalLM:
+    """Layers from the third on do nothing, so that drafts that leave behind two or more are right and those behind one are not."""
+    made = model(num_hidden_layers=8)
+    with torch.no_grad():
+        for layer in made.model.layers[2:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return made
+
+
+COSTS = {1: 1.9e-4, **{layer: 1e-4 * layer for layer in range(2, 7)}}
+
+
+@pytest.mark.parametrize("shape", ["auto", "chain(3)", "product(2,2,1)", "dynamic(3,2,5)"])
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+def test_auto_finds_the_cheapest_layer_that_is_right(shape: str, options: dict, monkeypatch: pytest.MonkeyPatch):
+    """From the deepest one on; the text stays plain's while the exit changes in mid-run, and every layer reads every token once."""
+    subject = planted()
+    drafter = LayerSkip(exit="auto")
+    speculator = Speculator(subject, drafter, rule="match", shape=shape, execution="eager", reuse_prefix=False)
+    exits, planner = drafter.info.exits, speculator.planner
+    assert exits is not None and exits.layer == 2 and exits.layers == tuple(COSTS)
+    exits.clock, drafter.exit = Ticking(), 6  # looks cost nothing
+    planner.costs.exits = {1: COSTS}
+    costs: Any = planner.costs
+    costs.leave(6)
+    for size in (1, 4, 12, 24):
+        costs.target.measured(1, size, 1e-3)
+    observe = planner.observe
+
+    def observed(rows: Any, done: Round) -> None:
+        spent = {"draft": COSTS[drafter.exit] * max(map(len, done.drafted)), "target": 1e-3, "rest": 1e-5}
+        observe(rows, replace(done, **spent, shared=False))
+
+    monkeypatch.setattr(planner, "observe", observed)
+    plain = Speculator(planted(), "none", rule="match", execution="eager")
+    found = speculator.generate(**padded(ROWS[:1]), max_new_tokens=90, pad_token_id=PAD, **options)
+    assert drafter.exit == 2
+    assert [row[len(ROWS[0]) :] for row in found.sequences.tolist()] == generate(plain, ROWS[:1], max_new_tokens=90, **options)
+    assert len(set(found.stats.layer_tokens)) == 1 or "dynamic" in shape or shape == "auto"
+
+
+def test_passes_to_every_exit_are_timed_beforehand(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    for shape in ("auto", "chain(2)"):
+        drafter = LayerSkip(exit="auto")
+        speculator = Speculator(planted(), drafter, shape=shape, execution="eager")
+        generate(speculator, ROWS[:1], max_new_tokens=2, do_sample=False)
+        costs: Any = speculator.planner.costs
+        assert list(costs.exits[1]) == list(COSTS) and all(seconds > 0 for seconds in costs.exits[1].values())
+    read: Any = CostModel()
+    read.load(costs.to_dict())
+    assert read.exits == costs.exits
+
+
+def test_an_exit_that_is_none_is_refused():
+    with pytest.raises(ConfigurationError, match="must be auto or lie between 1 and 4"):
+        Speculator(model(), LayerSkip(exit="sometimes"), execution="eager")
+    head = ExitHead.for_target(model(), exit=2)
+    with pytest.raises(ConfigurationError, match="trained for layer 2, not auto; leave exit out"):
+        Speculator(model(), LayerSkip(head, exit="auto"), execution="eager")

@@ -130,7 +130,8 @@ class Eager(Backend):
         self._counting = torch.arange(1024, device=facts.device)[None]
 
     def forward(self, given: ForwardPass) -> PassOutput:
-        self.passes += given.part is None or (given.part.logits and given.part.begin > 0)  # drafts do not count
+        part = given.part  # of drafts, which do not count
+        self.passes += part is None or (part.skip is None and part.end == self.call.ranges.count)
         return self.plain(given)
 
     def plain(self, given: ForwardPass) -> PassOutput:

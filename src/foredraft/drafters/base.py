@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foredraft.describing import Described
 from foredraft.device import to_device
+from foredraft.drafters.exits import Exits
 from foredraft.logits.noise import Purpose, argmax
 from foredraft.logits.sampler import Sampler, widened
 from foredraft.shapes import StaticShape, TreeShape
@@ -164,6 +165,7 @@ class DrafterInfo:
         extra_nodes: how many nodes it may add behind those asked for, as a tree's ``extra``.
         draft_model, head: the model or the head whose passes make its drafts. The planner times such drafts before the first round.
         runs_a_model: a draft takes forward passes, its own or those of drafters that it is made of.
+        exits: the layers at which its drafts may leave the target; the planner chooses one. None if there is no choice.
         shares_target: its drafts run some of the target's layers and write to the target's cache; verification then runs only the other
             layers. ``several`` refuses such a drafter.
         catches_up: after rounds without a draft the next one costs more, because the drafter first reads what it missed.
@@ -184,6 +186,7 @@ class DrafterInfo:
     draft_model: Target | None = None
     head: torch.nn.Module | None = None
     runs_a_model: bool = False
+    exits: Exits | None = None
     shares_target: bool = False
     catches_up: bool = False
     calibrated: StaticShape | None = None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.exits import Exits
 from foredraft.drafters.growth import UNSEEN, Growth, grow, one_by_one
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.drafters.stopping import Stopping
@@ -34,6 +35,7 @@ class LayerSkip(Drafter):
 
     source: a trained exit: a folder, a hub id or a head itself; none for the target's own final norm.
     exit: draft with so many of the target's layers, from the first on; a third of them, or those of the trained exit, by default.
+        ``auto`` begins with a third, and the planner then chooses by what it measures; :attr:`exit` says what is in use.
     siblings: how tokens are chosen when sampling, as for ``draft-model``.
     threshold: how likely a drafted token must be for the draft to go on below it: a number, ``auto`` for one that follows each row's
         acceptance, or None for drafts that are as deep as they were planned.
@@ -47,13 +49,13 @@ class LayerSkip(Drafter):
         self,
         source: str | Path | Head | None = None,
         *,
-        exit: int | None = None,
+        exit: int | str | None = None,
         siblings: str = "auto",
         threshold: float | str | None = None,
     ):
         self.source = named(source)
-        self._exit, self.offer = exit, offered(siblings, DRAWN)
-        self.exit = exit  # of the model that it is bound to
+        self._wanted, self.offer = exit, offered(siblings, DRAWN)
+        self._exit: int | None = None  # of the model that it is bound to
         self.info = replace(self.info, proposals=self.offer.chains)
         self.stopping = Stopping(threshold)
         self._target: Target | None = None
@@ -67,30 +69,45 @@ class LayerSkip(Drafter):
 
     @property
     def part(self) -> object:
-        return self.exit
+        return self.exit if self.info.exits is None else "auto"
+
+    @property
+    def exit(self) -> int:
+        """The layer that the next draft leaves at."""
+        found = self._exit if self.info.exits is None else self.info.exits.layer
+        if found is None:
+            raise ConfigurationError("layer-skip is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
+        return found
+
+    @exit.setter
+    def exit(self, layer: int) -> None:
+        self._exit = layer
+        if self.info.exits is not None:
+            self.info.exits.layer = layer
 
     def bind(self, target: Target) -> None:
-        layers = target.layers
+        layers, exit, exits = target.layers, self._wanted, None
         if self.source is not None:
-            self._head = self._loaded(self.source, target)
-        elif self._exit is None:
-            self.exit = max(1, layers // 3)
-        assert self.exit is not None
-        if not 0 < self.exit < layers:
-            raise ConfigurationError(f"exit must lie between 1 and {layers - 1} for a model of {layers} layers, got {self.exit}")
-        self._target = target
+            self._head, exit = self._loaded(self.source, target)
+        elif exit is None or exit == "auto":
+            first = max(1, layers // 3)
+            exits = Exits.of(layers, first=first) if exit == "auto" else None
+            exit = first if exits is None else exits.layer
+        if isinstance(exit, bool) or not isinstance(exit, int) or not 0 < exit < layers:
+            raise ConfigurationError(f"exit must be auto or lie between 1 and {layers - 1} for a model of {layers} layers, got {exit!r}")
+        self.info = replace(self.info, exits=exits, needs_logits=exits is not None)
+        self.exit, self._target = exit, target
 
-    def _loaded(self, source: str | Head, target: Target) -> Head:
-        """The trained exit at ``source``, which says where to leave."""
+    def _loaded(self, source: str | Head, target: Target) -> tuple[Head, int]:
+        """The trained exit at ``source``, and where it leaves."""
         head = checkpoints.load(source, target.model) if isinstance(source, str) else source
         if not isinstance(head, ExitHead):
             raise ConfigurationError(f"{source!r} is a {head.kind} head; use drafter '{head.drafter}:{source}'")
         refuse_another_target(head.config, target.model)
-        if self._exit not in (None, head.config.exit):
-            raise ConfigurationError(f"the exit in {source!r} was trained for layer {head.config.exit}, not {self._exit}; leave exit out")
-        self.exit = head.config.exit
+        if self._wanted not in (None, head.config.exit):
+            raise ConfigurationError(f"the exit in {source!r} was trained for layer {head.config.exit}, not {self._wanted}; leave exit out")
         head.attach(target.model)
-        return head
+        return head, head.config.exit
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         return self.offer.of(shape)
@@ -107,7 +124,6 @@ class LayerSkip(Drafter):
         return self._expand(TokenTree.from_chain(torch.stack(path, 1)), len(path) - 1)[:, 0]
 
     def _expand(self, tree: TokenTree, first: int) -> Tensor:
-        assert self.exit is not None
         return self.target.score_early(tree.with_safe_parents(), self.exit, first=first, head=self._head)
 
     def _arranged(self, grown: Growth, own: Tensor) -> TokenTree:
@@ -125,9 +141,20 @@ class LayerSkip(Drafter):
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         self.stopping.observe(rows, feedback)
+        if self.info.exits is not None:
+            assert feedback.logits is not None
+            self.info.exits.observe(self.target, feedback.logits, feedback.accepted, feedback.path)
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        if self.info.exits is not None:
+            self.info.exits.begin()
 
     def end(self, rows: Sequence[Row]) -> None:
         self.stopping.end(rows)
 
     def reset(self) -> None:
         self.stopping.end()
+
+    def forget(self) -> None:
+        if self.info.exits is not None:
+            self.info.exits.forget()

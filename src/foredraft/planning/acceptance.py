@@ -68,24 +68,32 @@ class Acceptance:
         """How often a row that was asked got a draft at all."""
         return self.offered.rate(1.0, 1e-6)
 
-    def by_depth(self, depth: int) -> list[float]:
-        """Pr(the first child is accepted | its parent was), for depths 1 to ``depth``."""
+    def by_depth(self, depth: int, *, odds: float = 1.0) -> list[float]:
+        """Pr(the first child is accepted | its parent was), for depths 1 to ``depth``; of a draft with so many times these ``odds``."""
         rates: list[float] = []
         for tally in self.first[:depth]:
             rates.append(tally.rate(rates[-1], DEEPER) if rates else tally.rate(0.0, 1e-6))
-        return rates
+        return rates if odds == 1.0 else [shifted(rate, odds) for rate in rates]
 
-    def by_rank(self, depth: int, siblings: int) -> list[list[float]]:
-        """``[depth][siblings]`` Sequoia's p[b] at each depth, not above that of the sibling before."""
+    def by_rank(self, depth: int, siblings: int, *, odds: float = 1.0) -> list[list[float]]:
+        """``[depth][siblings]`` Sequoia's p[b] at each depth, not above that of the sibling before; of a draft whose first children have so
+        many times these ``odds``."""
         table = []
         caught = [tally.rate(LATER, LATER_WEIGHT) for tally in self.later[: siblings - 1]]
-        for rate in self.by_depth(depth):
+        for rate in self.by_depth(depth, odds=odds):
             line, missed = [rate], 1 - rate
             for each in caught:
                 line.append(min(line[-1], missed * each))
                 missed -= line[-1]
             table.append(line)
         return table
+
+    def shift(self, odds: float) -> None:
+        """From here on drafts are made otherwise, with so many times these ``odds``, as far as that is known beforehand."""
+        for tally in self.first:
+            if tally.trials:
+                rate, tally.trials = tally.hits / tally.trials, min(tally.trials, KNOWN)
+                tally.hits = tally.trials * shifted(rate, odds)
 
     def observe(
         self,
@@ -134,6 +142,11 @@ class Acceptance:
         for tally, hit, trial in zip(self.later, later_hits, later_trials):
             if trial:
                 tally.add(hit, trial, memory)
+
+
+def shifted(rate: float, odds: float) -> float:
+    """The probability that has so many times the ``odds`` of ``rate``."""
+    return odds * rate / (1 - rate + odds * rate)
 
 
 @lru_cache(maxsize=256)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
-from foredraft.planning.curves import Curve
+from foredraft.planning.curves import Curve, monotone
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.speedup import ENOUGH
 from foredraft.target import Target
@@ -46,6 +47,7 @@ class CostModel:
         rest: of a round outside both: choosing tokens, the verdict, bookkeeping; by nodes.
         context: more per row and token of context beyond ``PROMPT``, in the target's pass.
         fixed, catch_up: per number of rows.
+        exits: per number of rows and layer, of a pass over one node that leaves the target there, for a drafter that can choose.
         spent: seconds that measuring took so far.
         plain_passes: of this process that were timed, by the number of rows.
     """
@@ -59,6 +61,7 @@ class CostModel:
         self.context = 0.0
         self.fixed: dict[int, float] = {}
         self.catch_up: dict[int, float] = {}
+        self.exits: dict[int, dict[int, float]] = {}
         self.spent = 0.0
         self.plain_passes: dict[int, int] = {}
 
@@ -85,6 +88,16 @@ class CostModel:
             return 0.0
         level = dict(zip(sorted(set(widths)), self.level.line(rows, sorted(set(widths)))))
         return self._factor * (self._nearest(self.fixed, rows) + sum(level[width] for width in widths)) + self.catching_up(rows, behind)
+
+    def leave(self, layer: int) -> None:
+        """Drafts leave the target at ``layer`` from now on; what a level costs beside such a pass is taken to be the same everywhere."""
+        for rows, measured in self.exits.items():
+            if layer in measured:
+                self.level.measured(rows, 1, measured[layer])
+
+    def leaving(self, rows: int) -> dict[int, float]:
+        """:attr:`exits` of the nearest number of rows; empty where nothing was measured."""
+        return self.exits[min(self.exits, key=lambda each: abs(each - rows))] if self.exits else {}
 
     def catching_up(self, rows: int, behind: int) -> float:
         """Seconds to read ``behind`` tokens, all rows together."""
@@ -138,6 +151,7 @@ class CostModel:
             "context": self.context,
             "fixed": {str(rows): seconds for rows, seconds in self.fixed.items()},
             "catch_up": {str(rows): seconds for rows, seconds in self.catch_up.items()},
+            "exits": {str(rows): {str(layer): seconds for layer, seconds in each.items()} for rows, each in self.exits.items()},
             "spent": self.spent,
         }
 
@@ -150,10 +164,11 @@ class CostModel:
         target, level = _read(plain["target"]), _read(plain["level"])
         context, spent = _positive(plain["context"]), _positive(plain["spent"])
         fixed, catch_up = ({int(rows): _positive(each) for rows, each in plain[name].items()} for name in ("fixed", "catch_up"))
+        exits = {int(rows): {int(layer): _positive(each) for layer, each in some.items()} for rows, some in plain["exits"].items()}
         for curve, points in ((self.target, target), (self.level, level)):
             for rows, size, seconds in points:
                 curve.measured(rows, size, seconds)
-        self.context, self.spent, self.fixed, self.catch_up = context, spent, fixed, catch_up
+        self.context, self.spent, self.fixed, self.catch_up, self.exits = context, spent, fixed, catch_up, exits
 
 
 def _written(curve: Curve) -> dict[str, dict[str, float]]:
@@ -215,11 +230,14 @@ def measure(
     run = Measurement(target, drafter, rows, largest, clock)
     begin = clock()
     try:
-        own = drafts and timed_beforehand(drafter)
-        run.passes(begin + (0.6 if own else 0.9) * seconds)
+        target.keep(())
+        own, exits = drafts and timed_beforehand(drafter), drafter.info.exits
+        run.passes(begin + (0.6 if own or exits else 0.9) * seconds)
+        if exits:
+            run.exits(exits.layers, begin + 0.9 * seconds)
         if own:
             run.drafts(begin + 0.9 * seconds)
-        elif drafts and drafter.info.shares_target:
+        elif drafts and drafter.info.shares_target and not exits:
             run.level(begin + seconds)
     finally:
         target.reset()
@@ -288,6 +306,12 @@ class Measurement:
             self.in_turns({("longer", 1): self._scoring(trees[1])}, self.clock() + 4 * pass_)
             self.target.reset()
 
+    def exits(self, layers: Sequence[int], deadline: float) -> None:
+        self._open(self.texts)
+        root = self._chain(1)
+        self.in_turns({("exit", layer): self._leaving(root, layer) for layer in (layers[0], layers[-1], *layers[1:-1])}, deadline)
+        self.target.reset()
+
     def drafts(self, deadline: float) -> None:
         rows = [StandIn(slot, list(text), self.prompt + self.largest.nodes + 1) for slot, text in enumerate(self.texts)]
         self._begin(rows)
@@ -321,6 +345,11 @@ class Measurement:
         for name, seconds in medians.items():
             if name[0] == "target":
                 costs.target.measured(self.rows, name[1], seconds)
+        exits = self.drafter.info.exits
+        known = [layer for layer in exits.layers if ("exit", layer) in medians] if exits else []
+        if exits and len(known) > 1:  # a slow model leaves time for the first and the last one
+            seconds = np.interp(exits.layers, known, [medians["exit", layer] for layer in known])
+            costs.exits[self.rows] = dict(zip(exits.layers, monotone(seconds.tolist())))
         costs.plain_passes[self.rows] = costs.plain_passes.get(self.rows, 0) + len(self.times["target", 1])
         if ("longer", 1) in medians:
             more = (medians["longer", 1] - medians["target", 1]) / (self.rows * (self.longer - self.prompt))
@@ -349,6 +378,9 @@ class Measurement:
 
     def _scoring(self, tree: TokenTree) -> Callable[[], object]:
         return lambda: self.target.score(tree)
+
+    def _leaving(self, root: TokenTree, layer: int) -> Callable[[], object]:
+        return lambda: self.target.score_early(root, layer)
 
     def _drafting(self, rows: Sequence[StandIn], shape: TreeShape) -> Callable[[], object]:
         sampler = Sampler(

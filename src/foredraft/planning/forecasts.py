@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from foredraft.drafters.base import Row
+from foredraft.drafters.exits import Exits
 from foredraft.planning import batches, search
 from foredraft.planning.acceptance import HASTE, MEMORY, Acceptance, expected
 from foredraft.planning.costs import CostModel
+from foredraft.planning.exits import ExitChoice
 from foredraft.planning.rounds import Round
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 
@@ -98,6 +100,7 @@ class Forecaster:
         grows, levels: trees may be grown by the draft's probabilities, where no row samples, and so many levels deep.
         catches_up: the drafter has to read what it missed in rounds without a draft.
         rates: how often the drafter's guesses are right, as far as that is known beforehand; see :class:`Acceptance`.
+        exits: where drafts may leave the target, if there is a choice.
 
     Attributes:
         own: rows of a batch pay for their own nodes.
@@ -113,8 +116,10 @@ class Forecaster:
         levels: int = GROWN_DEPTH,
         catches_up: bool = True,
         rates: Sequence[Sequence[float]] = (),
+        exits: Exits | None = None,
     ):
         self.largest, self.costs, self.catches_up, self.rates = largest, costs, catches_up, rates
+        self.choice = None if exits is None else ExitChoice(exits, costs)
         self.siblings = 1 if largest.is_chain else largest.siblings
         self.acceptance: dict[bool, Acceptance] = {}
         self.grown, self.levels = Grown() if grows else None, levels
@@ -135,6 +140,8 @@ class Forecaster:
         """The best plan for rows of which no others join them, if they are ``together``; ``growing`` says that a grown tree is in use."""
         acceptance = self.of(greedy)
         costs = self._lasting(rows, acceptance)
+        if self.choice is not None and self._leaves_elsewhere(self.choice, len(rows), acceptance, costs, greedy):
+            costs = self._lasting(rows, acceptance)
         if together and max(len(rows), len(self._records)) > 1:
             return self._search_batch(rows, acceptance, costs)
         chains = search.chains(acceptance.by_depth(self.largest.depth), costs)
@@ -229,6 +236,25 @@ class Forecaster:
         return plans
 
     # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _leaves_elsewhere(self, choice: ExitChoice, rows: int, acceptance: Acceptance, costs: search.Costs, greedy: bool) -> bool:
+        """Choose the exit by what the best drafts of each promise; whether it is another now."""
+
+        def chain(odds: float, seconds: float) -> search.Plan:
+            plans = search.chains(acceptance.by_depth(self.largest.depth, odds=odds), costs.times(seconds))
+            return max(plans[1:], key=lambda plan: plan.rate)
+
+        def any_shape(odds: float, seconds: float) -> search.Plan:
+            tree = search.best_tree(acceptance.by_rank(self.largest.depth, self.siblings, odds=odds), costs.times(seconds))
+            return max(tree, chain(odds, seconds), key=lambda plan: plan.rate)
+
+        odds = choice.better(rows, greedy, chain, chain if self.siblings == 1 else any_shape)
+        if odds is None:
+            return False
+        for each in self.acceptance.values():
+            each.shift(odds)
+        self.grown = None if self.grown is None else Grown()  # what grown trees kept was of another exit
+        return True
 
     def _with_grown(
         self, grown: Grown, best: search.Plan, plain: search.Plan, costs: search.Costs, growing: bool

@@ -27,7 +27,7 @@ def make_planner(shape: TreeShape | str, target: Target, drafter: Drafter, rule:
         ConfigurationError: ``shape`` is a string that describes none.
     """
     if shape != AUTO:
-        return FixedPlanner(shape)
+        return FixedPlanner(shape, exits=drafter.info.exits)
 
     def fits(shape: TreeShape) -> bool:
         return proposal in drafter.proposals_for(shape) and rule.refusal(proposal, chain=drafter.makes_chains(shape)) is None
@@ -40,4 +40,5 @@ def make_planner(shape: TreeShape | str, target: Target, drafter: Drafter, rule:
         costs=CostModel(level=LEVEL if timed_beforehand(drafter) else LOOK_UP),
         profile=profile(target, drafter),
         rates=info.rates,
+        exits=info.exits,
     )

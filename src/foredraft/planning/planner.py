@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from foredraft.drafters.base import Drafter, Row
+from foredraft.drafters.exits import Exits
 from foredraft.planning import search
 from foredraft.planning.costs import BUDGET, CostModel, measure
 from foredraft.planning.forecasts import FINEST, GAIN, GROWN_DEPTH, SWITCH, Forecast, Forecaster
@@ -51,6 +52,7 @@ class AutomaticPlanner:
         budget: seconds that measuring may take, 0 to learn from rounds alone.
         catches_up: the drafter has to read what it missed in rounds without a draft.
         rates: how often the drafter's guesses are right at each depth and rank, as far as that is known beforehand.
+        exits: where drafts may leave the target, if there is a choice.
         clock: seconds, for the time that planning itself takes.
     """
 
@@ -67,11 +69,12 @@ class AutomaticPlanner:
         budget: float = BUDGET,
         catches_up: bool = True,
         rates: Sequence[Sequence[float]] = (),
+        exits: Exits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.largest = largest
         self.costs = costs or CostModel()
-        self.forecaster = Forecaster(largest, self.costs, grows=grows, levels=levels, catches_up=catches_up, rates=rates)
+        self.forecaster = Forecaster(largest, self.costs, grows=grows, levels=levels, catches_up=catches_up, rates=rates, exits=exits)
         self.acceptance, self.compare = self.forecaster.acceptance, self.forecaster.compare
         self.profile, self.budget, self.clock = profile, budget, clock
         self.account: float | None = None  # seconds
@@ -102,10 +105,14 @@ class AutomaticPlanner:
             self._forecast = None  # it was made for other rows
         if self.profile is not None and not self.costs.target.points:
             self.profile.read(self.costs)
+            if drafter.info.exits is not None:
+                self.costs.leave(drafter.info.exits.layer)
         left = self.budget / (1 + len(self.costs.target.points))
-        if rows in self.costs.target.points or left <= 0:
+        if (rows in self.costs.target.points and (drafter.info.exits is None or rows in self.costs.exits)) or left <= 0:
             return 0.0
         measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)
+        if drafter.info.exits is not None:
+            self.costs.leave(drafter.info.exits.layer)
         self._forecast = None
         if self.profile is not None:
             self.profile.write(self.costs)
@@ -116,6 +123,8 @@ class AutomaticPlanner:
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
         self._rounds += 1
         zero = search.chain(0)
+        if self.forecaster.choice is not None:
+            self.forecaster.choice.exits.greedy = greedy
         self._trying, self._together, self._limits = False, together, None
         if self._checks > 0:
             self._checks -= 1
@@ -167,7 +176,10 @@ class AutomaticPlanner:
         begin = self.clock()
         before = self._forecast
         growing = before is not None and isinstance(before.best.shape, DynamicShape)
+        layer = self._layer
         forecast = self.forecaster.forecast(rows, greedy=greedy, together=self._together, growing=growing)
+        if layer != self._layer:  # what was known of a shape was of another exit
+            before, self._alike, self._pause = None, (None, 0.0, 0.0, 0), FIRST_PAUSE
         if (
             before is not None
             and before.lasts
@@ -246,6 +258,12 @@ class AutomaticPlanner:
         self.forecaster.catch_up(rows, done)
         self.forecaster.learn(rows, done, cost / plain, trying=False, expected_tokens=self._expected_tokens(done))
         return True
+
+    @property
+    def _layer(self) -> int | None:
+        """Where drafts leave the target, if there is a choice."""
+        choice = self.forecaster.choice
+        return None if choice is None else choice.exits.layer
 
     def _expected_tokens(self, done: Round) -> float | None:
         """Tokens that the round was to keep, if it was of the plan in use; a plan that does not keep its promise is made anew."""

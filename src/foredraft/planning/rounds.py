@@ -5,12 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
 from foredraft.drafters.base import Drafter, Row
-from foredraft.planning.costs import CostModel, measure
+from foredraft.drafters.exits import Exits
+from foredraft.planning.acceptance import Acceptance
+from foredraft.planning.costs import BUDGET, CostModel, measure
+from foredraft.planning.exits import ExitChoice
 from foredraft.planning.profiles import Profile
-from foredraft.planning.search import chain
+from foredraft.planning.search import Plan, chain
 from foredraft.shapes import TreeShape
 
 if TYPE_CHECKING:
@@ -86,23 +91,42 @@ class Planner(Protocol):
 class FixedPlanner:
     """The same shape in every round, a :class:`~foredraft.shapes.TreeShape` or a string such as "chain(5)".
 
-    Plain passes, with which the speed-up compares, are known from ``profile``, or measured where ``budget`` gives seconds for that.
+    Plain passes, with which the speed-up compares, are known from ``profile``, or measured where ``budget`` gives seconds for that. Where
+    drafts may leave the target at several ``exits``, passes to each are measured, and the best one for the shape is chosen.
     """
 
-    def __init__(self, shape: TreeShape | str, *, learns: bool = False, profile: Profile | None = None, budget: float = 0.0):
+    def __init__(
+        self,
+        shape: TreeShape | str,
+        *,
+        learns: bool = False,
+        profile: Profile | None = None,
+        budget: float = 0.0,
+        exits: Exits | None = None,
+    ):
         self.shape, self.learns = TreeShape.parse(shape), learns
         self.costs, self.profile, self.budget = CostModel(), profile, budget
+        self.choice = None
+        if exits is not None and self.shape.depth:
+            self.learns, self.budget, self.choice = True, budget or BUDGET, ExitChoice(exits, self.costs)
+        self._acceptance: dict[bool, Acceptance] = {}
+        self._seconds: dict[int, float] = {}  # of a round with a draft, by the number of rows
 
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
         if self.profile is not None and not self.costs.target.points:
             self.profile.read(self.costs)
-        if self.budget <= 0 or rows in self.costs.plain_passes:
+        known = rows in self.costs.plain_passes if self.choice is None else rows in self.costs.exits
+        if self.budget <= 0 or known:
             return 0.0
         begin = time.perf_counter()
         measure(self.costs, target, drafter, rows=rows, largest=chain(0), seconds=self.budget, drafts=False)
         return time.perf_counter() - begin
 
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
+        if self.choice is not None:
+            self.choice.exits.greedy = greedy
+            if greedy in self._acceptance and len(rows) in self._seconds:
+                self._choose(self.choice, len(rows), greedy)
         return self.shape
 
     def limits(self, rows: Sequence[Row]) -> list[int] | None:
@@ -112,7 +136,28 @@ class FixedPlanner:
         return True
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
-        pass
+        if self.choice is None or not done.shape.nodes:
+            return
+        self._acceptance.setdefault(done.greedy, Acceptance(self.shape.depth)).observe(done.asked, done.drafted, done.accepted)
+        seconds = done.draft + done.target + done.rest
+        before = self._seconds.get(len(rows), seconds)
+        self._seconds[len(rows)] = before + 0.1 * (min(seconds, 2 * before) - before)
 
     def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
         return self.costs.plain_seconds(rows, context)
+
+    def _choose(self, choice: ExitChoice, rows: int, greedy: bool) -> None:
+        """The exit with the most tokens per second; a level of the draft takes what a pass to it takes."""
+        acceptance, depth, levels = self._acceptance[greedy], self.shape.depth, self.costs.leaving(rows)
+
+        def plan(odds: float, seconds: float) -> Plan:
+            more = (seconds - 1) * depth * levels[choice.exits.layer]
+            return Plan(self.shape, 1 + sum(accumulate(acceptance.by_depth(depth, odds=odds), mul)), self._seconds[rows] + more)
+
+        before = choice.exits.layer
+        odds = choice.better(rows, greedy, plan)
+        if odds is None:
+            return
+        for each in self._acceptance.values():
+            each.shift(odds)
+        self._seconds[rows] += depth * (levels[choice.exits.layer] - levels[before])

@@ -9,7 +9,7 @@ m likeliest ones, which is found in a quarter of the time. Pure functions of num
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
@@ -56,6 +56,10 @@ class Costs:
     available: float = 1.0
     any_row: float = 1.0
     own: bool = False
+
+    def times(self, factor: float) -> Costs:
+        """These with drafts that take so many times as long."""
+        return replace(self, draft=lambda levels: factor * self.draft(levels))
 
 
 def plain(costs: Costs) -> Plan:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.models.cache import Window
 from foredraft.models.changes import STRUCTURE, ModelState
 from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
+from foredraft.models.layers import LayerRanges
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.prefixes import shared_beginnings
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Early:
-    """Nodes of a tree that the layers below ``exit`` have read: ``states`` ``[R, n, d]`` is what came out of these."""
+    """Nodes of a tree that the layers below ``exit`` have read: ``states[exit]`` ``[R, n, d]`` is what came out of these, and the others
+    are what came out of layers on the way that are kept."""
 
     exit: int
-    states: Tensor
+    states: dict[int, Tensor]
 
 
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
@@ -68,6 +70,7 @@ class Target:
         trained: tokens that the model was made for; None if it does not say.
         outgrown: a session has warned that a row goes on beyond that.
         backend: what makes the passes.
+        kept: by layer, ``[R, N, d]`` what came out of it at the nodes of the last tree that was scored, see :meth:`keep`.
         layer_tokens: per decoder layer, the tokens that passes have led through it so far, filler of ragged rows included.
         version: grows whenever the model was found changed; rows from before are gone then.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
@@ -108,6 +111,8 @@ class Target:
         self.prompt_hidden: list[Tensor] | None = None
         self.layer_tokens = [0] * self.model.config.get_text_config().num_hidden_layers
         self._early: Early | None = None  # the tree of this round as far as lower layers have read it
+        self._keeping: tuple[int, ...] = ()
+        self.kept: dict[int, Tensor] = {}
         self._state = ModelState.of(self.model)
         self._how: dict[str, Any] = {"execution": execution, "attention": attention, "owned": owned, "test": test, "chunk": prefill_chunk}
         with Turn([], [self.model], wait=wait):
@@ -225,7 +230,7 @@ class Target:
         """Drop all rows and give the memory back."""
         self.backend.release()
         self._texts, self._dropped = [], {}
-        self.hidden = self.prompt_hidden = None
+        self.hidden, self.prompt_hidden, self.kept = None, None, {}
 
     def unpack(self) -> None:
         """Release everything that was made from the model, packed weights included, which are made anew for the next rows."""
@@ -324,11 +329,25 @@ class Target:
             raise ValueError(f"first must name one of the {tree.nodes} nodes of the tree, got {first}")
         if tree.rows != len(self.lengths):
             raise ValueError(f"the tree has {tree.rows} rows and the cache {len(self.lengths)}")
-        self.prompt_hidden = None
+        self.prompt_hidden, self.kept = None, {}
         early, self._early = self._early, None
-        if early is not None and early.exit and first == 0:
+        if early is None or not early.exit:
+            early = Early(0, {})
+        if first == 0 and (early.exit or self._keeping):
             return self._finish(tree, early)
         return self._forward(self._pass(tree, first))
+
+    def keep(self, layers: Sequence[int]) -> None:
+        """From the next tree on, :meth:`score` leaves in :attr:`kept` what comes out of these decoder layers, ascending and counted from 1;
+        of no ``layers``, nothing. A pass is made in as many parts, so this costs a little time."""
+        self._keeping = tuple(layers)
+
+    def read_out(self, states: Tensor) -> Tensor:
+        """``[n, V]`` what the model's final norm and LM head make of ``states`` ``[n, d]`` behind any layers."""
+        ids = torch.zeros(1, len(states), dtype=torch.long, device=self.device)
+        with self._ranges.only(self.layers, self.layers, states[None]):
+            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits[0]
 
     def score_early(
         self, tree: TokenTree, exit: int | SkipSet, *, first: int = 0, head: Callable[[Tensor], Tensor] | None = None
@@ -342,29 +361,44 @@ class Target:
         part = Part(0, self.layers, skip=exit) if isinstance(exit, SkipSet) else Part(0, exit, logits=head is None)
         if first == 0:
             self._early = None
-        output = self._made(self._pass(tree, first, part))
-        assert output.hidden is not None and (first == 0) == (self._early is None)
-        states = output.hidden if self._early is None else torch.cat([self._early.states, output.hidden], 1)
-        self._early = Early(exit.first if isinstance(exit, SkipSet) else exit, states)
-        return output.logits if head is None else head(output.hidden)
+        output, states = self._run(tree, first, part)
+        assert (first == 0) == (self._early is None)
+        last = exit.first if isinstance(exit, SkipSet) else exit
+        self._early = Early(last, states if self._early is None else _joined(self._early.states, states))
+        return output.logits if head is None else head(states[last])
 
     def rearrange_early(self, order: Tensor) -> None:
         """The tree that comes begins with nodes ``order`` ``[R, n]`` of those that lower layers have read."""
         assert self._early is not None, "score_early comes first"
         self.cache.commit(order, [order.shape[1]] * len(order))
         self.cache.rewind([length - order.shape[1] for length in self.lengths])
-        states = self._early.states
-        rows = torch.arange(len(order), device=states.device)[:, None]
-        self._early = Early(self._early.exit, states[rows, order.to(states.device)])
+        rows = torch.arange(len(order))[:, None]
+        self._early.states = {
+            layer: states[rows.to(states.device), order.to(states.device)] for layer, states in self._early.states.items()
+        }
 
     def _finish(self, tree: TokenTree, early: Early) -> Tensor:
         """Logits at the nodes of ``tree``, of which some have been through the lower layers."""
-        states, read = early.states, early.states.shape[1]
+        states, exit = early.states, early.exit
+        read = states[exit].shape[1] if exit else tree.nodes
         if read < tree.nodes:
-            lower = self._made(self._pass(tree, read, Part(0, early.exit, logits=False))).hidden
-            assert lower is not None
-            states = torch.cat([states, lower], 1)
-        return self._forward(self._pass(tree, 0, Part(early.exit, self.layers, states[:, : tree.nodes])))
+            states = _joined(states, self._run(tree, read, Part(0, exit, logits=False))[1])
+        states = {layer: each[:, : tree.nodes] for layer, each in states.items()}
+        output, upper = self._run(tree, 0, Part(exit, self.layers, states.get(exit)))
+        self.hidden, self.kept = output.hidden, {layer: each for layer, each in (states | upper).items() if layer in self._keeping}
+        return output.logits
+
+    def _run(self, tree: TokenTree, first: int, part: Part) -> tuple[PassOutput, dict[int, Tensor]]:
+        """``part`` of a pass over the nodes from ``first`` on; and what came out of its last layer, unless that is the model's last, and
+        of those before it that are kept."""
+        found: dict[int, Tensor] = {}
+        between = [] if part.skip is not None else [layer for layer in self._keeping if part.begin < layer < part.end]
+        for layer in [*between, part.end]:
+            output = self._made(self._pass(tree, first, replace(part, end=layer, logits=part.logits and layer == part.end)))
+            if output.hidden is not None:
+                found[layer if part.skip is None else part.skip.first] = output.hidden
+            part = replace(part, begin=layer, states=output.hidden)
+        return output, found
 
     def _pass(self, tree: TokenTree, first: int, part: Part | None = None) -> ForwardPass:
         tokens = tree.tokens[:, first:].clamp(0, self.vocab_size - 1)
@@ -377,11 +411,15 @@ class Target:
         Raises:
             UnsupportedModelError: they cannot be run in part.
         """
+        return self._ranges.count
+
+    @property
+    def _ranges(self) -> LayerRanges:
         if type(self.backend) is not Eager or self.chains_only:
             passes = f"{type(self.backend).__name__} makes whole passes; use execution='auto' and attention='auto', or another drafter"
             why = f"{self.chains_only}; use another drafter" if self.chains_only else passes
             raise UnsupportedModelError(f"the decoder layers of {describe(self.model)} cannot be run in part: {why}")
-        return self.backend.call.ranges.count
+        return self.backend.call.ranges
 
     @property
     def sublayers(self) -> Sublayers:
@@ -468,3 +506,8 @@ class Target:
                 states.add(self.hidden, counts)
             if self.lengths[row] == len(prompts[0]):
                 return logits[:, 0], [] if states is None else states.rows()
+
+
+def _joined(before: Mapping[int, Tensor], after: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The states behind each layer at some nodes, and at those that come after them."""
+    return {layer: torch.cat([states, after[layer]], 1) for layer, states in before.items()}
