@@ -29,6 +29,7 @@ from torch import Tensor
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest
 from foredraft.drafters.growth import grow
 from foredraft.logits.noise import Purpose, Randomness, row_key
+from foredraft.models.skips import SkipSet
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.tree import Proposal, TokenTree
@@ -159,10 +160,10 @@ class TableTarget:
         self.kept = {layer: read(self.early[layer - 1], self.cached, tree) for layer in self._keeping}
         return scores
 
-    def score_early(self, tree: TokenTree, exit: int, *, first: int = 0, head: object = None) -> Tensor:
-        """As :meth:`score`, by the table of the layers below ``exit``."""
+    def score_early(self, tree: TokenTree, exit: int | SkipSet, *, first: int = 0, head: object = None) -> Tensor:
+        """As :meth:`score`, by the table of the layers below ``exit``, or of what is left of them, which is the first table."""
         assert self.early, "this target has no early exit"
-        return read(self.early[exit - 1], self.cached, tree)[:, first:]
+        return read(self.early[exit - 1 if isinstance(exit, int) else 0], self.cached, tree)[:, first:]
 
     def keep(self, layers: Sequence[int]) -> None:
         self._keeping = tuple(layers)

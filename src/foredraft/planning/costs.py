@@ -147,7 +147,7 @@ class CostModel:
         """What was measured, for a profile; corrections are of the day."""
         return {
             "target": _written(self.target),
-            "level": _written(self.level),
+            "level": {} if self.exits else _written(self.level),  # it is that of one exit
             "context": self.context,
             "fixed": {str(rows): seconds for rows, seconds in self.fixed.items()},
             "catch_up": {str(rows): seconds for rows, seconds in self.catch_up.items()},

@@ -38,8 +38,10 @@ class ExitChoice:
             in_full: the same from among more shapes, asked for a few exits only.
         """
         self._wait -= 1
+        if self._wait > 0:
+            return None
         used, leaving, odds = self.exits.layer, self.costs.leaving(rows), self.exits.odds(greedy=greedy)
-        if self._wait > 0 or used not in leaving or not odds:
+        if used not in leaving or not odds:
             return None
         self._wait = EVERY
         given = {layer: (odds[layer], leaving[layer] / leaving[used]) for layer in odds if layer in leaving}
