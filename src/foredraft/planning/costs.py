@@ -348,8 +348,9 @@ class Measurement:
         exits = self.drafter.info.exits
         known = [layer for layer in exits.layers if ("exit", layer) in medians] if exits else []
         if exits and len(known) > 1:  # a slow model leaves time for the first and the last one
-            seconds = np.interp(exits.layers, known, [medians["exit", layer] for layer in known])
-            costs.exits[self.rows] = dict(zip(exits.layers, monotone(seconds.tolist())))
+            measured = [medians["exit", layer] for layer in known]
+            taken = [float(np.interp(layer, known, measured)) for layer in exits.layers]
+            costs.exits[self.rows] = dict(zip(exits.layers, monotone(taken)))
         costs.plain_passes[self.rows] = costs.plain_passes.get(self.rows, 0) + len(self.times["target", 1])
         if ("longer", 1) in medians:
             more = (medians["longer", 1] - medians["target", 1]) / (self.rows * (self.longer - self.prompt))
