@@ -164,7 +164,7 @@ class CostModel:
         target, level = _read(plain["target"]), _read(plain["level"])
         context, spent = _positive(plain["context"]), _positive(plain["spent"])
         fixed, catch_up = ({int(rows): _positive(each) for rows, each in plain[name].items()} for name in ("fixed", "catch_up"))
-        exits = {int(rows): {int(layer): _positive(each) for layer, each in some.items()} for rows, some in plain["exits"].items()}
+        exits = {int(rows): {int(layer): _positive(each) for layer, each in some.items()} for rows, some in plain.get("exits", {}).items()}
         for curve, points in ((self.target, target), (self.level, level)):
             for rows, size, seconds in points:
                 curve.measured(rows, size, seconds)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter
     from foredraft.target import Target
 
-SCHEMA = 3
+SCHEMA = 2
 
 log = logging.getLogger(__name__)
 
