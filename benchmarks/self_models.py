@@ -250,7 +250,8 @@ def search_sets(writer: str, target: str, data: Path, folder: Path, *, trials: i
         )
         foredraft(
             *("skip", "search", "--target", target, "--data", str(texts), "--other-target", "--out", str(place)),
-            *("--trials", str(trials), "--tokens", "1024", "--dtype", "bfloat16", "--threads", str(threads)),
+            *("--trials", str(trials), "--finalists", str(min(10, 1 + trials // 6)), "--tokens", "1024"),
+            *("--dtype", "bfloat16", "--threads", str(threads)),
         )
     held = skips.read(place)
     greedy = max((each for each in held["trials"] if each["stage"] == "greedy"), key=lambda each: each["rate"])

@@ -58,6 +58,7 @@ EARLY, HALF = 4, 2  # the exit that is judged, and another one of the frozen mod
 BITS, OVER_UNTRAINED, AGREES = 1.04, 2.5, 0.5
 GREEDY, AT_ONE, OVER_THEIRS, TRAINED, WORST = 1.2, 1.05, 2.5, 3.0, 0.98
 LEFT_OUT, OVER_GREEDILY, SHARE_LATER, FROM_FIRST = 1.1, 1.0, 0.6, 0.98
+QUICK = {"limit": 1, "tokens": 16, "repeats": 1, "documents": 4, "answered": 8, "texts": 64, "steps": 8, "trials": 9, "searching": 5 * LONG}
 GOALS = {GREEDY: 1.3, AT_ONE: 1.1}
 
 
@@ -94,7 +95,7 @@ class SelfSpeculation(PeerSuite[Settings]):
     name = "self"
     title = "One model is enough: drafting with part of the target"
     settings_type = Settings
-    quick: ClassVar[Mapping[str, Any]] = {"limit": 1, "tokens": 16, "repeats": 1, "documents": 4, "answered": 8, "texts": 64, "steps": 8}
+    quick: ClassVar[Mapping[str, Any]] = QUICK
     bits: list[Bits]
     agreements: list[Agreement]
     accepted: list[Accepted]
