@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,12 @@ from benchmarks.figures import Estimate, quotient
 from foredraft import Speculator, inflate
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigurationError, ForedraftError
+from foredraft.loading import load_model
 from foredraft.models import skips
 from foredraft.models.skips import SkipSet, Sublayers
+from foredraft.target import Target
+from foredraft.training.data import Texts
+from foredraft.training.skips import begun
 from recipes.zoo import corpus, evaluation, tokenization
 
 if TYPE_CHECKING:
@@ -37,6 +41,8 @@ WIDER = 4  # times as wide; a power of four keeps the numbers exact
 SILENT = 1e-6  # no larger weight: such a matrix writes nothing that is seen
 CHAIN = 5  # tokens of a draft that a trained exit is judged by
 TOGETHER = 32  # prompts that are answered together
+JUDGED = 1024  # tokens that a set of sublayers is judged on
+PARTS = ("attention", "mlp")
 
 
 @dataclass(frozen=True)
@@ -212,12 +218,14 @@ def foredraft(*arguments: str) -> None:
 def accepted(
     model: PreTrainedModel, side: str, exit: int, make: Callable[[], LayerSkip], prompts: Sequence[Sequence[int]], tokens: int
 ) -> Accepted:
-    """Greedy chains behind layer ``exit``, of ``prompts`` that are equally long."""
+    """Greedy chains behind layer ``exit``, of ``prompts`` that are equally long; end of text is ignored."""
+    model.generation_config.eos_token_id = None
     speculator, rows = Speculator(model, make(), shape=f"chain({CHAIN})", reuse_prefix=False), []
     try:
         for begin in range(0, len(prompts), TOGETHER):
             ids = torch.tensor([list(each) for each in prompts[begin : begin + TOGETHER]])
-            stats = speculator.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0).stats
+            how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+            stats = speculator.generate(ids, **how).stats
             assert stats is not None
             rows += stats.rows
     finally:
@@ -237,28 +245,42 @@ def frozen(model: PreTrainedModel, trained: dict[int, Path], prompts: Sequence[S
 
 def search_sets(writer: str, target: str, data: Path, folder: Path, *, trials: int, threads: int) -> dict[str, list[str]]:
     """The set that ``foredraft skip search`` found for ``target``, on texts of ``writer``, which computes the same, and the best one that
-    greedy elimination alone came by: in words, and how often drafts agree. What is there already is kept.
+    greedy elimination alone comes by in as many trials: in words, and how often drafts agree. What is there already is kept.
 
     Raises:
         ForedraftError: a command failed; the message is its own.
     """
-    texts, place = folder / "texts", folder / f"set-{trials}.json"
-    if not place.exists():
+    texts, searched, greedy = folder / "texts", folder / f"set-{trials}.json", folder / f"greedy-{trials}.json"
+    if not searched.exists():
         foredraft(
             *("data", "generate", str(data), "--target", writer, "--out", str(texts), "--windows", "96", "--prompt-tokens", "64"),
             *("--max-new-tokens", "64", "--temperature", "0,1", "--threads", str(threads)),
         )
         foredraft(
-            *("skip", "search", "--target", target, "--data", str(texts), "--other-target", "--out", str(place)),
-            *("--trials", str(trials), "--finalists", str(min(10, 1 + trials // 6)), "--tokens", "1024"),
+            *("skip", "search", "--target", target, "--data", str(texts), "--other-target", "--out", str(searched)),
+            *("--trials", str(trials), "--finalists", str(min(10, 1 + trials // 6)), "--tokens", str(JUDGED)),
             *("--dtype", "bfloat16", "--threads", str(threads)),
         )
+    if not greedy.exists():
+        eliminate(target, texts, searched, greedy, trials)
+    return {name: described(place) for name, place in (("searched set", searched), ("greedy elimination", greedy))}
+
+
+def eliminate(target: str, texts: Path, costs: Path, out: Path, trials: int) -> None:
+    """Greedy elimination alone, by the same texts and ``costs`` as a search."""
+    model = load_model(target, dtype="bfloat16")
+    search = begun(Target(model, execution="eager"), Texts(texts), JUDGED, costs, lambda line: None)
+    for skipped in search.eliminate():
+        search.judge(skipped, "greedy")
+        if len(search.judged) >= trials:
+            break
+    best = search.ranked[0]
+    chosen = search.set_of(best.skipped)
+    chosen.save(out, model, [{**asdict(chosen), "agreement": best.agreement}])
+
+
+def described(place: Path) -> list[str]:
+    """The set in a file as ``draft-verify`` takes it, and how often drafts agree."""
     held = skips.read(place)
-    greedy = max((each for each in held["trials"] if each["stage"] == "greedy"), key=lambda each: each["rate"])
-    chosen = next(each for each in held["trials"] if all(each[part] == held[part] for part in ("attention", "mlp")))
-    return {name: [words(each), f"{each['agreement']:.1%}"] for name, each in (("searched set", chosen), ("greedy elimination", greedy))}
-
-
-def words(trial: Mapping[str, Any]) -> str:
-    """As ``draft-verify`` takes a set."""
-    return " ".join(f"{part}={','.join(map(str, trial[part]))}" for part in ("attention", "mlp") if trial[part])
+    chosen = next(each for each in held["trials"] if all(each[part] == held[part] for part in PARTS))
+    return [" ".join(f"{part}={','.join(map(str, held[part]))}" for part in PARTS if held[part]), f"{chosen['agreement']:.1%}"]

@@ -309,7 +309,12 @@ class SelfSpeculation(PeerSuite[Settings]):
             if settings.includes("auto-search")
             else "",
             f"Bits per byte and agreement: {settings.documents} held-out files, for single sublayers the first {WINDOW} tokens of a "
-            f"quarter of them; intervals are over files. {sizes}.",
+            f"quarter of them; intervals are over files. {sizes}."
+            if settings.includes("exits")
+            else "",
+            f"Sublayers to leave out: {settings.trials} trials of `foredraft skip search`, and as many of greedy elimination alone."
+            if self.sets
+            else "",
             f"Exits of {FROZEN}: {settings.steps} steps on {settings.texts} texts that it wrote; {settings.answered} held-out prompts × "
             f"{settings.tokens} tokens, intervals over prompts."
             if settings.includes("frozen")

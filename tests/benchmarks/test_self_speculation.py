@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_peers import engine
-from helpers import SMALL_IDS, small_llama
+from helpers import SMALL_IDS, small_llama, tiny
+from training_helpers import make_data
 from typer.testing import CliRunner
 
 from benchmarks import checkpoints, environment, peer_process, self_models
@@ -176,31 +177,31 @@ def test_exits_are_trained_once(tmp_path, monkeypatch):
 
 
 def test_sets_of_sublayers_are_searched_once(tmp_path, monkeypatch):
-    asked, model = [], small_llama()
+    """Greedy elimination goes by the texts and costs of the search, for as many trials."""
+    asked, model = [], tiny()
+    model.save_pretrained(tmp_path / "wide")
+    make_data(tmp_path / "texts", count=8)
+    costs = {"attention": [1.0] * 2, "mlp": [0.1] * 2, "rest": 0.1, "passes": [2.3] * 6}
 
     def command(*arguments):
         asked.append(arguments)
         if arguments[0] == "skip":
-            trials = [("greedy", [1], [], 9.0), ("greedy", [1], [2], 11.0), ("bayesian", [], [0, 2], 12.0)]
-            SkipSet((), (0, 2)).save(
-                tmp_path / "set-5.json",
-                model,
-                [{"stage": stage, "attention": a, "mlp": b, "rate": rate, "agreement": rate / 20} for stage, a, b, rate in trials],
-            )
+            trials = [{"attention": [1], "mlp": [], "agreement": 0.1}, {"attention": [], "mlp": [0], "agreement": 0.6}]
+            SkipSet((), (0,)).save(tmp_path / "set-4.json", model, trials, costs=costs)
 
     monkeypatch.setattr(self_models, "foredraft", command)
     for _ in range(2):
-        found = self_models.search_sets("deep", "wide", tmp_path / "data", tmp_path, trials=5, threads=1)
-    assert found == {"searched set": ["mlp=0,2", "60.0%"], "greedy elimination": ["attention=1 mlp=2", "55.0%"]}
+        found = self_models.search_sets("deep", str(tmp_path / "wide"), tmp_path / "data", tmp_path, trials=4, threads=1)
+    assert found["searched set"] == ["mlp=0", "60.0%"] and "attention=" in found["greedy elimination"][0], "attention is dear"
     assert [each[0] for each in asked] == ["data", "skip"] and "--other-target" in asked[1]
     run = SelfSpeculation(replace(SMALL, parts="draft-verify"))
     run.sets = found
     plain, searched, greedy = methods(run.settings, WIDE)
     checkpoint = checkpoints.Checkpoint("deep", tmp_path, "deep")
-    assert run.options(searched, checkpoint)["drafter"] == "draft-verify;skip=mlp=0,2"
-    assert run.options(greedy, checkpoint)["drafter"] == "draft-verify;skip=attention=1 mlp=2" and "drafter" not in run.options(
-        plain, checkpoint
-    )
+    assert run.options(searched, checkpoint)["drafter"] == "draft-verify;skip=mlp=0"
+    assert run.options(greedy, checkpoint)[
+        "drafter"
+    ] == f"draft-verify;skip={found['greedy elimination'][0]}" and "drafter" not in run.options(plain, checkpoint)
 
 
 def test_a_command_that_fails_is_quoted():
