@@ -108,7 +108,7 @@ def test_layers_that_do_nothing_are_refused():
 
 def test_a_command_on_an_idle_target_ends_at_once(tmp_path):
     inflate(small_llama(vocab_size=4096), hidden_size=32, layers=5).save_pretrained(tmp_path / "deep")
-    result = CliRunner().invoke(app, ["self", "--deep", str(tmp_path / "deep"), "--work", str(tmp_path / "work")])
+    result = CliRunner().invoke(app, ["self", "--deep", str(tmp_path / "deep"), "--work", str(tmp_path / "work"), "--threads", "1"])
     assert result.exit_code == 2 and "does nothing" in result.output
 
 
