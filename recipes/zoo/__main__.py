@@ -158,8 +158,8 @@ def package(out: Out) -> None:
             "held_out": _read(_needed(out / run / "scores.json", "evaluate")),
             "baseline": ngram_figures["baseline"],
         }
-        if run == "deep":
-            figures["plain"] = _read(_needed(out / "deep-plain" / "scores.json", "deep-plain and evaluate"))
+        if run == "deep" and (out / "deep-plain" / "scores.json").exists():
+            figures["plain"] = _read(out / "deep-plain" / "scores.json")
         typer.echo(packaging.package_model(name, fit.load_weights(out / run), learnt, figures, manifest))
     table = NGramModel.load(out / "ngram" / "ngram.safetensors")
     typer.echo(packaging.package_ngram(table, ngram_figures, manifest))

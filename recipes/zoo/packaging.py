@@ -98,16 +98,23 @@ Each package keeps its own licence; `metrics.json` has the digests of both halve
 """
 
 
-def _exits_section(figures: Figures) -> str:
-    held_out, plain = figures["held_out"], figures["plain"]
-    rows = "\n".join(f"| {exit} | {own:.1%} | {other:.1%} |" for exit, (own, other) in enumerate(zip(held_out["exits"], plain["exits"]), 1))
+def _exits_section(held_out: Figures, plain: Figures | None) -> str:
+    beside = (
+        ""
+        if plain is None
+        else (
+            "; beside it the same architecture trained on the same tokens without early exits, which has "
+            f"{plain['bfloat16']['bits_per_byte']:.4f} bits per byte"
+        )
+    )
+    columns = [held_out["exits"]] if plain is None else [held_out["exits"], plain["exits"]]
+    rows = "\n".join(f"| {exit} | {' | '.join(f'{each:.1%}' for each in shares)} |" for exit, shares in enumerate(zip(*columns), 1))
     return f"""## Early exits
 
-How often the most likely token behind so many layers is that of the last layer, on every {ROUNDING_SAMPLE}th held-out document; beside it
-the same architecture trained on the same tokens without early exits, which has {plain["bfloat16"]["bits_per_byte"]:.4f} bits per byte.
+How often the most likely token behind so many layers is that of the last layer, on every {ROUNDING_SAMPLE}th held-out document{beside}.
 
-| layers | this model | without early exits |
-| --- | --- | --- |
+| layers | this model |{"" if plain is None else " without early exits |"}
+| --- |{" --- |" * len(columns)}
 {rows}
 
 """
@@ -152,7 +159,7 @@ The baseline is an {baseline["what"]}. This model is {1 - held_out["bfloat16"]["
 Rounding the weights: on every {ROUNDING_SAMPLE}th document {sample["float32"]["bits_per_byte"]:.4f} bits per byte with float32 weights, \
 {sample["bfloat16"]["bits_per_byte"]:.4f} with bfloat16.
 
-{_exits_section(figures) if "plain" in figures else ""}{_data_section(manifest)}
+{_exits_section(held_out, figures.get("plain")) if "exits" in held_out else ""}{_data_section(manifest)}
 ## Recipe
 
 ```
