@@ -18,7 +18,9 @@ from foredraft.drafters.ngram_model import NGramModel
 from foredraft.heads import checkpoints
 
 SOURCE = 'import json\n\n\ndef load(path):\n    with open(path, encoding="utf-8") as file:\n        return json.load('
-MODELS = [zoo.TARGET, zoo.DRAFT]
+PAIR = [zoo.TARGET, zoo.DRAFT]
+MODELS = [*PAIR, zoo.DEEP]
+INFLATED = {zoo.INFLATED: zoo.TARGET, zoo.WIDE: zoo.DEEP}
 
 
 def table() -> NGramModel:
@@ -26,8 +28,8 @@ def table() -> NGramModel:
 
 
 def test_names_with_and_without_prefix():
-    assert zoo.names()[:4] == ["python-8m", "python-1m", "python-300m", "python-ngram"]
-    assert zoo.names()[4:] == ["python-8m-medusa", "python-8m-eagle3"]
+    assert zoo.names()[:6] == ["python-8m", "python-1m", "python-300m", "python-deep", "python-deep-100m", "python-ngram"]
+    assert zoo.names()[6:] == ["python-8m-medusa", "python-8m-eagle3"]
     assert zoo.path("zoo:python-8m") == zoo.path("python-8m")
     with pytest.raises(ValueError, match=r"no embedded model 'zoo:python-9m'.*zoo:python-8m.*zoo:python-ngram"):
         zoo.load("zoo:python-9m")
@@ -55,12 +57,13 @@ def test_architecture_converts_to_other_engines(name):
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 0, 1)
 
 
-@pytest.mark.parametrize("name", [*MODELS, zoo.INFLATED, zoo.NGRAM])
+@pytest.mark.parametrize("name", [*MODELS, *INFLATED, zoo.NGRAM])
 def test_descriptions_are_true(name):
     row = next(row for row in zoo.describe() if row.name == name)
     assert row.parameters == (table().ngrams if name == zoo.NGRAM else zoo.load(name).num_parameters())
-    assert row.kind == {zoo.INFLATED: "inflated", zoo.NGRAM: "ngram", zoo.TARGET: "target", zoo.DRAFT: "draft"}[name]
-    assert ("benchmark instrument" in row.description) == (name == zoo.INFLATED)
+    kinds = {zoo.NGRAM: "ngram", zoo.TARGET: "target", zoo.DRAFT: "draft", zoo.DEEP: "target", **dict.fromkeys(INFLATED, "inflated")}
+    assert row.kind == kinds[name]
+    assert ("benchmark instrument" in row.description) == (name in INFLATED)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
@@ -74,19 +77,24 @@ def test_descriptions_of_heads_are_true(kind):
 
 def test_sizes():
     files = [file for file in zoo.root().rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < 40_000_000
+    assert sum(file.stat().st_size for file in files) < 60_000_000
     assert zoo.path("python-ngram").joinpath("ngram.safetensors").stat().st_size <= 4_000_000
-    target, draft = (zoo.load(name).num_parameters() for name in MODELS)
+    target, draft = (zoo.load(name).num_parameters() for name in PAIR)
     assert 6e6 < target < 9e6 and 7 < target / draft < 13
 
 
 def test_the_target_is_far_below_the_ngram_baseline_and_the_draft_between():
     figures = {name: json.loads((zoo.path(name) / "metrics.json").read_text()) for name in MODELS}
-    target, draft = (figures[name]["held_out"]["bfloat16"]["bits_per_byte"] for name in MODELS)
+    target, draft, deep = (figures[name]["held_out"]["bfloat16"]["bits_per_byte"] for name in MODELS)
     baseline = figures[zoo.TARGET]["baseline"]
     assert "Witten-Bell" in baseline["what"]
     assert target <= 0.7 * baseline["bits_per_byte"]
-    assert target < draft < baseline["bits_per_byte"]
+    assert target < deep < draft < baseline["bits_per_byte"]
+
+
+def test_the_deep_model_knows_early_what_it_will_say():
+    exits = json.loads((zoo.path(zoo.DEEP) / "metrics.json").read_text())["held_out"]["exits"]
+    assert len(exits) == zoo.load(zoo.DEEP).config.num_hidden_layers == 16 and exits[3] >= 0.5 and exits[-1] == 1
 
 
 @pytest.mark.parametrize("name", [*MODELS, zoo.NGRAM])
@@ -123,10 +131,11 @@ def test_the_target_reads_its_whole_context():
     assert losses[1500:].mean() < 0.5 * losses[: len(tokenizer(SOURCE).input_ids)].mean()
 
 
-def test_inflated_target_says_what_the_target_says():
+@pytest.mark.parametrize("name", INFLATED)
+def test_inflated_targets_say_what_the_targets_say(name):
     ids = zoo.load_tokenizer("python-8m")(SOURCE, return_tensors="pt").input_ids
-    small, large = (zoo.load(name, dtype=torch.float32) for name in (zoo.TARGET, zoo.INFLATED))
-    assert 2.5e8 < large.num_parameters() < 3.5e8 and large.config._name_or_path == "zoo:python-300m"
+    small, large = (zoo.load(each, dtype=torch.float32) for each in (INFLATED[name], name))
+    assert large.num_parameters() > 12 * small.num_parameters() and large.config._name_or_path == f"zoo:{name}"
     with torch.no_grad():
         torch.testing.assert_close(large(ids).logits, small(ids).logits, atol=1e-4, rtol=0)
 
