@@ -47,7 +47,7 @@ class Settings(speed_plan.Settings):
     frozen: str = option(f"zoo:{FROZEN}", "The model that exits are trained beside.")
     parts: str = option(",".join(PARTS), "Of the suite.", metavar="NAME,NAME")
     corpus: Path | None = option(None, "Folder of python -m recipes.zoo corpus; collected into --work unless given.", place=True)
-    exit: str = option("4", "Where layer-skip leaves the target with shape auto: a layer, or auto.")
+    exit: str = option(AUTO, "Where layer-skip leaves the target with shape auto: a layer, or auto.")
     exits: tuple[int, ...] = option((4, 8), "Exits of the chains that are compared with transformers'.", least=1, flag="--fixed-exit")
     lengths: tuple[int, ...] = option((3, 5), "γ of these chains.", least=1, flag="--gamma")
     limit: int | None = option(6, "Held-out prompts whose continuation is timed.", least=1)
