@@ -26,6 +26,7 @@ NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
 THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
+DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
 
 FAULTS = [
     # -- trees
@@ -151,6 +152,8 @@ FAULTS = [
     # -- kernels
     Fault("layer.c", "_mm512_reduce_add_ps(sum) / size + eps", "_mm512_reduce_add_ps(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, _mm512_sub_ps(left,", "store(out + i, _mm512_add_ps(left,", KERNELS),
+    Fault("layer.c", "if (!(parts & MLP)) return;", "", DRAFT_VERIFY),
+    Fault("target.py", "Early(exit.first if isinstance(exit, SkipSet)", "Early(exit.first + 1 if isinstance(exit, SkipSet)", DRAFT_VERIFY),
     Fault("layer.c", "_mm512_set1_ps(l->scaling)", "_mm512_set1_ps(1.0f)", KERNELS),
     Fault("layer.c", "return _mm512_scalef_ps(p, n);", "return p;", KERNELS),
 ]
