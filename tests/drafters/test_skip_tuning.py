@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from architectures import build
 from helpers import alone, clone, generate, padded, prompts, small_llama, tiny
 
 from foredraft import Speculator
@@ -150,6 +151,11 @@ def test_a_set_is_kept_for_the_next_start(hasty, monkeypatch, tmp_path):
     kept.write_text(json.dumps({"format": "something else"}))
     anew = SkipTuner(Target(planted(), execution="eager"), Clock())
     assert anew.judged == {} and anew.skip == anew.target.sublayers.spread
+
+
+def test_models_without_mlp_modules_leave_out_attention_alone(hasty):
+    tuner = tuned(SkipTuner(Target(build("opt"), execution="eager"), Clock()), 12, rows(vocabulary=128))
+    assert tuner.judged and tuner.skip.attention and not tuner.skip.mlp
 
 
 def test_forgetting_begins_anew():

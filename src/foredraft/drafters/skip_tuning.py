@@ -149,9 +149,10 @@ class SkipTuner:
     # -- from one start to the next -----------------------------------------------------------------------------------
 
     def store(self) -> None:
-        """Keep the best set for the next start, if it has changed."""
+        """Keep the best set for the next start, if it has changed; that is time of the search as well."""
         if self._kept is None or self._best == self._stored:
             return
+        begin = self.clock()
         trials = [
             {**asdict(set_of(self.sublayers, each)), "right": self.judged[each][0], "total": self.judged[each][1]}
             for each in sorted(self.judged, key=self._rate, reverse=True)
@@ -161,12 +162,15 @@ class SkipTuner:
             self._stored = self._best
         except OSError as error:
             log.warning("the skip set %s cannot be written: %s", self._kept, error)
+        self.spent += self.clock() - begin
 
     def _path(self) -> Path | None:
         """The file for this model; None where none are kept."""
         where, model = private_folder("skips"), self.target.model
+        if where is None:
+            return None
         key = json.dumps({**asdict(shape_of(model)), "class": type(model).__name__, "dtype": str(model.dtype)})
-        return None if where is None else where / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        return where / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def _load(self) -> Skipped | None:
         """The best set of the last start."""
