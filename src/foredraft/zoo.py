@@ -45,9 +45,6 @@ class Inflated:
     parameters: int
 
 
-INFLATED_SIZE = Inflated(1024, 24, 306_234_368)
-
-
 @dataclass(frozen=True)
 class Embedded:
     """An entry of the zoo; one line of ``foredraft models``.
@@ -98,7 +95,13 @@ CATALOGUE = {
     for each in (
         Embedded(TARGET, "target", "target: a llama-architecture model of Python source", TARGET),
         Embedded(DRAFT, "draft", f"draft for {TARGET}: same corpus, same tokenizer", DRAFT),
-        Embedded(INFLATED, "inflated", f"benchmark instrument: {TARGET} at the cost of 300 M parameters", TARGET, inflated=INFLATED_SIZE),
+        Embedded(
+            INFLATED,
+            "inflated",
+            f"benchmark instrument: {TARGET} at the cost of 300 M parameters",
+            TARGET,
+            inflated=Inflated(1024, 24, 306_234_368),
+        ),
         Embedded(DEEP, "target", "target: sixteen narrow layers, the lower ones trained to draft for the others", DEEP),
         Embedded(
             WIDE, "inflated", f"benchmark instrument: {DEEP} at the cost of 100 M parameters", DEEP, inflated=Inflated(768, 16, 103_834_368)
@@ -224,5 +227,5 @@ def head_for(model: PreTrainedModel, drafter: str) -> str | None:
 
 def is_inflated(model: PreTrainedModel) -> bool:
     """Whether ``model`` has the size of ``python-300m``."""
-    config = model.config
-    return (config.hidden_size, config.num_hidden_layers) == (INFLATED_SIZE.hidden_size, INFLATED_SIZE.layers)
+    config, size = model.config, CATALOGUE[INFLATED].inflated
+    return size is not None and (config.hidden_size, config.num_hidden_layers) == (size.hidden_size, size.layers)

@@ -595,7 +595,8 @@ def test_embedded_heads(embedded):
 
 def test_embedded_heads_are_inflated_with_their_target(embedded, monkeypatch):
     kind, head, _ = embedded
-    monkeypatch.setattr(zoo, "INFLATED_SIZE", replace(zoo.INFLATED_SIZE, layers=9))
+    entry = zoo.CATALOGUE[zoo.INFLATED]
+    monkeypatch.setitem(zoo.CATALOGUE, zoo.INFLATED, replace(entry, inflated=replace(entry.inflated, layers=9)))
     large = zoo.load("python-300m")
     for name in (zoo.head_for(large, kind), f"zoo:python-300m-{kind}"):
         inflated = checkpoints.load(name, large)
