@@ -153,6 +153,18 @@ def test_a_set_is_kept_for_the_next_start(hasty, monkeypatch, tmp_path):
     assert anew.judged == {} and anew.skip == anew.target.sublayers.spread
 
 
+def test_a_model_that_has_changed_is_searched_anew(hasty):
+    model = clone(tiny())
+    speculator = Speculator(model, "draft-verify:auto", shape="chain(2)")
+    generate(speculator, prompts([40]), do_sample=False, max_new_tokens=40)
+    before = speculator.drafter.tuner
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    text = prompts([40])
+    assert generate(speculator, text, do_sample=False, max_new_tokens=12) == [alone(model, text[0], max_new_tokens=12)]
+    assert before.judged and speculator.drafter.tuner is not before
+
+
 def test_models_without_mlp_modules_leave_out_attention_alone(hasty):
     tuner = tuned(SkipTuner(Target(build("opt"), execution="eager"), Clock()), 12, rows(vocabulary=128))
     assert tuner.judged and tuner.skip.attention and not tuner.skip.mlp

@@ -85,6 +85,8 @@ class DraftVerify(LayerSkip):
     def begin(self, rows: Sequence[Row]) -> None:
         super().begin(rows)
         if self.tuner is not None:
+            if self.tuner.version != self.target.version:  # of the model as it was, little is known of it as it is
+                self.tuner = SkipTuner(self.target)
             self.tuner.begin()
         self.target.sublayers.check(self.skip)  # the model may have fewer layers by now
 

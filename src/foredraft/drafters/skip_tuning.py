@@ -49,10 +49,11 @@ class SkipTuner:
         skip: what to leave out; another set only after :meth:`observe`.
         judged: tokens that were right and all tokens, of each set.
         spent, elapsed: seconds of the search, and of all rounds.
+        version: of the target that it is about.
     """
 
     def __init__(self, target: Target, clock: Callable[[], float] = time.perf_counter):
-        self.target, self.clock = target, clock
+        self.target, self.clock, self.version = target, clock, target.version
         self.sublayers, self.costs = sublayers_of(target.sublayers), by_size(target)
         self.judged: dict[Skipped, tuple[int, int]] = {}
         self.spent = self.elapsed = 0.0
