@@ -27,6 +27,7 @@ KERNELS = ("tests/target/test_native.py",)
 THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
+STOPPING = ("tests/drafters/test_layer_skip.py",)
 
 FAULTS = [
     # -- trees
@@ -68,6 +69,9 @@ FAULTS = [
         (*MATCH, "tests/test_host_paths.py"),
     ),
     Fault("match.py", "choices.roll(1, 1) if tree.chain", "choices if tree.chain", MATCH),
+    # -- drafts that stop
+    Fault("growth.py", "min(length, depth) for length, goes_on", "min(length, depth - 1) for length, goes_on", STOPPING),
+    Fault("growth.py", "possible = on[:, where] if possible is None", "possible = None if possible is None", STOPPING),
     # -- noise
     Fault(
         "noise.py",
