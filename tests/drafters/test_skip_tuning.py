@@ -10,7 +10,8 @@ import torch
 from architectures import build
 from helpers import alone, clone, generate, padded, prompts, small_llama, tiny
 
-from foredraft import Speculator
+from foredraft import ConfigurationError, Speculator
+from foredraft.cli.checks import check_drafter
 from foredraft.drafters import skip_tuning
 from foredraft.drafters.draft_verify import DraftVerify
 from foredraft.drafters.skip_tuning import SkipTuner
@@ -168,6 +169,12 @@ def test_a_model_that_has_changed_is_searched_anew(hasty):
 def test_models_without_mlp_modules_leave_out_attention_alone(hasty):
     tuner = tuned(SkipTuner(Target(build("opt"), execution="eager"), Clock()), 12, rows(vocabulary=128))
     assert tuner.judged and tuner.skip.attention and not tuner.skip.mlp
+
+
+def test_the_command_line_takes_it_for_no_file():
+    check_drafter("draft-verify:auto", {})
+    with pytest.raises(ConfigurationError, match="there is no file 'none'"):
+        check_drafter("draft-verify:none", {})
 
 
 def test_forgetting_begins_anew():

@@ -80,7 +80,7 @@ def check_drafter(spec: str, options: Mapping[str, Any]) -> None:
     elif "Head" in kinds:
         hub.on_this_machine(source)
     elif not (path := Path(source).expanduser()).exists() and (
-        name == "draft-verify" or parameters["source"].default is Parameter.empty or not path.parent.is_dir()
+        (name == "draft-verify" and source != "auto") or parameters["source"].default is Parameter.empty or not path.parent.is_dir()
     ):
         how = f"; make one with 'foredraft datastore build FILES... --out {source}'" if name == "rest" else ""
         raise ConfigurationError(f"there is no file {source!r} for drafter {name!r} to draft from{how}")
