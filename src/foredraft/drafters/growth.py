@@ -253,12 +253,17 @@ class Found:
         """Hang these candidates into the own tree, as filler those below which there is nothing; returns their scores."""
         for number in numbers:
             above, on = self.parents[number], self.further[number] > IMPOSSIBLE
-            self.fed_parents.append(0 if above < 0 or self.own[above] == UNSEEN else self.own[above])
-            self.own[number] = len(self.fed_tokens) if on else UNSEEN
+            self.fed_parents.append(0 if above < 0 else self.own[above])
+            self.own[number] = len(self.fed_tokens)
             self.fed_tokens.append(self.tokens[number])
             self.fed_valid.append(on)
         self.newest = numbers
         return [self.further[number] for number in numbers]
+
+    def seen(self, number: int) -> int:
+        """The number under which the drafter's model saw a candidate; filler is unseen."""
+        own = self.own[number]
+        return own if own != UNSEEN and self.fed_valid[own] else UNSEEN
 
 
 def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
@@ -295,7 +300,7 @@ def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offe
         proposal=request.proposal,
         pruned=True,
     )
-    own = torch.tensor([[0, *(each.own[number] for number in numbers)] for each, numbers in zip(found, kept)])
+    own = torch.tensor([[0, *map(each.seen, numbers)] for each, numbers in zip(found, kept)])
     likely = [math.exp(each.scores[number]) for each, numbers in zip(found, kept) for number in numbers if each.scores[number] >= least]
     return Growth(proposed, tree.nodes, own, sum(likely) / len(found))
 
@@ -351,9 +356,11 @@ def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Of
         best = further.sort(dim=-1, descending=True, stable=True)  # equals go to the earlier
         score, numbers, first = best.values[:, :k], begin + best.indices[:, :k], tree.nodes
         tree = beneath(tree, found, numbers, score)
-        found.own.scatter_(1, numbers, torch.where(score > IMPOSSIBLE, torch.arange(first, tree.nodes, device=device), UNSEEN))
+        found.own.scatter_(1, numbers, torch.arange(first, tree.nodes, device=device).expand_as(numbers))
     assert found is not None
     chosen, own = keep_best(found, shape.total)
+    if tree.valid is not None:  # filler is unseen
+        own = own.where(tree.valid.gather(1, own.clamp(max=tree.nodes - 1)), UNSEEN)
     roots = TokenTree.root(tree.tokens[:, 0])
     proposed = TokenTree(
         torch.cat([roots.tokens, chosen.tokens], 1),
@@ -368,8 +375,7 @@ def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Of
 def beneath(tree: TokenTree, found: Candidates, numbers: Tensor, score: Tensor) -> TokenTree:
     """The drafter's own ``tree`` with the candidates ``numbers`` ``[R, m]`` as its next level; impossible ones are filler."""
     above = found.parents.gather(1, numbers)
-    parents = found.own.gather(1, above.clamp(min=0))
-    parents = torch.where((above < 0) | (parents == UNSEEN), 0, parents)
+    parents = torch.where(above < 0, 0, found.own.gather(1, above.clamp(min=0)))
     known = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
     return TokenTree(
         torch.cat([tree.tokens, found.tokens.gather(1, numbers)], 1),
