@@ -359,7 +359,7 @@ def test_training_between_calls_is_seen_and_goes_on():
     transformers' own drop its cache.)"""
 
     def run(attach: bool):
-        model = clone(tiny()).train()
+        model = clone(tiny()).requires_grad_().train()
         model.gradient_checkpointing_enable()
         if attach:
             attached(model)
