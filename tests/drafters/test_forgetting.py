@@ -48,9 +48,8 @@ def test_what_was_loaded_is_kept(tmp_path):
         taught = Speculator(tiny(), drafter=name, drafter_options=LEARNERS[name] or None, shape="chain(4)")
         first = passes(taught, row)
         taught.drafter.save(tmp_path / file)
-        loaded = Speculator(
-            tiny(), drafter=f"{name}:{tmp_path / file}", drafter_options=None if name == "token-recycling" else {"learn": True}
-        )
+        options = None if name == "token-recycling" else {"learn": True}
+        loaded = Speculator(tiny(), drafter=f"{name}:{tmp_path / file}", drafter_options=options, shape="chain(4)")
         before = passes(loaded, row)
         loaded.drafter.forget()
         assert before < first and passes(loaded, row) <= before
