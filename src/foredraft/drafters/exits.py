@@ -99,7 +99,7 @@ class Exits:
         states = torch.cat(
             [target.kept[layer][rows.to(target.kept[layer].device), nodes.to(target.kept[layer].device)] for layer in self.layers]
         )
-        ours = target.read_out(states).unflatten(0, (len(self.layers), count)).to(logits.device)  # [layers, count, V]
+        ours = target.read_out(states).view(len(self.layers), count, -1).to(logits.device)  # [layers, count, V]
         theirs = logits[rows, nodes]
         self._add(True, (ours.argmax(-1) == theirs.argmax(-1)).double())
         if not self.greedy:
