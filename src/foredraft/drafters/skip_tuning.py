@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from foredraft.caching import private_folder
 from foredraft.drafters.base import Row
-from foredraft.drafters.sublayer_costs import KINDS, Skipped, SublayerCosts, set_of, sublayers_of
+from foredraft.drafters.sublayer_costs import KINDS, LENGTHS, Skipped, SublayerCosts, set_of, sublayers_of
 from foredraft.errors import ConfigurationError
 from foredraft.models.features import first_tensor
 from foredraft.models.identity import shape_of
@@ -36,7 +36,6 @@ SETS = 4  # that are judged over the same tokens, besides the best
 FIRST = 16  # rounds that the first pass is taken to cost
 CAUTION = 4  # tokens that a set is taken to have had wrong besides those that were seen
 LARGER = 0.03  # more seconds of a pass for every further token
-LENGTHS = 8  # of chains that rates are predicted of
 SIZES = (4, 2, 3, 5, 1, 6)  # eighths of the sublayers that the first sets leave out
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from typing import Any
 from foredraft.models.skips import SkipSet, Sublayers
 
 KINDS = ("attention", "mlp")
+LENGTHS = 8  # of the chains that rates are predicted of, at most
 Skipped = tuple[bool, ...]  # whether each sublayer is left out
 Sublayer = tuple[str, int]  # one of ``KINDS``, and the layer, from 0
 

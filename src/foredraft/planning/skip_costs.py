@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.drafters.none import NoDrafter
-from foredraft.drafters.sublayer_costs import KINDS, Sublayer, SublayerCosts, sublayers_of
+from foredraft.drafters.sublayer_costs import KINDS, LENGTHS, Sublayer, SublayerCosts, sublayers_of
 from foredraft.errors import ConfigurationError
 from foredraft.files import read_text
 from foredraft.models.skips import SkipSet
@@ -23,7 +23,6 @@ from foredraft.shapes import TreeShape
 if TYPE_CHECKING:
     from foredraft.target import Target
 
-LONGEST = 8  # tokens of the chains that rates are predicted of
 TURNS = 25  # of passes that are timed
 
 
@@ -60,7 +59,7 @@ def measure_costs(target: Target, *, seconds: float = 2 * BUDGET, clock: Callabl
     for kind, layer in sublayers:
         size = sum(weight.numel() for weight in getattr(target.sublayers, kind)[layer].parameters())
         groups.setdefault((kind, size), []).append(layer)
-    run, begin = SkippedPasses(target, NoDrafter(), 1, TreeShape.chain(LONGEST), clock), clock()
+    run, begin = SkippedPasses(target, NoDrafter(), 1, TreeShape.chain(LENGTHS), clock), clock()
     try:
         run.passes(begin + 0.5 * seconds)
         run.without({key: SkipSet(**{key[0]: tuple(layers)}) for key, layers in groups.items()}, begin + seconds)
@@ -71,7 +70,7 @@ def measure_costs(target: Target, *, seconds: float = 2 * BUDGET, clock: Callabl
     saved = {key: max(whole - median(run.times[key]), 1e-3 * whole) / len(layers) for key, layers in groups.items()}
     of = {(kind, layer): saved[kind, size] for (kind, size), layers in groups.items() for layer in layers}
     spent = tuple(of[each] for each in sublayers)
-    return SublayerCosts(spent, max(whole - sum(spent), 1e-3 * whole), tuple(costs.verify(1, range(1, LONGEST + 2), PROMPT)))
+    return SublayerCosts(spent, max(whole - sum(spent), 1e-3 * whole), tuple(costs.verify(1, range(1, LENGTHS + 2), PROMPT)))
 
 
 class SkippedPasses(Measurement):

@@ -432,8 +432,8 @@ class Target:
         return self.backend.call.sublayers
 
     def apart(self, ids: Tensor, skip: SkipSet | None = None) -> Tensor:
-        """``[1, L, V]`` logits at every token of a text ``ids`` ``[1, L]`` by itself, beside the cache and its rows; without the sublayers
-        ``skip``, if given."""
+        """``[1, L, V]`` logits at every token of ``ids`` ``[1, L]``, read as a text of its own: cache and rows stay as they are. The pass
+        leaves the sublayers ``skip`` out, if they are given."""
         for layer in set(range(self.layers)).difference(() if skip is None else skip.whole):
             self.layer_tokens[layer] += ids.numel()
         with nullcontext() if skip is None else self.sublayers.left_out(skip):
