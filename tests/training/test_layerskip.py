@@ -133,7 +133,7 @@ def test_every_family_exits_and_leaves_out_as_a_model_without_those_layers(famil
     with torch.no_grad():
         with learner._leaving_out(kept, [middle]) as states:
             logits = subject(input_ids=tokens.ids, use_cache=False).logits
-        early = learner.finished(states[middle].flatten(0, 1)).view_as(logits)
+        early = learner.ranges.read_out(states[middle].flatten(0, 1)).view_as(logits)
         for row, aside in enumerate(([count - 1], [0], [])):
             for end, found in ((count, logits), (middle + 1, early)):
                 with ranges.only(0, end, aside=aside):

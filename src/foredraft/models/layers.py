@@ -67,7 +67,7 @@ class LayerRanges:
             raise self._refusal(model, "upper layers read the keys of lower ones")
         if len(found) != 1 or len(layers) != config.num_hidden_layers:
             raise self._refusal(model, "they do not stand in one list")
-        self.layers, self.count = found[0], len(layers)
+        self.model, self.layers, self.count = model, found[0], len(layers)
         self.tuples = self._returns_tuples(model)
         self._asides = [Aside(layer, self, index) for index, layer in enumerate(layers)]
         self._span, self._passing = (0, self.count), Passing()
@@ -88,6 +88,13 @@ class LayerRanges:
         finally:
             modules.update(kept)
             self._passing.given = None
+
+    def read_out(self, states: Tensor) -> Tensor:
+        """``[n, V]`` what the model makes of ``states`` ``[n, d]`` behind any layer: its final norm, LM head, scaling and caps."""
+        nothing = torch.zeros(len(states), 1, dtype=torch.long, device=states.device)
+        with self.only(self.count, self.count, states[:, None]):
+            logits: Tensor = self.model(input_ids=nothing, use_cache=False).logits
+        return logits[:, 0]
 
     def stand_in(self, index: int, hidden: Tensor) -> Tensor:
         """What layer ``index``, which sits this pass out, hands on."""

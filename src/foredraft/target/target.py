@@ -344,10 +344,7 @@ class Target:
 
     def read_out(self, states: Tensor) -> Tensor:
         """``[n, V]`` what the model's final norm and LM head make of ``states`` ``[n, d]`` behind any layers."""
-        ids = torch.zeros(1, len(states), dtype=torch.long, device=self.device)
-        with self._ranges.only(self.layers, self.layers, states[None]):
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits[0]
+        return self._ranges.read_out(states)
 
     def score_early(
         self, tree: TokenTree, exit: int | SkipSet, *, first: int = 0, head: Callable[[Tensor], Tensor] | None = None

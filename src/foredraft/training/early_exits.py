@@ -86,7 +86,7 @@ class EarlyExitLearner(nn.Module):
         own = language_loss(batch)
         total, parts = weights[-1] * own, {"loss_model": own.detach()}
         for layer in exits:
-            nats, _ = cross_entropy(self.finished, states[layer].flatten(0, 1)[places], tokens.ids.flatten()[labels])
+            nats, _ = cross_entropy(self.ranges.read_out, states[layer].flatten(0, 1)[places], tokens.ids.flatten()[labels])
             early = nats / max(1, len(places))
             total = total + weights[layer] * early
             if layer + 1 == self.recipe.exit:
@@ -122,14 +122,6 @@ class EarlyExitLearner(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
-
-    def finished(self, states: Tensor) -> Tensor:
-        """``[m, V]`` what the model makes of ``states`` ``[m, d]`` behind its last layer: its final norm, LM head, scaling and caps."""
-        count = self.ranges.count
-        with self.ranges.only(count, count, states[:, None]):
-            nothing = torch.zeros(len(states), 1, dtype=torch.long, device=states.device)
-            logits: Tensor = self.backbone(input_ids=nothing, use_cache=False).logits
-        return logits[:, 0]
 
 
 @torch.no_grad()
