@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from foredraft import observer
+from foredraft.planning import planner
 
 torch.set_num_threads(1)
-observer.contention.said = True  # what a test says must not depend on how busy the machine is
+observer.contention.said = True  # what a test sees must not depend on how busy the machine is
+planner.QUIET = 0.0
 
 if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
     from foredraft.backends import native

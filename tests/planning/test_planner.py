@@ -20,7 +20,7 @@ from foredraft import Speculator
 from foredraft.caching import cache_folder
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.prompt_lookup import PromptLookup
-from foredraft.planning import search
+from foredraft.planning import AutomaticPlanner, Round, search
 from foredraft.planning.acceptance import Acceptance, expected
 from foredraft.planning.costs import CostModel, measure
 from foredraft.planning.curves import Curve, interpolated, monotone
@@ -438,6 +438,37 @@ def test_the_second_speculator_reads_what_the_first_measured(monkeypatch, tmp_pa
     monkeypatch.setattr("foredraft.planning.planner.measure", lambda *_, **__: pytest.fail("measured again"))
     assert "planning" not in second.generate(torch.tensor(rows), **options).stats.seconds
     assert second.planner.costs.target.points == first.planner.costs.target.points
+
+
+def test_what_was_measured_on_a_busy_machine_is_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr("foredraft.planning.planner.QUIET", 1.5)  # of a core, which no thread ever has
+    speculator = Speculator(tiny(), make_drafter("draft-model"))
+    assert speculator.generate(torch.tensor(prompts((24,))), max_new_tokens=4, pad_token_id=0).stats.seconds["planning"] > 0
+    assert speculator.planner.costs.target.points and not list((tmp_path / "profiles").iterdir())
+
+
+def test_a_stored_profile_that_is_wrong_is_found_out_at_once(tmp_path):
+    """It was measured while plain passes took as long as those of thirteen nodes: after a few plain rounds the planner knows better."""
+    stored = CostModel()
+    for size in (1, 2, 5, 13, 25):
+        stored.target.measured(1, size, 0.030)
+    stored.level.measured(1, 1, 0.010)
+    profile = Profile(tmp_path / "file.json", {})
+    assert profile.write(stored)
+    planner = AutomaticPlanner(largest_shape(branches=False), profile=profile, rates=[[0.6]] * 12)
+    target, drafter = Target(tiny()), make_drafter("draft-model")
+    drafter.bind(target)
+    assert planner.prepare(target, drafter, 1) == 0.0
+    shapes = []
+    for _ in range(24):
+        shape = planner.plan([row(30)], greedy=True)
+        nodes = 1 + shape.nodes
+        shapes.append(shape.nodes)
+        done = Round(shape, [shape.depth], [(1,) * shape.depth], [min(1, shape.depth)], nodes, 30, 0.010 * shape.depth, 0.012 * nodes, 0.0)
+        planner.observe([row(30)], done)
+    assert shapes[:3] == [0, 0, 0] and shapes[-8:] == [0] * 8
+    assert planner.plain_seconds(1, 30) == (pytest.approx(0.012, rel=0.1), True)
 
 
 def row(ids: int, slot: int = 0, capacity: int = 10**6) -> SimpleNamespace:

@@ -166,6 +166,7 @@ class CostModel:
         fixed, catch_up = ({int(rows): _positive(each) for rows, each in plain[name].items()} for name in ("fixed", "catch_up"))
         exits = {int(rows): {int(layer): _positive(each) for layer, each in some.items()} for rows, some in plain.get("exits", {}).items()}
         for curve, points in ((self.target, target), (self.level, level)):
+            curve.trusted = 1
             for rows, size, seconds in points:
                 curve.measured(rows, size, seconds)
         self.context, self.spent, self.fixed, self.catch_up, self.exits = context, spent, fixed, catch_up, exits
@@ -221,14 +222,17 @@ def measure(
     seconds: float = BUDGET,
     drafts: bool = True,
     clock: Callable[[], float] = time.perf_counter,
-) -> None:
+) -> float:
     """Time passes of ``rows`` rows over up to as many nodes as ``largest`` has, and ``drafts``: after a warm-up of each, in turns, medians.
 
     Takes ``seconds`` at most, but for the pass under way: fewer sizes and repeats of slow models. No row may be live; target and
     drafter are left without any.
+
+    Returns:
+        Which share of a core this thread had meanwhile; 1 on a GPU.
     """
     run = Measurement(target, drafter, rows, largest, clock)
-    begin = clock()
+    begin, by_the_wall, processor = clock(), time.perf_counter(), time.thread_time()
     try:
         target.keep(())
         own, exits = drafts and timed_beforehand(drafter), drafter.info.exits
@@ -244,6 +248,8 @@ def measure(
         drafter.reset()
     run.fill(costs)
     costs.spent += clock() - begin
+    on_cpu = target.device.type == "cpu"
+    return (time.thread_time() - processor) / (time.perf_counter() - by_the_wall) if on_cpu else 1.0
 
 
 class Measurement:

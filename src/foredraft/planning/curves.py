@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 FEW = 5  # observations of a size that its median is taken over
 STALE = 16  # observations after which earlier ones of a size hardly count
 FADING = 0.9997  # of a deviation per observation since it was last seen
-TRUSTED = 10  # observations that a measured point counts for
+TRUSTED = 10  # observations that a point counts for that was measured in this process
 LARGEST = 1.0  # that a single median can move the scale, as a logarithm
 
 
@@ -40,10 +40,13 @@ class Curve:
     Args:
         prior: seconds for a number of tokens, rows times size, where nothing was measured. Only its proportions count: the first
             observation sets its scale.
+
+    ``trusted`` observations is what a measured point counts for: one, where another process measured it, perhaps in a busy hour.
     """
 
     def __init__(self, prior: Callable[[float], float]):
         self.prior = prior
+        self.trusted = TRUSTED
         self.points: dict[int, dict[int, float]] = {}  # rows, size: seconds
         self.scale = 0.0
         self.checked = 0.0  # the scale when all sizes were last compared
@@ -118,7 +121,7 @@ class Curve:
     def _new(self, rows: int, size: float) -> Anchor:
         """An anchor as its neighbours would have it."""
         places, deviations = self._deviations(rows)
-        trusted = TRUSTED if size in self.points.get(rows, ()) else 1  # the first time may be a warm-up
+        trusted = self.trusted if size in self.points.get(rows, ()) else 1  # the first time may be a warm-up
         anchor = Anchor(interpolated(size, places, deviations) if places else 0.0, trusted, self.observations)
         self._anchors[rows][size] = anchor
         return anchor

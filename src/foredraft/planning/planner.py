@@ -36,6 +36,7 @@ HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
 LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
+QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
 LAZY = 400  # between two plans lies so many times what a plan takes
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 
@@ -98,23 +99,27 @@ class AutomaticPlanner:
     # -- before the first round -----------------------------------------------------------------------------------------
 
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
-        """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows."""
+        """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows.
+
+        What another process measured is checked by a few plain rounds at the beginning, and what was measured on a busy machine is not
+        kept for others.
+        """
         begin = self.clock()
         self.forecaster.begin(own=target.ragged, catches_up=drafter.info.catches_up, filler=drafter.info.extra_nodes)
         if self._forecast is not None and self._forecast.limits is not None:
             self._forecast = None  # it was made for other rows
         if self.profile is not None and not self.costs.target.points:
-            self.profile.read(self.costs)
+            self._checks = CHECKS if self.profile.read(self.costs) else 0
             if drafter.info.exits is not None:
                 self.costs.leave(drafter.info.exits.layer)
         left = self.budget / (1 + len(self.costs.target.points))
         if (rows in self.costs.target.points and (drafter.info.exits is None or rows in self.costs.exits)) or left <= 0:
             return 0.0
-        measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)
+        share = measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)
         if drafter.info.exits is not None:
             self.costs.leave(drafter.info.exits.layer)
         self._forecast = None
-        if self.profile is not None:
+        if self.profile is not None and share >= QUIET:
             self.profile.write(self.costs)
         return self.clock() - begin
 
