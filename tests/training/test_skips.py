@@ -96,7 +96,16 @@ def test_the_best_sets_are_timed(data, tmp_path, monkeypatch):
     assert any("tokens/s measured" in line for line in said)
 
 
+@pytest.fixture
+def interruptible():
+    """A process started in the background of a shell inherits that SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @optuna
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_search_stores_the_best_set_so_far(data, costs, tmp_path, number):
     out, before = tmp_path / "set.json", signal.getsignal(signal.SIGTERM)
