@@ -149,7 +149,7 @@ def test_objects_show_themselves_in_one_line():
     assert shown(out.stats).startswith("Stats(new_tokens=8, target_passes=") and out.stats.summary() in shown(out.stats)
     assert shown(out.stats.rows[0]).endswith("finish_reason=length)")
     for name in rules.names():
-        assert shown(rules.create(name)) == f"{type(rules.create(name)).__name__}(lossless={name != 'typical'})"
+        assert shown(rules.create(name)) == f"{type(rules.create(name)).__name__}(lossless={name not in ('lenient', 'typical')})"
     for name in ("prompt-lookup", "draft-model", "several", "medusa", "suffix"):
         shown(make_drafter(name))
     assert shown(Oracle([])) == "Oracle()"

@@ -30,6 +30,7 @@ from foredraft.logits import noise as numbers
 from foredraft.logits.noise import Noise, Purpose, Randomness, row_key
 from foredraft.testing import plain_law
 from foredraft.tree import TokenTree
+from foredraft.verification import create as create_rule
 from foredraft.verification.base import Rule, Verdict
 from foredraft.verification.block import Block, chances, survival
 from foredraft.verification.multi_candidate import MultiCandidate
@@ -469,6 +470,24 @@ def test_a_lossy_rule_is_called_lossy_and_its_error_is_shown():
     assert report.verdict == "lossy" and report.exact is not None and report.exact.error > 0.01
     with pytest.raises(foredraft.ExactnessError, match="lossy"):
         report.raise_for_fault()
+
+
+def test_a_lenient_rule_says_how_far_from_the_target_each_drafted_token_is():
+    """Near 0 that is the draft's own distance from the target, and at 1 it is none."""
+    found = {}
+    for epsilon in (1.0, 0.6, 1e-6):
+        rule, drafter = f"lenient(epsilon={epsilon})", DraftModel(models()[1], siblings="iid")
+        parts = ["exact", "statistical"] if epsilon == 0.6 else ["statistical"]
+        options = {"prompts": PROMPTS, "parts": parts, "samples": 64, "do_sample": True, "temperature": 0.9, "shape": "chain(3)"}
+        report = foredraft.audit(models()[0], drafter, rule=rule, **options)
+        assert report.verdict == "lossy" and report.rule == str(create_rule(rule)) and report.statistical is not None
+        found[epsilon] = report.statistical.distance
+        assert f"by {found[epsilon]:.4f} in total variation at each drafted token" in report.summary
+        assert epsilon != 0.6 or f"by {report.exact.error:.4f} over 4 tokens of a small table" in report.summary
+    assert found[1.0] == pytest.approx(0, abs=1e-6) and 0.01 < found[0.6] < found[1e-6]
+    tokens = torch.tensor([PROMPTS[0]])
+    p, q = (torch.softmax(model(tokens).logits[0, 2:].detach() / 0.9, -1) for model in models())
+    assert found[1e-6] == pytest.approx(float((p - q).abs().sum(-1).mean()) / 2, rel=0.5)
 
 
 def test_a_part_that_matters_and_was_left_out_leaves_the_verdict_open():

@@ -128,7 +128,7 @@ def run(
         target=name_of(speculator.model),
         dtype=str(speculator.model.dtype).removeprefix("torch."),
         drafter=speculator.drafter.name,
-        rule=speculator.rule.name,
+        rule=str(speculator.rule),
         shape=str(speculator.shape),
         proposal=speculator.proposal,
         sampling=sampling,

@@ -179,6 +179,8 @@ class StatisticalPart:
         significance: below this it is a fault; how often a correct configuration is accused.
         power: for several directions of bias.
         seconds: what it took.
+        distance: total variation between the distribution of a drafted token and the target's, on average over the texts; of a lossy
+            rule that can tell, with a draft model.
     """
 
     continuations: int
@@ -192,6 +194,7 @@ class StatisticalPart:
     significance: float
     power: Sequence[Power]
     seconds: float
+    distance: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -249,13 +252,23 @@ class AuditReport:
         """One sentence."""
         name = f"rule {self.rule!r} with drafter {self.drafter!r} and shape {self.shape}"
         if self.verdict == "lossy":
-            return f"{name} is lossy by design: it changes the output distribution"
+            return f"{name} is lossy by design: it changes the output distribution{self._distance}"
         if self.verdict == "fault":
             return f"{name} is not exact: {'; '.join(self.reasons)}"
         if self.verdict == "inconclusive":
             left_out = ", ".join(part for part, why in self.skipped.items() if why == LEFT_OUT)
             return f"{name}: no fault found, but the {left_out} part was left out"
         return f"{name} is exact as far as these checks see{self._certainty}"
+
+    @property
+    def _distance(self) -> str:
+        """How far a lossy rule's distribution is from the target's, as far as the parts that were run can tell."""
+        found = []
+        if self.statistical is not None and self.statistical.distance is not None:
+            found.append(f"by {self.statistical.distance:.4f} in total variation at each drafted token of these texts")
+        if self.exact is not None:
+            found.append(f"by {self.exact.error:.4f} over {self.exact.tokens} tokens of a small table")
+        return ", " + ", and ".join(found) if found else ""
 
     @property
     def _certainty(self) -> str:

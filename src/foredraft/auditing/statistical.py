@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from foredraft.auditing.reference import Reference
 from foredraft.auditing.report import Statistic, StatisticalPart
 from foredraft.auditing.tally import Design, Tally
 from foredraft.speculator import Speculator
+from foredraft.verification.lenient import Lenient
 
 FRACTIONS = (0.125, 0.25, 0.5, 1.0)
 CELLS = 1 << 24  # numbers per feature tensor
@@ -49,6 +50,7 @@ class Sums:
     drafted: int = 0
     accepted: int = 0
     impossible: int = 0
+    distance: float = 0.0
 
 
 def check(
@@ -64,7 +66,8 @@ def check(
 ) -> StatisticalPart:
     """Test ``samples`` continuations of ``length`` tokens, or as many as ``design`` asks for, in equal parts after every prompt."""
     begin = time.perf_counter()
-    draft = draft_of(speculator)
+    draft, rule = draft_of(speculator), speculator.rule
+    law = rule.law if isinstance(rule, Lenient) and draft is not None else None
     features = Features(speculator.target.vocab_size, draft is not None, speculator.target.device)
     tally, sums = Tally(features, length, bias=design.bias, seed=seed), Sums()
     wanted = samples or math.ceil(design.tokens(tally.tests) / length)
@@ -74,7 +77,7 @@ def check(
             count = min(batch_size, math.ceil(fraction * wanted) - sums.continuations)
             reference = references[sums.continuations // batch_size % len(references)]
             seeds = [(seed, row) for row in range(sums.continuations, sums.continuations + count)]
-            measure(sample(speculator, reference, length, seeds, sums, arguments), draft, tally, sums)
+            measure(sample(speculator, reference, length, seeds, sums, arguments), draft, tally, sums, law)
         statistics = tally.statistics()
         bound = design.bound(look, tally.tests)
         smallest = min((each.p_value for each in statistics), default=1.0)
@@ -92,6 +95,7 @@ def check(
         significance=design.significance,
         power=tally.power(bound),
         seconds=time.perf_counter() - begin,
+        distance=None if law is None else sums.distance / max(1, tally.tokens),
     )
 
 
@@ -124,8 +128,8 @@ def sample(
 
 
 @torch.inference_mode()
-def measure(batch: Batch, draft: Any, tally: Tally, sums: Sums) -> None:
-    """Add every token of ``batch`` to ``tally``, in parts that fit into memory."""
+def measure(batch: Batch, draft: Any, tally: Tally, sums: Sums, law: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+    """Add every token of ``batch`` to ``tally``, in parts that fit into memory; and how far the rule's ``law`` is from p there."""
     vocab_size = tally.vocab_size
     rows = max(1, CELLS // (len(tally.names) * vocab_size))
     for tokens, alive, begins in zip(*(torch.split(each, rows) for each in (batch.tokens, batch.alive, batch.begins))):
@@ -141,6 +145,8 @@ def measure(batch: Batch, draft: Any, tally: Tally, sums: Sums) -> None:
             came = torch.zeros(len(tokens), len(tally.names), device=tokens.device)
             if bool(here.any()):
                 values = features.at(p, q, ids, begins[:, position])[here]
+                if law is not None and q is not None:
+                    sums.distance += float((law(p[here], q[here]) - p[here]).abs().sum()) / 2
                 came[here] = tally.add(position, values, p[here], None if q is None else q[here], tokens[here, position])
             features.history.append(came)
 

@@ -53,7 +53,9 @@ DrafterOption = Annotated[
         help="An option of the drafter; repeat for more. Values may be numbers, true, false, none or text.",
     ),
 ]
-VerificationRule = Annotated[str, SPECULATION(help="The verification rule: auto, or a name (see foredraft rules).")]
+VerificationRule = Annotated[
+    str, SPECULATION(help="The verification rule: auto, or one of 'foredraft rules', such as lenient(epsilon=0.3).")
+]
 Shape = Annotated[
     str | None,
     SPECULATION(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
-from foredraft.errors import unknown
+from foredraft.errors import ConfigurationError, unknown
 from foredraft.registry import Entry, entry, load
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ REGISTRY = {
     "multi-candidate": "foredraft.verification.multi_candidate:MultiCandidate",
     "k-seq": "foredraft.verification.k_seq:KSeq",
     "traversal": "foredraft.verification.traversal:Traversal",
+    "lenient": "foredraft.verification.lenient:Lenient",
     "typical": "foredraft.verification.typical:Typical",
 }
 
@@ -39,25 +41,38 @@ def names() -> list[str]:
     return list(REGISTRY)
 
 
-def describe(name: str) -> Entry:
-    """What is known of the rule called ``name``; imports nothing for the built-in ones.
+def parse(rule: str) -> tuple[Entry, dict[str, float]]:
+    """What is known of a rule, given by name or with options, as in ``lenient(epsilon=0.3)``, and the options; imports nothing for the
+    built-in ones.
 
     Raises:
-        ConfigurationError: no such rule; the message lists those there are.
+        ConfigurationError: no such rule or option; the message lists those there are.
     """
-    if name not in REGISTRY:
-        raise unknown("unknown rule", name, ["auto", *REGISTRY])
-    return entry(REGISTRY[name])
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\)\s*)?", rule)
+    if match is None or match[1] not in REGISTRY:
+        raise unknown("unknown rule", rule, ["auto", *REGISTRY], match and match[1])
+    known, options = entry(REGISTRY[match[1]]), {}
+    for part in filter(None, (match[2] or "").split(",")):
+        name, _, value = (each.strip() for each in part.partition("="))
+        if name not in known.options:
+            raise ConfigurationError(f"rule {match[1]!r} has no option {name!r}; it has {', '.join(known.options) or 'none'}")
+        try:
+            options[name] = float(value)
+        except ValueError:
+            raise ConfigurationError(f"rule {match[1]!r}: {name} must be a number, got {value!r}") from None
+    return known, options
 
 
-def create(name: str) -> Rule:
-    """The rule called ``name``.
+def describe(rule: str) -> Entry:
+    """What is known of ``rule``; raises as :func:`parse` does."""
+    return parse(rule)[0]
 
-    Raises:
-        ConfigurationError: no such rule; the message lists those there are.
-    """
-    rule: Rule = load(describe(name).home)()
-    return rule
+
+def create(rule: str) -> Rule:
+    """The rule of that name, with options where they are given; raises as :func:`parse` does, or for a value that cannot be."""
+    known, options = parse(rule)
+    made: Rule = load(known.home)(**options)
+    return made
 
 
 def automatic(proposal: Proposal, *, chain: bool) -> Rule:

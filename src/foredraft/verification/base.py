@@ -55,6 +55,11 @@ class Rule(Described):
         few = {"lossless": self.lossless}
         return {**few, "summary": self.summary, "proposals": ", ".join(self.proposals), "chains_only": self.chains_only} if all else few
 
+    def __str__(self) -> str:
+        """As :func:`~foredraft.verification.create` takes it."""
+        options = ",".join(f"{name}={value}" for name, value in vars(self).items())
+        return f"{self.name}({options})" if options else self.name
+
     def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
         """Verdict for ``tree`` given the target's ``p`` ``[R, N, V]`` (rows sum to 1) at every node."""
         raise TypeError(f"{type(self).__name__} must define verify(tree, p, noise)")
