@@ -63,14 +63,14 @@ def parse(rule: str) -> tuple[Entry, dict[str, float]]:
     return known, options
 
 
-def describe(rule: str) -> Entry:
-    """What is known of ``rule``; raises as :func:`parse` does."""
-    return parse(rule)[0]
+def describe(name: str) -> Entry:
+    """What is known of the rule called ``name``; raises as :func:`parse` does."""
+    return parse(name)[0]
 
 
-def create(rule: str) -> Rule:
-    """The rule of that name, with options where they are given; raises as :func:`parse` does, or for a value that cannot be."""
-    known, options = parse(rule)
+def create(name: str) -> Rule:
+    """The rule called ``name``, with options where they are given; raises as :func:`parse` does, or for a value that cannot be."""
+    known, options = parse(name)
     made: Rule = load(known.home)(**options)
     return made
 
