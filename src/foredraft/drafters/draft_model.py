@@ -7,10 +7,11 @@ it the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.draft_loops import DraftLoop, draft_loops
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
+from foredraft.drafters.learning.serving import Learning, LearnOptions, learning_of
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
 from foredraft.hub import named
@@ -42,6 +44,8 @@ class DraftModel(Drafter):
     execution: how its passes are made, as in :class:`~foredraft.Speculator`.
     dtype, device: where to load it, the target's by default; a model object is used as it is.
     quantization: ``int8`` loads it with weights of eight bits (torchao); the output distribution stays the target's with any draft.
+    learn: whether the draft learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
+        folder for what is learnt; or a dictionary of such options. A model object is copied, and stays as it is.
     """
 
     name = "draft-model"
@@ -57,11 +61,16 @@ class DraftModel(Drafter):
         device: str | torch.device | None = None,
         execution: str = "auto",
         quantization: str | None = None,
+        learn: bool | str | Path | Mapping[str, Any] = False,
     ):
         source = named(source)
         check_quantization(quantization, source)
+        self.learn = LearnOptions.of(learn)
+        if self.learn is not None and quantization is not None:
+            raise ConfigurationError("a quantized draft cannot learn: leave quantization out, or learn=False")
+        self.learning: Learning | None = None
         self.offer = offered(siblings, DRAWN)
-        self.info = replace(self.info, proposals=self.offer.chains)
+        self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self.quantization = quantization
         self._target: Target | None = None
@@ -87,6 +96,9 @@ class DraftModel(Drafter):
         if difference:
             raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
         owned = isinstance(self.source, str)
+        if self.learn is not None:
+            draft, owned = draft if owned else copy.deepcopy(unwrap(draft)), True
+            self.learning = learning_of(draft, target.model, self.learn)
         self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=owned, wait=target.wait)
         self.info = replace(self.info, draft_model=self._target)
         self._loops = draft_loops(self._target)
@@ -108,6 +120,8 @@ class DraftModel(Drafter):
     def begin(self, rows: Sequence[Row]) -> None:
         self.model.open([row.ids for row in rows], reserve=[row.capacity for row in rows])
         self._slots += [row.slot for row in rows]
+        if self.learning is not None:
+            self.learning.begin(rows)
 
     def draft(self, request: DraftRequest) -> TokenTree:
         limits = [min(limit, self._room(row)) for row, limit in zip(request.rows, request.limits)]
@@ -165,6 +179,18 @@ class DraftModel(Drafter):
             kept = [begun + 1 + count for begun, count in zip(self._begun, feedback.accepted)]
             lengths, self._begun = [min(pair) for pair in zip(lengths, kept)], []
         self.model.rewind(lengths)
+        if self.learning is not None:
+            self._take_up(self.learning.observe(rows, feedback))
+
+    def _take_up(self, version: int | None) -> None:
+        """Have the weights of a ``version`` from now on, for all rows; keys of the former ones are kept."""
+        learning = self.learning
+        if learning is None or version is None:
+            return
+        begin = learning.clock()
+        if (weights := learning.load(version)) is not None:
+            self.model.rewrite(weights)
+            learning.swapped(version, learning.clock() - begin)
 
     def _keep(self, grown: Growth, feedback: Feedback) -> None:
         """Commit the accepted path to this cache, as far as its nodes were fed: all but its last one at most."""
@@ -189,8 +215,12 @@ class DraftModel(Drafter):
         keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
         self.model.compact(keep)
         self._slots = [self._slots[index] for index in keep]
+        if self.learning is not None:
+            self._take_up(self.learning.end(rows))
 
     def reset(self) -> None:
+        if self.learning is not None:
+            self.learning.reset()
         if self._target is not None and (self._slots or self._target.lengths):
             self._target.release()  # an interrupted round leaves drafted tokens behind
         self._slots, self._grown, self._begun = [], None, []
@@ -203,7 +233,14 @@ class DraftModel(Drafter):
         self.reset()
         self.model.unpack()
 
+    def forget(self) -> None:
+        if self.learning is not None:
+            self.learning.forget()
+            self._take_up(0)
+
     def close(self) -> None:
+        if self.learning is not None:
+            self.learning.close()
         self.model.close()
 
     def _room(self, row: Row) -> int:

@@ -239,6 +239,23 @@ class Target:
         if self.backend.overrides is not None:
             self.backend.overrides.unpack()
 
+    def rewrite(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the model's parameters other numbers, by name, between two passes. Rows stay as they are, with the keys and values that
+        were made with the former numbers; no later row copies these."""
+        overrides = self.backend.overrides
+        with torch.inference_mode(False), torch.no_grad():
+            if overrides is not None:
+                overrides.unpack()
+            parameters = dict(self.model.named_parameters())
+            for name, numbers in weights.items():
+                parameters[name].copy_(numbers)
+            if overrides is not None:
+                overrides.pack()
+        self._state.mark("weights")
+        self._state.note()
+        self._seen = dict(self._state.counts)
+        self._texts, self._dropped = [[] for _ in self._texts], {}
+
     def close(self) -> None:
         """Release everything and leave the model as it was found; no more passes after this."""
         self.release()

@@ -1,0 +1,63 @@
+"""How much the learner may compute: as much as serving loses the share that it may lose.
+
+What a round takes while the learner computes is compared with what rounds of the same rows and nodes take while it does not. The difference
+is what learning costs. Time between calls costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+SLICE = 0.25  # seconds that the learner is granted at once
+SAVED = 60.0  # seconds of serving whose share can be saved up
+GUESS = 0.5  # of the time of a round is lost while the learner computes, until that is known
+PRIOR = 1.0  # seconds that the guess counts for
+RECENT = 0.05  # what one more round counts for
+
+
+class Duty:
+    """The account of one learner.
+
+    Args:
+        share: of serving time that learning may cost; 0 for none: it then learns between calls only.
+
+    Attributes:
+        elapsed: seconds of serving.
+        spent: seconds of them that were lost, or spent on collecting and swapping.
+        computing: seconds of serving in which the learner computed.
+    """
+
+    def __init__(self, share: float):
+        self.share = share
+        self.elapsed = self.spent = self.computing = 0.0
+        self._plain: dict[Hashable, float] = {}  # seconds of rounds without the learner
+        self._lost, self._seen = GUESS * PRIOR, PRIOR  # seconds lost of those that the learner computed in
+        self._balance = 0.0
+
+    def round(self, seconds: float, kind: Hashable, *, busy: bool) -> None:
+        """A round of one ``kind`` took so long; ``busy``: the learner computed meanwhile."""
+        self.elapsed += seconds
+        self._balance = min(self._balance + self.share * seconds, self.share * SAVED)
+        plain = self._plain.get(kind)
+        if not busy:
+            self._plain[kind] = seconds if plain is None else plain + RECENT * (seconds - plain)
+            return
+        self.computing += seconds
+        lost = seconds * self.rate if plain is None else seconds - plain
+        if plain is not None:
+            self._lost, self._seen = (1 - RECENT) * self._lost + lost, (1 - RECENT) * self._seen + seconds
+        self.spend(lost)
+
+    def spend(self, seconds: float) -> None:
+        """So much serving time was lost."""
+        self.spent += seconds
+        self._balance -= seconds
+
+    @property
+    def rate(self) -> float:
+        """The part of a round that is lost while the learner computes, between 1 % and all of it."""
+        return min(1.0, max(0.01, self._lost / self._seen))
+
+    def allows(self) -> bool:
+        """Whether one more slice is covered."""
+        return self.share > 0 and self._balance >= SLICE * self.rate

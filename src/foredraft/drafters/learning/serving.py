@@ -1,0 +1,417 @@
+"""Learning beside serving, as the server sees it: collect, leave the learner time, take up what it publishes.
+
+Whatever the learner does, the server reads only files that are whole, looks at every number before it uses it, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import inf, nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foredraft.caching import private_folder, warn_once
+from foredraft.drafters.base import Feedback, Row
+from foredraft.drafters.learning.buffer import Buffer
+from foredraft.drafters.learning.collecting import Collector
+from foredraft.drafters.learning.duty import SLICE, Duty
+from foredraft.drafters.learning.versions import TEXTS, Versions
+from foredraft.errors import ConfigurationError, unknown
+from foredraft.loading import name_of
+from foredraft.models.identity import shape_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from foredraft.target import Target
+
+IDLE = "idle"
+COLLECTING = 0.02  # of the time of rounds that collecting may take
+FIRST = 8  # pieces until the learner is started
+LOOK = 1.0  # seconds between looks at the learner and the folder
+HUNG = 300.0  # seconds without a sign of life
+PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)  # seconds until a learner that has ended is started again; after as many ends, never
+CURVE = 256  # points that α over time has at most
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LearnOptions:
+    """How a drafter learns.
+
+    Attributes:
+        folder: where versions and texts are kept; None for one of the cache folder's.
+        share: of serving speed that learning may cost; 0 to learn between calls only.
+        cores: the learner's; none for any. They count at low priority in either case.
+        device: that the learner computes on.
+        loss: as of ``foredraft train draft``.
+        rate: learning rate.
+        keep: versions that are kept.
+    """
+
+    folder: str | None = None
+    share: float = 0.05
+    cores: Sequence[int] = ()
+    device: str = "cpu"
+    loss: str = "lk"
+    rate: float = 3e-4
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigurationError(f"learn: share must lie between 0 and 1, got {self.share}")
+        if self.keep < 1 or not self.rate > 0:
+            raise ConfigurationError(f"learn: keep must be at least 1 and rate above 0, got {self.keep} and {self.rate}")
+        if hasattr(os, "sched_getaffinity") and (missing := set(self.cores) - os.sched_getaffinity(0)):
+            raise ConfigurationError(f"learn: this process may not use core {min(missing)}; it may use {sorted(os.sched_getaffinity(0))}")
+
+    @classmethod
+    def of(cls, given: bool | str | Path | Mapping[str, Any]) -> LearnOptions | None:
+        """``True``, ``"idle"``, a folder, or these options by name; None for False.
+
+        Raises:
+            ConfigurationError: an option that there is not.
+        """
+        if isinstance(given, Mapping):
+            known = cls.__dataclass_fields__
+            for name in given.keys() - known.keys():
+                raise unknown("learn has no option", name, known)
+            folder = given.get("folder")
+            return cls(**{**given, "folder": None if folder is None else str(folder)})
+        if given is False:
+            return None
+        if given is True:
+            return cls()
+        if not isinstance(given, (str, Path)) or not str(given):
+            raise ConfigurationError(f"learn takes True, 'idle', a folder or a dictionary of options, got {given!r}")
+        return cls(share=0.0) if given == IDLE else cls(folder=str(given))
+
+
+class Running(Protocol):
+    """The learner's process."""
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
+def spawn(folder: Path, options: LearnOptions) -> Running:
+    """Start the learner in a process of its own."""
+    command = [sys.executable, "-m", "foredraft.training.online", str(folder), "--parent", str(os.getpid())]
+    command += ["--device", options.device, "--loss", options.loss, "--rate", str(options.rate), "--keep", str(options.keep)]
+    command += ["--cores", ",".join(map(str, options.cores))] if options.cores else []
+    threads = str(max(1, len(options.cores)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": threads}
+    with open(folder / "learner.log", "wb") as said:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True)
+
+
+class Learning:
+    """What one draft learns.
+
+    Args:
+        target: that it drafts for.
+        about: the draft's ``class``, ``name`` and ``config``; the learner makes one like it from that.
+        first: its weights by name, as it was loaded.
+        clock: seconds that both processes know.
+        start: starts the learner.
+
+    Attributes:
+        version: of the weights in use; 0 are the first ones.
+        swaps, refused, seconds: how often others were taken up, or were not because they cannot be used; seconds that both took.
+        curve: pairs of tokens served and the part of the draft tokens looked at that was accepted since the last pair.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        about: Mapping[str, Any],
+        first: Mapping[str, Tensor],
+        options: LearnOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        start: Callable[[Path, LearnOptions], Running] = spawn,
+    ):
+        self.options, self.clock, self._start = options, clock, start
+        whom = {"target": {**asdict(shape_of(target)), "digest": _digest_of_target(target)}, "draft": {"digest": digest(first)}}
+        self.versions = Versions(_folder(options, whom), keep=options.keep)
+        self.versions.begin({**whom, "model": dict(about)}, first)
+        self._like = {name: (value.shape, value.dtype) for name, value in first.items()}
+        self.leads = False
+        self.buffer: Buffer | None = None
+        self.duty = Duty(options.share)
+        self.collector = Collector(self._add)
+        self.version, self.swaps, self.refused, self.seconds = 0, 0, 0, 0.0
+        self._unusable = -1  # the last version that was refused
+        self.curve: list[tuple[int, float]] = []
+        self._every, self._since, self._tokens = 1000, [0, 0, 0], 0  # tokens per point; tokens, accepted and looked at since the last
+        self._process: Running | None = None
+        self._ends, self._next_start, self._heartbeat, self._silent = 0, 0.0, 0.0, 0.0
+        self._collecting, self._price = 0.0, 0.0
+        self._last = self._looked = -inf
+        self._busy, self._rows = False, 0
+        try:
+            self._take_lead()
+        except OSError as error:
+            raise ConfigurationError(
+                f"what is learnt cannot be written to {str(self.versions.folder)!r}: {error.strerror or error}; name a folder of yours, "
+                "learn=FOLDER"
+            ) from error
+
+    # -- rows -----------------------------------------------------------------------------------------------------------
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        if not self._rows:  # what was before was nobody's time
+            self._last = self.clock()
+            self._grant(0.0)
+        self._rows += len(rows)
+        self.collector.begin(rows)
+
+    def observe(self, rows: Sequence[Row], feedback: Feedback) -> int | None:
+        """A round is over. The version that is to be used from now on, if it is another one."""
+        now = self.clock()
+        self._account(now, (len(rows), feedback.tree.nodes))
+        self._count(feedback)
+        if self.leads:
+            wanted = self._collecting + self._price <= COLLECTING * self.duty.elapsed or not self._price
+            self.collector.observe(rows, feedback, wanted=wanted)
+            if wanted:
+                self._price = self.clock() - now
+                self._collecting += self._price
+                self.duty.spend(self._price)
+            if self.duty.allows():
+                self._grant(now + SLICE)
+        return self._newer(now)
+
+    def end(self, rows: Sequence[Row]) -> int | None:
+        """As :meth:`observe`, for rows that are over."""
+        self._rows = max(0, self._rows - len(rows))
+        if self.leads:
+            self.collector.end(rows)
+        if not self._rows:
+            self._grant(inf)
+        return None if self._rows else self._newer(self.clock())
+
+    def reset(self) -> None:
+        """All rows are gone."""
+        self._rows = 0
+        self.collector.reset()
+        self._grant(inf)
+
+    # -- time -------------------------------------------------------------------------------------------------------------
+
+    def _account(self, now: float, kind: Hashable) -> None:
+        seconds, self._last = max(0.0, now - self._last), now
+        busy = self.buffer is not None and bool(self.buffer["busy"])
+        self.duty.round(seconds, kind, busy=busy or self._busy)
+        self._busy = busy
+
+    def _grant(self, until: float) -> None:
+        """The learner may compute until then."""
+        if self.buffer is not None:
+            self.buffer["granted"] = until
+
+    # -- the learner --------------------------------------------------------------------------------------------------------
+
+    def _take_lead(self) -> None:
+        self.leads = self.versions.lead()
+        if self.leads:
+            self.buffer = Buffer(self.versions.folder / TEXTS, create=True)
+            self.buffer["granted"], self.buffer["busy"], self.buffer["refused"] = 0.0, 0, 0
+            self.buffer["published"] = self.versions.numbers()[-1]
+        elif self.buffer is None and self._looked == -inf:
+            log.info("another process learns in %s; this one uses what it publishes", self.versions.folder)
+
+    def _add(self, piece: Any) -> None:
+        if self.buffer is not None:
+            self.buffer.add(piece)
+
+    def _newer(self, now: float) -> int | None:
+        """The version to use, if it is not the one in use; looks after the learner now and then."""
+        if now - self._looked >= LOOK:
+            since, self._looked = now - self._looked, now
+            if not self.leads:
+                with suppress(OSError):
+                    self._take_lead()
+            if not self.leads:
+                newest = self.versions.numbers()[-1]
+                return newest if newest not in (self.version, self._unusable) else None
+            self._look_after(now, since)
+        if self.buffer is None:
+            return None
+        newest = self.buffer["published"]
+        return newest if newest not in (self.version, self._unusable) else None
+
+    def _look_after(self, now: float, since: float) -> None:
+        """Start the learner, and start it again where it has ended or shows no sign of life."""
+        assert self.buffer is not None
+        if self._process is None:
+            if self.buffer["written"] >= FIRST and self._ends < len(PAUSES) and now >= self._next_start:
+                self.buffer["busy"], self._silent = 0, 0.0
+                self._process = self._start(self.versions.folder, self.options)
+            return
+        before, self._heartbeat = self._heartbeat, self.buffer["heartbeat"]
+        self._silent = self._silent + min(since, 10 * LOOK) if self._heartbeat == before else 0.0
+        code = self._process.poll()
+        if code is None and self._silent > HUNG:
+            log.warning("the learner shows no sign of life; it is ended and started again")
+            self._process.kill()
+            code = -9
+        if code is None:
+            return
+        self._process, self.buffer["busy"] = None, 0
+        self._next_start = now + PAUSES[self._ends]
+        self._ends += 1
+        if self._ends == len(PAUSES):
+            warn_once(f"the learner has ended {self._ends} times ({code} the last time, see {self.versions.folder / 'learner.log'}); "
+                      "the draft learns no more until the next start")
+        else:
+            log.warning("the learner has ended (%s); serving goes on, and it is started again", code)
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    def load(self, number: int) -> dict[str, Tensor] | None:
+        """Version ``number``; None, and it is never asked for again, if it cannot be used."""
+        try:
+            weights = self.versions.load(number)
+            if wrong := {name: (value.shape, value.dtype) for name, value in weights.items()}.items() ^ self._like.items():
+                raise ValueError(f"version {number} has other weights than the draft, such as {min(name for name, _ in wrong)}")
+        except ValueError as error:
+            log.warning("%s; the draft stays as it is", error)
+            self.refused, self._unusable = self.refused + 1, number
+            if self.leads and self.buffer is not None:
+                self.versions.drop(number)
+                self.buffer["refused"] = number
+            return None
+        return weights
+
+    def swapped(self, number: int, seconds: float) -> None:
+        """The draft has the weights of version ``number`` now, which took so long."""
+        self.version, self.swaps, self.seconds = number, self.swaps + 1, self.seconds + seconds
+        self.duty.spend(seconds)
+        if self.buffer is not None:
+            self.buffer["accepted"] = number
+        log.info("the draft is version %d now, after %.3f s", number, seconds)
+
+    def forget(self) -> None:
+        """Back to the first weights; all versions and texts are deleted."""
+        if self.buffer is None:
+            raise ConfigurationError(f"another process learns in {str(self.versions.folder)!r}; forget there, or use another folder")
+        self._end_process()
+        self.versions.clear()
+        self.buffer.clear()
+        self.buffer["published"] = 0
+        self.collector.reset()
+        self._ends = 0
+
+    def close(self) -> None:
+        self._end_process()
+        self.buffer, self.leads = None, False
+        self.versions.close()
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    # -- what came of it ------------------------------------------------------------------------------------------------------
+
+    def _count(self, feedback: Feedback) -> None:
+        accepted = sum(feedback.accepted)
+        looked = accepted + sum(count < feedback.tree.height for count in feedback.accepted)
+        kept = accepted + len(feedback.accepted)
+        self._tokens += kept
+        self._since = [before + more for before, more in zip(self._since, (kept, accepted, looked))]
+        if self._since[0] >= self._every:
+            self.curve.append((self._tokens, self._since[1] / self._since[2] if self._since[2] else nan))
+            self._since = [0, 0, 0]
+            if len(self.curve) >= CURVE:
+                self.curve, self._every = self.curve[1::2], 2 * self._every
+
+    def facts(self) -> dict[str, Any]:
+        """For statistics and logs."""
+        own = {name: getattr(self, name) for name in ("version", "swaps", "refused", "leads")}
+        learner = {} if self.buffer is None else {name: self.buffer[name] for name in ("written", "steps", "trials", "refusals", "before", "after")}
+        return {
+            **own,
+            **learner,
+            "seconds": {
+                "learner": 0.0 if self.buffer is None else self.buffer["seconds"],
+                "collecting": self._collecting,
+                "swapping": self.seconds,
+                "lost": self.duty.spent,
+                "serving": self.duty.elapsed,
+            },
+            "alpha": list(self.curve),
+        }
+
+
+def learning_of(draft: PreTrainedModel, target: PreTrainedModel, options: LearnOptions) -> Learning:
+    """The learning of a ``draft`` that nobody else holds, which gets the newest version of its weights.
+
+    Raises:
+        ConfigurationError: it cannot learn, or there is no folder for what it learns.
+    """
+    if getattr(draft, "is_quantized", False) or getattr(draft, "_hf_peft_config_loaded", False):
+        raise ConfigurationError(f"the draft {name_of(draft)} has quantized weights or adapters and cannot learn; merge them, or learn=False")
+    kind = type(draft)
+    if "<locals>" in kind.__qualname__ or kind.__module__.partition(".")[0] in ("__main__", "transformers_modules"):
+        raise ConfigurationError(f"the draft's class {kind.__qualname__} cannot be imported by the process that learns; use learn=False")
+    about = {"class": f"{kind.__module__}:{kind.__qualname__}", "name": name_of(draft), "config": json.loads(draft.config.to_json_string(use_diff=False))}
+    weights = dict(draft.named_parameters())
+    learning = Learning(target, about, {name: value.detach().cpu() for name, value in weights.items()}, options)
+    for number in reversed(learning.versions.numbers()[1:]):
+        if (found := learning.load(number)) is not None:
+            with torch.no_grad():
+                for name, value in found.items():
+                    weights[name].copy_(value)
+            learning.version = number
+            break
+    return learning
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """What a draft is recognised by: shapes, and some of its numbers."""
+    found = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        found.update(value.flatten()[:: max(1, value.numel() // 64)].float().cpu().numpy().tobytes())
+    return found.hexdigest()[:32]
+
+
+def _digest_of_target(target: PreTrainedModel) -> str:
+    """Of its embeddings, which no kernel takes away."""
+    return digest({"": target.get_input_embeddings().weight.detach().to(torch.bfloat16)})
+
+
+def _folder(options: LearnOptions, whom: Mapping[str, Mapping[str, Any]]) -> Path:
+    """The folder asked for, or that of this pair in the cache.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    if options.folder is not None:
+        return Path(options.folder).expanduser()
+    kept = private_folder("learnt")
+    if kept is None:
+        raise ConfigurationError(
+            "a drafter that learns needs a folder that it can write to, and the cache folder cannot be used; name one, learn=FOLDER"
+        )
+    key = json.dumps({who: {name: value for name, value in each.items() if name != "name"} for who, each in whom.items()}, sort_keys=True)
+    return kept / hashlib.sha256(key.encode()).hexdigest()[:24]

@@ -1,0 +1,136 @@
+"""The folder of a drafter that learns: what it began with, the versions that came of it, and whom it is for.
+
+Weights are written in one step, so that whoever reads them, also after a crash, finds a version whole or not at all. One process at a time
+learns in a folder; the others use what it publishes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foredraft.errors import ConfigurationError
+from foredraft.files import replacing
+
+ABOUT, FIRST, LOCK, TEXTS = "about.json", "first.safetensors", "lock", "texts.bin"
+
+
+class Versions:
+    """The versions of one draft in ``folder``.
+
+    Args:
+        keep: how many of the newest are kept.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 3):
+        self.folder, self.keep = folder, keep
+        self._lock: BinaryIO | None = None
+
+    # -- whose it is --------------------------------------------------------------------------------------------------
+
+    def begin(self, about: Mapping[str, Any], first: Mapping[str, Tensor]) -> None:
+        """Make the folder what ``about`` says, with the ``first`` weights, unless it is that already.
+
+        Raises:
+            ConfigurationError: it cannot be written, or belongs to another target or another draft.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if (self.folder / ABOUT).exists():
+                self._compare(about)
+                return
+            if any(path.name != LOCK and not path.name.endswith(".tmp") for path in self.folder.iterdir()):
+                raise ConfigurationError(f"{str(self.folder)!r} holds something else; give learning a folder of its own")
+            with replacing(self.folder / FIRST, private=True) as path:
+                save_file(dict(first), path)
+            with replacing(self.folder / ABOUT, private=True) as path:  # the last: what is there is whole
+                path.write_text(json.dumps(about, indent=1), encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"what is learnt cannot be written to {str(self.folder)!r}: {error.strerror or error}; name a folder of yours, learn=FOLDER"
+            ) from error
+
+    def about(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
+        return found
+
+    def _compare(self, about: Mapping[str, Any]) -> None:
+        try:
+            before = self.about()
+        except ValueError as error:
+            raise ConfigurationError(f"{str(self.folder / ABOUT)!r} cannot be read: {error}; delete the folder, or name another") from error
+        for what in ("target", "draft"):
+            was, now = before.get(what, {}), about[what]
+            if any(was.get(name) != value for name, value in now.items() if name != "name"):
+                raise ConfigurationError(
+                    f"{str(self.folder)!r} holds what was learnt for another {what}, {was.get('name') or 'one without a name'}; name another "
+                    "folder, or delete this one"
+                )
+
+    def lead(self) -> bool:
+        """Whether this process learns here; the lock is held until :meth:`close`, and given back by a crash too."""
+        if self._lock is not None:
+            return True
+        file = open(self.folder / LOCK, "a+b")  # noqa: SIM115
+        try:
+            if sys.platform == "win32":
+                import msvcrt
+
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            return False
+        self._lock = file
+        return True
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def numbers(self) -> list[int]:
+        """The versions that are there, oldest first; 0 are the first weights, which always are."""
+        return [0, *sorted(int(path.stem.partition("-")[2]) for path in self.folder.glob(f"version-{7 * '[0-9]'}.safetensors"))]
+
+    def path(self, number: int) -> Path:
+        return self.folder / (f"version-{number:07d}.safetensors" if number else FIRST)
+
+    def save(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        """Keep ``weights`` as a version, and drop the oldest."""
+        with replacing(self.path(number), private=True) as path:
+            save_file({name: value.contiguous() for name, value in weights.items()}, path)
+        for old in self.numbers()[1 : -self.keep]:
+            self.path(old).unlink(missing_ok=True)
+
+    def load(self, number: int) -> dict[str, Tensor]:
+        """Raises ValueError if that version cannot be used: it is gone, not whole, or has numbers that are none."""
+        try:
+            weights = load_file(self.path(number))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"version {number} cannot be read: {error}") from error
+        if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
+            raise ValueError(f"version {number} has weights that are NaN or infinite")
+        return weights
+
+    def drop(self, number: int) -> None:
+        if number:
+            self.path(number).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Drop all versions but the first weights."""
+        for number in self.numbers():
+            self.drop(number)

@@ -1,0 +1,251 @@
+"""The learner of a drafter that learns while it serves: ``python -m foredraft.training.online FOLDER``.
+
+It reads pieces of text that the server keeps (:mod:`foredraft.drafters.learning.buffer`), takes steps, tries the weights on the newest
+pieces, and publishes them if the target would accept more. It computes while the server grants it time, and ends with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.learning.buffer import TRIAL, Buffer, Piece
+from foredraft.drafters.learning.versions import TEXTS, Versions
+from foredraft.training.losses import Few, Loss, compare
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BATCH, AT_ONCE = 8, 2  # pieces of a step, and of a pass
+OLD = 1 / 3  # of the pieces that steps are made of
+STEPS = 10  # between trials
+TIMES = 16  # that a piece is learnt from, on average
+WARMUP, CLIP = 10, 1.0  # steps until the learning rate is whole; largest gradient
+CERTAIN = 1.0  # standard errors by which new weights must be better
+BACK = 4  # refusals in a row, after which learning begins again at the published weights, more slowly
+SLOWEST = 0.1  # of the learning rate
+PIECES = 8  # on the trial part before there is a trial
+POLL = 0.01  # seconds between looks at what the server grants
+
+
+class OnlineLearner:
+    """Learns in ``folder``; :meth:`turns` does the work.
+
+    Args:
+        loss: one of :mod:`foredraft.training.losses`.
+
+    Attributes:
+        model: in float32, being trained.
+        version: that it goes back to.
+    """
+
+    def __init__(self, folder: Path, *, device: str = "cpu", loss: str = "lk", rate: float = 3e-4, keep: int = 3):
+        self.versions, self.buffer = Versions(folder, keep=keep), Buffer(folder / TEXTS)
+        self.device, self.loss, self.rate = torch.device(device), Loss.parse(loss), rate
+        self.first = self.versions.load(0)
+        self.version = self.buffer["published"]
+        self.published = self._load(self.version)
+        self.model = build(self.versions.about()["model"]).to(self.device).train()
+        self.beside = build(self.versions.about()["model"]).to(self.device).eval()  # has weights that are tried
+        self._chance = random.Random(self.buffer["steps"])
+        self._speed, self._refusals = 1.0, 0
+        self._go_back()
+
+    # -- what is to be done ---------------------------------------------------------------------------------------------
+
+    def turns(self) -> Iterator[bool]:
+        """Work without end; pauses after every pass over a few pieces. False where there is nothing to do for now."""
+        while True:
+            for _ in range(STEPS):
+                while not self._fresh:
+                    yield False
+                self._follow()
+                yield from self._step()
+            yield from self._trial()
+
+    @property
+    def _fresh(self) -> bool:
+        """There is something that was not learnt from often enough."""
+        return bool(self.buffer["steps"] * BATCH < self.buffer["written"] * TIMES) and bool(self.buffer.draw(1, self._chance, OLD))
+
+    def _follow(self) -> None:
+        """The server would not use what was published last, or uses other weights."""
+        if self.version and self.buffer["refused"] == self.version:
+            self.version = self.buffer["accepted"]
+            self.published = self._load(self.version)
+            self._go_back()
+
+    def _step(self) -> Iterator[bool]:
+        """One step of the optimiser."""
+        pieces = self.buffer.draw(BATCH, self._chance, OLD)
+        total = sum(float(piece["count"]) for piece in pieces)
+        for first in range(0, len(pieces), AT_ONCE):
+            logits, few, _ = self._read(self.model, pieces[first : first + AT_ONCE])
+            (compare(self.loss, logits, few).loss.sum() / max(1.0, total)).backward()
+            yield True
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self._taken += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * self._speed * min(1.0, self._taken / WARMUP)
+        if bool(torch.isfinite(norm)):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.buffer["steps"] += 1
+
+    def _trial(self) -> Iterator[bool]:
+        """Try the new weights on the newest pieces; publish them if more is accepted, or else go on, and back after a while."""
+        pieces = self.buffer.trial()
+        if len(pieces) < min(PIECES, TRIAL):
+            return
+        weights = {name: value.detach().to(self.first[name].dtype, copy=True).cpu() for name, value in self.model.named_parameters()}
+        gains: list[Tensor] = []
+        befores: list[Tensor] = []
+        scales: list[Tensor] = []
+        for first in range(0, len(pieces), AT_ONCE):
+            here = pieces[first : first + AT_ONCE]
+            found = []
+            for tried in (self.published, weights):
+                _copy(self.beside, tried)
+                with torch.no_grad():
+                    logits, few, scale = self._read(self.beside, here)
+                    found.append(compare(self.loss, logits, few).alpha)
+                yield True
+            gains.append(found[1] - found[0])
+            befores.append(found[0])
+            scales.append(scale)
+        gain, before, scale = torch.cat(gains), torch.cat(befores), torch.cat(scales)
+        share = scale / scale.sum()
+        mean, was = float((gain * share).sum()), float((before * share).sum())
+        error = float(((gain - mean) * share).square().sum().sqrt())
+        self.buffer["before"], self.buffer["after"] = was, was + mean
+        self.buffer["trials"] += 1
+        if mean > CERTAIN * error:  # not of NaN
+            self._publish(weights)
+        else:
+            self._refuse(finite=mean == mean)
+
+    def _publish(self, weights: dict[str, Tensor]) -> None:
+        self.version = max(self.versions.numbers()[-1], self.buffer["published"], self.buffer["refused"]) + 1
+        self.versions.save(self.version, weights)
+        self.buffer["published"] = self.version
+        self.published, self._refusals = weights, 0
+
+    def _refuse(self, *, finite: bool) -> None:
+        self.buffer["refusals"] += 1
+        self._refusals += 1
+        if self._refusals >= BACK or not finite:
+            self._speed, self._refusals = max(SLOWEST, self._speed / 2), 0
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """Begin again at the published weights."""
+        _copy(self.model, self.published)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._taken = 0
+
+    def _load(self, version: int) -> dict[str, Tensor]:
+        with suppress(ValueError):
+            return self.versions.load(version)
+        return self.first
+
+    def _read(self, model: Any, pieces: Sequence[Piece]) -> tuple[Tensor, Few, Tensor]:
+        """The model's logits ``[M, V]`` at the places of ``pieces``, what the target says there, and what each place counts."""
+        longest = max(int(piece["length"]) for piece in pieces)
+        ids = torch.tensor([piece["tokens"][:longest].tolist() for piece in pieces], device=self.device)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        states = model(input_ids=ids.clamp(max=vocabulary - 1), use_cache=False).logits
+        rows = [row for row, piece in enumerate(pieces) for _ in range(piece["count"])]
+        counts = [int(piece["count"]) for piece in pieces]
+        places = [place for piece, count in zip(pieces, counts) for place in piece["places"][:count].tolist()]
+        tokens, logs, scale = (
+            torch.cat([torch.from_numpy(piece[name][:count].copy()) for piece, count in zip(pieces, counts)]).to(self.device)
+            for name in ("ids", "logs", "weights")
+        )
+        logits = states[rows, places].float()
+        unknown = tokens >= logits.shape[1]  # tokens that only the target has
+        return logits, Few(tokens.long().clamp(max=logits.shape[1] - 1), logs.masked_fill(unknown, -torch.inf)), scale
+
+
+def build(about: dict[str, Any]) -> PreTrainedModel:
+    """A model like the draft, in float32, with any weights."""
+    module, _, name = about["class"].partition(":")
+    kind = getattr(import_module(module), name)
+    model: PreTrainedModel = kind(kind.config_class.from_dict(about["config"]))
+    return model.float()
+
+
+@torch.no_grad()
+def _copy(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+    for name, value in model.named_parameters():
+        value.copy_(weights[name])
+
+
+# -- the process --------------------------------------------------------------------------------------------------------
+
+
+def humble(cores: str) -> None:
+    """Give way to everybody else on this machine, the first to go where memory is short."""
+    with suppress(AttributeError, OSError):
+        os.nice(10)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    torch.set_num_threads(len(cores.split(",")))
+
+
+def end_with(parent: int) -> None:
+    """End this process once the server is gone, whatever it is doing."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Learn what a server has collected. The server starts this.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, required=True)
+    for name, kind, default in (("device", str, "cpu"), ("loss", str, "lk"), ("rate", float, 3e-4), ("keep", int, 3), ("cores", str, "")):
+        parser.add_argument(f"--{name}", type=kind, default=default)
+    given = parser.parse_args(arguments)
+    humble(given.cores)
+    end_with(given.parent)
+    learner = OnlineLearner(given.folder, device=given.device, loss=given.loss, rate=given.rate, keep=given.keep)
+    work(learner)
+
+
+def work(learner: OnlineLearner) -> None:
+    """Compute while the server grants it."""
+    buffer, turns = learner.buffer, learner.turns()
+    while True:
+        begin = time.monotonic()
+        buffer["heartbeat"] = begin
+        if begin >= buffer["granted"]:
+            time.sleep(POLL)
+            continue
+        buffer["busy"] = 1
+        done = next(turns)
+        buffer["busy"] = 0
+        if not done:
+            time.sleep(10 * POLL)
+            continue
+        buffer["seconds"] += time.monotonic() - begin
+
+
+if __name__ == "__main__":
+    main()
