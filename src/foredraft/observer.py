@@ -142,7 +142,8 @@ class Observer:
         self.stats.layer_tokens = [count - before for count, before in zip(self.target.layer_tokens, self._layer_tokens)]
 
     def settle(self) -> None:
-        """Rows are over: work out the speed-up."""
+        """Rows are over: work out the speed-up, and note what was learnt."""
+        self.stats.learning = self.drafter.learnt
         self.stats.speedup.settle(self.planner.plain_seconds)
 
     def _compare(self, rows: Sequence[SessionRow], seconds: float, whole: float) -> None:

@@ -60,6 +60,8 @@ class Stats(Described):
         rule, drafter, shape, lossless: the configuration in use; a ``shape`` of "auto" was chosen anew in every round.
         shapes: number of rounds per shape; chain(0) is a round without a draft.
         speedup: over plain decoding (:class:`~foredraft.speedup.Speedup`); :meth:`summary` says it in words.
+        learning: of a drafter that learns (docs/online.md), since it was built: its version, steps, swaps, refusals, seconds, and α over
+            the tokens served. None for others.
         rows: one :class:`RowStats` per row; in a :class:`~foredraft.session.Session`, of the rows that are not over.
     """
 
@@ -82,6 +84,7 @@ class Stats(Described):
     lossless: bool = True
     shapes: dict[str, int] = field(default_factory=dict)
     speedup: Speedup = field(default_factory=Speedup)
+    learning: dict[str, Any] | None = None
     rows: list[RowStats] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter, repr=False)
 

@@ -29,6 +29,7 @@ from foredraft.cli.options import (
     GrammarFile,
     JsonFile,
     JsonSchema,
+    Learn,
     MaxNewTokens,
     MinP,
     ModelsTemperature,
@@ -47,6 +48,7 @@ from foredraft.cli.options import (
     TopP,
     Verbose,
     VerificationRule,
+    with_learning,
 )
 from foredraft.cli.skip import app as skip
 from foredraft.cli.train import train
@@ -116,6 +118,7 @@ def generate(
     threads: Threads = None,
     drafter: Drafter = None,
     drafter_option: DrafterOption = None,
+    learn: Learn = False,
     rule: VerificationRule = "auto",
     shape: Shape = None,
     draft_length: Annotated[int | None, SPECULATION(min=0, help="The same as --shape 'chain(N)'.", show_default=False)] = None,
@@ -160,7 +163,17 @@ def generate(
     with exit_codes():
         texts = read_prompts(prompt, prompts)
         configuration = Configuration(
-            target, drafter, drafter_option or (), rule, shape, draft_length, not lossy, dtype, device, threads, quantization
+            target,
+            drafter,
+            with_learning(drafter_option, learn),
+            rule,
+            shape,
+            draft_length,
+            not lossy,
+            dtype,
+            device,
+            threads,
+            quantization,
         )
         check(configuration)
         if system is not None and not chat:
@@ -204,6 +217,7 @@ def chat(
     threads: Threads = None,
     drafter: Drafter = None,
     drafter_option: DrafterOption = None,
+    learn: Learn = False,
     rule: VerificationRule = "auto",
     shape: Shape = None,
     max_new_tokens: Annotated[int | None, SAMPLING(min=1, help="Most tokens per answer.", show_default="the model's, or 1024")] = None,
@@ -227,7 +241,15 @@ def chat(
 
     with exit_codes():
         configuration = Configuration(
-            target, drafter, drafter_option or (), rule, shape, dtype=dtype, device=device, threads=threads, quantization=quantization
+            target,
+            drafter,
+            with_learning(drafter_option, learn),
+            rule,
+            shape,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            quantization=quantization,
         )
         check(configuration)
         decoding = Decoding(

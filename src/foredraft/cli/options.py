@@ -9,6 +9,11 @@ from typing import Annotated, Any
 import typer
 
 
+def with_learning(options: list[str] | None, learn: bool) -> list[str]:
+    """The options of a drafter that is to ``learn``."""
+    return [*(options or []), *(["learn=true"] if learn else [])]
+
+
 def panel(name: str) -> partial[Any]:
     """``typer.Option`` for options that help shows under ``name``."""
     return partial(typer.Option, rich_help_panel=name)
@@ -55,6 +60,10 @@ DrafterOption = Annotated[
 ]
 VerificationRule = Annotated[
     str, SPECULATION(help="The verification rule: auto, or one of 'foredraft rules', such as lenient(epsilon=0.3).")
+]
+Learn = Annotated[
+    bool,
+    SPECULATION("--learn", help="The drafter learns from this text, in a second process. The cache folder then keeps pieces of the text."),
 ]
 Shape = Annotated[
     str | None,

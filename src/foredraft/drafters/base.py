@@ -204,6 +204,11 @@ class DrafterHooks:
         """Which part of the target drafts, where ``info.shares_target``; measured costs are kept for each."""
         return None
 
+    @property
+    def learnt(self) -> dict[str, Any] | None:
+        """What came of learning while serving, for ``stats.learning``; None for a drafter that does not."""
+        return None
+
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         """How it can choose tokens in trees of ``shape``, best first."""
         return self.info.proposals

@@ -104,6 +104,10 @@ class DraftModel(Drafter):
         self._loops = draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
 
+    @property
+    def learnt(self) -> dict[str, Any] | None:
+        return None if self.learning is None else self.learning.facts()
+
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         return self.offer.of(shape)
 

@@ -92,7 +92,7 @@ class OnlineLearner:
         total = sum(float(piece["count"]) for piece in pieces)
         for first in range(0, len(pieces), AT_ONCE):
             logits, few, _ = self._read(self.model, pieces[first : first + AT_ONCE])
-            (compare(self.loss, logits, few).loss.sum() / max(1.0, total)).backward()
+            torch.autograd.backward(compare(self.loss, logits, few).loss.sum() / max(1.0, total))
             yield True
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._taken += 1
@@ -235,16 +235,11 @@ def work(learner: OnlineLearner) -> None:
     while True:
         begin = time.monotonic()
         buffer["heartbeat"] = begin
-        if begin >= buffer["granted"]:
+        buffer["busy"] = begin < buffer["granted"] and next(turns)
+        if buffer["busy"]:
+            buffer["seconds"] += time.monotonic() - begin
+        else:
             time.sleep(POLL)
-            continue
-        buffer["busy"] = 1
-        done = next(turns)
-        buffer["busy"] = 0
-        if not done:
-            time.sleep(10 * POLL)
-            continue
-        buffer["seconds"] += time.monotonic() - begin
 
 
 if __name__ == "__main__":

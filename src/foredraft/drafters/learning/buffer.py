@@ -125,8 +125,8 @@ class Buffer:
         new, old = min(new, NEW), min(old, OLD)
         if not new:
             return []
-        chosen = [TRIAL + NEW + chance.randrange(old) if old and chance.random() < share else TRIAL + chance.randrange(new) for _ in range(count)]
-        return self._whole(chosen)
+        first = [TRIAL + NEW if old and chance.random() < share else TRIAL for _ in range(count)]
+        return self._whole([start + chance.randrange(new if start == TRIAL else old) for start in first])
 
     def _whole(self, slots: Any) -> list[Piece]:
         copies = [self.pieces[slot].copy() for slot in slots]

@@ -124,7 +124,7 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
         best = wide.topk(count, -1)
         return best.values - total, best.indices
     whole = vocabulary // CHUNK * CHUNK  # the best are in the chunks with the largest logits, or in what is left over
-    chunks = wide[:, :whole].unflatten(-1, (-1, CHUNK)).amax(-1).topk(count, -1).indices
+    chunks = wide[:, :whole].reshape(len(wide), -1, CHUNK).amax(-1).topk(count, -1).indices
     places = (chunks[..., None] * CHUNK + torch.arange(CHUNK, device=logits.device)).flatten(1)
     rest = torch.arange(whole, vocabulary, device=logits.device).expand(len(logits), -1)
     places = torch.cat([places, rest], 1)

@@ -35,7 +35,6 @@ from foredraft.models.identity import shape_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.target import Target
 
 IDLE = "idle"
 COLLECTING = 0.02  # of the time of rounds that collecting may take
@@ -278,8 +277,10 @@ class Learning:
         self._next_start = now + PAUSES[self._ends]
         self._ends += 1
         if self._ends == len(PAUSES):
-            warn_once(f"the learner has ended {self._ends} times ({code} the last time, see {self.versions.folder / 'learner.log'}); "
-                      "the draft learns no more until the next start")
+            warn_once(
+                f"the learner has ended {self._ends} times ({code} the last time, see {self.versions.folder / 'learner.log'}); "
+                "the draft learns no more until the next start"
+            )
         else:
             log.warning("the learner has ended (%s); serving goes on, and it is started again", code)
 
@@ -347,7 +348,11 @@ class Learning:
     def facts(self) -> dict[str, Any]:
         """For statistics and logs."""
         own = {name: getattr(self, name) for name in ("version", "swaps", "refused", "leads")}
-        learner = {} if self.buffer is None else {name: self.buffer[name] for name in ("written", "steps", "trials", "refusals", "before", "after")}
+        learner = (
+            {}
+            if self.buffer is None
+            else {name: self.buffer[name] for name in ("written", "steps", "trials", "refusals", "before", "after")}
+        )
         return {
             **own,
             **learner,
@@ -369,11 +374,17 @@ def learning_of(draft: PreTrainedModel, target: PreTrainedModel, options: LearnO
         ConfigurationError: it cannot learn, or there is no folder for what it learns.
     """
     if getattr(draft, "is_quantized", False) or getattr(draft, "_hf_peft_config_loaded", False):
-        raise ConfigurationError(f"the draft {name_of(draft)} has quantized weights or adapters and cannot learn; merge them, or learn=False")
+        raise ConfigurationError(
+            f"the draft {name_of(draft)} has quantized weights or adapters and cannot learn; merge them, or learn=False"
+        )
     kind = type(draft)
     if "<locals>" in kind.__qualname__ or kind.__module__.partition(".")[0] in ("__main__", "transformers_modules"):
         raise ConfigurationError(f"the draft's class {kind.__qualname__} cannot be imported by the process that learns; use learn=False")
-    about = {"class": f"{kind.__module__}:{kind.__qualname__}", "name": name_of(draft), "config": json.loads(draft.config.to_json_string(use_diff=False))}
+    about = {
+        "class": f"{kind.__module__}:{kind.__qualname__}",
+        "name": name_of(draft),
+        "config": json.loads(draft.config.to_json_string(use_diff=False)),
+    }
     weights = dict(draft.named_parameters())
     learning = Learning(target, about, {name: value.detach().cpu() for name, value in weights.items()}, options)
     for number in reversed(learning.versions.numbers()[1:]):

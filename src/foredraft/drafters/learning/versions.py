@@ -71,8 +71,8 @@ class Versions:
             was, now = before.get(what, {}), about[what]
             if any(was.get(name) != value for name, value in now.items() if name != "name"):
                 raise ConfigurationError(
-                    f"{str(self.folder)!r} holds what was learnt for another {what}, {was.get('name') or 'one without a name'}; name another "
-                    "folder, or delete this one"
+                    f"{str(self.folder)!r} holds what was learnt for another {what}, {was.get('name') or 'one without a name'}; "
+                    "name another folder, or delete this one"
                 )
 
     def lead(self) -> bool:

@@ -1,0 +1,554 @@
+"""A draft that learns while it serves: the text stays plain decoding's whatever it learns, and nothing that the learner does can harm."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import PAD, generate, perturbed, prompts, tiny
+from kernel_cases import always, needs_kernels
+from kernel_cases import build as build_with_kernels
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foredraft import ConfigurationError, Speculator, testing
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.learning import collecting, serving
+from foredraft.drafters.learning.buffer import EVERY, NEW, OLD, PIECE, TRIAL, Buffer
+from foredraft.drafters.learning.collecting import OTHERS, Collector, likeliest
+from foredraft.drafters.learning.duty import SLICE, Duty
+from foredraft.drafters.learning.serving import Learning, LearnOptions
+from foredraft.drafters.learning.versions import Versions
+from foredraft.planning import FixedPlanner
+from foredraft.session import Session
+from foredraft.target import Target
+from foredraft.testing import continuation_law, distance
+from foredraft.tree import TokenTree
+from foredraft.verification import create as create_rule
+
+__all__ = ["always"]
+NEW_TOKENS = 16
+ROWS = prompts((12, 5, 9))
+SAMPLED = {"do_sample": True, "seed": 7, "temperature": 1.0, "top_k": 0}
+
+
+def noisy(weights: dict[str, torch.Tensor], seed: int, amount: float = 0.2) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value + amount * value.float().std() * torch.randn(value.shape, generator=generator).to(value)
+        for name, value in weights.items()
+    }
+
+
+def never_started(folder: Path, options: LearnOptions) -> Any:
+    return SimpleNamespace(poll=lambda: None, kill=lambda: None, wait=lambda: 0)
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch):
+    """No test starts a learner, unless it says so."""
+    monkeypatch.setitem(Learning.__init__.__kwdefaults__, "start", never_started)
+
+
+def restless(drafter: DraftModel, seed: int = 0) -> Learning:
+    """Other weights after every round from now on."""
+    learning = drafter.learning
+    assert learning is not None
+    first = learning.versions.load(0)
+    for number in (1, 2, 3):
+        learning.versions.save(number, noisy(first, seed + number))
+    turns = itertools.cycle((1, 2, 3))
+    learning._newer = lambda now: next(turns)  # type: ignore[method-assign]
+    return learning
+
+
+# -- the text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"])
+def test_the_text_is_that_of_plain_decoding_with_a_swap_after_every_round(shape: str, options: dict, tmp_path: Path):
+    expected = generate(Speculator(tiny(), "none"), ROWS, max_new_tokens=NEW_TOKENS, **options)
+    execution = "auto" if shape == "chain(4)" and options is SAMPLED else "eager"
+    drafter = DraftModel(perturbed(), execution=execution, learn=tmp_path / "learnt")
+    speculator = Speculator(tiny(), drafter, shape=shape, rule="match")
+    learning = restless(drafter)
+    for _ in range(2):  # the second call finds what the first left behind
+        before, rounds = learning.swaps, speculator.target.passes
+        assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS, **options) == expected
+        assert learning.swaps - before >= speculator.target.passes - rounds - 1 > 2
+    assert learning.refused == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("execution", ["packed", "native"])
+def test_packed_weights_are_swapped_whole(execution: str, dtype: torch.dtype, tmp_path: Path, always: None):
+    """What drafts after a swap is the model with the new weights, in whatever layout."""
+    source = build_with_kernels("llama", dtype)
+    drafter = DraftModel(source, execution=execution, learn=tmp_path)
+    speculator = Speculator(build_with_kernels("llama", dtype), drafter, shape="chain(3)")
+    before = {name: value.clone() for name, value in source.named_parameters()}
+    weights = noisy(drafter.learning.versions.load(0), 1)
+    for row in ROWS[:1], ROWS:
+        generate(speculator, [[token % 100 for token in each] for each in row], max_new_tokens=9)
+    drafter.learning.versions.save(1, weights)
+    drafter._take_up(1)
+    assert drafter.model.execution == execution and drafter.learning.version == 1
+    other = build_with_kernels("llama", dtype)
+    other.load_state_dict(weights, strict=False)
+    ids = [token % 100 for token in ROWS[0]]
+    drafter.model.open([ids])
+    with torch.inference_mode():
+        found = drafter.model.prefill([ids], first=0)[0].float()
+    expected = other(torch.tensor([ids])).logits[0, -1].detach().float()
+    assert float((found - expected).abs().max()) < (1e-3 if dtype is torch.float32 else 0.1) * float(expected.abs().max())
+    assert all(torch.equal(value, before[name]) for name, value in source.named_parameters()), "the user's model is as it was"
+    speculator.close()
+
+
+def test_rows_go_on_with_their_keys_and_later_rows_do_not_copy_them(tmp_path: Path):
+    drafter = DraftModel(perturbed(), learn=tmp_path)
+    speculator = Speculator(tiny(), drafter, shape="chain(3)")
+    long = prompts((60,))
+    generate(speculator, long, max_new_tokens=4)
+    assert drafter.model._shared_beginnings(long, 0) == [(0, 59)]
+    drafter.learning.versions.save(1, noisy(drafter.learning.versions.load(0), 1))
+    drafter._take_up(1)
+    assert drafter.model._shared_beginnings(long, 0) == [(0, 0)]
+    assert speculator.target._shared_beginnings(long, 0) == [(0, 59)]
+
+
+# -- the law --------------------------------------------------------------------------------------------------------------
+
+
+class BetweenDraftAndVerification(DraftModel):
+    """The fault that must not be: weights change behind the draft, and its first token is verified with the q of the new ones."""
+
+    def draft(self, request: Any) -> TokenTree:
+        self._take_up(1)
+        tree = super().draft(request)
+        self._take_up(2)
+        self.model.rewind([len(row.ids) - 1 for row in request.rows])
+        other = super().draft(request)
+        return tree if tree.q is None or other.q is None else replace(tree, q=torch.cat([other.q[:, :1], tree.q[:, 1:]], 1))
+
+
+def small(seed: int) -> LlamaForCausalLM:
+    """A model of three tokens."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=3, eos_token_id=None, bos_token_id=None, tie_word_embeddings=False, **sizes)
+    model, generator = LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.8, generator=generator)
+    return model
+
+
+def law_of(kind: type[DraftModel], rule: str, folder: Path, *, swapping: bool) -> dict:
+    """Of three tokens, so two rounds or more."""
+    target, drafter = Target(small(0), test=False, reuse_prefix=False, execution="eager"), kind(small(1), execution="eager", learn=folder)
+    drafter.bind(target)
+    learning = restless(drafter)
+    if not swapping:
+        learning._newer = lambda now: None  # type: ignore[method-assign]
+
+    def session(randomness: Any) -> Session:
+        if swapping:  # every world has the same weights in the same round
+            drafter._take_up(3)
+            turns = itertools.cycle((1, 2, 3))
+            learning._newer = lambda now: next(turns)  # type: ignore[method-assign]
+        return Session(target, drafter, create_rule(rule), proposal="iid", planner=FixedPlanner("chain(2)"), randomness=randomness)
+
+    return continuation_law(session, [0, 1], 3)
+
+
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch):
+    """Rounding of float32 is no outcome."""
+    monkeypatch.setattr(testing, "RESOLUTION", 1e-5)
+
+
+def exact_law() -> dict:
+    model, law = small(0), {}
+    for text in itertools.product(range(3), repeat=3):
+        scores = model(torch.tensor([[0, 1, *text]])).logits[0, 1:-1].double().log_softmax(-1)
+        law[text] = float(scores.gather(1, torch.tensor(text)[:, None]).sum().exp())
+    return law
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_the_law_holds_with_a_swap_after_every_round(rule: str, tmp_path: Path, coarse: None):
+    assert distance(law_of(DraftModel, rule, tmp_path, swapping=True), exact_law()) < 1e-3
+
+
+def test_a_swap_between_draft_and_verification_would_be_found(tmp_path: Path, coarse: None):
+    assert distance(law_of(BetweenDraftAndVerification, "rejection", tmp_path, swapping=False), exact_law()) > 5e-3
+
+
+# -- what is collected ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeRow:
+    ids: list[int]
+    slot: int = 0
+    prompt_length: int = 2
+    capacity: int = 10**9
+
+
+@pytest.mark.parametrize("vocabulary", [9, 1000, 20_000, 20_001])
+def test_the_likeliest_tokens_and_their_probabilities(vocabulary: int):
+    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logs, ids = likeliest(logits)
+    expected = logits.float().log_softmax(-1)
+    assert torch.allclose(logs, expected.topk(logs.shape[1], -1).values, atol=1e-4)
+    assert torch.allclose(expected.gather(1, ids), logs, atol=1e-4)
+
+
+def test_pieces_say_what_the_target_said_at_their_places(tmp_path: Path):
+    """Of a served text, against the target's own pass over it; every rejection is among them."""
+    drafter = DraftModel(perturbed(), learn=tmp_path)
+    for shape in ("chain(4)", "product(2,2,1)"):
+        speculator = Speculator(tiny(), drafter, shape=shape)
+        pieces: list[Any] = []
+        drafter.learning.collector.keep = pieces.append
+        drafter.learning.duty.elapsed = 1e9  # there is time for every round
+        texts = [row + new for row, new in zip(ROWS, generate(speculator, ROWS, max_new_tokens=NEW_TOKENS, **SAMPLED))]
+        assert len(pieces) == len(ROWS)
+        for piece in pieces:
+            tokens = piece["tokens"][: piece["length"]].tolist()
+            text = next(text for text in texts if tokens == text[: len(tokens)])
+            expected = tiny()(torch.tensor([text])).logits[0].log_softmax(-1)
+            for place, logs, ids in zip(piece["places"][: piece["count"]], piece["logs"], piece["ids"]):
+                assert torch.allclose(expected[int(place), torch.from_numpy(ids).long()], torch.from_numpy(logs), atol=1e-3)
+        assert all(weight in (1.0, 1 / OTHERS) for piece in pieces for weight in piece["weights"][: piece["count"]])
+        assert any(1.0 in piece["weights"] for piece in pieces)
+        speculator.close()
+
+
+def numbered(number: int) -> Any:
+    piece = torch.zeros(1, dtype=torch.uint8).numpy().repeat(PIECE.itemsize).view(PIECE)[0]
+    piece["length"], piece["count"], piece["tokens"][0] = 1, 1, number
+    return piece
+
+
+def test_the_buffer_keeps_the_newest_and_some_of_all_others(tmp_path: Path):
+    buffer = Buffer(tmp_path / "texts", create=True)
+    total = 3 * (TRIAL + NEW + OLD)
+    for number in range(total):
+        buffer.add(numbered(number))
+    held = buffer.pieces["tokens"][:, 0]
+    trial, new, old = held[:TRIAL], held[TRIAL : TRIAL + NEW], held[TRIAL + NEW :]
+    assert len(set(held.tolist())) == len(held), "nothing is there twice"
+    assert min(trial) > total - EVERY * (TRIAL + 1) and min(new) > total - 2 * NEW
+    assert min(old) < total / 20 and 0.35 < old.mean() / total < 0.6
+    assert len(buffer.trial()) == TRIAL
+    again = Buffer(tmp_path / "texts", create=True)
+    assert again["written"] == total and len(again.trial()) == TRIAL
+
+
+def test_a_piece_that_is_half_written_is_passed_over(tmp_path: Path):
+    buffer = Buffer(tmp_path / "texts", create=True)
+    for number in range(EVERY * TRIAL):
+        buffer.add(numbered(number))
+    buffer.pieces["tokens"][3, 1] = 77
+    assert len(buffer.trial()) == TRIAL - 1
+
+
+@pytest.mark.nightly
+def test_a_million_tokens_take_no_more_memory_than_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(collecting, "OTHERS", 0.03)  # to save time
+    buffer = Buffer(tmp_path / "texts", create=True)
+    collector, generator = Collector(buffer.add), torch.Generator().manual_seed(0)
+    rows, size = [FakeRow([0, 1], slot) for slot in range(64)], (tmp_path / "texts").stat().st_size
+    collector.begin(rows)
+    tokens, kept = 0, []
+    logits = torch.randn(64, 32, 20, generator=generator)
+    tree = TokenTree.from_chain(torch.zeros(64, 32, dtype=torch.long))
+    while tokens < 1_000_000:
+        accepted = torch.randint(0, 32, (64,), generator=generator).tolist()
+        for row, count in zip(rows, accepted):
+            row.ids = row.ids[-4000:] if len(row.ids) < 4000 else row.ids
+            row.ids += [7] * (count + 1)
+        tokens += sum(accepted) + 64
+        collector.observe(rows, SimpleNamespace(tree=tree, accepted=accepted, path=None, logits=logits))
+        kept.append(sum(len(each.found) for each in collector._stretches.values()))
+        if len(rows[0].ids) > 3000:
+            collector.end(rows)
+            rows = [FakeRow([0, 1], slot) for slot in range(64)]
+            collector.begin(rows)
+    assert max(kept) <= 64 * 48 and buffer["written"] > TRIAL + NEW + 64
+    assert (tmp_path / "texts").stat().st_size == size < 40 << 20
+
+
+# -- what it costs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [0.1, 0.5, 0.9])
+def test_learning_costs_its_share_of_the_time_and_no_more(loss: float):
+    """A machine on which a round takes longer while the learner computes: the account finds out by how much."""
+    duty, until, plainly = Duty(0.05), 0.0, 0.0
+    now = 0.0
+    for _ in range(20_000):
+        busy = now < until
+        seconds = 0.02 / (1 - loss) if busy else 0.02
+        now, plainly = now + seconds, plainly + 0.02
+        duty.round(seconds, (1, 5), busy=busy)
+        if duty.allows():
+            until = now + SLICE
+    assert 0.02 < 1 - plainly / now < 0.06 and duty.computing > 0
+    assert abs(duty.rate - loss) < 0.1
+
+
+def test_between_calls_only():
+    duty = Duty(0.0)
+    for _ in range(1000):
+        duty.round(0.1, (1, 5), busy=False)
+    assert not duty.allows()
+
+
+# -- a learner that fails -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Learners:
+    """Starts learners that do nothing, and remembers them."""
+
+    started: list[Any] = field(default_factory=list)
+    sleeps: float = 1000.0
+
+    def __call__(self, folder: Path, options: LearnOptions) -> Any:
+        self.started.append(subprocess.Popen([sys.executable, "-S", "-c", f"import time; time.sleep({self.sleeps})"]))
+        return self.started[-1]
+
+    def stop(self) -> None:
+        for each in self.started:
+            each.kill()
+            each.wait()
+
+
+@pytest.fixture
+def learners() -> Iterator[Learners]:
+    made = Learners()
+    yield made
+    made.stop()
+
+
+def learning_at(folder: Path, clock: Clock, start: Any, **options: Any) -> Learning:
+    draft = perturbed()
+    about = {"class": "transformers:LlamaForCausalLM", "name": "", "config": {}}
+    weights = {name: value.detach() for name, value in draft.named_parameters()}
+    return Learning(tiny(), about, weights, LearnOptions(folder=str(folder), **options), clock=clock, start=start)
+
+
+def serve(learning: Learning, clock: Clock, seconds: float, *, alive: bool = False) -> None:
+    """Rounds of one row for so long; a learner that is ``alive`` shows it."""
+    row = FakeRow(list(range(40)))
+    feedback = SimpleNamespace(tree=TokenTree.from_chain(torch.zeros(1, 5, dtype=torch.long)), accepted=[2], path=None, logits=None)
+    learning.begin([row])
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += 0.1
+        if alive and learning.buffer is not None:
+            learning.buffer["heartbeat"] = clock.now
+        learning.observe([row], feedback)
+    learning.end([row])
+
+
+def fill(learning: Learning, count: int = 20) -> None:
+    for number in range(count):
+        learning.buffer.add(numbered(number))
+
+
+def test_a_learner_that_is_killed_is_started_again_and_given_up_at_last(
+    tmp_path: Path, learners: Learners, caplog: pytest.LogCaptureFixture
+):
+    clock = Clock()
+    learning = learning_at(tmp_path, clock, learners)
+    serve(learning, clock, 5)
+    assert not learners.started, "there is nothing to learn from yet"
+    fill(learning)
+    serve(learning, clock, 5, alive=True)
+    for count in range(1, len(serving.PAUSES) + 1):
+        assert len(learners.started) == count
+        learners.started[-1].kill()  # -9
+        learners.started[-1].wait()
+        serve(learning, clock, 700, alive=True)
+    assert len(learners.started) == len(serving.PAUSES) and "learns no more" in caplog.text
+    learning.close()
+
+
+def test_a_learner_that_hangs_is_ended(tmp_path: Path, learners: Learners):
+    clock = Clock()
+    learning = learning_at(tmp_path, clock, learners)
+    fill(learning)
+    serve(learning, clock, 900, alive=True)
+    assert len(learners.started) == 1 and learners.started[0].poll() is None
+    serve(learning, clock, serving.HUNG + 60)
+    assert learners.started[0].wait() == -9 and len(learners.started) == 2
+    learning.close()
+    assert learners.started[1].poll() == -9, "it ends with the server"
+
+
+def test_weights_that_are_nan_or_no_weights_are_never_used(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    drafter = DraftModel(perturbed(), execution="eager", learn=tmp_path)
+    speculator = Speculator(tiny(), drafter, shape="chain(4)", rule="match")
+    expected = generate(Speculator(tiny(), "none"), ROWS, max_new_tokens=NEW_TOKENS)
+    learning = drafter.learning
+    first = learning.versions.load(0)
+    name = next(iter(first))
+    wrong = [
+        {**first, name: first[name].clone().fill_(torch.nan)},
+        {**first, name: first[name][:-1].clone()},
+        {**first, name: first[name].bfloat16()},
+        {key: value for key, value in first.items() if key != name},
+    ]
+    for number, weights in enumerate(wrong, 1):
+        learning.versions.save(number, weights)
+        learning.buffer["published"] = number
+        assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS) == expected
+        assert (learning.version, learning.refused, learning.buffer["refused"]) == (0, number, number)
+        assert not learning.versions.path(number).exists() and f"version {number} has" in caplog.text
+    learning.versions.path(5).write_bytes(b"not whole")
+    learning.buffer["published"] = 5
+    assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS) == expected and learning.refused == 5
+    learning.versions.save(6, noisy(first, 1))
+    learning.buffer["published"] = 6
+    assert generate(speculator, ROWS, max_new_tokens=NEW_TOKENS) == expected and learning.version == 6
+    assert learning.buffer["accepted"] == 6
+    speculator.close()
+
+
+# -- from one start to the next -------------------------------------------------------------------------------------------
+
+
+def test_the_next_start_has_the_newest_version_and_forgetting_brings_the_first_back(tmp_path: Path):
+    drafter = DraftModel(perturbed(), execution="eager", learn=tmp_path)
+    speculator = Speculator(tiny(), drafter, shape="chain(4)")
+    first = drafter.learning.versions.load(0)
+    for number in (1, 2, 3, 4, 5):
+        drafter.learning.versions.save(number, noisy(first, number))
+    assert drafter.learning.versions.numbers() == [0, 3, 4, 5], "the last three are kept"
+    drafter.learning.versions.path(5).write_bytes(b"cut off by a crash")
+    speculator.close()
+
+    drafter = DraftModel(perturbed(), execution="eager", learn=tmp_path)
+    speculator = Speculator(tiny(), drafter, shape="chain(4)")
+    assert drafter.learning.version == 4, "what cannot be read is passed over"
+    kept = dict(drafter.model.model.named_parameters())
+    assert all(torch.equal(value, kept[name]) for name, value in noisy(first, 4).items())
+    fill(drafter.learning)
+    drafter.forget()
+    assert all(torch.equal(value, kept[name]) for name, value in first.items())
+    assert drafter.learning.versions.numbers() == [0] and drafter.learning.buffer["written"] == 0 and not drafter.learning.buffer.trial()
+    generate(speculator, ROWS, max_new_tokens=4)
+    assert drafter.learning.version == 0
+    speculator.close()
+
+
+def test_a_crash_while_a_version_is_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    versions = Versions(tmp_path)
+    weights = {"a": torch.ones(3)}
+    versions.save(1, weights)
+    with monkeypatch.context() as patched:
+        patched.setattr("foredraft.files.os.replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            versions.save(2, {"a": torch.zeros(3)})
+    assert versions.numbers() == [0, 1] and torch.equal(versions.load(1)["a"], weights["a"])
+
+
+def test_two_processes_share_a_folder(tmp_path: Path):
+    """One learns, the other uses what it publishes, and takes over when the first is gone."""
+    clock = Clock()
+    one, other = (learning_at(tmp_path, clock, never_started) for _ in range(2))
+    assert (one.leads, other.leads) == (True, False)
+    serve(other, clock, 3)
+    assert other.buffer is None
+    one.versions.save(1, noisy(one.versions.load(0), 1))
+    clock.now += 2
+    assert other._newer(clock.now) == 1
+    with pytest.raises(ConfigurationError, match="another process learns"):
+        other.forget()
+    one.close()
+    serve(other, clock, 3)
+    assert other.leads and other.buffer["published"] == 1
+    other.close()
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_needed_that_can_be_written_to(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("")
+    for given, message in (
+        (True, "needs a folder"),
+        (tmp_path / "file" / "below", "cannot be written"),
+        (tmp_path / "full", "something else"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            Speculator(tiny(), DraftModel(perturbed(), learn=given))
+
+
+def test_what_was_learnt_for_another_pair_is_refused(tmp_path: Path):
+    Speculator(tiny(), DraftModel(perturbed(), learn=tmp_path)).close()
+    Speculator(tiny(), DraftModel(perturbed(), learn=tmp_path)).close()
+    with pytest.raises(ConfigurationError, match="another draft"):
+        Speculator(tiny(), DraftModel(perturbed(seed=6), learn=tmp_path))
+    with pytest.raises(ConfigurationError, match="another target"):
+        Speculator(perturbed(seed=7), DraftModel(perturbed(), learn=tmp_path))
+    (tmp_path / "about.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        Speculator(tiny(), DraftModel(perturbed(), learn=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shre": 0.1}, "share"),
+        ({"share": 2}, "between 0 and 1"),
+        ({"keep": 0}, "keep"),
+        ({"cores": [4096]}, "core 4096"),
+        (7, "takes True"),
+    ],
+)
+def test_options_that_make_no_sense(given: Any, message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        DraftModel(perturbed(), learn=given)
+
+
+def test_what_cannot_learn_says_so():
+    with pytest.raises(ConfigurationError, match="quantized"):
+        DraftModel("zoo:python-1m", quantization="int8", learn=True)
+
+
+def test_statistics_say_what_was_learnt(tmp_path: Path):
+    drafter = DraftModel(perturbed(), execution="eager", learn=tmp_path)
+    speculator = Speculator(tiny(), drafter, shape="chain(4)")
+    learning = restless(drafter)
+    learning._every = 20
+    output = speculator.generate(torch.tensor(ROWS[:1]), max_new_tokens=120, pad_token_id=PAD)
+    facts = output.stats.learning
+    assert learning.swaps - 1 == facts["swaps"] > 5 and facts["refused"] == 0 and facts["seconds"]["serving"] > 0
+    assert len(facts["alpha"]) >= 4 and all(0 <= alpha <= 1 for _, alpha in facts["alpha"])
+    assert [tokens for tokens, _ in facts["alpha"]] == sorted(tokens for tokens, _ in facts["alpha"])
+    assert output.stats.to_dict()["learning"]["swaps"] == facts["swaps"]
+    assert Speculator(tiny(), perturbed()).generate(torch.tensor(ROWS[:1]), max_new_tokens=4, pad_token_id=PAD).stats.learning is None
