@@ -1,14 +1,80 @@
-"""Host numbers to a device, without waiting for it: a copy from memory that is not pinned would end whatever runs there first."""
+"""What torch needs to be told of devices: copies that do not wait, and when a second thread of the host is not worth its noise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 
 def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Host integers as an int64 tensor, copied without waiting for the device."""
+    """Host integers as an int64 tensor, copied without waiting for the device: a copy from memory that is not pinned would end whatever
+    runs there first."""
     host = torch.tensor(values, dtype=torch.long)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+SMALL = 1 << 21  # elements that one thread has worked through before a second one would have gained what it costs
+
+
+@contextmanager
+def one_thread(values: Tensor) -> Iterator[None]:
+    """Inside, tensor operations of the calling thread use no other threads, if ``values`` are few and on a CPU.
+
+    After an operation by several threads, those of OpenMP wait for the next one in a loop, for milliseconds, on the cores that the
+    kernels' threads need for the target's pass. Other threads of the program, and new ones, are not affected, as they would be by
+    :func:`torch.set_num_threads`. Does nothing where the OpenMP library that torch uses is not found.
+    """
+    openmp = _openmp() if values.device.type == "cpu" and values.numel() < SMALL else None
+    if openmp is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    outside = _outside.threads
+    _outside.threads = outside or threads
+    openmp(1)
+    try:
+        yield
+    finally:
+        openmp(threads)
+        _outside.threads = outside
+
+
+class _Outside(threading.local):
+    threads = 0  # of this thread outside all :func:`one_thread`, 0 outside
+
+
+_outside = _Outside()
+
+
+def host_threads() -> int:
+    """How many threads torch uses, as it was set, also inside :func:`one_thread`."""
+    return _outside.threads or torch.get_num_threads()
+
+
+@cache
+def _openmp() -> Callable[[int], None] | None:
+    """Sets the number of threads for the calling thread, in the OpenMP library that torch has loaded; None if there is no such library."""
+    if not hasattr(os, "RTLD_NOLOAD"):  # Windows
+        return None
+    bundled = sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*"))
+    for name in (*bundled, "libgomp.so.1", "libomp.so.5", "libiomp5.so"):
+        try:
+            set_threads = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_set_num_threads
+        except (OSError, AttributeError):
+            continue
+        set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
+        threads = torch.get_num_threads()
+        set_threads(threads + 1)
+        found = torch.get_num_threads() == threads + 1
+        set_threads(threads)
+        if found:
+            return set_threads
+    return None

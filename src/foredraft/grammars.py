@@ -289,9 +289,9 @@ def width(tokenizer: Any, ends: Iterable[int]) -> int:
 
 
 def threads() -> int:
-    import torch
+    from foredraft.device import host_threads
 
-    return torch.get_num_threads()
+    return host_threads()
 
 
 @lru_cache(maxsize=4)

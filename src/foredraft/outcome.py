@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from foredraft.device import one_thread
 from foredraft.logits.logprobs import LogProbs, log_probabilities
 from foredraft.logits.sampler import Sampler
 from foredraft.tree import TokenTree
@@ -69,9 +70,10 @@ def decide(
     logits = logits.to(tree.tokens.device)
     inside = replace(tree.with_safe_parents(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # faults are reported, not read
     scores = sampler.scores(logits, inside)
-    verdict, best = verify(rule, inside, scores, sampler)
-    best = torch.stack([logits.amax(-1).to(best.dtype), best], -1)
-    rows = to_host(tree, inside, verdict, best, uses_q=rule.needs_q and not sampler.greedy)
+    with one_thread(scores):
+        verdict, best = verify(rule, inside, scores, sampler)
+        best = torch.stack([logits.amax(-1).to(best.dtype), best], -1)
+        rows = to_host(tree, inside, verdict, best, uses_q=rule.needs_q and not sampler.greedy)
     values = {"scores": scores, "logits": logits}
     vectors = {name: values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])) for name in record}
     logprobs = None if top is None else log_probabilities(inside, verdict.path, verdict.accepted, verdict.next_token, logits, top)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -47,7 +48,7 @@ class Places:
         each = torch.tensor(counts)
         begins = torch.zeros(len(counts) + 1, dtype=torch.long)
         torch.cumsum(each, 0, out=begins[1:])
-        rows = torch.repeat_interleave(torch.arange(len(counts)), each)
+        rows = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))  # torch's would wake a second thread, even for two rows
         slots = torch.arange(self.count) + (torch.tensor(window.starts) - begins[:-1])[rows]
         self.positions = slots  # of a chain
         self.begins, self.rows, self.slots = begins.int(), rows.int(), slots.int()

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.device import one_thread
+
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 ALONE = 1 << 15  # values from which on work on a CPU is bound by memory, not by calls
@@ -180,16 +182,18 @@ def _run(weights: Tensor, words: Tensor) -> Tensor:
     if rows * races > 1 and weights.device.type == "cpu" and vocab_size >= ALONE:
         winners = [_run(weights[row, race, None, None], words[row, race, None, None]) for row in range(rows) for race in range(races)]
         return torch.cat(winners).view(rows, races)
-    noise = _negative_exponentials(words, vocab_size)
-    return argmin(torch.div(weights, noise, out=noise) if weights.dtype == torch.float32 else weights / noise)
+    with one_thread(weights):
+        noise = _negative_exponentials(words, vocab_size)
+        return argmin(torch.div(weights, noise, out=noise) if weights.dtype == torch.float32 else weights / noise)
 
 
 def _first(weights: Tensor, words: Tensor, k: int) -> Tensor:
     """``[R, K, k]`` the first k of each race."""
     if k == 1 and words.shape == weights.shape[:2]:
         return _run(weights, words)[..., None]
-    ratios = weights / _negative_exponentials(words, weights.shape[-1])
-    return argmin(ratios)[..., None] if k == 1 else ratios.topk(k, largest=False).indices
+    with one_thread(weights):
+        ratios = weights / _negative_exponentials(words, weights.shape[-1])
+        return argmin(ratios)[..., None] if k == 1 else ratios.topk(k, largest=False).indices
 
 
 def argmax(values: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.device import one_thread
 from foredraft.errors import ConfigurationError
 
 from .histories import NodeHistories, put, take
@@ -246,14 +247,15 @@ def process(
     wide = torch.promote_types(logits.dtype, torch.float32)  # float64 stays, for exact enumeration
     if all(pipeline.empty for pipeline in pipelines):
         return logits.to(wide)
-    scores = logits.to(wide, copy=True).contiguous()
     plain = [row for row, pipeline in enumerate(pipelines) if not pipeline.guarded]
     guarded = [row for row, pipeline in enumerate(pipelines) if pipeline.guarded]
-    if histories is not None and histories.valid is not None and any(pipeline.strict for pipeline in pipelines):
-        scores.masked_fill_(~histories.valid[..., None], 0)
     watch = watch or Stopwatch()
-    if plain:
-        scores = run(scores, pipelines, histories, plain, watch)
+    with one_thread(logits):
+        scores = logits.to(wide, copy=True).contiguous()
+        if histories is not None and histories.valid is not None and any(pipeline.strict for pipeline in pipelines):
+            scores.masked_fill_(~histories.valid[..., None], 0)
+        if plain:
+            scores = run(scores, pipelines, histories, plain, watch)
     if guarded:
         assert histories is not None
         scores = run_guarded(scores, pipelines, histories, guarded, watch)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foredraft.device import to_device
+from foredraft.device import one_thread, to_device
 from foredraft.logits.histories import NodeHistories
 from foredraft.logits.noise import Randomness
 from foredraft.logits.processors import Pipeline, Stopwatch, process
@@ -87,11 +87,12 @@ class Sampler:
 
     def distribution(self, scores: Tensor) -> Tensor:
         """``scores`` ``[R, V]`` or ``[R, n, V]`` as probabilities; one-hot where the row is greedy."""
-        p = torch.softmax(scores, -1)
-        for row, sampled in enumerate(self.sampled):
-            if not sampled:
-                p[row] = torch.zeros_like(p[row]).scatter_(-1, scores[row].argmax(-1, keepdim=True), 1.0)
-        return p
+        with one_thread(scores):
+            p = torch.softmax(scores, -1)
+            for row, sampled in enumerate(self.sampled):
+                if not sampled:
+                    p[row] = torch.zeros_like(p[row]).scatter_(-1, scores[row].argmax(-1, keepdim=True), 1.0)
+            return p
 
 
 def widened(logits: Tensor) -> Tensor:

@@ -1,0 +1,66 @@
+"""Small tensor operations of a round keep to one thread: OpenMP's other threads would wait in a loop on the kernels' cores."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers import make_drafter, prompts, tiny
+
+from foredraft import Speculator, device, verification
+from foredraft.device import host_threads, one_thread
+
+
+@pytest.fixture(autouse=True)
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+pytestmark = pytest.mark.skipif(device._openmp() is None, reason="torch's OpenMP library is not found")
+
+
+def test_few_values_keep_to_one_thread():
+    few, many = torch.zeros(8), torch.empty(1).expand(device.SMALL)
+    with one_thread(few):
+        assert torch.get_num_threads() == 1 and host_threads() == 3
+        with one_thread(few):
+            assert torch.get_num_threads() == 1 and host_threads() == 3
+        assert torch.get_num_threads() == 1 and host_threads() == 3
+        with ThreadPoolExecutor(1) as others:  # a thread that begins meanwhile
+            assert others.submit(torch.get_num_threads).result() == 3
+    assert torch.get_num_threads() == host_threads() == 3
+    with one_thread(many):
+        assert torch.get_num_threads() == 3
+    with pytest.raises(ValueError), one_thread(few):
+        raise ValueError
+    assert torch.get_num_threads() == host_threads() == 3
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["built in", "of the user's own"])
+def test_a_round_verifies_on_one_thread_and_the_users_code_has_all(own, monkeypatch):
+    seen: dict[str, set[int]] = {"rule": set(), "race": set(), "processor": set()}
+    rule = verification.create("rejection")
+    verify = type(rule).verify
+
+    def watching(self, *args):
+        seen["rule"].add(torch.get_num_threads())
+        return verify(self, *args)
+
+    def processor(input_ids, scores):
+        seen["processor"].add(torch.get_num_threads())
+        return scores
+
+    from foredraft.logits import noise
+
+    exponentials = noise._negative_exponentials
+    monkeypatch.setattr(noise, "_negative_exponentials", lambda *args: (seen["race"].add(torch.get_num_threads()), exponentials(*args))[1])
+    monkeypatch.setattr(type(rule), "verify", watching)
+    speculator = Speculator(tiny(), make_drafter("draft-model"), rule=rule, shape="chain(2)")
+    more = {"logits_processor": [processor]} if own else {"top_k": 5}
+    speculator.generate(torch.tensor(prompts((12,))), do_sample=True, max_new_tokens=8, pad_token_id=0, **more)
+    assert seen == {"rule": {1}, "race": {1}, "processor": {3} if own else set()}
+    assert torch.get_num_threads() == 3
