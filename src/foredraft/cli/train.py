@@ -1,4 +1,4 @@
-"""``foredraft train``: a head for a target, from texts that the target wrote, or the target itself by the LayerSkip recipe."""
+"""``foredraft train``: a head or a draft model for a target, from texts, or the target itself by the LayerSkip recipe."""
 
 from __future__ import annotations
 
@@ -12,19 +12,28 @@ import typer
 
 from foredraft.cli.failures import INTERRUPTED, exit_codes, note, quiet
 from foredraft.cli.options import panel
+from foredraft.training.distilling import POSITIONS, Distilling
 from foredraft.training.layerskip import CURRICULA, SCHEDULES, Recipe
 
 DATA, LENGTH, OPTIMISER = map(panel, ("Data", "Length", "Optimiser"))
 MEASURE, BACKBONE, MACHINE = map(panel, ("Held-out acceptance", "Backbone", "Machine"))
-RECIPE = panel("layerskip")
-HEADS_ONLY = ("head_option", "stored_hidden", "successors", "tree_nodes", "backbone_rate", "head_weight", "head_warmup")
+RECIPE, DISTILLING = panel("layerskip"), panel("draft")
+ONLY = {  # the options of some kinds
+    "heads": ("head_option", "stored_hidden", "successors", "tree_nodes", "backbone_rate", "head_weight", "head_warmup"),
+    "layerskip": tuple(Recipe.__dataclass_fields__),
+    "draft": (*Distilling.__dataclass_fields__, "prompt_tokens"),
+}
+RECIPES: dict[str, Any] = {"layerskip": Recipe, "draft": Distilling}
+RATES = {"layerskip": 1e-4, "draft": 5e-4}
 
 
 def train(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="medusa, hydra, eagle3, rnn or exit; or layerskip, which trains the target.", show_default=False
+            metavar="KIND",
+            help="medusa, hydra, eagle3, rnn or exit; layerskip, which trains the target; or draft, which distills a draft model.",
+            show_default=False,
         ),
     ],
     target: Annotated[str, typer.Option(help="The model to draft for, or to train: a path, a hub id, or zoo:NAME.", show_default=False)],
@@ -55,7 +64,9 @@ def train(
     epochs: Annotated[float, LENGTH(help="Passes over the data.")] = 1.0,
     batch_tokens: Annotated[int, LENGTH(min=1, help="Tokens of a micro-batch, per process.")] = 4096,
     accumulate: Annotated[int, LENGTH(min=1, help="Micro-batches per step, per process.")] = 1,
-    learning_rate: Annotated[float | None, OPTIMISER(help="Peak learning rate of AdamW.", show_default="1e-3; 1e-4 for layerskip")] = None,
+    learning_rate: Annotated[
+        float | None, OPTIMISER(help="Peak learning rate of AdamW.", show_default="1e-3; 1e-4 for layerskip, 5e-4 for draft")
+    ] = None,
     warmup: Annotated[int, OPTIMISER(min=0, help="Steps until the peak; a cosine follows.")] = 100,
     weight_decay: Annotated[float, OPTIMISER(min=0.0)] = 0.0,
     clip: Annotated[float, OPTIMISER(help="Largest gradient norm.")] = 1.0,
@@ -75,8 +86,9 @@ def train(
     backbone: Annotated[
         str | None,
         BACKBONE(
-            help="frozen, lora or full. lora and full also train the target, and the changed target then verifies the drafts.",
-            show_default="frozen; full for layerskip",
+            help="frozen, lora or full. lora and full also train the target, and the changed target then verifies the drafts. For draft: "
+            "whether the draft is trained whole or by adapters, which are merged into it.",
+            show_default="frozen; full for layerskip and draft",
         ),
     ] = None,
     backbone_rate: Annotated[float | None, BACKBONE(help="Learning rate of the backbone.", show_default="a quarter of the heads'")] = None,
@@ -99,6 +111,34 @@ def train(
         ),
     ] = Recipe.exit,
     favour: Annotated[float, RECIPE(help="Weight of --exit relative to the last layer.")] = Recipe.favour,
+    draft: Annotated[
+        str,
+        DISTILLING(
+            metavar="MODEL",
+            help="What is trained: a path, a hub id or zoo:NAME; target[0,3,7] for a copy of these layers; or a config.json, from scratch.",
+            show_default=False,
+        ),
+    ] = Distilling.draft,
+    loss: Annotated[
+        str, DISTILLING(help="fkl, rkl, jsd(β), tvd, lk(η) or ce, or a sum of them such as 0.5*fkl+0.5*tvd.")
+    ] = Distilling.loss,
+    temperature: Annotated[float, DISTILLING(help="At which the draft will be served.")] = Distilling.temperature,
+    positions: Annotated[str, DISTILLING(help=f"Which tokens count: {' or '.join(POSITIONS)}.")] = Distilling.positions,
+    on_policy: Annotated[
+        float, DISTILLING(metavar="λ", help="Share of the texts that the draft itself continues, as it is at that time.")
+    ] = Distilling.on_policy,
+    rewrite_every: Annotated[
+        int, DISTILLING(min=1, metavar="N", help="Steps after which texts are written anew.")
+    ] = Distilling.rewrite_every,
+    teacher_texts: Annotated[bool, DISTILLING("--teacher-texts", help="The target continues the other texts.")] = Distilling.teacher_texts,
+    stored_probabilities: Annotated[
+        bool,
+        DISTILLING("--stored-probabilities", help="Read the target's top-k probabilities from the data instead of computing them all."),
+    ] = Distilling.stored_probabilities,
+    prompt_tokens: Annotated[
+        int | None,
+        DISTILLING(min=1, help="Take this many tokens of each text as its prompt.", show_default="the prompts of the data"),
+    ] = None,
     precision: Annotated[str, MACHINE(help="bf16: products in bfloat16 over float32 weights; or float32.")] = "bf16",
     dtype: Annotated[str, MACHINE(help="The target's: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, MACHINE(help="cpu, cuda, ….", show_default="the process's GPU if there is one")] = None,
@@ -110,24 +150,22 @@ def train(
 
     layerskip trains the target itself to exit early, by the LayerSkip recipe. Use the result as --target FOLDER --drafter layer-skip.
 
+    draft distills the draft model --draft from the target. Use the result as --drafter draft-model:FOLDER.
+
     On several devices: torchrun --nproc-per-node N -m foredraft train …. Ctrl-C or SIGTERM saves; the same command with --resume goes on
     exactly. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 stopped and saved.
     """
-    from foredraft.training.options import LAYERSKIP, Options
+    from foredraft.training.options import ALONE, Options
 
     given = {name: value for name, value in locals().items() if name in inspect.signature(train).parameters}
     with exit_codes():
         from foredraft import heads
         from foredraft.cli.checks import check_data, check_model
-        from foredraft.errors import ConfigurationError, unknown
+        from foredraft.errors import unknown
 
-        if kind not in (kinds := [*heads.names(), LAYERSKIP]):
+        if kind not in (kinds := [*heads.names(), *ALONE]):
             raise unknown("unknown kind of head", kind, kinds)
-        alone = kind == LAYERSKIP
-        for name in HEADS_ONLY if alone else Recipe.__dataclass_fields__:
-            if given[name] != inspect.signature(train).parameters[name].default:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigurationError(f"{option} is for {'heads' if alone else 'layerskip'}, not for {kind}; leave it out")
+        check_options(kind if kind in ALONE else "heads", kind, given)
         check_model(target, dtype, device)
         check_data(data if held_out_data is None else [*data, held_out_data])
         from foredraft.training.runs import run
@@ -135,10 +173,10 @@ def train(
         quiet()
         logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of tied weights in every checkpoint
         named = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
-        named["backbone"] = backbone or ("full" if alone else "frozen")
-        named["learning_rate"] = (1e-4 if alone else 1e-3) if learning_rate is None else learning_rate
-        recipe = {name: given[name] for name in Recipe.__dataclass_fields__}
-        options = Options(**named, head=recipe if alone else head_options(head_option or ()))
+        named["backbone"] = backbone or ("full" if kind in ALONE else "frozen")
+        named["learning_rate"] = RATES.get(kind, 1e-3) if learning_rate is None else learning_rate
+        recipes = {each: {name: given[name] for name in cls.__dataclass_fields__} for each, cls in RECIPES.items()}
+        options = Options(**named, head=recipes.get(kind) or head_options(head_option or ()))
         finished = run(
             target,
             data,
@@ -154,6 +192,7 @@ def train(
             tree_nodes=tree_nodes,
             successors=successors,
             stored_hidden=stored_hidden,
+            prompt_tokens=prompt_tokens,
             report=show,
         )
         if finished is None:
@@ -161,6 +200,16 @@ def train(
             raise typer.Exit(INTERRUPTED)
         for line in finished:
             typer.echo(line)
+
+
+def check_options(group: str, kind: str, given: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError for an option that another group of kinds than ``group`` takes."""
+    from foredraft.errors import ConfigurationError
+
+    for other, names in ONLY.items():
+        for name in names:
+            if other != group and given[name] != inspect.signature(train).parameters[name].default:
+                raise ConfigurationError(f"--{name.replace('_', '-')} is for {other}, not for {kind}; leave it out")
 
 
 def head_options(given: Sequence[str]) -> dict[str, Any]:
@@ -177,10 +226,15 @@ def head_options(given: Sequence[str]) -> dict[str, Any]:
 
 def show(line: Mapping[str, Any]) -> None:
     """A line of the log, for people."""
+    if "note" in line:
+        note(line["note"])
+        return
     if "acceptance_length" in line:
         depths = " ".join(f"{share:.0%}" for share in line["accepted_by_depth"])
-        own = f"; own loss {line['held_out_loss']:.4f}" if "held_out_loss" in line else ""
-        typer.echo(f"{line['step']:>7}  held out: {line['acceptance_length']:.3f} tokens per pass (accepted by depth {depths}){own}")
+        more = f"; own loss {line['held_out_loss']:.4f}" if "held_out_loss" in line else ""
+        if "alpha" in line:
+            more = f"; greedy {line['greedy_length']:.3f}, sampled {line['sampled_length']:.3f}, α {line['alpha']:.3f}"
+        typer.echo(f"{line['step']:>7}  held out: {line['acceptance_length']:.3f} tokens per pass (accepted by depth {depths}){more}")
         return
     speed = f"  {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
     typer.echo(f"{line['step']:>7}  loss {line['loss']:.4f}  rate {line['learning_rate']:.2e}  norm {line['gradient_norm']:.2f}{speed}")

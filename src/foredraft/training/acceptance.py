@@ -19,10 +19,11 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.planning.tree_costs import tree_costs
-from foredraft.rows import RowParameters, SessionRow
+from foredraft.rows import SessionRow
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
 from foredraft.training.data import Texts
+from foredraft.training.generation import Answering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,13 +54,17 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Measures heads on ``prompts``, answered greedily with ``tokens`` tokens each, over ``shape``: by default
-    chains as deep as the head drafts."""
+    """Measures heads on ``prompts``, answered with ``tokens`` tokens each, over ``shape``: by default chains as deep as the head drafts.
+
+    The answers are greedy, or drawn at ``temperature`` and verified by ``rule``.
+    """
 
     prompts: Sequence[Sequence[int]]
     tokens: int
     drafter: Callable[[Head], Drafter] = drafter_of
     shape: str | None = None
+    temperature: float = 0.0
+    rule: str = "auto"
 
     def measure(self, model: PreTrainedModel, head: Head) -> Measured:
         """Leaves the generators of torch as they were."""
@@ -76,13 +81,14 @@ class Held:
     def _answer(self, model: PreTrainedModel, head: Head) -> tuple[Stats, list[SessionRow]]:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             shape = self.shape or f"chain({min(DEPTH, getattr(head.config, 'heads', DEPTH))})"
-            speculator = Speculator(model, self.drafter(head), shape=shape, self_test=False, reuse_prefix=False, execution="eager")
-            rows: list[SessionRow] = []
+            how: dict[str, Any] = {"rule": self.rule, "self_test": False, "reuse_prefix": False, "execution": "eager"}
+            speculator = Speculator(model, self.drafter(head), shape=shape, **how)
+            asked, rows = Answering(self.tokens, (self.temperature,)), list[SessionRow]()
             try:
                 session = speculator.session()
                 for start in range(0, len(self.prompts), BATCH):
-                    for prompt in self.prompts[start : start + BATCH]:
-                        session.add(prompt, RowParameters(max_new_tokens=self.tokens))
+                    for index, prompt in enumerate(self.prompts[start : start + BATCH], start):
+                        session.add(prompt, asked.parameters(index, prompt, frozenset()))
                     rows += session.waiting
                     while session.live:
                         session.step()

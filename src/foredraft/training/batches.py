@@ -7,9 +7,10 @@ that accumulates twice as much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -106,9 +107,9 @@ class Order:
                 yield epoch, [self.tokens(each) for each in batches[first + rank : first + self.per_step : processes]]
             step, epoch = 0, epoch + 1
 
-    def tokens(self, members: Numbers) -> Tokens:
-        """The texts, padded."""
-        texts = [self.texts[int(member)][: self.longest] for member in members]
+    def tokens(self, members: Numbers, instead: Mapping[int, np.ndarray[Any, Any]] = MappingProxyType({})) -> Tokens:
+        """The texts, padded; those of ``instead`` in place of the ones that were given."""
+        texts = [instead.get(int(member), self.texts[int(member)])[: self.longest] for member in members]
         ids, valid, counted = (np.zeros((len(texts), max(map(len, texts))), dtype=kind) for kind in (np.int64, bool, bool))
         for row, (member, text) in enumerate(zip(members, texts)):
             ids[row, : len(text)], valid[row, : len(text)] = text, True

@@ -160,9 +160,10 @@ class Texts:
 
     Args:
         partial: take the shards that are there; otherwise all must be.
+        prompt_tokens: take so many tokens of each text as its prompt, wherever its answer begins.
     """
 
-    def __init__(self, folder: Path, *, partial: bool = False):
+    def __init__(self, folder: Path, *, partial: bool = False, prompt_tokens: int | None = None):
         self.folder, self.manifest = Path(folder), Manifest.read(Path(folder))
         self.shards = [shard for shard in range(self.manifest.shards) if shard_file(self.folder, shard).exists()]
         if not self.shards or (len(self.shards) < self.manifest.shards and not partial):
@@ -173,6 +174,8 @@ class Texts:
         loaded = [Shard.load(shard_file(self.folder, shard)) for shard in self.shards]
         self.origins = [(shard, row) for shard, each in zip(self.shards, loaded) for row in range(len(each.lengths))]
         self._take(loaded)
+        if prompt_tokens is not None:
+            self.prompt_lengths = np.minimum(prompt_tokens, self.lengths)
         self.parts: tuple[Texts, ...] = (self,)
 
     @classmethod

@@ -14,7 +14,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Batch, Head
 from foredraft.training.batches import Tokens
 from foredraft.training.features import Reader
-from foredraft.training.options import LAYERSKIP, Options
+from foredraft.training.options import ALONE, DRAFT, Options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +60,7 @@ def language_loss(batch: Batch) -> Tensor:
 
 
 def open_backbone(model: PreTrainedModel, options: Options) -> Any:
-    """Make the target trainable as ``options.backbone`` says, in place: weights in float32, or adapters in its linear layers.
+    """Make a model trainable as ``options.backbone`` says, in place: weights in float32, or adapters in its linear layers.
 
     Returns:
         what stores it in the end: the model, or the adapters' wrapper around it.
@@ -68,10 +68,11 @@ def open_backbone(model: PreTrainedModel, options: Options) -> Any:
     Raises:
         ConfigurationError: peft is missing, or finds nothing to adapt; or weights that cannot be trained.
     """
+    what = "draft" if options.kind == DRAFT else "target"
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ConfigurationError("the target has adapters already; merge them into it first")
-    if getattr(model.config, "quantization_config", None) is not None and (options.backbone == "full" or options.kind == LAYERSKIP):
-        raise ConfigurationError("quantized weights cannot be trained; pass a target that is not quantized")
+        raise ConfigurationError(f"the {what} has adapters already; merge them into it first")
+    if getattr(model.config, "quantization_config", None) is not None and (options.backbone == "full" or options.kind in ALONE):
+        raise ConfigurationError(f"quantized weights cannot be trained; pass a {what} that is not quantized")
     if options.backbone == "full":
         return model.float().requires_grad_()
     try:
@@ -84,7 +85,7 @@ def open_backbone(model: PreTrainedModel, options: Options) -> Any:
         try:
             return get_peft_model(model, config)
         except ValueError as error:
-            raise ConfigurationError(f"peft cannot adapt this target: {error}; use --backbone full") from error
+            raise ConfigurationError(f"peft cannot adapt this {what}: {error}; use --backbone full") from error
 
 
 def optimizer_of(learner: nn.Module, options: Options) -> torch.optim.Optimizer:

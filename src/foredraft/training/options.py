@@ -12,7 +12,9 @@ from foredraft.errors import ConfigurationError
 
 PRECISIONS = ("bf16", "float32")
 BACKBONES = ("frozen", "lora", "full")
-LAYERSKIP = "layerskip"  # the kind that is no head: the model itself is trained, by the LayerSkip recipe
+LAYERSKIP = "layerskip"  # no head: the model itself is trained, by the LayerSkip recipe
+DRAFT = "draft"  # no head either: a model that drafts is distilled from the target
+ALONE = {LAYERSKIP: "layerskip trains the model itself", DRAFT: "draft trains the draft model"}  # kinds that train a model and no head
 # What changes nothing about the weights that come out: a resumed run may have others.
 FREE = ("report_every", "save_every")
 
@@ -22,7 +24,8 @@ class Options:
     """Settings of a run; all of them but those in ``FREE`` decide what comes out, and a run is resumed with the same ones only.
 
     Attributes:
-        kind, head: which head, and the options of its ``for_target``; or "layerskip", which trains the model alone, and its recipe.
+        kind, head: which head, and the options of its ``for_target``; "layerskip", which trains the model alone, or "draft", which trains
+            a draft model, and their recipes.
         steps, epochs: how long; ``steps`` counts where both are given.
         batch_tokens: tokens of a micro-batch per process, padding included; ``accumulate`` micro-batches make a step.
         learning_rate, warmup, weight_decay, clip: AdamW's peak rate after ``warmup`` steps, from where it falls to 0 as a cosine; largest
@@ -33,7 +36,7 @@ class Options:
         held_out, answer_tokens: prompts that acceptance is measured with, and how many tokens they are answered with.
         evaluate_every, patience: steps between measurements of acceptance; stop after so many that bring nothing, 0 for never.
         backbone: "frozen", or trained too: "lora" with adapters, "full" as a whole; ``backbone_rate`` is its learning rate, by default a
-            quarter of ``learning_rate``, or all of it for a model alone.
+            quarter of ``learning_rate``, or all of it for a model alone. For "draft", the backbone is the draft.
         head_weight, head_warmup: c and r of the loss with a backbone, L_LM + c s(t) L_heads with s(t) = sin(pi/2 min(1, t/(r T))).
         lora_rank: of the adapters.
     """
@@ -68,8 +71,8 @@ class Options:
         for name, valid in (("precision", PRECISIONS), ("backbone", BACKBONES)):
             if getattr(self, name) not in valid:
                 raise ConfigurationError(f"unknown {name} {getattr(self, name)!r}; choose {', '.join(valid)}")
-        if self.kind == LAYERSKIP and not self.trains_backbone:
-            raise ConfigurationError("layerskip trains the model itself: pass --backbone full, or lora for adapters")
+        if self.kind in ALONE and not self.trains_backbone:
+            raise ConfigurationError(f"{ALONE[self.kind]}: pass --backbone full, or lora for adapters")
         counts = ("batch_tokens", "accumulate", "held_out", "answer_tokens", "evaluate_every", "report_every", "save_every", "lora_rank")
         for name in (*counts, "steps"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -85,7 +88,7 @@ class Options:
     @property
     def own_rate(self) -> float:
         """The peak learning rate of the backbone."""
-        return self.backbone_rate or self.learning_rate / (1 if self.kind == LAYERSKIP else 4)
+        return self.backbone_rate or self.learning_rate / (1 if self.kind in ALONE else 4)
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of step ``step`` of ``steps``, relative to its peak."""

@@ -12,16 +12,20 @@ import torch
 
 from foredraft import heads
 from foredraft.errors import ConfigurationError
+from foredraft.heads.base import Head
 from foredraft.heads.checkpoints import save as save_head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.loading import load_model, load_tokenizer, name_of
 from foredraft.training.acceptance import Held, calibrated, counted
 from foredraft.training.data import Manifest, Texts, refuse_other_data
+from foredraft.training.drafts import Draft
 from foredraft.training.early_exits import EarlyExits
 from foredraft.training.journal import Journal
-from foredraft.training.options import LAYERSKIP, Options
+from foredraft.training.options import DRAFT, LAYERSKIP, Options
 from foredraft.training.trainer import Outcome, Trainer
+from foredraft.training.worth import Prices, compared
 
+KINDS: dict[str, type[Head]] = {LAYERSKIP: EarlyExits, DRAFT: Draft}  # that are no heads
 RUN = "run"  # checkpoints, log and curves, below the folder of the head
 
 
@@ -41,9 +45,10 @@ def run(
     tree_nodes: int | None = None,
     successors: bool = True,
     stored_hidden: bool = False,
+    prompt_tokens: int | None = None,
     report: Callable[[Mapping[str, Any]], None] = lambda line: None,
 ) -> list[str] | None:
-    """Train a head, or a model by the LayerSkip recipe, and store the best one in ``out``.
+    """Train a head, a model by the LayerSkip recipe, or a draft model, and store the best one in ``out``.
 
     Returns:
         what came of it, in words, or None if the run was stopped before its end.
@@ -53,29 +58,39 @@ def run(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    kind = EarlyExits if options.kind == LAYERSKIP else heads.find(options.kind)
-    if kind is EarlyExits and Path(target).expanduser().resolve() == out.resolve():
+    kind = KINDS.get(options.kind) or heads.find(options.kind)
+    begun = {LAYERSKIP: target, DRAFT: options.head.get("draft", "")}.get(options.kind)
+    if begun and Path(begun).expanduser().resolve() == out.resolve():
         raise ConfigurationError(f"{out} is the model that is to be trained: choose another folder (--out), which gets the trained one")
+    if prompt_tokens is not None and options.head.get("stored_probabilities"):
+        raise ConfigurationError(
+            "probabilities are stored for the answers of the data: leave --prompt-tokens or --stored-probabilities out"
+        )
     for folder in data:
         Manifest.read(folder)  # before weights are read
     model = load_model(target, dtype=dtype, device=device or own_device())
-    parts = [Texts(folder, partial=partial) for folder in data]
+    parts = [Texts(folder, partial=partial, prompt_tokens=prompt_tokens) for folder in data]
     for part in parts:
         refuse_other_data(part.manifest, model, other_target=other_target)
     held = others = None
     if held_out_data is not None:
-        others = Texts(held_out_data, partial=True)
+        others = Texts(held_out_data, partial=True, prompt_tokens=prompt_tokens)
         refuse_other_data(others.manifest, model, other_target=True)
         held = Held([others.prompt(index) for index in range(min(len(others), options.held_out))], options.answer_tokens)
     texts = Texts.together(parts)
     given: dict[str, Any] = {"held": held, "held_texts": others, "resume": resume, "stored": stored_hidden, "report": report}
     trainer = Trainer(model, kind, texts, out / RUN, options, **given)
+    if options.kind == DRAFT:
+        for note in as_large(trainer.trained, model):
+            report({"note": note})
     outcome = trainer.train()
     if not outcome.finished:
         return None
     said: list[str] = []
     if trainer.accelerator.is_main_process and isinstance(outcome.head, EarlyExits):
         said = store_model(trainer, outcome.head, out, target)
+    elif trainer.accelerator.is_main_process and isinstance(outcome.head, Draft):
+        said = store_draft(trainer, outcome.head, out, target)
     elif trainer.accelerator.is_main_process:
         said = [*store(trainer, outcome, out, tree_nodes, successors=successors), *store_target(trainer, out, target)]
     trainer.accelerator.wait_for_everyone()
@@ -129,11 +144,7 @@ def store_target(trainer: Trainer, out: Path, target: str) -> list[str]:
 
 def store_model(trainer: Trainer, head: EarlyExits, out: Path, target: str) -> list[str]:
     """Store a model that was trained alone as a checkpoint that needs nothing else; adapters are merged into it."""
-    assert trainer.opened is not None
-    model = trainer.opened.merge_and_unload() if trainer.options.backbone == "lora" else trainer.opened
-    model.save_pretrained(out)
-    with suppress(ConfigurationError):  # a model without a tokenizer
-        load_tokenizer(target).save_pretrained(out)
+    store_checkpoint(trainer, out, target)
     lines = {line["step"]: line for line in Journal.read(trainer.folder) if "held_out_loss" in line}
     length, loss = ([lines[step][name] for step in (0, trainer.state.best)] for name in ("acceptance_length", "held_out_loss"))
     return [
@@ -142,6 +153,40 @@ def store_model(trainer: Trainer, head: EarlyExits, out: Path, target: str) -> l
         f"its text has its own output distribution, not that of {target}; use --target {out} --drafter layer-skip --drafter-option "
         f"exit={head.config.exit}",
     ]
+
+
+def store_draft(trainer: Trainer, head: Draft, out: Path, target: str) -> list[str]:
+    """Store a draft as a checkpoint that needs nothing else, and say what it is worth beside the one that training began with."""
+    lines = {line["step"]: line for line in Journal.read(trainer.folder) if "alphas" in line}
+    model, best, recipe = store_checkpoint(trainer, out, target), trainer.state.best, head.config.recipe
+    worth = compared(lines[0], lines[best], Prices.measured(trainer.model, Draft(head.config, model)), recipe.temperature)
+    return [
+        f"{out}: the draft of step {best}; use --target {target} --drafter draft-model:{out}"
+        if best
+        else f"{out}: the draft as it was: no step made it better",
+        *as_large(model, trainer.model),
+        *worth,
+    ]
+
+
+def as_large(draft: Any, target: Any) -> list[str]:
+    """A note, where a draft has as many parameters as its target."""
+    sizes = [model.num_parameters() for model in (draft, target)]
+    if sizes[0] < sizes[1]:
+        return []
+    return [
+        f"the draft is as large as the target ({sizes[0]:,} and {sizes[1]:,} parameters): a round then takes longer than plain decoding"
+    ]
+
+
+def store_checkpoint(trainer: Trainer, out: Path, target: str) -> Any:
+    """Write what was trained, with the target's tokenizer, and return it; adapters are merged into it."""
+    assert trainer.opened is not None
+    model = trainer.opened.merge_and_unload() if trainer.options.backbone == "lora" else trainer.opened
+    model.save_pretrained(out)
+    with suppress(ConfigurationError):  # a model without a tokenizer
+        load_tokenizer(target).save_pretrained(out)
+    return model
 
 
 def own_device() -> str:

@@ -1,4 +1,4 @@
-"""The trainer: one loop for every kind of head, and for a model that learns to exit early, on one device or many.
+"""The trainer: one loop for every kind of head, for a model that learns to exit early, and for a draft model, on one device or many.
 
 accelerate places it: a process alone, or one of several that torchrun started, with gradients averaged (DDP) or weights sharded (FSDP). The
 target is frozen, computes in its own dtype, and reads every batch once; the head's weights are float32, its products bfloat16 unless
@@ -31,12 +31,15 @@ from foredraft.training import checkpoints
 from foredraft.training.acceptance import Held
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.checkpoints import State
+from foredraft.training.continuations import Continuations
 from foredraft.training.data import Texts, changes
+from foredraft.training.drafts import Distiller, Draft, StoredProbabilities
 from foredraft.training.early_exits import EarlyExitLearner, EarlyExits, held_out_loss
 from foredraft.training.features import Reader, StoredReader
 from foredraft.training.journal import Journal, Since, Sums
 from foredraft.training.learner import BACKBONE, HEAD, Learner, learnt, open_backbone, optimizer_of, part
 from foredraft.training.options import FREE, Options
+from foredraft.training.worth import DraftHeld
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -96,17 +99,20 @@ class Trainer:
         self.order = Order(texts, members, options.batch_tokens, per_step, options.seed, options.max_length, options.count_prompts)
         self.steps = options.steps or max(1, round(options.epochs * self.order.steps(0)))
         self._settings = {**options.to_dict(), "data": texts.digest(), "processes": self.accelerator.num_processes}
-        self.dtype = model.dtype
-        self.opened = open_backbone(model, options) if options.trains_backbone else None  # what stores a target that changes
+        self.trained, self.dtype = model, model.dtype
+        changes_target = options.trains_backbone and head is not Draft
+        self.opened = open_backbone(model, options) if changes_target else None  # what stores a model that changes
         self.drafting = self._fresh(head).requires_grad_(False).eval()  # in the target's dtype; measured, and handed out in the end
-        self.head = beside(model, self.drafting).float().requires_grad_().train()
-        backbone = model if options.trains_backbone else None
-        if isinstance(self.head, EarlyExits):
-            self.plain: nn.Module = EarlyExitLearner(model, self.head.config.recipe, options.seed)
+        self.continuations: Continuations | None = None
+        self.head = self.drafting if head is Draft else beside(model, self.drafting).float().requires_grad_().train()
+        if isinstance(self.head, Draft):
+            self.plain: nn.Module = self._distiller(self.head)
+        elif isinstance(self.head, EarlyExits):
+            self.plain = EarlyExitLearner(model, self.head.config.recipe, options.seed)
             apart = range(len(members), len(texts)) if held_texts is None else range(min(options.held_out, len(held_texts)))
             self.apart = Order(held_texts or texts, apart, options.batch_tokens, 1, 0, options.max_length, options.count_prompts)
         else:
-            self.plain = Learner(self.head, self._reader(stored), options, backbone=backbone)
+            self.plain = Learner(self.head, self._reader(stored), options, backbone=model if changes_target else None)
         self.learner, self.optimizer = self.accelerator.prepare(self.plain, optimizer_of(self.plain, options))
         sharded = str(self.accelerator.distributed_type).endswith("FSDP")
         if asks_for_shards() and not sharded:
@@ -138,6 +144,18 @@ class Trainer:
             raise ConfigurationError("stored hidden states are those of the unchanged target; train a backbone without --stored-hidden")
         return StoredReader(self.model, self.head.features, self.texts)
 
+    def _distiller(self, draft: Draft) -> Distiller:
+        """What trains a draft, and measures it greedily and sampled."""
+        recipe, options = draft.config.recipe, self.options
+        self.trained, self.dtype = draft.model, draft.model.dtype
+        self.opened = open_backbone(draft.model, options)
+        self.held = DraftHeld(self.held.prompts, self.held.tokens, served_at=recipe.temperature)
+        if recipe.rewrites:
+            self.continuations = Continuations(self.folder, self.order, recipe, self.steps, draft.model, self.model)
+        if recipe.stored_probabilities and options.count_prompts:
+            raise ConfigurationError("probabilities are stored for answers only: leave --count-prompts or --stored-probabilities out")
+        return Distiller(draft.model, self.model, recipe, StoredProbabilities(self.texts) if recipe.stored_probabilities else None)
+
     def _begin(self, resume: bool) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         last = checkpoints.latest(self.folder)
@@ -146,6 +164,7 @@ class Trainer:
                 f"{str(self.folder)!r} already holds a run: continue it with --resume, or choose another folder (--out)"
             )
         if last is None:
+            self._forget()
             return
         self.state, before = checkpoints.read(last)
         if changed := changes(before, {name: value for name, value in self._settings.items() if name not in FREE}):
@@ -153,6 +172,11 @@ class Trainer:
                 f"the run in {str(self.folder)!r} was started with other settings: {'; '.join(changed)}. Resume with the same settings, "
                 "or start a new run"
             )
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.continuations is not None and self.accelerator.is_main_process:
+            self.continuations.forget(self.state.step)
 
     # -- the loop ---------------------------------------------------------------------------------------------------------
 
@@ -167,10 +191,12 @@ class Trainer:
             begin, already, since = time.monotonic(), self.state.seconds, Since()
             if isinstance(self.head, EarlyExits) and not self.state.step:
                 self._measured(journal, self.weights())
+            if isinstance(self.head, Draft) and not self.state.step:
+                self._evaluate(journal)  # a draft that nothing made better is handed out as it was
             batches = self.order.read(step=self.state.step, rank=accelerator.process_index, processes=accelerator.num_processes)
             while not finished and not self._stop:
                 epoch, parts = next(batches)
-                line = self._step(parts)
+                line = self._step(self._rewritten(parts))
                 step = self.state.step + 1
                 tokens = self.state.tokens + int(line.pop("tokens"))
                 self.state = replace(self.state, step=step, tokens=tokens, seconds=already + time.monotonic() - begin)
@@ -192,6 +218,15 @@ class Trainer:
     def _over(self) -> bool:
         patience = self.options.patience
         return self.state.step >= self.steps or (patience > 0 and self.state.stale >= patience)
+
+    def _rewritten(self, parts: list[Tokens]) -> list[Tokens]:
+        """The texts of this step, where some are written during the run; the first process writes."""
+        if self.continuations is None:
+            return parts
+        if self.accelerator.is_main_process:
+            self.continuations.write(self.state.step)
+        self.accelerator.wait_for_everyone()
+        return self.continuations.read(self.state.step, parts)
 
     def _step(self, parts: list[Tokens]) -> dict[str, float]:
         """One step of the optimiser: the gradient of the mean loss over all tokens of all processes."""
@@ -255,12 +290,12 @@ class Trainer:
     def best(self) -> Head:
         """The head with the longest acceptance so far, or the current one if none was measured; a backbone becomes the one beside it."""
         weights = self.weights()
-        if self.state.best:
+        if self.state.best or isinstance(self.head, Draft):
             weights = checkpoints.load_best(self.folder, self.state.best)
         if self.opened is not None:
-            self.model.load_state_dict(part(weights, BACKBONE), strict=False)
+            self.trained.load_state_dict(part(weights, BACKBONE), strict=False)
             if self.options.backbone == "full":
-                self.model.to(self.dtype)
+                self.trained.to(self.dtype)
         return (self.current(weights) if weights else self.drafting).to(self.dtype)  # of sharded ones the first process alone has all
 
     def _write(self, journal: Journal | None, line: Mapping[str, Any]) -> None:
