@@ -175,8 +175,10 @@ def train(
         named = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
         named["backbone"] = backbone or ("full" if kind in ALONE else "frozen")
         named["learning_rate"] = RATES.get(kind, 1e-3) if learning_rate is None else learning_rate
-        recipes = {each: {name: given[name] for name in cls.__dataclass_fields__} for each, cls in RECIPES.items()}
-        options = Options(**named, head=recipes.get(kind) or head_options(head_option or ()))
+        recipe = {name: given[name] for name in RECIPES[kind].__dataclass_fields__} if kind in ALONE else head_options(head_option or ())
+        if kind in ALONE:
+            RECIPES[kind](**recipe)  # what is wrong with it is said before anything is loaded
+        options = Options(**named, head=recipe)
         finished = run(
             target,
             data,
