@@ -109,14 +109,13 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return named
 
 
-def vocabulary_difference(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+def vocabulary_difference(target: PreTrainedModel, draft: PreTrainedModel, target_tokenizer: Any, draft_tokenizer: Any) -> str | None:
     """What differs between two models' vocabularies, or None if a token id means the same to both.
 
-    The tokenizers are compared where both can be found on this machine; otherwise only the sizes, which may differ by padding.
+    The tokenizers are compared where both are known; otherwise only the sizes, which may differ by padding.
     """
-    tokenizers = [_tokenizer_of(model) for model in (target, draft)]
-    if None not in tokenizers:
-        ours, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
+    if target_tokenizer is not None and draft_tokenizer is not None:
+        ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
         differing = sorted((token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)), key=str)
         if not differing:
             return None
@@ -138,12 +137,12 @@ def fingerprint(tokenizer: Any) -> str:
 
 def fingerprint_of(model: PreTrainedModel) -> str | None:
     """That of the model's tokenizer, None if no tokenizer is found on this machine under the model's name."""
-    tokenizer = _tokenizer_of(model)
+    tokenizer = tokenizer_of(model)
     return None if tokenizer is None else fingerprint(tokenizer)
 
 
-def _tokenizer_of(model: PreTrainedModel) -> Any:
-    """None where none is found on this machine under the model's name."""
+def tokenizer_of(model: PreTrainedModel) -> Any:
+    """The model's own; None where none is found on this machine under the model's name."""
     try:
         return load_tokenizer(model.name_or_path, local=True) if model.name_or_path else None
     except (ConfigurationError, ImportError):

@@ -23,7 +23,7 @@ from foredraft.rows import RowParameters, read_lengths
 REFUSED_ARGUMENTS = {
     "adapter_names": "one adapter serves the whole call; choose it with set_adapter",
     "assistant_model": "the drafter is given to foredraft instead: drafter='draft-model:...'",
-    "assistant_tokenizer": "drafters with another tokenizer are not supported",
+    "assistant_tokenizer": "pass the tokenizer as Speculator(..., drafter_options={'tokenizer': ...}) if the draft model names none",
     "custom_generate": "a Speculator is its own decoding method",
     "inputs_embeds": "prompts must be token ids",
     "negative_prompt_ids": "classifier-free guidance is not supported",

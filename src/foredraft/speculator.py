@@ -164,6 +164,7 @@ class Speculator(TextInterface, Described):
                 wait=wait,
             )
             undo.callback(self.target.close)
+            self.target.tokenizer = tokenizer
             self.drafter.bind(self.target)
             undo.callback(self.drafter.close)
             self.drafter.owner = None  # a drafter that served another Speculator starts afresh here

@@ -114,6 +114,7 @@ class TableTarget:
         self.chains_only: str | None = None
         self.ragged = False
         self.owner: object = None
+        self.tokenizer: object = None
         self.version = 0
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None

@@ -51,7 +51,9 @@ def fits(pair: Pair, billions: float) -> bool:
 
 def _draft_model(found: Pair | None, billions: float) -> list[str]:
     if found is None:
-        return ["draft-model:SOURCE  no draft is known for this family; a model with the same tokenizer and a tenth of the parameters fits"]
+        return [
+            "draft-model:SOURCE  no draft is known for this family; a model of a tenth of the size fits, best one with the same tokenizer"
+        ]
     if not fits(found, billions):
         return [f"draft-model:SOURCE  the smallest of the family, {found.draft} ({found.billions:g} B), is too large for this model"]
     tried = "tried" if found.tried else "not tried here; the tokenizers are compared when it is loaded"

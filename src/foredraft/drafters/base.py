@@ -60,6 +60,7 @@ class DraftRequest:
         vocab_size: of the target; every token must lie below it.
         device: where the tree must be.
         sampler: turns logits into choices; use :meth:`choose`.
+        known: ``[V]`` bool: the tokens that the draft knows; None for all. Where a row's processors leave none of them, nothing is drafted.
         thresholds: per row, how likely a drafted token must be by the draft's raw softmax for the draft to go on below it; None for no
             such limit. Set by :class:`~foredraft.drafters.stopping.Stopping`.
     """
@@ -74,6 +75,7 @@ class DraftRequest:
     device: torch.device
     sampler: Sampler
     thresholds: Sequence[float] | None = None
+    known: Tensor | None = None
 
     def roots(self) -> Tensor:
         """``[R]`` last committed tokens."""
@@ -88,16 +90,7 @@ class DraftRequest:
         Returns:
             tokens ``[R]``, and q ``[R, V]`` float32 or None.
         """
-        scores = self.sampler.scores_below(logits, drafted, self.limits)
-        if self.proposal == "deterministic":
-            return argmax(scores), None
-        q = self.sampler.distribution(scores)
-        depth, noise = len(drafted), self.sampler.noise
-        assert noise is not None
-        if self.proposal == "keyed":
-            depths = torch.full((len(q), 1), depth, device=q.device)
-            return noise.race(q[:, None], depths)[:, 0], q if self.needs_q else None
-        return noise.draw(q, Purpose.DRAFT, depth), q if self.needs_q else None
+        return pick(self, self.sampler.scores_below(logits, drafted, self.limits), len(drafted))
 
     def goes_on(self, logits: Tensor, tokens: Tensor, above: Tensor) -> Tensor:
         """``[R, c]`` bool: below which of ``tokens`` ``[R, c]`` the ``thresholds`` allow more; ``logits`` ``[R, n, V]`` are the draft's raw
@@ -119,6 +112,19 @@ class DraftRequest:
         if min(lengths) == depth:
             return None
         return torch.arange(depth + 1, device=self.device)[None] <= to_device(lengths, self.device)[:, None]
+
+
+def pick(request: DraftRequest, scores: Tensor, depth: int) -> tuple[Tensor, Tensor | None]:
+    """What :meth:`DraftRequest.choose` gives, by processed ``scores`` ``[R, V]``, with ``depth`` tokens drafted already."""
+    if request.proposal == "deterministic":
+        return argmax(scores), None
+    q = request.sampler.distribution(scores)
+    noise = request.sampler.noise
+    assert noise is not None
+    if request.proposal == "keyed":
+        depths = torch.full((len(q), 1), depth, device=q.device)
+        return noise.race(q[:, None], depths)[:, 0], q if request.needs_q else None
+    return noise.draw(q, Purpose.DRAFT, depth), q if request.needs_q else None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ it the rest.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.draft_loops import DraftLoop, draft_loops
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.learning.serving import Learning, LearnOptions, learning_of
 from foredraft.drafters.siblings import DRAWN, offered
-from foredraft.errors import ConfigurationError
+from foredraft.drafters.vocabularies import VOCABULARIES, Foreign, Reading, foreign
+from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
-from foredraft.loading import load_model, vocabulary_difference
+from foredraft.loading import load_model
 from foredraft.parents import depths_of
 from foredraft.quantization import check_quantization
 from foredraft.shapes import DynamicShape, TreeShape
@@ -33,11 +36,16 @@ from foredraft.tree import Proposal, TokenTree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+
 
 class DraftModel(Drafter):
     """Options:
 
-    source: a causal language model with the target's tokenizer: a ``PreTrainedModel``, a path, a hub id or ``zoo:NAME``.
+    source: a causal language model: a ``PreTrainedModel``, a path, a hub id or ``zoo:NAME``.
+    vocabulary: how it drafts if its tokenizer is not the target's. ``intersection``: the tokens that both know, by their bytes; its
+        logits count at these alone. ``auto`` is ``intersection``.
+    tokenizer: that of the draft model, if none is found under its name. Pass the target's as ``Speculator(..., tokenizer=...)``.
     siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
@@ -49,7 +57,7 @@ class DraftModel(Drafter):
     """
 
     name = "draft-model"
-    summary = "a smaller causal language model with the same tokenizer, KV-cached and batched; chains and trees"
+    summary = "a smaller causal language model, KV-cached and batched; chains and trees"
     info = DrafterInfo(proposals=DRAWN.chains, branches=True, grows=True, runs_a_model=True, catches_up=True)
 
     def __init__(
@@ -62,6 +70,8 @@ class DraftModel(Drafter):
         execution: str = "auto",
         quantization: str | None = None,
         learn: bool | str | Path | Mapping[str, Any] = False,
+        vocabulary: str = "auto",
+        tokenizer: Any = None,
     ):
         source = named(source)
         check_quantization(quantization, source)
@@ -73,6 +83,10 @@ class DraftModel(Drafter):
         self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self.quantization = quantization
+        if vocabulary not in VOCABULARIES:
+            raise unknown("unknown vocabulary", vocabulary, VOCABULARIES)
+        self.vocabulary, self._tokenizer = vocabulary, tokenizer
+        self._foreign: Foreign | None = None  # where the tokenizer is not the target's
         self._target: Target | None = None
         self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
         self._slots: list[int] = []
@@ -92,21 +106,27 @@ class DraftModel(Drafter):
         if isinstance(draft, str):
             dtype, device = self.dtype or target.model.dtype, self.device or target.device
             draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization)
-        difference = vocabulary_difference(target.model, unwrap(draft))
-        if difference:
-            raise ConfigurationError(f"the draft model {draft.name_or_path!r} does not share the target's vocabulary: {difference}")
+        self._foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary)
         owned = isinstance(self.source, str)
+        if self.learn is not None and self._foreign is not None:
+            raise ConfigurationError("a draft with another tokenizer than the target's cannot learn from it: leave learn out")
         if self.learn is not None:
             draft, owned = draft if owned else copy.deepcopy(unwrap(draft)), True
             self.learning = learning_of(draft, target.model, self.learn)
         self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=owned, wait=target.wait)
         self.info = replace(self.info, draft_model=self._target)
-        self._loops = draft_loops(self._target)
+        if self._foreign is not None:
+            log.warning("%s", self._foreign)
+        self._loops = () if self._foreign is not None else draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
 
     @property
     def learnt(self) -> dict[str, Any] | None:
         return None if self.learning is None else self.learning.facts()
+
+    def facts(self, *, all: bool = False) -> dict[str, Any]:
+        facts = super().facts(all=all)
+        return facts if self._foreign is None else {**facts, "vocabulary": self._foreign}
 
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         return self.offer.of(shape)
@@ -122,29 +142,54 @@ class DraftModel(Drafter):
         return None
 
     def begin(self, rows: Sequence[Row]) -> None:
-        self.model.open([row.ids for row in rows], reserve=[row.capacity for row in rows])
+        own = rows if self._foreign is None else self._foreign.begin(rows)
+        self.model.open([row.ids for row in own], reserve=[row.capacity for row in rows])
         self._slots += [row.slot for row in rows]
         if self.learning is not None:
             self.learning.begin(rows)
 
     def draft(self, request: DraftRequest) -> TokenTree:
-        limits = [min(limit, self._room(row)) for row, limit in zip(request.rows, request.limits)]
+        own = self._own(request.rows)
+        limits = [min(limit, self._room(row)) for row, limit in zip(own, request.limits)]
         depth = max(limits)
         if depth < 1:
             return TokenTree.root(request.roots())
         self.expected_accepted, chain = None, request.shape.is_chain
-        request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits)
+        inside = None if self._foreign is None else self._foreign.inside
+        request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits, known=inside)
         self._grown = next((grown for loop in self._loops if (grown := loop.draft(request, chain=chain)) is not None), None)
         by_level = self._grown is None
         if self._grown is None and chain:
-            return self._chain(request)
-        self._grown = self._grown or grow(request, self._expand(request.rows))
+            return self._chain(request, own)
+        self._grown = self._grown or grow(request, self._expand(own))
         self.expected_accepted = self._grown.expected
         return self._grown.tree.truncate(limits) if by_level else self._grown.tree
 
-    def _chain(self, request: DraftRequest) -> TokenTree:
-        self._begun = [len(row.ids) - 1 for row in request.rows]
-        return one_by_one(request, lambda path: self._feed(path[-1]) if len(path) > 1 else self._after(request.rows, path[0]))
+    def _chain(self, request: DraftRequest, own: Sequence[Row]) -> TokenTree:
+        self._begun = [len(row.ids) - 1 for row in own]
+
+        def after(path: list[Tensor]) -> Tensor:
+            return self._said(self._feed(self._known(path[-1])) if len(path) > 1 else self._after(own, path[0]))
+
+        return one_by_one(request, after)
+
+    def _own(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """``rows`` in this model's tokens, its cache cut back to where these are still the same."""
+        if self._foreign is None:
+            return rows
+        own, same = self._foreign.follow(rows)
+        self.model.rewind([min(pair) for pair in zip(self.model.lengths, same)])
+        return own
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """This model's tokens for the target's; one that only the target's padding knows is fed as another."""
+        if self._foreign is not None:
+            return self._foreign.known[tokens]
+        return tokens.clamp(max=self.model.vocab_size - 1) if self._smaller else tokens
+
+    def _said(self, logits: Tensor) -> Tensor:
+        """This model's ``logits`` at the target's tokens."""
+        return logits if self._foreign is None else self._foreign.intersection.scattered(logits)
 
     def _expand(self, rows: Sequence[Row]) -> Expand:
         """What this model says after the nodes of a tree. The root comes first, with whatever else its cache lacks; it is then taken
@@ -152,32 +197,35 @@ class DraftModel(Drafter):
 
         def expand(tree: TokenTree, first: int) -> Tensor:
             if first == 0:
-                logits = self._after(rows, tree.tokens[:, 0])[:, None]
+                logits = self._said(self._after(rows, tree.tokens[:, 0]))[:, None]
                 self.model.rewind([len(row.ids) - 1 for row in rows])
                 return logits
-            if self._smaller:
-                tree = replace(tree, tokens=tree.tokens.clamp(max=self.model.vocab_size - 1))
-            return self.model.score(_moved(tree, self.model.device), first=first)
+            tree = replace(tree, tokens=self._known(tree.tokens))
+            return self._said(self.model.score(_moved(tree, self.model.device), first=first))
 
         return expand
 
     def _after(self, rows: Sequence[Row], roots: Tensor) -> Tensor:
         """``[R, V]`` logits after each row's text, whatever this cache lacks of it: mostly the root alone."""
         if all(len(row.ids) == length + 1 for row, length in zip(rows, self.model.lengths)):
-            return self._feed(roots)
+            return self._feed(self._known(roots) if self._foreign is None else to_device([row.ids[-1] for row in rows], roots.device))
         return self.model.prefill([row.ids for row in rows], first=0)
 
     def _feed(self, tokens: Tensor) -> Tensor:
-        """``[R, V]`` logits after one more token ``[R]`` per row; one that only the target's padding knows is fed as another."""
-        if self._smaller:
-            tokens = tokens.clamp(max=self.model.vocab_size - 1)
+        """``[R, V]`` logits after one more token ``[R]`` per row."""
         return self.model.advance(tokens.to(self.model.device))
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         """Keep what was accepted of what was seen; the text but for its last token is the longest beginning that counts."""
         if self._grown is not None:
             self._keep(self._grown, feedback)
-            self._grown = None
+        if self._foreign is not None:
+            if self._grown is not None or self._begun:
+                self._foreign.drafted(rows, feedback)
+                self._own(rows)
+            self._grown, self._begun = None, []
+            return
+        self._grown = None
         lengths = [min(length, len(row.ids) - 1) for length, row in zip(self.model.lengths, rows)]
         if self._begun:  # where other drafters take part, what was accepted need not be what this one drafted
             kept = [begun + 1 + count for begun, count in zip(self._begun, feedback.accepted)]
@@ -216,6 +264,8 @@ class DraftModel(Drafter):
 
     def end(self, rows: Sequence[Row]) -> None:
         gone = {row.slot for row in rows}
+        if self._foreign is not None:
+            self._foreign.end(gone)
         keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
         self.model.compact(keep)
         self._slots = [self._slots[index] for index in keep]
@@ -228,6 +278,8 @@ class DraftModel(Drafter):
         if self._target is not None and (self._slots or self._target.lengths):
             self._target.release()  # an interrupted round leaves drafted tokens behind
         self._slots, self._grown, self._begun = [], None, []
+        if self._foreign is not None:
+            self._foreign.readings.clear()
 
     def follow(self) -> int:
         self.model.follow()
@@ -249,6 +301,8 @@ class DraftModel(Drafter):
 
     def _room(self, row: Row) -> int:
         """How many tokens this model can still draft for ``row`` inside its own context."""
+        if isinstance(row, Reading) and row.behind:
+            return 0
         return row.capacity if self.model.trained is None else max(0, self.model.trained - len(row.ids))
 
 

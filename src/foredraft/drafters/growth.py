@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
-from foredraft.drafters.base import DraftRequest
+from foredraft.drafters.base import DraftRequest, pick
 from foredraft.logits.noise import Purpose, argmax
 from foredraft.logits.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, Level, StaticShape
@@ -30,6 +30,7 @@ from foredraft.tree import TokenTree, static_parents_tensor
 Expand = Callable[[TokenTree, int], Tensor]
 """``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
 asked about the nodes before ``first`` already, in trees with the same beginning."""
+IMPOSSIBLE = float("-inf")
 Offer = Callable[[TokenTree, int, Tensor, int], tuple[Tensor, Tensor, Tensor | None]]
 """``offer(tree, first, above, depth)`` gives k children of each node from ``first`` on, at ``depth``, whose paths have log-probability
 ``above`` ``[R, n]``: tokens ``[R, n, k]``, the log-probability of their paths likewise, -inf for those that cannot be, and below which of
@@ -69,7 +70,12 @@ def one_by_one(request: DraftRequest, logits_after: Callable[[list[Tensor]], Ten
     lengths = list(request.limits)
     for depth in range(1, request.depth + 1):
         logits = fit_vocabulary(logits_after(path).to(request.device), request.vocab_size)
-        token, q = request.choose(logits, path[1:])
+        scores, some = filled(request, request.sampler.scores_below(logits, path[1:], lengths))
+        if some is not None:
+            lengths = [length if left else min(length, depth - 1) for length, left in zip(lengths, some.tolist())]
+            if max(lengths) < depth:
+                break
+        token, q = pick(request, scores, depth - 1)
         path.append(token)
         qs += [] if q is None else [q]
         if request.thresholds is not None and depth < request.depth:
@@ -95,7 +101,11 @@ def grow_from(tree: TokenTree, request: DraftRequest, shape: StaticShape, expand
         if on is not None and not bool(on.any()):
             break
         logits, scores = scored(request, expand, tree, level.above)
+        scores, some = filled(request, scores)
         tokens, possible, q = children(request, scores, level, depth)
+        if some is not None:
+            left = some[:, places(level, tokens.device)[0]]
+            possible = left if possible is None else possible & left
         if request.needs_q:
             assert q is not None
             qs.append(q)
@@ -118,6 +128,16 @@ def scored(request: DraftRequest, expand: Expand, tree: TokenTree, first: int) -
     """``[R, N - first, V]`` raw logits after the newest nodes of ``tree``, and processed scores."""
     logits = fit_vocabulary(expand(tree, first).to(request.device), request.vocab_size)
     return logits, request.sampler.scores(logits, tree, first)
+
+
+def filled(request: DraftRequest, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Processed ``scores`` ``[..., V]`` at the tokens that the draft knows, with any numbers where nothing is left of them, and ``[...]``
+    bool where something is; None for everywhere."""
+    if request.known is None:
+        return scores, None
+    scores = scores.masked_fill(~request.known, IMPOSSIBLE)  # a processor may force another token
+    some = scores.amax(-1) > IMPOSSIBLE
+    return scores.masked_fill(~some[..., None], 0.0), some
 
 
 def children(request: DraftRequest, scores: Tensor, level: Level, depth: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -176,7 +196,6 @@ def places(level: Level, device: torch.device) -> tuple[Tensor, Tensor]:
 
 SMALL = 1024  # candidates in a level of all rows, up to which they are told apart on the host where that waits for no device
 UNSEEN = 1 << 30
-IMPOSSIBLE = float("-inf")
 
 
 def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
@@ -195,7 +214,10 @@ def offered(request: DraftRequest, k: int, expand: Expand) -> Offer:
 
     def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
         logits, scores = scored(request, expand, tree, first)
+        scores, some = filled(request, scores)
         tokens, reached = below(request, scores, above, k, first=first, depth=depth)
+        if some is not None:
+            reached = reached.masked_fill(~some[..., None], IMPOSSIBLE)
         if request.thresholds is None:
             return tokens, reached, None
         parents = torch.arange(logits.shape[1], device=tokens.device).repeat_interleave(k)

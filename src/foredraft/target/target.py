@@ -71,6 +71,7 @@ class Target:
         outgrown: a session has warned that a row goes on beyond that.
         backend: what makes the passes.
         kept: by layer, ``[R, N, d]`` what came out of it at the nodes of the last tree that was scored, see :meth:`keep`.
+        tokenizer: of the model, where the user has given one.
         layer_tokens: per decoder layer, the tokens that passes have led through it so far, filler of ragged rows included.
         version: grows whenever the model was found changed; rows from before are gone then.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
@@ -96,6 +97,7 @@ class Target:
         wait: bool = False,
     ):
         self.model, self.wait = unwrap(model), wait
+        self.tokenizer: Any = None
         facts = ModelFacts.of(self.model)
         self.vocab_size, self.context, self.device = facts.vocab_size, facts.context, facts.device
         self.trained, self.outgrown = facts.trained, False

@@ -1,0 +1,300 @@
+"""Draft models with another tokenizer than the target's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from helpers import alone, generate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vocabularies import TEXTS, letters, model, tokenizer
+
+from foredraft import DrafterError, Speculator
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.vocabularies import Foreign, Intersection, Reading, Vocabularies, Words
+from foredraft.logits.sampler import Sampler
+from foredraft.planning import FixedPlanner
+from foredraft.session import Session
+from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
+from foredraft.tree import TokenTree
+from foredraft.verification import create
+
+PROMPT, NEW = TEXTS[0], 24
+PAIRS = [
+    ("byte-level", "unigram", "chain(4)"),
+    ("byte-level", "unigram", "product(2,2,1)"),
+    ("byte-level", "unigram", "dynamic(depth=3,k=3,total=8)"),
+    ("byte-level", "wordpiece", "chain(4)"),
+    ("byte-level", "byte-level", "chain(4)"),
+    ("unigram", "byte-level", "chain(4)"),
+    ("unigram", "wordpiece", "product(2,1)"),
+]
+
+
+def speculator(
+    target: str = "byte-level", draft: str = "unigram", *, seed: int = 1, vocabulary: str = "intersection", **options
+) -> Speculator:
+    drafter = DraftModel(model(draft, seed), tokenizer=tokenizer(draft), vocabulary=vocabulary, execution="eager")
+    return Speculator(model(target), drafter, tokenizer=tokenizer(target), execution="eager", **options)
+
+
+def ids(kind: str, text: str = PROMPT) -> list[int]:
+    return tokenizer(kind)(text)["input_ids"]
+
+
+@pytest.mark.parametrize(("target", "draft", "shape"), PAIRS)
+def test_greedy_text_is_that_of_transformers(target, draft, shape):
+    made = speculator(target, draft, shape=shape)
+    for seed_text in (PROMPT, "\u00fc \U0001f642 caf\u00e9"):
+        prompt = ids(target, seed_text)
+        out = made.generate(torch.tensor([prompt]), max_new_tokens=NEW)
+        assert out.sequences[0, len(prompt) :].tolist() == alone(model(target), prompt, max_new_tokens=NEW)
+        assert out.stats.drafted > 0
+
+
+# -- laws by enumeration --------------------------------------------------------------------------------------------------
+
+P = ProbabilityTable.random(3, seed=1)
+Q = ProbabilityTable.random(4, seed=2)
+START = [0, 2]  # a and ab
+
+
+class TableDraft(TableTarget):
+    """A draft that is a probability table."""
+
+    def advance(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.score(TokenTree.root(tokens))[:, 0]
+        self.commit(None, [1] * len(tokens))
+        return logits
+
+
+def crossing(proposal: str, q: ProbabilityTable = Q, target: str = "target") -> DraftModel:
+    """A draft model of four tokens bound to a target of three."""
+    drafter = DraftModel("a table", siblings={"deterministic": "top-k"}.get(proposal, proposal))
+    drafter._target = TableDraft(q)
+    words = Vocabularies(Words(letters("target")), Words(letters("draft")), 3, 4)
+    drafter._foreign = Foreign(words, 3, torch.device("cpu"), torch.device("cpu"))
+    return drafter
+
+
+def law(rule: str, proposal: str, shape: str, count: int = 3, *, drafter: DraftModel | None = None, verify=None) -> float:
+    """How far the law of ``count`` tokens is from the target's."""
+    verification_rule = create(rule)
+    if verify is not None:
+        verification_rule.verify = verify(verification_rule.verify)
+
+    def session(randomness):
+        own = drafter or crossing(proposal)
+        return Session(TableTarget(P), own, verification_rule, proposal=proposal, planner=FixedPlanner(shape), randomness=randomness)
+
+    return distance(continuation_law(session, START, count), plain_law(P, START, count))
+
+
+CASES = [
+    ("rejection", "iid", "chain(2)", 4),
+    ("block", "iid", "chain(2)", 4),
+    ("match", "keyed", "chain(2)", 4),
+    ("match", "deterministic", "chain(2)", 4),
+    ("match", "keyed", "product(2,1)", 4),
+    ("match", "keyed", "dynamic(depth=2,k=2,total=3)", 4),
+    ("multi-candidate", "iid", "product(2)", 3),
+    ("multi-candidate", "without-replacement", "product(2,1)", 3),
+    ("k-seq", "iid", "product(2)", 3),
+    ("traversal", "iid", "product(2)", 3),
+    ("traversal", "without-replacement", "product(2,1)", 3),
+]
+
+
+@pytest.mark.parametrize(("rule", "proposal", "shape", "count"), CASES)
+def test_every_rule_keeps_the_targets_law(rule, proposal, shape, count):
+    assert law(rule, proposal, shape, count) < 1e-9
+
+
+def test_drafted_tokens_are_those_of_the_intersection_with_the_draft_renormalised():
+    seen = []
+
+    def watching(verify):
+        def watched(tree, p, noise):
+            if tree.q is not None:
+                seen.append((tree.q[:, 0], tree.tokens))
+            return verify(tree, p, noise)
+
+        return watched
+
+    law("rejection", "iid", "chain(1)", 3, verify=watching)
+    q = Q([1, 1, 0])  # the draft reads a, a, b
+    a, b = float(q[1] + q[2]), float(q[0])  # two tokens of the draft are the target's a
+    assert max(int(tokens[:, 1:].max()) for _, tokens in seen) == 1
+    first = torch.cat([q[tokens[:, 0] == 2] for q, tokens in seen])
+    assert (first - torch.tensor([a, b, 0.0]) / (a + b)).abs().sum(1).min() < 1e-6
+
+
+def test_a_q_that_is_not_renormalised_is_found(monkeypatch):
+    distribution = Sampler.distribution
+
+    def leaking(self, scores):
+        q = distribution(self, scores)
+        return q if bool((q > 0).all()) else 0.8 * q  # what is outside the intersection counts as drafted nowhere
+
+    monkeypatch.setattr(Sampler, "distribution", leaking)
+    with pytest.raises(DrafterError, match=r"q sums to 0\.8"):
+        law("rejection", "iid", "chain(2)")
+
+
+def test_target_mass_outside_the_intersection_that_is_lost_is_found():
+    def losing(verify):
+        def lossy(tree, p, noise):
+            p = p.clone()
+            p[..., 2] = 0
+            return verify(tree, p / p.sum(-1, keepdim=True), noise)
+
+        return lossy
+
+    assert law("rejection", "iid", "chain(2)", verify=losing) > 0.1
+
+
+def test_an_intersection_of_nothing_has_no_token_left():
+    nothing = Intersection.of({}, 3, torch.device("cpu"))
+    assert nothing.scattered(torch.randn(2, 4)).tolist() == [[float("-inf")] * 3] * 2
+    assert nothing.mass(torch.randn(2, 4)) == 0
+    for rule, proposal, shape in (("rejection", "iid", "chain(2)"), ("match", "keyed", "chain(2)"), ("traversal", "iid", "product(2)")):
+        drafter = crossing(proposal)
+        drafter._foreign.intersection, drafter._foreign.inside = nothing, torch.zeros(3, dtype=torch.bool)
+        assert law(rule, proposal, shape, 2, drafter=drafter) < 1e-9
+        assert drafter._foreign.readings == {}
+
+
+def test_several_tokens_of_one_meaning_add_up():
+    logits = torch.randn(5, 6, dtype=torch.float64)
+    found = Intersection.of({0: 2, 1: 0, 2: 2, 5: 2}, 4, torch.device("cpu")).scattered(logits).exp()
+    q = logits.exp()
+    expected = torch.stack([q[:, 1], torch.zeros(5), q[:, [0, 2, 5]].sum(1), torch.zeros(5)], 1)
+    assert torch.allclose(found, expected)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    ids: list[int]
+    slot: int = 0
+    prompt_length: int = 1
+    capacity: int = 500
+
+
+@cache
+def words(target: str, draft: str) -> Vocabularies:
+    return Vocabularies(Words(tokenizer(target)), Words(tokenizer(draft)), len(tokenizer(target)), len(tokenizer(draft)))
+
+
+def spelling(read: Reading, token: int) -> bytes:
+    return read._words.draft.bytes.get(token, b"")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.text(max_size=60) | st.text("ab\u00e9\u0301\u200d\U0001f469 \n", max_size=60),
+    steps=st.lists(st.integers(1, 9)),
+    long=st.booleans(),
+)
+@pytest.mark.parametrize("draft", ["byte-level", "unigram"])
+def test_a_text_that_is_read_on_is_the_same_text(draft, text, steps, long):
+    whole = ids("byte-level", (PROMPT * 2 if long else "") + text)
+    read = Reading(words("byte-level", draft), Row([]))
+    for step in [*steps, len(whole)]:
+        read.follow(whole[: read.read + step])
+    spelt = b"".join(spelling(read, each) for each in read.ids)
+    expected = tokenizer("byte-level").decode(whole).encode()
+    assert spelt.lstrip(b" ") == expected.lstrip(b" ")  # SentencePiece begins a text with a space
+    assert not read.behind
+
+
+@settings(max_examples=40, deadline=None)
+@given(bytes_given=st.lists(st.integers(0, 255), max_size=40))
+def test_bytes_that_are_no_text_are_read(bytes_given):
+    target = words("byte-level", "unigram").target
+    read = Reading(words("byte-level", "unigram"), Row([]))
+    text = [target.single[byte] for byte in bytes_given]
+    for length in range(len(text) + 1):
+        read.follow(text[:length])
+    spelt = b"".join(spelling(read, each) for each in read.ids).removeprefix(b" ")
+    given = bytes(bytes_given)
+    assert spelt.decode(errors="replace").lstrip() == given.decode(errors="replace").lstrip()
+
+
+def test_only_what_changes_is_read_again():
+    whole = ids("byte-level", PROMPT * 4)
+    read = Reading(words("byte-level", "unigram"), Row(whole[:20]))
+    again = 0
+    for length in range(21, len(whole) + 1):
+        read.drafted([])
+        before = len(read.ids)
+        again += before - read.follow(whole[:length])
+    assert again < 3 * len(whole)
+
+
+def test_special_tokens_are_read_by_what_they_say():
+    end, turn = tokenizer("byte-level").convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    middle = ids("byte-level", "area")
+    read = Reading(words("byte-level", "unigram"), Row([end, *middle, turn, *middle, end]))
+    names = tokenizer("unigram").convert_ids_to_tokens(read.ids)
+    assert names[0] == "<s>" and names.count("<s>") == 1, "the draft's own beginning stands for the target's"
+    assert names[-1] == "</s>" and names.count("<|im_end|>") == 1
+    shared = words("byte-level", "unigram").target_of
+    theirs = tokenizer("unigram").convert_tokens_to_ids
+    assert shared[theirs("</s>")] == end and shared[theirs("<|im_end|>")] == turn
+    assert theirs("<unk>") not in shared
+
+
+def test_nothing_is_drafted_where_the_draft_cannot_say_what_the_text_ends_in():
+    """WordPiece knows no bytes, so after half a character this drafter waits."""
+    read = Reading(words("byte-level", "wordpiece"), Row(ids("byte-level", "area \u00fc \U0001f642")[:-1]))
+    assert read.behind and read.unfinished == "\U0001f642".encode()[:3]
+    read.follow([*ids("byte-level", "area \u00fc \U0001f642"), *ids("byte-level", " area")])
+    assert not read.behind
+
+
+def test_a_processor_that_leaves_nothing_of_the_intersection_ends_the_draft():
+    known = set(words("byte-level", "wordpiece").target_of.values())
+    foreign_only = [each for each in range(2, len(tokenizer("byte-level"))) if each not in known]
+    prompt = ids("byte-level")
+
+    def allowed(row: int, text: torch.Tensor) -> list[int]:
+        return foreign_only if len(text) % 2 else list(range(2, len(tokenizer("byte-level"))))
+
+    options = {"prefix_allowed_tokens_fn": allowed, "max_new_tokens": NEW}
+    for sampled in ({}, {"do_sample": True, "temperature": 0.7, "top_k": 9, "seed": 4}):
+        plain = Speculator(model("byte-level"), "none", execution="eager")
+        expected = plain.generate(torch.tensor([prompt]), **options, **sampled).sequences
+        for shape in ("chain(4)", "product(2,1)"):
+            made = speculator(draft="wordpiece", shape=shape)
+            out = made.generate(torch.tensor([prompt]), **options, **sampled)
+            assert out.sequences.tolist() == expected.tolist()
+            assert 0 < out.stats.drafted <= 2 * out.stats.row_passes
+
+
+@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)"])
+def test_seeded_rows_of_a_ragged_batch_are_those_of_plain_decoding(shape):
+    rows = [ids("byte-level", text) for text in (PROMPT, "import os", "caf\u00e9 \U0001f642")]
+    options = {"max_new_tokens": NEW, "do_sample": True, "seed": [1, 2, 3], "temperature": 0.8}
+    plain = generate(Speculator(model("byte-level"), "none", execution="eager"), rows, **options)
+    assert generate(speculator(shape=shape, rule="match"), rows, **options) == plain
+
+
+def test_the_users_tokenizers_and_model_stay_as_they_are():
+    own = tokenizer("unigram")
+    own.backend_tokenizer.enable_truncation(4)
+    try:
+        before = own.backend_tokenizer.to_str(), {name: each.clone() for name, each in model("unigram", 1).state_dict().items()}
+        made = speculator()
+        prompt = ids("byte-level")
+        made.generate(torch.tensor([prompt]), max_new_tokens=8)
+        made.close()
+        assert own.backend_tokenizer.to_str() == before[0]
+        assert all(torch.equal(each, before[1][name]) for name, each in model("unigram", 1).state_dict().items())
+    finally:
+        own.backend_tokenizer.no_truncation()
