@@ -25,6 +25,7 @@ SUITES = {
     "busy": "busy:Busy",
     "grammars": "grammars:Grammars",
     "self": "self_speculation:SelfSpeculation",
+    "online": "online:Online",
 }
 
 

@@ -7,6 +7,7 @@ pieces, and publishes them if the target would accept more. It computes while th
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import random
 import threading
@@ -27,15 +28,15 @@ from foredraft.training.losses import Few, Loss, compare
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BATCH, AT_ONCE = 8, 2  # pieces of a step, and of a pass
+BATCH = 4  # pieces of a step
 OLD = 1 / 3  # of the pieces that steps are made of
 STEPS = 10  # between trials
-TIMES = 16  # that a piece is learnt from, on average
+TIMES = 16  # that a piece is learnt from, at most
 WARMUP, CLIP = 10, 1.0  # steps until the learning rate is whole; largest gradient
 CERTAIN = 1.0  # standard errors by which new weights must be better
 BACK = 4  # refusals in a row, after which learning begins again at the published weights, more slowly
 SLOWEST = 0.1  # of the learning rate
-PIECES = 8  # on the trial part before there is a trial
+PIECES = 4  # on the trial part before there is a trial
 POLL = 0.01  # seconds between looks at what the server grants
 
 
@@ -58,6 +59,7 @@ class OnlineLearner:
         self.published = self._load(self.version)
         self.model = build(self.versions.about()["model"]).to(self.device).train()
         self.beside = build(self.versions.about()["model"]).to(self.device).eval()  # has weights that are tried
+        self._takes_places = "logits_to_keep" in inspect.signature(self.model.forward).parameters
         self._chance = random.Random(self.buffer["steps"])
         self._speed, self._refusals = 1.0, 0
         self._go_back()
@@ -65,7 +67,7 @@ class OnlineLearner:
     # -- what is to be done ---------------------------------------------------------------------------------------------
 
     def turns(self) -> Iterator[bool]:
-        """Work without end; pauses after every pass over a few pieces. False where there is nothing to do for now."""
+        """Work without end; pauses after every piece. False where there is nothing to do for now."""
         while True:
             for _ in range(STEPS):
                 while not self._fresh:
@@ -90,8 +92,8 @@ class OnlineLearner:
         """One step of the optimiser."""
         pieces = self.buffer.draw(BATCH, self._chance, OLD)
         total = sum(float(piece["count"]) for piece in pieces)
-        for first in range(0, len(pieces), AT_ONCE):
-            logits, few, _ = self._read(self.model, pieces[first : first + AT_ONCE])
+        for piece in pieces:
+            logits, few = self._read(self.model, piece)
             torch.autograd.backward(compare(self.loss, logits, few).loss.sum() / max(1.0, total))
             yield True
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -109,23 +111,16 @@ class OnlineLearner:
         if len(pieces) < min(PIECES, TRIAL):
             return
         weights = {name: value.detach().to(self.first[name].dtype, copy=True).cpu() for name, value in self.model.named_parameters()}
-        gains: list[Tensor] = []
-        befores: list[Tensor] = []
-        scales: list[Tensor] = []
-        for first in range(0, len(pieces), AT_ONCE):
-            here = pieces[first : first + AT_ONCE]
-            found = []
-            for tried in (self.published, weights):
-                _copy(self.beside, tried)
+        alphas: list[list[Tensor]] = [[], []]
+        for found, tried in zip(alphas, (self.published, weights)):
+            _copy(self.beside, tried)
+            for piece in pieces:
                 with torch.no_grad():
-                    logits, few, scale = self._read(self.beside, here)
-                    found.append(compare(self.loss, logits, few).alpha)
+                    found.append(compare(self.loss, *self._read(self.beside, piece)).alpha.cpu())
                 yield True
-            gains.append(found[1] - found[0])
-            befores.append(found[0])
-            scales.append(scale)
-        gain, before, scale = torch.cat(gains), torch.cat(befores), torch.cat(scales)
-        share = scale / scale.sum()
+        before, after = map(torch.cat, alphas)
+        share = torch.cat([torch.from_numpy(piece["weights"][: piece["count"]]) for piece in pieces])
+        share, gain = share / share.sum(), after - before
         mean, was = float((gain * share).sum()), float((before * share).sum())
         error = float(((gain - mean) * share).square().sum().sqrt())
         self.buffer["before"], self.buffer["after"] = was, was + mean
@@ -159,22 +154,19 @@ class OnlineLearner:
             return self.versions.load(version)
         return self.first
 
-    def _read(self, model: Any, pieces: Sequence[Piece]) -> tuple[Tensor, Few, Tensor]:
-        """The model's logits ``[M, V]`` at the places of ``pieces``, what the target says there, and what each place counts."""
-        longest = max(int(piece["length"]) for piece in pieces)
-        ids = torch.tensor([piece["tokens"][:longest].tolist() for piece in pieces], device=self.device)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        states = model(input_ids=ids.clamp(max=vocabulary - 1), use_cache=False).logits
-        rows = [row for row, piece in enumerate(pieces) for _ in range(piece["count"])]
-        counts = [int(piece["count"]) for piece in pieces]
-        places = [place for piece, count in zip(pieces, counts) for place in piece["places"][:count].tolist()]
-        tokens, logs, scale = (
-            torch.cat([torch.from_numpy(piece[name][:count].copy()) for piece, count in zip(pieces, counts)]).to(self.device)
-            for name in ("ids", "logs", "weights")
+    def _read(self, model: Any, piece: Piece) -> tuple[Tensor, Few]:
+        """The model's logits ``[M, V]`` at the places of ``piece``, and what the target says there."""
+        count = int(piece["count"])
+        ids, places, tokens, logs = (
+            torch.from_numpy(piece[name][:end].astype(kind)).to(self.device)
+            for name, end, kind in (("tokens", piece["length"], "i8"), ("places", count, "i8"), ("ids", count, "i8"), ("logs", count, "f4"))
         )
-        logits = states[rows, places].float()
-        unknown = tokens >= logits.shape[1]  # tokens that only the target has
-        return logits, Few(tokens.long().clamp(max=logits.shape[1] - 1), logs.masked_fill(unknown, -torch.inf)), scale
+        known = model.get_input_embeddings().weight.shape[0]
+        wanted = {"logits_to_keep": places} if self._takes_places else {}
+        found = model(input_ids=ids.clamp(max=known - 1)[None], use_cache=False, **wanted).logits[0]
+        logits = (found if wanted else found[places]).float()
+        outside = tokens >= logits.shape[1]  # tokens that only the target has
+        return logits, Few(tokens.clamp(max=logits.shape[1] - 1), logs.masked_fill(outside, -torch.inf))
 
 
 def build(about: dict[str, Any]) -> PreTrainedModel:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-CONTEXT, LENGTH, PLACES, TOP = 96, 160, 48, 16  # of a piece: tokens in front, tokens, places with a distribution, and tokens of these
-TRIAL, NEW, OLD = 24, 256, 3816  # pieces of each part
+CONTEXT, LENGTH, PLACES, TOP = 64, 256, 128, 16  # of a piece: tokens in front, tokens, places with a distribution, and tokens of these
+TRIAL, NEW, OLD = 8, 120, 1536  # pieces of each part
 EVERY = 3  # of so many pieces one is kept for trials
 
 PIECE = np.dtype(

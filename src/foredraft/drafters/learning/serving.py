@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 IDLE = "idle"
 COLLECTING = 0.02  # of the time of rounds that collecting may take
-FIRST = 8  # pieces until the learner is started
+FIRST = 4  # pieces until the learner is started
 LOOK = 1.0  # seconds between looks at the learner and the folder
 HUNG = 300.0  # seconds without a sign of life
 PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)  # seconds until a learner that has ended is started again; after as many ends, never
@@ -54,6 +54,7 @@ class LearnOptions:
     Attributes:
         folder: where versions and texts are kept; None for one of the cache folder's.
         share: of serving speed that learning may cost; 0 to learn between calls only.
+        between: learn between calls as well.
         cores: the learner's; none for any. They count at low priority in either case.
         device: that the learner computes on.
         loss: as of ``foredraft train draft``.
@@ -63,6 +64,7 @@ class LearnOptions:
 
     folder: str | None = None
     share: float = 0.05
+    between: bool = True
     cores: Sequence[int] = ()
     device: str = "cpu"
     loss: str = "lk"
@@ -202,7 +204,7 @@ class Learning:
         self._rows = max(0, self._rows - len(rows))
         if self.leads:
             self.collector.end(rows)
-        if not self._rows:
+        if not self._rows and self.options.between:
             self._grant(inf)
         return None if self._rows else self._newer(self.clock())
 
@@ -210,7 +212,8 @@ class Learning:
         """All rows are gone."""
         self._rows = 0
         self.collector.reset()
-        self._grant(inf)
+        if self.options.between:
+            self._grant(inf)
 
     # -- time -------------------------------------------------------------------------------------------------------------
 
