@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class Online(Suite[Settings]):
     name = "online"
     title = "Learning while serving"
     settings_type = Settings
-    quick: Mapping[str, Any] = {"tokens": 1024, "stationary": 512, "seeds": 1, "every": 256, "layers": 1}
+    quick: ClassVar[Mapping[str, Any]] = {"tokens": 1024, "stationary": 512, "seeds": 1, "every": 256, "layers": 1}
     calls: list[Call]
     alphas: list[Alpha]
     collecting: dict[str, list[float]]  # seconds of collecting and of passes
@@ -282,7 +282,7 @@ class Judge:
 
 def written(speculator: Speculator, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Tensor]:
     for index, prompt in enumerate(prompts):
-        output = speculator.generate(torch.tensor([list(prompt)]), max_new_tokens=NEW, do_sample=True, top_k=0, seed=(seed, index))
+        output = speculator.generate(torch.tensor([list(prompt)]), max_new_tokens=NEW, do_sample=True, top_k=0, seed=[(seed, index)])
         yield output.sequences
 
 
@@ -295,7 +295,7 @@ def called(speculator: Speculator, prompt: Sequence[int], seed: tuple[int, int])
     """One call, as a part of no run yet."""
     text = torch.tensor([list(prompt)], device=speculator.model.device)
     arguments = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": None}
-    stats = speculator.generate(text, seed=seed, repeatable=False, **arguments).stats
+    stats = speculator.generate(text, seed=[seed], repeatable=False, **arguments).stats
     assert stats is not None
     learnt = stats.learning or {}
     return Call("", 0, "", 0, stats.new_tokens, stats.seconds["total"], learnt.get("version", 0), learnt.get("steps", 0))
