@@ -54,7 +54,7 @@ from foredraft.cli.skip import app as skip
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
 
-ORDER = ("generate", "chat", "tune", "suggest", "demo", "audit", "models", "drafters", "rules", "data", "train", "skip")
+ORDER = ("generate", "chat", "tune", "alpha", "suggest", "demo", "audit", "models", "drafters", "rules", "data", "train", "skip")
 
 
 class Ordered(typer.core.TyperGroup):
@@ -420,6 +420,62 @@ def tune(
             if draw is not None and plot is not None:
                 draw(plot, setting, found)
         tables.console().print(tuning.report(setting, found, measuring.spread, verbose=verbose), soft_wrap=True)
+
+
+@app.command()
+def alpha(
+    target: Annotated[str, MODELS(help="The model: a path, a hub id, or zoo:NAME.", show_default=False)],
+    draft: Annotated[str, MODELS(help="The draft model, likewise.", show_default=False)],
+    data: Annotated[
+        list[Path],
+        PROMPTS(
+            metavar="TEXTS",
+            show_default=False,
+            help='A folder made by foredraft data generate, a .jsonl file with "text", "prompt" or "messages" on each line, or a text; '
+            "repeat for more.",
+        ),
+    ],
+    category: Annotated[
+        str, PROMPTS(metavar="KEY", help="What names the category in lines of .jsonl files; without it the file's name does.")
+    ] = "category",
+    limit: Annotated[int, PROMPTS(min=1, metavar="N", help="Texts of each category, at most: the first ones.")] = 100,
+    length: Annotated[int, PROMPTS(min=2, help="Tokens of each text, at most: the first ones.")] = 1024,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    device: Device = None,
+    threads: Threads = None,
+    temperature: Temperature = 1.0,
+    top_k: Annotated[int, SAMPLING(min=0, help="Sample from the k most likely tokens; 0 is all.")] = 0,
+    top_p: TopP = None,
+    as_json: JsonFile = None,
+) -> None:
+    """Say whether a draft model is worth it: acceptance rate α on texts, what it costs, the best γ, and the speed that these predict.
+
+    Reads each text once with either model and generates nothing. Texts that the target wrote (foredraft data generate) tell most.
+
+    Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
+    """
+    from foredraft.cli.checks import check, check_output
+    from foredraft.cli.progress import Progress
+    from foredraft.cli.settings import Configuration, Decoding
+    from foredraft.cli.texts import read_texts
+
+    with exit_codes():
+        drafter = f"draft-model:{draft}"
+        configuration = Configuration(target, drafter, (), "auto", "chain(1)", None, True, dtype, device, threads, quantization)
+        check(configuration)
+        texts = read_texts(data, category)
+        check_output(as_json)
+        with Progress(f"loading {target}") as progress:
+            from foredraft.cli import alpha as comparison
+            from foredraft.cli import tables
+
+            sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
+            setting = comparison.Setting(configuration, draft, texts, sampling, length, limit)
+            found = comparison.run(setting, progress)
+            if as_json is not None:
+                write_json(as_json, comparison.document(setting, found))
+        tables.console().print(comparison.report(setting, found), soft_wrap=True)
 
 
 @app.command()

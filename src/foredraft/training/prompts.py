@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from foredraft.errors import ConfigurationError
 from foredraft.files import json_lines, read_text
 
@@ -25,12 +23,13 @@ def read_entries(files: Sequence[Path]) -> Iterator[str | list[Any]]:
     """
     for path in files:
         if path.suffix == ".jsonl":
-            yield from (_entry(found, where) for found, where in json_lines(path))
+            yield from (entry_of(found, where) for found, where in json_lines(path))
         else:
             yield read_text(path)
 
 
-def _entry(found: Any, where: str) -> str | list[Any]:
+def entry_of(found: Any, where: str) -> str | list[Any]:
+    """What a line holds; raises as :func:`read_entries` does."""
     key = next((key for key in KEYS if isinstance(found, dict) and key in found), None)
     if key is None or not isinstance(found[key], list if key == "messages" else str) or not found[key]:
         raise ConfigurationError(f'{where}: expected an object with a text "prompt" or "text", or a list of "messages"')
@@ -72,6 +71,8 @@ def windows(tokenizer: Any, entries: Sequence[str | list[Any]], *, count: int, t
     """
     if any(isinstance(each, list) for each in entries):
         raise ConfigurationError('--windows cuts prompts from texts and does not apply to "messages"; leave --windows out')
+    import numpy as np  # here, so that mistakes in files are said without it
+
     texts = [str(each) for each in entries]
     ends = np.cumsum([len(text) for text in texts])
     random = np.random.default_rng((seed, count, tokens))
@@ -100,6 +101,8 @@ def _window(tokenizer: Any, text: str, place: int, tokens: int) -> list[int]:
 
 def digest(prompts: Sequence[Sequence[int]]) -> str:
     """A word for exactly these prompts in this order."""
+    import numpy as np
+
     found = hashlib.sha256()
     for ids in prompts:
         found.update(np.asarray([len(ids), *ids], dtype=np.int64).tobytes())

@@ -48,7 +48,7 @@ def parse(rule: str) -> tuple[Entry, dict[str, float]]:
     Raises:
         ConfigurationError: no such rule or option; the message lists those there are.
     """
-    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\)\s*)?", rule)
+    match = re.fullmatch(r"\s*([^()]+?)\s*(?:\((.*)\)\s*)?", rule)
     if match is None or match[1] not in REGISTRY:
         raise unknown("unknown rule", rule, ["auto", *REGISTRY], match and match[1])
     known, options = entry(REGISTRY[match[1]]), {}
