@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import vocabularies
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -17,8 +18,9 @@ from foredraft.cli.alpha import Compared, Setting
 from foredraft.cli.settings import Configuration
 from foredraft.cli.texts import Text, read_texts
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.vocabularies import Reading
 from foredraft.errors import ConfigurationError
-from foredraft.planning.costs import CostModel
+from foredraft.planning.costs import CostModel, StandIn
 from foredraft.preparation import pad
 from foredraft.training.generation import Answering, generate
 
@@ -163,3 +165,38 @@ def test_the_report_says_what_it_left_out():
     console.print(alpha.report(Setting(Configuration(TARGET), DRAFT, [], {"do_sample": True, "temperature": 1.0}, 9, 9), report))
     text = console.export_text()
     assert "2 texts, 60 tokens, temperature 1.0" in text and "7 texts left out" in text and "category" in text and "16–30" in text
+
+
+# -- a draft with another tokenizer -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "draft"), [("byte-level", "unigram"), ("unigram", "byte-level"), ("byte-level", "wordpiece")])
+def test_one_pass_says_what_a_draft_with_another_tokenizer_says_after_every_beginning(target: str, draft: str):
+    drafter = DraftModel(vocabularies.model(draft, 1), tokenizer=vocabularies.tokenizer(draft), execution="eager")
+    own = vocabularies.tokenizer(target)
+    made = Speculator(vocabularies.model(target), drafter, tokenizer=own, execution="eager", shape="chain(1)")
+    assert drafter.foreign is not None and made.drafter is drafter
+    ids = own("def area(width, height):\n    return width * caf\u00e9 # \U0001f642 the end, 6789")["input_ids"]
+    for first in (1, 5):
+        found = alpha.in_other_tokens(drafter.model, drafter.foreign, ids, first)
+        reading, rewritten = Reading(drafter.foreign.vocabularies, StandIn(0, ids[:first], len(ids))), 0
+        for place, line in enumerate(found, first):
+            before = list(reading.ids)
+            reading.follow(ids[:place])
+            rewritten += reading.ids[: len(before)] != before
+            if reading.behind:
+                assert not line.isfinite().any()
+                continue
+            said = drafter.model.model(torch.tensor([reading.ids])).logits[0, -1].detach()
+            torch.testing.assert_close(line, drafter.foreign.intersection.scattered(said.float()), atol=1e-4, rtol=1e-4)
+        assert rewritten or draft == "wordpiece"  # else a line of tokens would do
+
+
+def test_a_run_with_another_tokenizer(quick: None, tmp_path: Path):
+    for kind in ("byte-level", "unigram"):
+        vocabularies.model(kind).save_pretrained(tmp_path / kind)
+        vocabularies.tokenizer(kind).save_pretrained(tmp_path / kind)
+    data = written(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    result = cli("--target", tmp_path / "byte-level", "--draft", tmp_path / "unigram", "--data", data, "--threads", 1)
+    assert result.exit_code == 0, result.output
+    assert "the target knows" in result.stdout and "of the draft's tokens" in result.stdout

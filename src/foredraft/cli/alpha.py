@@ -7,8 +7,9 @@ At every token of a text, with the text before it as context, p is the target's 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from rich.console import Group, RenderableType
 from rich.text import Text as Line
+from torch import Tensor
 
 from foredraft.auditing.reference import Reference
 from foredraft.cli.failures import quiet
@@ -25,14 +27,18 @@ from foredraft.cli.progress import Progress
 from foredraft.cli.settings import Configuration
 from foredraft.cli.tables import add_row, new_table
 from foredraft.cli.texts import Text
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.vocabularies import Foreign, Reading
 from foredraft.errors import ConfigurationError
-from foredraft.loading import load_tokenizer, vocabulary_difference
+from foredraft.loading import load_tokenizer
 from foredraft.planning import search
-from foredraft.planning.costs import PROMPT, CostModel, measure
+from foredraft.planning.costs import PROMPT, CostModel, StandIn, measure
 from foredraft.planning.teacher_forced import Numbers, Share, expected_rounds
 from foredraft.speculator import Speculator
+from foredraft.target import Target
 from foredraft.training.data import Texts, refuse_other_data
 from foredraft.training.prompts import encode
+from foredraft.tree import TokenTree
 
 MOST = 12  # tokens of a chain
 FEW = 10  # texts, below which an interval is rough
@@ -96,7 +102,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was found; ``sampled`` is None where only greedy decoding was asked for."""
+    """All that was found; ``sampled`` is None where only greedy decoding was asked for. ``shared`` is the part of the draft's tokens that
+    the target knows, where it has another tokenizer."""
 
     whole: Rates
     categories: Sequence[Rates]
@@ -107,6 +114,7 @@ class Report:
     sampled: Forecast | None
     greedy: Forecast
     left_out: int = 0
+    shared: float | None = None
 
 
 def run(setting: Setting, progress: Progress) -> Report:
@@ -117,17 +125,18 @@ def run(setting: Setting, progress: Progress) -> Report:
     speculator = load_speculator(configuration, tokenizer)
     draft = speculator.drafter.info.draft_model
     assert draft is not None
-    if difference := vocabulary_difference(speculator.model, draft.model):
-        raise ConfigurationError(f"foredraft alpha needs models with one tokenizer: {difference}; foredraft tune compares any pair")
     room = [setting.length, *(each.trained for each in (speculator.target, draft) if each.trained is not None)]
     texts, left_out = tokens_of(setting, speculator, tokenizer, min(room))
-    found = []
+    assert isinstance(speculator.drafter, DraftModel)
+    foreign, found = speculator.drafter.foreign, []
+    said = None if foreign is None else partial(in_other_tokens, draft, foreign)
     for number, (category, ids, first) in enumerate(texts, 1):
         progress.show(f"comparing, text {number} of {len(texts)}")
-        found.append(compare(speculator.model, draft.model, category, ids, first, setting.sampling))
+        found.append(compare(speculator.model, draft.model, category, ids, first, setting.sampling, said=said))
     progress.show("measuring costs")
     costs = measured(speculator)
-    return report_of(found, costs, sampled=setting.sampling["do_sample"], left_out=left_out)
+    made = report_of(found, costs, sampled=setting.sampling["do_sample"], left_out=left_out)
+    return made if foreign is None else replace(made, shared=foreign.vocabularies.share)
 
 
 def tokens_of(setting: Setting, speculator: Speculator, tokenizer: Any, longest: int) -> tuple[list[tuple[str, list[int], int]], int]:
@@ -163,17 +172,73 @@ def tokens_of(setting: Setting, speculator: Speculator, tokenizer: Any, longest:
 
 
 @torch.inference_mode()
-def compare(target: Any, draft: Any, category: str, ids: Sequence[int], first: int, sampling: dict[str, Any]) -> Compared:
-    """One pass of each model over a text; the logits processors of ``generate`` act on both."""
+def compare(
+    target: Any,
+    draft: Any,
+    category: str,
+    ids: Sequence[int],
+    first: int,
+    sampling: dict[str, Any],
+    *,
+    said: Callable[[Sequence[int], int], Tensor] | None = None,
+) -> Compared:
+    """One pass of each model over a text; the logits processors of ``generate`` act on both. ``said`` is :func:`in_other_tokens` of a
+    draft with another tokenizer."""
     reference = Reference.of(target, ids[:first], sampling)
     text = torch.tensor([list(ids)], device=target.device)
-    ours, theirs = (reference.logits(text[:, first:], model=model)[0] for model in (target, draft))
+    ours = reference.logits(text[:, first:])[0]
+    theirs = reference.logits(text[:, first:], model=draft)[0] if said is None else said(ids, first)
     alpha, agrees = np.empty(len(ours)), np.empty(len(ours))
     for place in range(len(ours)):
         before, size = text[:, : first + place], ours.shape[-1]
         p, q = (reference.distribution(before, logits[place, None], vocab_size=size) for logits in (ours, theirs))
-        alpha[place], agrees[place] = float(torch.minimum(p, q).sum()), bool(p.argmax() == q.argmax())
+        q = q.nan_to_num()  # a draft that knows no token that is left does not draft
+        alpha[place], agrees[place] = float(torch.minimum(p, q).sum()), bool(q.any() and p.argmax() == q.argmax())
     return Compared(category, first, alpha, agrees)
+
+
+@torch.inference_mode()
+def in_other_tokens(draft: Target, foreign: Foreign, ids: Sequence[int], first: int) -> Tensor:
+    """``[n, V]`` logits at the target's tokens, before each of ``ids`` from ``first`` on, of a draft with another tokenizer.
+
+    How it reads the end of a text depends on what follows, so that its readings of all the beginnings are no one line of tokens but a
+    tree; one pass scores it.
+
+    Raises:
+        ConfigurationError: it is longer than the draft's context, or the draft cannot score trees.
+    """
+    if draft.chains_only:
+        raise ConfigurationError(f"foredraft alpha cannot compare a draft of this kind with another tokenizer: {draft.chains_only}")
+    reading = Reading(foreign.vocabularies, StandIn(0, list(ids[:first]), len(ids)))
+    tokens, parents, roots, ends = list[int](), list[int](), list[int](), list[int]()
+    known: dict[tuple[int, int], int] = {}
+    for place in range(first, len(ids)):
+        reading.follow(ids[:place])
+        node = -1
+        for token in reading.ids:
+            above, node = node, known.setdefault((node, token), len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(above)
+                roots.append(node if above < 0 else roots[above])
+        ends.append(-1 if reading.behind else node)
+    logits = torch.full((len(ends), len(foreign.known)), float("-inf"), device=draft.device)
+    for root in sorted(set(roots)):
+        nodes = [node for node, own in enumerate(roots) if own == root]
+        where = {node: number for number, node in enumerate(nodes)}
+        limits = [each for each in (draft.context, draft.trained) if each is not None]
+        if limits and len(nodes) > min(limits):
+            raise ConfigurationError(
+                f"the draft's context holds {min(limits)} tokens, and its readings of a text {len(nodes)}; pass a smaller --length"
+            )
+        tree = TokenTree(torch.tensor([[tokens[node] for node in nodes]]), torch.tensor([[where.get(parents[node], -1) for node in nodes]]))
+        draft.open([[tokens[root]]], reserve=[len(nodes) + 1])
+        said = draft.score(replace(tree, tokens=tree.tokens.to(draft.device), parents=tree.parents.to(draft.device)))[0]
+        draft.reset()
+        here = [place for place, end in enumerate(ends) if end in where]
+        if here:
+            logits[here] = foreign.intersection.scattered(said[[where[ends[place]] for place in here]].float())
+    return logits
 
 
 @torch.inference_mode()
@@ -243,6 +308,8 @@ def report(setting: Setting, found: Report) -> RenderableType:
     whole, sampling = found.whole, ", ".join(f"{name} {value}" for name, value in setting.sampling.items() if name != "do_sample")
     head = f"{setting.configuration.target}, draft {setting.draft}: {counted(whole.texts, 'text')}, {counted(whole.tokens, 'token')}"
     lines = [head + (f", {sampling}" if sampling else ", greedy")]
+    if found.shared is not None:
+        lines.append(f"The draft has another tokenizer; the target knows {found.shared:.0%} of the draft's tokens.")
     if found.left_out:
         lines.append(f"{counted(found.left_out, 'text')} left out: beyond --limit {setting.limit}, or too short")
     if whole.texts < FEW:

@@ -98,7 +98,8 @@ def make_drafter(spec: str, options: dict[str, Any], tokenizer: Any) -> Any:
     Raises:
         ConfigurationError: an unknown name or option, or a value of the wrong type.
     """
-    if "tokenizer" in drafters.options(spec.partition(":")[0]):
+    takes = drafters.options(spec.partition(":")[0])
+    if "tokenizer" in takes and "PreTrainedModel" not in str(takes["source"].annotation):  # a model has its own
         options = {"tokenizer": tokenizer, **options}
     if isinstance(options.get("device"), str):
         check_device(options["device"])

@@ -101,6 +101,11 @@ class DraftModel(Drafter):
             raise ConfigurationError("this draft model is not bound to a Speculator yet; pass it as Speculator(..., drafter=...)")
         return self._target
 
+    @property
+    def foreign(self) -> Foreign | None:
+        """How it drafts across vocabularies, where its tokenizer is not the target's."""
+        return self._foreign
+
     def bind(self, target: Target) -> None:
         draft = self.source
         if isinstance(draft, str):
