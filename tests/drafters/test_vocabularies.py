@@ -10,9 +10,11 @@ import torch
 from helpers import alone, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from vocabularies import TEXTS, letters, model, tokenizer
 
-from foredraft import DrafterError, Speculator
+from foredraft import ConfigurationError, DrafterError, Speculator
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabularies import Foreign, Intersection, Reading, Vocabularies, Words
 from foredraft.logits.sampler import Sampler
@@ -32,6 +34,7 @@ PAIRS = [
     ("unigram", "byte-level", "chain(4)"),
     ("unigram", "wordpiece", "product(2,1)"),
 ]
+BY_TEXT = [(target, draft) for target in ("byte-level", "unigram") for draft in ("byte-level", "unigram", "wordpiece")]
 
 
 def speculator(
@@ -298,3 +301,99 @@ def test_the_users_tokenizers_and_model_stay_as_they_are():
         assert all(torch.equal(each, before[1][name]) for name, each in model("unigram", 1).state_dict().items())
     finally:
         own.backend_tokenizer.no_truncation()
+
+
+# -- by text ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "draft"), BY_TEXT)
+def test_greedy_text_drafted_by_text_is_that_of_transformers(target, draft):
+    made = speculator(target, draft, vocabulary="text", shape="chain(4)")
+    for seed_text in (PROMPT, "\u00fc \U0001f642 caf\u00e9"):
+        prompt = ids(target, seed_text)
+        out = made.generate(torch.tensor([prompt]), max_new_tokens=NEW)
+        assert out.sequences[0, len(prompt) :].tolist() == alone(model(target), prompt, max_new_tokens=NEW)
+    assert made.rule.name == "match" and made.proposal == "deterministic"
+
+
+@pytest.mark.parametrize("vocabulary", ["intersection", "text"])
+def test_a_draft_that_is_the_target_is_accepted(vocabulary):
+    """It reads and writes its own tokens as if they were another tokenizer's."""
+    drafter = DraftModel("zoo:python-1m", vocabulary=vocabulary, execution="eager")
+    made = Speculator("zoo:python-1m", drafter, execution="eager", shape="chain(6)")
+    prompt = torch.tensor([made.tokenizer("def area(width, height):\n    return")["input_ids"]])
+    out = made.generate(prompt, max_new_tokens=2 * NEW)
+    assert out.stats.accepted > 0.8 * out.stats.drafted > 2 * out.stats.row_passes
+
+
+@pytest.mark.parametrize("target", ["byte-level", "unigram"])
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.text("ab \n(.1\u00e9\u0301\u200d\U0001f469", max_size=25)
+    | st.sampled_from(TEXTS).map(lambda each: each[:40])
+    | st.text(max_size=12),
+    cut=st.integers(0, 40),
+)
+def test_what_is_proposed_stands_whatever_follows(target, text, cut):
+    """For every beginning of a text: the tokens that are proposed are those that begin the whole text's."""
+    both = words(target, "byte-level")
+    whole = both.target.encode_after("x\n", text) or []
+    settled = both.target.settled("x\n", text[:cut])
+    assert settled is None or whole[: len(settled)] == settled
+
+
+def test_an_unfinished_piece_is_held_back_and_would_be_found(monkeypatch):
+    both = words("byte-level", "unigram")
+    reading = Reading(both, Row(ids("byte-level", "def ")))
+    spelt = tokenizer("unigram").convert_tokens_to_ids
+
+    def proposed(letters: str, *more: str) -> list[str]:
+        written = [spelt("\u2581" if each == " " else each) for each in letters] + [spelt(each) for each in more]
+        return tokenizer("byte-level").convert_ids_to_tokens(both.continued(reading, written))
+
+    whole = tokenizer("byte-level").convert_ids_to_tokens(ids("byte-level", "name"))
+    assert len(whole) == 1, "one token of the target"
+    assert proposed("nam") == []
+    assert proposed("name") == []  # names, name(
+    assert proposed("name,") == [*whole, ","]  # no token begins with a comma and goes on
+    assert proposed("nam", "</s>")[-1] == "<|endoftext|>" and len(proposed("nam", "</s>")) > 1, "an end finishes the last piece"
+    assert proposed("name,", "<0xC3>") == [*whole, ","], "half a character is no text"
+    monkeypatch.setattr(Words, "settled", Words.encode_after)
+    assert proposed("nam") != []
+
+
+def test_half_a_character_goes_on_in_bytes():
+    both = words("byte-level", "unigram")
+    smile = ids("byte-level", "\U0001f642")
+    reading = Reading(both, Row([*ids("byte-level", "area"), *smile[:-2]]))
+    spelt = tokenizer("unigram").convert_tokens_to_ids
+    assert both.continued(reading, [spelt(each) for each in ("<0x99>", "<0x82>", "a", "(", ")", "\n", "x")])[:2] == smile[-2:]
+
+
+def test_auto_goes_by_the_mass_on_what_is_shared(caplog):
+    same = speculator("byte-level", "byte-level", vocabulary="auto")
+    assert same.drafter._foreign is None
+    for target, draft in (("byte-level", "unigram"), ("byte-level", "wordpiece")):
+        caplog.clear()
+        made = speculator(target, draft, vocabulary="auto")
+        mass = made.drafter._foreign.mass
+        assert made.drafter._foreign.by == ("intersection" if mass >= 0.75 else "text")
+        assert f"which have {mass:.0%} of its probability" in caplog.text
+        assert f"{made.drafter._foreign.by} (" in repr(made)
+        assert made.shape.is_chain or made.drafter._foreign.by == "intersection"
+    assert made.drafter._foreign.by == "text" and made.rule.name == "match"
+
+
+def test_bad_choices_are_refused():
+    with pytest.raises(ConfigurationError, match="unknown vocabulary 'txt', did you mean 'text'"):
+        speculator(vocabulary="txt")
+    with pytest.raises(ConfigurationError, match=r"chain\(2\).*vocabulary='intersection'"):
+        speculator(vocabulary="text", shape="product(2,1)")
+    with pytest.raises(ConfigurationError, match="rejection"):
+        speculator(vocabulary="text", rule="rejection", shape="chain(2)")
+    with pytest.raises(ConfigurationError, match="siblings 'iid'"):
+        DraftModel(model("unigram"), siblings="iid", vocabulary="text")
+    alien = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"\u4e00": 0, "\u4e8c": 1}, unk_token="\u4e00")))
+    drafter = DraftModel(model("unigram"), tokenizer=alien, vocabulary="intersection")
+    with pytest.raises(ConfigurationError, match=r"shares no token.*vocabulary='text'"):
+        Speculator(model("byte-level"), drafter, tokenizer=tokenizer("byte-level"), execution="eager")

@@ -22,11 +22,11 @@ from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback
 from foredraft.drafters.draft_loops import DraftLoop, draft_loops
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.learning.serving import Learning, LearnOptions, learning_of
-from foredraft.drafters.siblings import DRAWN, offered
+from foredraft.drafters.siblings import DRAWN, WRITTEN, offered
 from foredraft.drafters.vocabularies import VOCABULARIES, Foreign, Reading, foreign
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
-from foredraft.loading import load_model
+from foredraft.loading import load_model, name_of
 from foredraft.parents import depths_of
 from foredraft.quantization import check_quantization
 from foredraft.shapes import DynamicShape, TreeShape
@@ -44,7 +44,8 @@ class DraftModel(Drafter):
 
     source: a causal language model: a ``PreTrainedModel``, a path, a hub id or ``zoo:NAME``.
     vocabulary: how it drafts if its tokenizer is not the target's. ``intersection``: the tokens that both know, by their bytes; its
-        logits count at these alone. ``auto`` is ``intersection``.
+        logits count at these alone. ``text``: what it writes is tokenised again as the target would; chains, with rule match. ``auto``:
+        ``intersection`` if the draft gives these tokens enough of its probability, else ``text``.
     tokenizer: that of the draft model, if none is found under its name. Pass the target's as ``Speculator(..., tokenizer=...)``.
     siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
@@ -79,12 +80,14 @@ class DraftModel(Drafter):
         if self.learn is not None and quantization is not None:
             raise ConfigurationError("a quantized draft cannot learn: leave quantization out, or learn=False")
         self.learning: Learning | None = None
-        self.offer = offered(siblings, DRAWN)
+        self.offer = offered(siblings, DRAWN if vocabulary != "text" else WRITTEN)
         self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
         self.quantization = quantization
         if vocabulary not in VOCABULARIES:
             raise unknown("unknown vocabulary", vocabulary, VOCABULARIES)
+        if vocabulary == "text" and siblings not in ("auto", "top-k"):
+            raise ConfigurationError(f"a draft by text has no siblings {siblings!r}: leave siblings out, or take vocabulary='intersection'")
         self.vocabulary, self._tokenizer = vocabulary, tokenizer
         self._foreign: Foreign | None = None  # where the tokenizer is not the target's
         self._target: Target | None = None
@@ -121,7 +124,10 @@ class DraftModel(Drafter):
         self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=owned, wait=target.wait)
         self.info = replace(self.info, draft_model=self._target)
         if self._foreign is not None:
-            log.warning("%s", self._foreign)
+            log.warning("draft model %s: vocabulary %s", name_of(unwrap(draft)), self._foreign)
+            if self._foreign.by == "text":
+                self.offer = offered("auto", WRITTEN)
+                self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
         self._loops = () if self._foreign is not None else draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
 
@@ -139,6 +145,8 @@ class DraftModel(Drafter):
     def refusal(self, shape: TreeShape) -> str | None:
         if shape.is_chain:
             return None
+        if self._foreign is not None and self._foreign.by == "text":
+            return f"a draft by text is a chain; use shape='chain({shape.depth})' or the option vocabulary='intersection'"
         if self.model.chains_only:
             return f"the draft model can only draft chains: {self.model.chains_only}; use shape='chain({shape.depth})'"
         grown = max(shape.nodes, shape.k * (shape.levels - 1)) if isinstance(shape, DynamicShape) else shape.nodes
@@ -162,6 +170,8 @@ class DraftModel(Drafter):
         self.expected_accepted, chain = None, request.shape.is_chain
         inside = None if self._foreign is None else self._foreign.inside
         request = replace(request, shape=request.shape.truncate(depth), depth=depth, limits=limits, known=inside)
+        if self._foreign is not None and self._foreign.by == "text":
+            return self._write(request, own, self._foreign)
         self._grown = next((grown for loop in self._loops if (grown := loop.draft(request, chain=chain)) is not None), None)
         by_level = self._grown is None
         if self._grown is None and chain:
@@ -177,6 +187,14 @@ class DraftModel(Drafter):
             return self._said(self._feed(self._known(path[-1])) if len(path) > 1 else self._after(own, path[0]))
 
         return one_by_one(request, after)
+
+    def _write(self, request: DraftRequest, own: Sequence[Row], foreign: Foreign) -> TokenTree:
+        """A chain of what the draft writes greedily, in the target's tokens."""
+        self._begun = [len(row.ids) - 1 for row in own]
+        steps = [self._after(own, request.roots()).argmax(-1)]
+        for _ in range(request.depth):  # one token more, for the last one seldom stands
+            steps.append(self._feed(steps[-1]).argmax(-1))
+        return request.chains(foreign.written(request.rows, torch.stack(steps, 1).tolist()))
 
     def _own(self, rows: Sequence[Row]) -> Sequence[Row]:
         """``rows`` in this model's tokens, its cache cut back to where these are still the same."""
@@ -226,7 +244,8 @@ class DraftModel(Drafter):
             self._keep(self._grown, feedback)
         if self._foreign is not None:
             if self._grown is not None or self._begun:
-                self._foreign.drafted(rows, feedback)
+                if self._foreign.by != "text":
+                    self._foreign.drafted(rows, feedback)
                 self._own(rows)
             self._grown, self._begun = None, []
             return

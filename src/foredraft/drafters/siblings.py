@@ -30,6 +30,7 @@ class Offer:
         return self.static if shape.static else self.pruned
 
 
+WRITTEN = Offer(("deterministic",), ("deterministic",), ("deterministic",))
 PRUNED: tuple[Proposal, ...] = ("keyed", "deterministic")
 # Whose q is close to p loses little to the p/q rules, and draws from it; whose q is not is accepted more often by match.
 DRAWN = Offer(("iid", "keyed", "deterministic", "without-replacement"), ("without-replacement", "iid", "keyed", "deterministic"), PRUNED)

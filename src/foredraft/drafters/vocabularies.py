@@ -10,6 +10,7 @@ Nothing here runs a model, and the tokenizers that are handed in stay as they ar
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,15 @@ if TYPE_CHECKING:
 
     from foredraft.target import Target
 
-VOCABULARIES = ("auto", "intersection")
+VOCABULARIES = ("auto", "intersection", "text")
+ENOUGH = 0.75  # of q on the tokens that are shared, from which on "auto" drafts these
+SAMPLE = (
+    'The river was low that summer, so in 1987 they walked across it. "How far is it?" she asked.\n\n'
+    "def mean(values):\n    return sum(values) / len(values)  # 12.5\n"
+)
 TAIL = 32  # newest tokens that are kept as text, to be tokenised again together with what follows
+LONGEST = 32  # characters at the end of a text that may become one token with those to come
+CONTEXT = 32  # characters in front of a text that is tokenised
 BLURRED = 4  # first ones of these, which may come out otherwise because the text before them is missing
 
 
@@ -71,6 +79,7 @@ class Words:
         self.bytes = {number: word for number, word in self._bytes(names).items() if number not in special and word}
         self.single = {word[0]: number for number, word in sorted(self.bytes.items(), reverse=True) if len(word) == 1}
         self._spelt = {number for number, name in names.items() if len(name) == 6 and name.startswith("<0x") and name.endswith(">")}
+        self._sorted = sorted(set(self.bytes.values()))
         spaced = next((number for number, word in self.bytes.items() if len(word) > 1 and word[:1] == b" "), None)
         self.strips = spaced is not None and not self.text([spaced]).startswith(" ")
 
@@ -81,6 +90,31 @@ class Words:
 
     def text(self, ids: Sequence[int]) -> str:
         return str(self._own.decode(ids, skip_special_tokens=False))
+
+    def unfinished(self, text: str) -> bool:
+        """Whether a token begins with ``text`` and goes on."""
+        word = text.encode()
+        place = bisect_right(self._sorted, word)
+        return place < len(self._sorted) and self._sorted[place].startswith(word)
+
+    def encode_after(self, context: str, text: str) -> list[int] | None:
+        """The tokens of ``text`` behind ``context``; None where one of them begins before it."""
+        ids, starts = self.encode(context + text)
+        begin = 0 if not context else next((place for place, start in enumerate(starts) if start == len(context)), None)
+        return None if begin is None else ids[begin:]
+
+    def settled(self, context: str, text: str) -> list[int] | None:
+        """The tokens of ``text`` behind ``context`` that stay as they are whatever follows; None where ``text`` does not begin a token.
+
+        In front of a boundary that two texts have in common, their tokens are the same. So more text changes a token only where one of the
+        new tokens reaches over the end of ``text``: whatever such a token may begin with is taken away, and what differs is left out."""
+        ids = self.encode_after(context, text)
+        for begin in range(max(0, len(text) - LONGEST), len(text)):
+            if ids and self.unfinished(text[begin:]):
+                others = self.encode_after(context, text[:begin]) or []
+                same = next((place for place, pair in enumerate(zip(ids, others)) if pair[0] != pair[1]), min(len(ids), len(others)))
+                ids = ids[:same]
+        return ids
 
     def by_bytes(self) -> dict[bytes, list[int]]:
         """The tokens of each spelling; first those that are no mere byte written out (``<0x41>``)."""
@@ -164,6 +198,24 @@ class Vocabularies:
         self.special = counterparts(target, draft)  # the draft's token for each special one of the target's
         same.update(counterparts(draft, target))
         self.target_of = {theirs: mine for theirs, mine in same.items() if theirs < draft_size and mine < target_size}
+
+    def continued(self, reading: Reading, written: Sequence[int]) -> list[int]:
+        """The target's tokens for what the draft has ``written`` behind the text of ``reading``, without those that more text may change.
+
+        An end that the draft has written is one of the target's; behind another special token nothing counts."""
+        said = next((place for place, token in enumerate(written) if token not in self.draft.bytes), len(written))
+        begun = reading.unfinished
+        spelt = begun + b"".join(self.draft.bytes[token] for token in written[:said])
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(spelt)
+        end = [self.target_of[token] for token in written[said : said + 1] if token in self.target_of]
+        encode = self.target.encode_after if end else self.target.settled
+        found = next((ids for context in (reading.end[-CONTEXT:], "\n") if (ids := encode(context, text)) is not None), [])
+        while begun and found:  # the text ends in a part of a character
+            word = self.target.bytes.get(found.pop(0), b"")
+            if not word or not begun.startswith(word):
+                return []
+            begun = begun[len(word) :]
+        return [] if begun else [*found, *end]
 
 
 def counterparts(ours: Words, theirs: Words) -> dict[int, int]:
@@ -305,16 +357,37 @@ class Foreign:
         known, inside: the draft's token for each of the target's, on its device, and whether there is one.
     """
 
-    def __init__(self, vocabularies: Vocabularies, vocab_size: int, device: torch.device, draft_device: torch.device):
+    def __init__(
+        self, vocabularies: Vocabularies, vocab_size: int, device: torch.device, draft_device: torch.device, by: str = "intersection"
+    ):
         self.vocabularies = vocabularies
         self.intersection = Intersection.of(vocabularies.target_of, vocab_size, draft_device)
         self.known = self.intersection.known.to(device)
         self.inside = torch.zeros_like(self.known, dtype=torch.bool)
         self.inside[self.intersection.common[0].to(device)] = True
         self.readings: dict[int, Reading] = {}
+        self.by = by
+        self.mass: float | None = None
 
     def __str__(self) -> str:
-        return f"the draft model has another tokenizer; the target knows {self.vocabularies.share:.0%} of its tokens"
+        mass = "" if self.mass is None else f", which have {self.mass:.0%} of its probability"
+        return f"{self.by} (another tokenizer: the target knows {self.vocabularies.share:.0%} of the draft's tokens{mass})"
+
+    def choose(self, draft: PreTrainedModel) -> None:
+        """Draft by the intersection if ``draft`` gives it enough of its probability, else by text."""
+        ids = to_device([[*self.vocabularies.draft.prefix, *self.vocabularies.draft.encode(SAMPLE)[0]]], draft.device)
+        with torch.no_grad():
+            self.mass = self.intersection.mass(draft(input_ids=ids, use_cache=False).logits[0])
+        self.by = "intersection" if self.mass >= ENOUGH else "text"
+
+    def written(self, rows: Sequence[Row], texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What the draft wrote below ``rows``, in the target's tokens."""
+        drafts = []
+        for row, text in zip(rows, texts):
+            reading = self.readings[row.slot]
+            drafts.append(self.vocabularies.continued(reading, text))
+            reading.drafted(text)
+        return drafts
 
     def begin(self, rows: Sequence[Row]) -> list[Reading]:
         self.readings.update({row.slot: Reading(self.vocabularies, row) for row in rows})
@@ -326,7 +399,7 @@ class Foreign:
         return own, [reading.follow(row.ids) for reading, row in zip(own, rows)]
 
     def drafted(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        """A round with a draft is over."""
+        """A round with a draft from the intersection is over."""
         for row, accepted in zip(rows, feedback.accepted):
             reading = self.readings[row.slot]
             reading.drafted(self.known[row.ids[reading.read : reading.read + accepted]].tolist())
@@ -356,9 +429,12 @@ def foreign(target: Target, draft: PreTrainedModel, tokenizer: Any, vocabulary: 
             )
     sizes = target.vocab_size, int(draft.get_output_embeddings().weight.shape[0])
     vocabularies = Vocabularies(Words(tokenizers[0]), Words(tokenizers[1]), *sizes)
-    if not vocabularies.target_of:
+    if not vocabularies.target_of and vocabulary == "intersection":
         raise ConfigurationError(
-            f"the tokenizer of the draft model {name_of(draft)!r} shares no token with the target's, so nothing can be drafted; "
-            "use another draft model"
+            f"the tokenizer of the draft model {name_of(draft)!r} shares no token with the target's, so it has to draft by text: "
+            "vocabulary='text'"
         )
-    return Foreign(vocabularies, target.vocab_size, target.device, draft.device)
+    found = Foreign(vocabularies, target.vocab_size, target.device, draft.device, vocabulary)
+    if vocabulary == "auto":
+        found.choose(draft)
+    return found
