@@ -26,6 +26,7 @@ SUITES = {
     "grammars": "grammars:Grammars",
     "self": "self_speculation:SelfSpeculation",
     "online": "online:Online",
+    "distill": "distill:Distill",
 }
 
 
