@@ -201,7 +201,7 @@ class Distill(Suite[Settings]):
 
     def _claim(self) -> None:
         """Raises ConfigurationError if the folder was begun with other settings."""
-        ignored = {"cells", "losses", "shares", "timed", "repeats", "served", "threads"}
+        ignored = {"cells", "losses", "shares", "seeds", "timed", "repeats", "served", "threads"}
         path = self.settings.work / "settings.json"
         mine = {name: value for name, value in plain(asdict_without_places(self.settings)).items() if name not in ignored}
         self.settings.work.mkdir(parents=True, exist_ok=True)
