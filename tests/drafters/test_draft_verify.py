@@ -259,6 +259,8 @@ def test_its_own_set_is_that_of_the_model_it_is_bound_to():
         ("attention=1 attention=2", "is written as"),
         ("mlps=1", "is written as"),
         ("", "is written as"),
+        (5, "skip must be a SkipSet, or words such as"),
+        ({"mlp": [1]}, "skip must be a SkipSet, or words such as"),
     ],
 )
 def test_sets_that_cannot_be_are_refused(skip: Any, message: str):
