@@ -27,6 +27,7 @@ SUITES = {
     "self": "self_speculation:SelfSpeculation",
     "online": "online:Online",
     "distill": "distill:Distill",
+    "tokenizers": "tokenizers:Tokenizers",
 }
 
 

@@ -74,6 +74,35 @@ def draft(out: Out, budget: Budget = recipe.DRAFT.budget, cooldown: Cooldown = r
 
 
 @app.command()
+def foreign_tokenizer(out: Out, source: Annotated[Path, typer.Option("--corpus", help="Folder with the corpus.", file_okay=False)]) -> None:
+    """Learn a SentencePiece-like tokenizer from a few packages, and encode the corpus with it; not packaged."""
+    from recipes.zoo import tokenization
+    from recipes.zoo.corpus import Corpus
+
+    found = Corpus.load(_needed(source, "corpus"))
+    files = [file for file in found.train if file.package in recipe.FOREIGN_PACKAGES]
+    learnt = tokenization.train_foreign(files[::4])  # more takes minutes and changes little
+    learnt.save_pretrained(out / "tokenizer")
+    for half, files in (("train", found.train), ("held_out", found.held_out)):
+        encoded = tokenization.encode(learnt, files)
+        encoded.save(out / "tokens" / f"{half}.npz")
+        typer.echo(f"{half}: {len(encoded.tokens):,} tokens, {encoded.sizes.sum() / len(encoded.tokens):.3f} bytes per token")
+
+
+@app.command()
+def foreign(out: Out, budget: Budget = recipe.FOREIGN.budget, cooldown: Cooldown = recipe.FOREIGN.cooldown, resume: Resume = False) -> None:
+    """Train the draft model with that tokenizer, and save it as a checkpoint in OUT/checkpoint (a quarter of an hour)."""
+    from transformers import PreTrainedTokenizerFast
+
+    from recipes.zoo import fit
+
+    learnt = PreTrainedTokenizerFast.from_pretrained(_needed(out / "tokenizer", "foreign-tokenizer"))
+    _fit(out, "draft", replace(recipe.FOREIGN, budget=budget, cooldown=cooldown), resume)
+    fit.load_weights(out / "draft").save_pretrained(out / "checkpoint")
+    learnt.save_pretrained(out / "checkpoint")
+
+
+@app.command()
 def deep(out: Out, budget: Budget = recipe.DEEP.budget, cooldown: Cooldown = recipe.DEEP.cooldown, resume: Resume = False) -> None:
     """Train the deep model, whose lower layers learn to draft, on the corpus (hours)."""
     _fit(out, "deep", replace(recipe.DEEP, budget=budget, cooldown=cooldown), resume)

@@ -18,12 +18,12 @@ CONTEXT = 2048
 SEED = 0
 
 
-def llama_config(*, hidden: int, heads: int, kv_heads: int, layers: int, intermediate: int) -> LlamaConfig:
+def llama_config(*, hidden: int, heads: int, kv_heads: int, layers: int, intermediate: int, vocabulary: int = VOCABULARY) -> LlamaConfig:
     """A llama architecture with heads of 64 and tied embeddings."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -83,6 +83,9 @@ DRAFT = Recipe(
     16.0,
     0.3,
 )
+FOREIGN_VOCABULARY = 3000
+FOREIGN_PACKAGES = ("sympy", "mpmath", "networkx", "scipy", "numpy")  # that its tokenizer learns from
+FOREIGN = replace(DRAFT, architecture={**DRAFT.architecture, "vocabulary": FOREIGN_VOCABULARY})  # the draft, with another tokenizer
 DEEP_PLAIN = Recipe({"hidden": 192, "heads": 3, "kv_heads": 1, "layers": 16, "intermediate": 512}, Batch(), Rates(), 16.5, 0.2)
 DEEP = replace(DEEP_PLAIN, early=layerskip.Recipe(dropout=0.1, schedule="exponential", rotation=15, exit=4, favour=0.5))
 

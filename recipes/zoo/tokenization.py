@@ -6,17 +6,18 @@ unchanged; other engines know the format.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from recipes.zoo.corpus import SourceFile
-from recipes.zoo.recipe import CONTEXT, END_OF_TEXT, PAD, VOCABULARY
+from recipes.zoo.recipe import CONTEXT, END_OF_TEXT, FOREIGN_VOCABULARY, PAD, VOCABULARY
 
 
 def train(files: Sequence[SourceFile]) -> PreTrainedTokenizerFast:
@@ -30,6 +31,28 @@ def train(files: Sequence[SourceFile]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator((file.text for file in files), trainer)
+    return _wrapped(tokenizer)
+
+
+def train_foreign(files: Sequence[SourceFile], size: int = FOREIGN_VOCABULARY) -> PreTrainedTokenizerFast:
+    """A Unigram in the manner of SentencePiece: spaces are written as ▁, digits stand alone, a piece may hold punctuation and letters, and
+    what no piece covers is written in bytes. The library asks for an unknown token all the same."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?[^▁\n0-9]+|▁+|[0-9]|\n+"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special, spelt = [END_OF_TEXT, PAD], [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.UnigramTrainer(vocab_size=size - len(spelt), special_tokens=special, show_progress=False, max_piece_length=12)
+    tokenizer.train_from_iterator((file.text for file in files), trainer)
+    pieces = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"] if piece not in special]
+    least = min(score for _, score in pieces) - 10.0
+    tokenizer.model = models.Unigram(
+        [*((each, 0.0) for each in special), *((each, least) for each in spelt), *pieces], special.index(PAD), True
+    )
+    return _wrapped(tokenizer)
+
+
+def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

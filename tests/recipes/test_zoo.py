@@ -169,3 +169,13 @@ def test_exits_are_scored_against_the_last_layer():
     held_out = tokenization.Encoded(tokens, np.array([0, 100, 300]), np.array([1, 1]))
     first, second, last = evaluation.score_exits(model, held_out)
     assert first == second < last == 1
+
+
+def test_the_foreign_tokenizer_writes_any_text_back():
+    text = "def area(width):\n        return 1234 * width  # caf\u00e9 \U0001f642\n" * 20 + paragraph(3)
+    learnt = tokenization.train_foreign([SourceFile("sympy", "a.py", text)], size=700)
+    assert len(learnt) <= 700 and learnt.eos_token_id == 0
+    ids = learnt.encode(text + "\u00df\u4e8c\n")
+    assert learnt.decode(ids) == text + "\u00df\u4e8c\n"
+    pieces = learnt.convert_ids_to_tokens(ids)
+    assert {"1", "2", "3", "4"} <= set(pieces)
