@@ -39,7 +39,7 @@ A, B = "A", "B"
 GROUPS = {A: ("sympy", "mpmath", "networkx", "scipy", "numpy"), B: ("pip", "setuptools", "pytest", "mypy", "pydantic", "huggingface_hub")}
 LEARNING, FROZEN, PLAIN = "learning", "not learning", "plain decoding"
 SHIFT, HOME, BACK = "shift", "stationary", "back"
-NEW, PROMPT, EVALUATED = 256, 64, 48  # tokens of a call and of its prompt; texts that versions read
+NEW, PROMPT = 256, 64  # tokens of a call and of its prompt
 FIRST, LAST = 15_000, 20_000  # tokens of B over which what was closed is counted
 SERVED = 10  # of so many files one is served
 LEAST_GAP, CLOSED, KEPT, GAIN, STATIONARY, COLLECTING = 0.05, 0.4, 0.97, 1.0, 0.95, 0.02
@@ -54,6 +54,7 @@ class Settings(TargetSettings):
     stationary: int = option(20_000, "Tokens of A that are served to see what learning costs.", least=0)
     seeds: int = option(3, "Runs, each with other prompts.", least=1)
     every: int = option(5_000, "Tokens between two points of the curve.", least=1)
+    texts: int = option(48, "Texts of each group that α is measured on.", least=1)
     share: float = option(0.05, "Of the serving speed, for learning.", least=0)
     layers: int = option(24, "Layers of the model that collecting is timed beside; 0 leaves it out.", least=0)
     corpus: Path | None = option(None, "The folder with the packages; made where it is missing.", place=True)
@@ -95,7 +96,7 @@ class Online(Suite[Settings]):
     name = "online"
     title = "Learning while serving"
     settings_type = Settings
-    quick: ClassVar[Mapping[str, Any]] = {"tokens": 1024, "stationary": 512, "seeds": 1, "every": 256, "layers": 1}
+    quick: ClassVar[Mapping[str, Any]] = {"tokens": 1024, "stationary": 512, "seeds": 1, "every": 256, "layers": 1, "texts": 3}
     calls: list[Call]
     alphas: list[Alpha]
     collecting: dict[str, list[float]]  # seconds of collecting and of passes
@@ -122,15 +123,15 @@ class Online(Suite[Settings]):
         model, tokenizer = load_model(settings.target, dtype=settings.dtype, device=settings.device), load_tokenizer(settings.target)
         for seed in range(settings.seeds):
             prompts = {
-                group: windows(tokenizer, each, count=EVALUATED + settings.tokens // NEW + 1, tokens=PROMPT, seed=seed)
+                group: windows(tokenizer, each, count=settings.texts + settings.tokens // NEW + 1, tokens=PROMPT, seed=seed)
                 for group, each in texts.items()
             }
-            judge = Judge(model, {group: each[:EVALUATED] for group, each in prompts.items()}, seed)
+            judge = Judge(model, {group: each[: settings.texts] for group, each in prompts.items()}, seed)
             for name in (settings.draft, settings.other):
                 draft = load_model(name, dtype=settings.dtype, device=settings.device)
                 self.alphas += [Alpha(name, seed, 0, group, judge.alpha(draft, group)) for group in texts]
-            self._serve(model, SHIFT, B, prompts[B][EVALUATED:], seed, settings.tokens, judge)
-            self._serve(model, HOME, A, prompts[A][EVALUATED:], seed, settings.stationary, None)
+            self._serve(model, SHIFT, B, prompts[B][settings.texts :], seed, settings.tokens, judge)
+            self._serve(model, HOME, A, prompts[A][settings.texts :], seed, settings.stationary, None)
             self.advance()
 
     def _texts(self) -> dict[str, list[str]]:

@@ -256,17 +256,22 @@ class DraftModel(Drafter):
             lengths, self._begun = [min(pair) for pair in zip(lengths, kept)], []
         self.model.rewind(lengths)
         if self.learning is not None:
-            self._take_up(self.learning.observe(rows, feedback))
+            self._take_up(self.learning.observe(rows, feedback), rows)
 
-    def _take_up(self, version: int | None) -> None:
-        """Have the weights of a ``version`` from now on, for all rows; keys of the former ones are kept."""
+    def _take_up(self, version: int | None, rows: Sequence[Row] = ()) -> None:
+        """Have the weights of a ``version`` from now on, for all ``rows``; the texts are read again where that pays."""
         learning = self.learning
         if learning is None or version is None:
             return
         begin = learning.clock()
         if (weights := learning.load(version)) is not None:
             self.model.rewrite(weights)
-            learning.swapped(version, learning.clock() - begin)
+            swapped = learning.clock()
+            learning.swapped(version, swapped - begin)
+            if learning.reads_again(rows) and all(self._room(row) > 0 for row in rows):
+                self.model.rewind([0] * len(rows))
+                self.model.prefill([row.ids[:-1] for row in rows], first=0)
+                learning.read_again(sum(len(row.ids) for row in rows), learning.clock() - swapped)
 
     def _keep(self, grown: Growth, feedback: Feedback) -> None:
         """Commit the accepted path to this cache, as far as its nodes were fed: all but its last one at most."""

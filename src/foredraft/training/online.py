@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foredraft.drafters.learning.buffer import TRIAL, Buffer, Piece
+from foredraft.drafters.learning.buffer import CONTEXT, TRIAL, Buffer, Piece
 from foredraft.drafters.learning.versions import TEXTS, Versions
 from foredraft.training.losses import Few, Loss, compare
 
@@ -124,11 +124,29 @@ class OnlineLearner:
         mean, was = float((gain * share).sum()), float((before * share).sum())
         error = float(((gain - mean) * share).square().sum().sqrt())
         self.buffer["before"], self.buffer["after"] = was, was + mean
-        self.buffer["trials"] += 1
         if mean > CERTAIN * error:  # not of NaN
+            yield from self._reading_again(pieces, alphas[1])
             self._publish(weights)
         else:
             self._refuse(finite=mean == mean)
+        self.buffer["trials"] += 1
+
+    def _reading_again(self, pieces: Sequence[Piece], fresh: Sequence[Tensor]) -> Iterator[bool]:
+        """What is lost where the keys of a text's beginning are those of the published weights; ``fresh``: α with new ones."""
+        gains: list[Tensor] = []
+        _copy(self.beside, self.published)
+        for piece, alpha in zip(pieces, fresh):
+            behind = torch.from_numpy(piece["places"][: piece["count"]] >= CONTEXT)
+            if not bool(behind.any()):
+                continue
+            ids, places, few = self._tensors(piece)
+            with torch.no_grad():
+                keys = self.beside(input_ids=ids[:, :CONTEXT], use_cache=True).past_key_values
+                found = self.model(input_ids=ids[:, CONTEXT:], past_key_values=keys, use_cache=True).logits[0]
+                mixed = compare(self.loss, found[places[behind] - CONTEXT].float(), few[behind]).alpha.cpu()
+            gains.append(alpha[behind] - mixed)
+            yield True
+        self.buffer["again"] = float(torch.cat(gains).mean()) if gains else 0.0
 
     def _publish(self, weights: dict[str, Tensor]) -> None:
         self.version = max(self.versions.numbers()[-1], self.buffer["published"], self.buffer["refused"]) + 1
@@ -156,17 +174,21 @@ class OnlineLearner:
 
     def _read(self, model: Any, piece: Piece) -> tuple[Tensor, Few]:
         """The model's logits ``[M, V]`` at the places of ``piece``, and what the target says there."""
+        ids, places, few = self._tensors(piece)
+        wanted = {"logits_to_keep": places} if self._takes_places else {}
+        found = model(input_ids=ids, use_cache=False, **wanted).logits[0]
+        return (found if wanted else found[places]).float(), few
+
+    def _tensors(self, piece: Piece) -> tuple[Tensor, Tensor, Few]:
+        """The text ``[1, L]``, the places ``[M]``, and the target's distributions there."""
         count = int(piece["count"])
         ids, places, tokens, logs = (
             torch.from_numpy(piece[name][:end].astype(kind)).to(self.device)
             for name, end, kind in (("tokens", piece["length"], "i8"), ("places", count, "i8"), ("ids", count, "i8"), ("logs", count, "f4"))
         )
-        known = model.get_input_embeddings().weight.shape[0]
-        wanted = {"logits_to_keep": places} if self._takes_places else {}
-        found = model(input_ids=ids.clamp(max=known - 1)[None], use_cache=False, **wanted).logits[0]
-        logits = (found if wanted else found[places]).float()
-        outside = tokens >= logits.shape[1]  # tokens that only the target has
-        return logits, Few(tokens.clamp(max=logits.shape[1] - 1), logs.masked_fill(outside, -torch.inf))
+        last = self.model.get_output_embeddings().weight.shape[0] - 1
+        outside = tokens > last  # tokens that only the target has
+        return ids.clamp(max=last)[None], places, Few(tokens.clamp(max=last), logs.masked_fill(outside, -torch.inf))
 
 
 def build(about: dict[str, Any]) -> PreTrainedModel:

@@ -51,7 +51,7 @@ CONTROL = np.dtype(
         ("seconds", "f8"),  # of computing
         ("before", "f8"),  # α on the trial pieces, of the last trial: with the version in use, with the new weights,
         ("after", "f8"),
-        ("kept", "f8"),  # and with the new weights over keys of the former ones
+        ("again", "f8"),  # how much higher α is where texts are read again with the new weights than over keys of the former ones
     ]
 )
 Piece = Any  # a record of PIECE

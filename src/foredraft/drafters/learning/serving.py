@@ -42,6 +42,7 @@ FIRST = 4  # pieces until the learner is started
 LOOK = 1.0  # seconds between looks at the learner and the folder
 HUNG = 300.0  # seconds without a sign of life
 PAUSES = (0.0, 5.0, 30.0, 120.0, 600.0)  # seconds until a learner that has ended is started again; after as many ends, never
+GUESS = 50  # tokens that a draft reads in the time of a round, until that is known
 CURVE = 256  # points that α over time has at most
 
 log = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ class Learning:
         self._collecting, self._price = 0.0, 0.0
         self._last = self._looked = -inf
         self._busy, self._rows = False, 0
+        self._round = self._reading = 0.0  # seconds of a round, and of reading a token again
         try:
             self._take_lead()
         except OSError as error:
@@ -219,6 +221,7 @@ class Learning:
 
     def _account(self, now: float, kind: Hashable) -> None:
         seconds, self._last = max(0.0, now - self._last), now
+        self._round += 0.1 * (seconds - self._round)
         busy = self.buffer is not None and bool(self.buffer["busy"])
         self.duty.round(seconds, kind, busy=busy or self._busy)
         self._busy = busy
@@ -264,7 +267,7 @@ class Learning:
         assert self.buffer is not None
         if self._process is None:
             if self.buffer["written"] >= FIRST and self._ends < len(PAUSES) and now >= self._next_start:
-                self.buffer["busy"], self._silent = 0, 0.0
+                self.buffer["busy"], self._silent = 1, 0.0  # to start takes time as well
                 self._process = self._start(self.versions.folder, self.options)
             return
         before, self._heartbeat = self._heartbeat, self.buffer["heartbeat"]
@@ -311,6 +314,21 @@ class Learning:
         if self.buffer is not None:
             self.buffer["accepted"] = number
         log.info("the draft is version %d now, after %.3f s", number, seconds)
+
+    def reads_again(self, rows: Sequence[Row]) -> bool:
+        """Whether it pays to read the texts of ``rows`` again with new weights: what more is accepted, over as many tokens as each row
+        has got so far, must save more than reading takes."""
+        if self.buffer is None or not rows:
+            return False
+        ahead = sum(min(row.capacity - len(row.ids), len(row.ids) - row.prompt_length) for row in rows) / len(rows)
+        reading = sum(len(row.ids) for row in rows) * (self._reading or self._round / GUESS)
+        return bool(self.buffer["again"] * ahead * self._round > reading)
+
+    def read_again(self, tokens: int, seconds: float) -> None:
+        """So many tokens were read again, which took so long."""
+        self._reading = seconds / max(1, tokens)
+        self.seconds += seconds
+        self.duty.spend(seconds)
 
     def forget(self) -> None:
         """Back to the first weights; all versions and texts are deleted."""
@@ -397,6 +415,8 @@ def learning_of(draft: PreTrainedModel, target: PreTrainedModel, options: LearnO
                     weights[name].copy_(value)
             learning.version = number
             break
+    if learning.buffer is not None:
+        learning.buffer["accepted"] = learning.version
     return learning
 
 
