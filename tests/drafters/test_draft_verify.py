@@ -4,6 +4,7 @@ what a fresh prefill would."""
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,6 +250,20 @@ def test_its_own_set_is_that_of_the_model_it_is_bound_to():
         assert drafter.skip == SkipSet((), mlp)
 
 
+@pytest.mark.parametrize("name", ["attention", "mlp", "target", "trials"])
+def test_a_file_that_lacks_something_is_refused_in_words(name: str, tmp_path: Path):
+    path = tmp_path / "set.json"
+    MIDDLE.save(path, model())
+    held = json.loads(path.read_text())
+    del held[name]
+    path.write_text(json.dumps(held))
+    with pytest.raises(ConfigurationError, match=f"it has no '{name}'"):
+        SkipSet.load(path, model())
+    path.write_text("[1, 2]")
+    with pytest.raises(ConfigurationError, match="it holds no object"):
+        SkipSet.load(path, model())
+
+
 @pytest.mark.parametrize(
     ("skip", "message"),
     [
@@ -259,8 +274,8 @@ def test_its_own_set_is_that_of_the_model_it_is_bound_to():
         ("attention=1 attention=2", "is written as"),
         ("mlps=1", "is written as"),
         ("", "is written as"),
-        (5, "skip must be a SkipSet, or words such as"),
-        ({"mlp": [1]}, "skip must be a SkipSet, or words such as"),
+        (5, "is a SkipSet, or words such as"),
+        ({"mlp": [1]}, "is a SkipSet, or words such as"),
     ],
 )
 def test_sets_that_cannot_be_are_refused(skip: Any, message: str):

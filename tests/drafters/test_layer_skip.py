@@ -546,6 +546,12 @@ def test_passes_to_every_exit_are_timed_beforehand(tmp_path: Any, monkeypatch: p
     assert read.exits == costs.exits
 
 
+def test_a_model_of_one_layer_is_refused_as_such():
+    for options in ({}, {"exit": "auto"}):
+        with pytest.raises(ConfigurationError, match="one layer has no lower layers"):
+            Speculator(model(num_hidden_layers=1), LayerSkip(**options), execution="eager")
+
+
 def test_an_exit_that_is_none_is_refused():
     with pytest.raises(ConfigurationError, match="must be auto or lie between 1 and 4"):
         Speculator(model(), LayerSkip(exit="sometimes"), execution="eager")

@@ -47,9 +47,7 @@ class DraftVerify(LayerSkip):
         if source is not None and skip is not None:
             raise ConfigurationError("draft-verify takes a file or a set of sublayers to leave out, not both; leave skip out")
         super().__init__(source, siblings=siblings, threshold=threshold)
-        if skip is not None and not isinstance(skip, (str, SkipSet)):
-            raise ConfigurationError(f"skip must be a SkipSet, or words such as 'attention=1,3 mlp=2,4'; got {skip!r}")
-        self._given = SkipSet.parse(skip) if isinstance(skip, str) else skip
+        self._given = skip if skip is None or isinstance(skip, SkipSet) else SkipSet.parse(skip)
         self._skip = self._given  # of the model that it is bound to
         self.tuner: SkipTuner | None = None
 

@@ -87,6 +87,8 @@ class LayerSkip(Drafter):
 
     def bind(self, target: Target) -> None:
         layers, exit, exits = target.layers, self._wanted, None
+        if layers < 2:
+            raise ConfigurationError("a model of one layer has no lower layers to draft with; use another drafter")
         if self.source is not None:
             self._head, exit = self._loaded(self.source, target)
         elif exit is None or exit == "auto":

@@ -52,6 +52,8 @@ class SkipSet:
         Raises:
             ConfigurationError: these are none.
         """
+        if not isinstance(text, str):
+            raise ConfigurationError(f"a set of sublayers is a SkipSet, or words such as 'attention=1,3 mlp=2,4'; got {text!r}")
         parts = [part.partition("=")[::2] for part in text.split()]
         try:
             if sorted(name for name, _ in parts) not in (["attention"], ["mlp"], ["attention", "mlp"]):
@@ -100,9 +102,12 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     try:
         held = json.loads(read_text(Path(path)))
+        if not isinstance(held, dict):
+            raise ValueError("it holds no object")
         if held["format"] != FORMAT:
             raise ValueError(f"its format is {held['format']!r}, not {FORMAT!r}")
-        return {**held, "target": TargetShape(**held["target"]), "trials": list(held["trials"])}
+        own = {name: held[name] for name in ("attention", "mlp")}
+        return {**held, **own, "target": TargetShape(**held["target"]), "trials": list(held["trials"])}
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigurationError):
             raise
