@@ -12,7 +12,7 @@ import torch
 from architectures import ARCHITECTURES, build
 from cover import nightly_but
 from safetensors.torch import load_file
-from training_helpers import make_data, trainer
+from training_helpers import in_a_process, make_data, trainer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -32,10 +32,12 @@ from foredraft.training.worth import Prices, compared
 VOCABULARY = 128
 
 
-def model(seed: int = 0, layers: int = 3, width: int = 32) -> LlamaForCausalLM:
+def model(seed: int = 0, layers: int = 3, width: int = 32, tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 2, "num_hidden_layers": layers}
-    config = LlamaConfig(eos_token_id=None, bos_token_id=None, initializer_range=0.2, vocab_size=VOCABULARY, **sizes)
+    config = LlamaConfig(
+        eos_token_id=None, bos_token_id=None, initializer_range=0.2, vocab_size=VOCABULARY, tie_word_embeddings=tied, **sizes
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -45,12 +47,13 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     model().save_pretrained(folder / "target")
     model(1, layers=1, width=16).save_pretrained(folder / "draft")
+    model(1, layers=1, width=16, tied=True).save_pretrained(folder / "tied")
     make_data(folder / "data", model=load_model(str(folder / "target")), top=VOCABULARY)
     return folder
 
 
 def run(place, folder, *, resume=False, **changed):
-    recipe = {"draft": str(place / "draft"), "loss": "lk(3)", **{name: changed.pop(name) for name in list(changed) if name in RECIPE}}
+    recipe = {"draft": str(place / "tied"), "loss": "lk(3)", **{name: changed.pop(name) for name in list(changed) if name in RECIPE}}
     given = {"kind": "draft", "head": recipe, "backbone": "full", "learning_rate": 3e-3, "held_out": 2, "evaluate_every": 4, **changed}
     return trainer(place / "data", folder, cls=Draft, model=load_model(str(place / "target")), resume=resume, **given)
 
@@ -211,6 +214,33 @@ def test_a_run_that_was_killed_and_resumed_ends_as_one_that_was_not(place, tmp_p
     assert any(not torch.equal(value, begin[name]) for name, value in learnt.items() if name in begin)
     ours, theirs = ([{**line, "seconds": 0, "tokens_per_second": 0} for line in Journal.read(each.folder)] for each in (whole, second))
     assert ours == theirs and [line["step"] for line in ours if "alpha" in line and "alphas" in line] == [0, 4, 8, 11]
+
+
+TOGETHER = """
+import sys
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[3])
+from test_drafts import run
+trained = run(Path(sys.argv[1]), Path(sys.argv[2]), steps=4, evaluate_every=2, on_policy=0.5, rewrite_every=2)
+assert trained.accelerator.num_processes == 2
+trained.train()
+weights = trained.weights()
+if trained.accelerator.is_main_process:
+    torch.save(weights, trained.folder / "weights.pt")
+trained.accelerator.end_training()
+"""
+
+
+@pytest.mark.nightly
+def test_two_processes_learn_what_one_does_from_twice_the_batch(place, tmp_path):
+    done = in_a_process(TOGETHER, str(place), str(tmp_path / "two"), str(Path(__file__).parent), processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    one = run(place, tmp_path / "one", steps=4, evaluate_every=2, on_policy=0.5, rewrite_every=2, accumulate=2)
+    one.train()
+    theirs = torch.load(tmp_path / "two" / "weights.pt")
+    for name, value in one.weights().items():
+        torch.testing.assert_close(theirs[name], value, atol=2e-5, rtol=1e-4)
 
 
 def test_texts_that_a_lost_run_left_are_not_read(place, tmp_path):

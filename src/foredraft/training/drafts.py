@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.heads.base import Batch, Head, HeadConfig, refuse_unknown_options
 from foredraft.heads.losses import pairs
-from foredraft.loading import load_model, vocabulary_difference
+from foredraft.loading import load_model, tokenizer_of, vocabulary_difference
 from foredraft.models.identity import shape_of
 from foredraft.models.layers import LayerRanges
 from foredraft.training.batches import Tokens
@@ -60,7 +60,7 @@ class Draft(Head):
         recipe = Distilling(**options)
         Loss.parse(recipe.loss)
         draft = source_of(recipe.draft, model)
-        if difference := vocabulary_difference(model, draft):
+        if difference := vocabulary_difference(model, draft, tokenizer_of(model), tokenizer_of(draft)):
             raise ConfigurationError(f"the draft {recipe.draft!r} does not share the target's vocabulary: {difference}")
         return cls(DraftConfig(shape_of(model), recipe=recipe), draft.to(model.device).eval())
 
