@@ -184,6 +184,18 @@ def test_what_is_lost_to_tries_is_bounded_whatever_happens(rows: int):
         assert lost <= (STAKE - LIMIT + 0.2) * one + SHARE * 1.05 * rounds * one + one
 
 
+@pytest.mark.parametrize("stalls", [1, 2])
+def test_a_process_that_stops_for_a_moment_does_not_end_drafting(stalls: int):
+    """One such round says nothing; after two, drafting goes on within some hundred rounds."""
+    machine = Machine(flat, level=0.3 * MS, missed=0.02 * MS, rates=(0.4,), grown=0.9)
+    run = Run(machine, planner(machine, shapes=TREES, grows=True)).go(64)
+    once, machine.level = machine.level, 500 * MS
+    assert all(shape.startswith("opt") for shape in run.go(stalls).shapes[64:])
+    machine.level = once
+    drafted = [shape != "chain(0)" for shape in run.go(130).shapes[64 + stalls :]]
+    assert all(drafted[:8]) if stalls == 1 else all(drafted[-8:])
+
+
 def test_tries_come_less_and_less_often():
     machine = Machine(flat, level=0.01 * MS)
     run = Run(machine, planner(machine)).go(3000)

@@ -28,8 +28,9 @@ from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 if TYPE_CHECKING:
     from foredraft.target import Target
 
-SHARE = 0.01  # of the time of plain rounds may go into tries
-STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, at least and at most holds
+SHARE = 0.005  # of the time of plain rounds may go into tries
+STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, that end drafting, and that it holds at most
+DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost must not end drafting for ever
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between tries
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
@@ -38,6 +39,7 @@ FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of
 LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
 LAZY = 400  # between two plans lies so many times what a plan takes
+STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 
 
@@ -88,6 +90,7 @@ class AutomaticPlanner:
         self._rounds, self._next, self._drafting = 0, 0, 0
         self._growing, self._trial_after, self._next_trial = False, FIRST_TRIAL, FIRST_TRIAL
         self._earliest = 0.0
+        self._stalled = False  # the last round with a draft took many times as long as it should
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
         self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
         self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
@@ -207,7 +210,7 @@ class AutomaticPlanner:
         if rows != count or self._since_check <= CHECKS or self._rounds % SELDOM == 0:
             return False
         self._since_check += 1
-        self.account = min((self.account or 0.0) + SHARE * seconds, SAVINGS * seconds)
+        self._credit(SHARE * seconds, seconds)
         return True
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
@@ -218,6 +221,8 @@ class AutomaticPlanner:
         levels = search.widths(done.shape.truncate(max(done.asked))) if drafting else ()
         behind = self.forecaster.catch_up(rows, done) if drafting else 0
         draft, target, nodes = done.draft, done.target, max(1.0, round(done.nodes / FINEST) * FINEST)
+        if drafting and self._stalls(done, nodes, self.costs.draft_seconds(count, levels, behind)):
+            return
         if not done.split:  # the target's part is what is left of the sum
             draft = min(self.costs.draft_seconds(count, levels, behind), 0.9 * (draft + target))
             target = done.draft + done.target - draft
@@ -232,11 +237,11 @@ class AutomaticPlanner:
             self.account = STAKE * plain
         if not drafting:
             self._plain = count, plain
-            self.account = min(self.account + SHARE * plain, SAVINGS * plain)
+            self._credit(SHARE * plain, plain)
             return
         cost = verify + (draft if grown else self.costs.draft_seconds(count, levels, behind))
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
-        self.account = min(self.account + gain, SAVINGS * plain)
+        self._credit(gain, plain)
         self._alike = (done.shape, plain, cost, 0) if any(done.drafted) and not self._trying else (None, 0.0, 0.0, 0)
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         if self.forecaster.rounds(done.greedy) <= HASTY:
@@ -251,6 +256,10 @@ class AutomaticPlanner:
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
+    def _credit(self, gain: float, plain: float) -> None:
+        """Add seconds to the account, a plain round taking ``plain``."""
+        self.account = max(DEBT * plain, min((self.account or 0.0) + gain, SAVINGS * plain))
+
     def _as_before(self, rows: Sequence[Row], done: Round) -> bool:
         """A round of one row like the one before, of which only acceptance is noted; False for a round that is to be looked at."""
         shape, plain, cost, often = self._alike
@@ -259,10 +268,17 @@ class AutomaticPlanner:
             return False
         self._alike = shape, plain, cost, often + 1
         self._since_check += 1
-        self.account = min((self.account or 0.0) + (1 + done.accepted[0]) * plain - cost, SAVINGS * plain)
+        self._credit((1 + done.accepted[0]) * plain - cost, plain)
         self.forecaster.catch_up(rows, done)
         self.forecaster.learn(rows, done, cost / plain, trying=False, expected_tokens=self._expected_tokens(done))
         return True
+
+    def _stalls(self, done: Round, nodes: float, draft: float) -> bool:
+        """Whether the machine stopped for a while in this round, as it does to collect garbage: a single such round would otherwise end all
+        drafting for hundreds. ``draft`` seconds were to be expected of its draft."""
+        expected = self.costs.verify(len(done.asked), (nodes,), done.context)[0] + draft
+        before, self._stalled = self._stalled, self.costs.target.known and done.draft + done.target + done.rest > STALL * expected
+        return self._stalled and not before
 
     @property
     def _layer(self) -> int | None:
