@@ -16,9 +16,11 @@ from vocabularies import TEXTS, letters, model, tokenizer
 
 from foredraft import ConfigurationError, DrafterError, Speculator
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.several import Several
 from foredraft.drafters.vocabularies import Foreign, Intersection, Reading, Vocabularies, Words
 from foredraft.logits.sampler import Sampler
 from foredraft.planning import FixedPlanner
+from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.testing import ProbabilityTable, TableTarget, continuation_law, distance, plain_law
 from foredraft.tree import TokenTree
@@ -397,3 +399,35 @@ def test_bad_choices_are_refused():
     drafter = DraftModel(model("unigram"), tokenizer=alien, vocabulary="intersection")
     with pytest.raises(ConfigurationError, match=r"shares no token.*vocabulary='text'"):
         Speculator(model("byte-level"), drafter, tokenizer=tokenizer("byte-level"), execution="eager")
+
+
+@pytest.mark.parametrize("vocabulary", ["intersection", "text"])
+def test_rows_join_and_leave_and_share_beginnings(vocabulary):
+    made = speculator(vocabulary=vocabulary, shape="chain(3)")
+    prompts = [ids("byte-level", text) for text in (PROMPT, PROMPT + " caf\u00e9 \U0001f642", "import os", PROMPT)]
+    counts = [9, 24, 5, 15]
+    for _ in range(2):  # the second time beginnings are copied from rows that are over
+        session, texts = made.session(), {}
+        waiting = list(zip(prompts, counts))
+        while session.live or waiting:
+            if waiting:
+                prompt, count = waiting.pop(0)
+                texts[session.add(prompt, RowParameters(max_new_tokens=count))] = prompt, count, []
+            for commit in session.step():
+                texts[commit.slot][2].extend(commit.tokens)
+        for prompt, count, found in texts.values():
+            assert found == alone(model("byte-level"), prompt, max_new_tokens=count, eos_token_id=None)
+        assert made.drafter._foreign.readings == {}
+
+
+def test_it_takes_part_among_several():
+    made = Speculator(
+        model("byte-level"),
+        Several(["prompt-lookup", DraftModel(model("unigram", 1), tokenizer=tokenizer("unigram"), execution="eager")]),
+        tokenizer=tokenizer("byte-level"),
+        execution="eager",
+        shape="chain(3)",
+    )
+    prompt = ids("byte-level")
+    out = made.generate(torch.tensor([prompt]), max_new_tokens=NEW)
+    assert out.sequences[0, len(prompt) :].tolist() == alone(model("byte-level"), prompt, max_new_tokens=NEW)
