@@ -90,6 +90,7 @@ def test_alpha_is_the_overlap_at_the_temperature_that_is_served():
     assert len(found) == len(ids) - 3
 
 
+@pytest.mark.nightly
 def test_of_texts_that_the_target_wrote_the_prediction_is_what_decoding_keeps():
     """Rules that are exact write such texts; how long their drafts survive is what the two passes say, without any decoding."""
     models, tokenizer = [zoo.load(name, dtype=torch.float32) for name in ("python-8m", "python-1m")], zoo.load_tokenizer("python-8m")
