@@ -43,6 +43,7 @@ CHAIN = 5  # tokens of a draft that a trained exit is judged by
 TOGETHER = 32  # prompts that are answered together
 JUDGED = 1024  # tokens that a set of sublayers is judged on
 PARTS = ("attention", "mlp")
+BARE, TRAINED, BEHIND_ATTENTION = SIDES = ("bare", "trained", "trained, behind attention")
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,11 @@ def agreement(model: str, what: str, got: Sequence[Tensor], expected: Sequence[T
 # -- exits of a frozen model --------------------------------------------------------------------------------------------------
 
 
-def train_exits(target: str, data: Path, folder: Path, exits: Sequence[int], *, texts: int, steps: int, threads: int) -> dict[int, Path]:
-    """Exits that ``foredraft train exit`` made beside ``target``, from texts that it wrote; what is there already is kept.
+def train_exits(
+    target: str, data: Path, folder: Path, exits: Sequence[int], *, texts: int, steps: int, threads: int
+) -> dict[tuple[int, bool], Path]:
+    """Exits that ``foredraft train exit`` made beside ``target``, from texts that it wrote, by layer and whether they stand behind the
+    next one's attention; what is there already is kept.
 
     Raises:
         ForedraftError: a command failed; the message is its own.
@@ -196,12 +200,13 @@ def train_exits(target: str, data: Path, folder: Path, exits: Sequence[int], *, 
         *("generate", str(data), "--target", target, "--out", str(folder / "texts"), "--windows", str(texts), "--prompt-tokens", "64"),
         *("--max-new-tokens", "80", "--temperature", "0,1", "--threads", str(threads)),
     )
-    found = {exit: folder / f"exit-{exit}" for exit in exits}
-    for exit, place in found.items():
+    found = {(exit, attention): folder / f"exit-{exit}{'-attention' * attention}" for exit in exits for attention in (False, True)}
+    for (exit, attention), place in found.items():
         if not (place / checkpoints.DONE).exists():
             foredraft(
                 *("train", "exit", "--target", target, "--data", str(folder / "texts"), "--out", str(place), "--threads", str(threads)),
-                *("--head-option", f"exit={exit}", "--steps", str(steps), "--evaluate-every", str(max(1, steps // 2))),
+                *("--head-option", f"exit={exit}", "--head-option", f"attention={str(attention).lower()}"),
+                *("--steps", str(steps), "--evaluate-every", str(max(1, steps // 2))),
                 *(["--resume"] if place.exists() else []),
             )
             (place / checkpoints.DONE).touch()
@@ -233,11 +238,12 @@ def accepted(
     return Accepted(side, exit, tuple(row.kept - row.passes for row in rows), tuple(row.passes for row in rows))
 
 
-def frozen(model: PreTrainedModel, trained: dict[int, Path], prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[Accepted]:
-    """Each exit bare and trained."""
-    for exit, place in trained.items():
-        for side, make in (("bare", partial(LayerSkip, exit=exit)), ("trained", partial(LayerSkip, place))):
-            yield accepted(model, side, exit, make, prompts, tokens)
+def frozen(model: PreTrainedModel, trained: dict[tuple[int, bool], Path], prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[Accepted]:
+    """Each exit bare, trained, and trained behind attention."""
+    for (exit, attention), place in trained.items():
+        if not attention:
+            yield accepted(model, BARE, exit, partial(LayerSkip, exit=exit), prompts, tokens)
+        yield accepted(model, BEHIND_ATTENTION if attention else TRAINED, exit, partial(LayerSkip, place), prompts, tokens)
 
 
 # -- sublayers to leave out -----------------------------------------------------------------------------------------------------

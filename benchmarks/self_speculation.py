@@ -21,7 +21,7 @@ from benchmarks.datasets import Prompt
 from benchmarks.figures import LEVEL, RESAMPLES, Estimate, Figure, best
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
 from benchmarks.report import Table
-from benchmarks.self_models import Accepted, Agreement, Bits, share
+from benchmarks.self_models import BARE, BEHIND_ATTENTION, SIDES, Accepted, Agreement, Bits, share
 from benchmarks.self_plan import (
     DEEP,
     DRAFT_VERIFY,
@@ -56,7 +56,7 @@ from recipes.zoo.evaluation import WINDOW
 
 EARLY, HALF = 4, 2  # the exit that is judged, and another one of the frozen model
 BITS, OVER_UNTRAINED, AGREES = 1.04, 2.5, 0.5
-GREEDY, AT_ONE, OVER_THEIRS, TRAINED, WORST = 1.2, 1.05, 2.5, 3.0, 0.98
+GREEDY, AT_ONE, OVER_THEIRS, OVER_BARE, WORST = 1.2, 1.05, 2.5, 3.0, 0.98
 LEFT_OUT, OVER_GREEDILY, SHARE_LATER, FROM_FIRST = 1.1, 1.0, 0.6, 0.98
 QUICK = {"limit": 1, "tokens": 16, "repeats": 1, "documents": 4, "answered": 8, "texts": 64, "steps": 8, "trials": 9, "searching": 5 * LONG}
 GOALS = {GREEDY: 1.3, AT_ONE: 1.1}
@@ -246,8 +246,8 @@ class SelfSpeculation(PeerSuite[Settings]):
             ]
         found += by_target[WIDE].figures()
         if settings.includes("frozen"):
-            over = ratio(self.length("trained", EARLY), self.length("bare", EARLY))
-            found.append(figure(f"{FROZEN}, frozen, exit {EARLY}: acceptance length - 1, trained over bare", over, low=TRAINED))
+            over = ratio(self.length(BEHIND_ATTENTION, EARLY), self.length(BARE, EARLY))
+            found.append(figure(f"{FROZEN}, frozen, exit {EARLY}: acceptance length - 1, {BEHIND_ATTENTION}, over bare", over, low=OVER_BARE))
         return found + by_target[SHALLOW].worst()
 
     def tables(self) -> list[Table]:
@@ -285,10 +285,11 @@ class SelfSpeculation(PeerSuite[Settings]):
     def _frozen_tables(self) -> list[Table]:
         rows = []
         for exit in dict.fromkeys(each.exit for each in self.accepted):
-            each = self.length("bare", exit), self.length("trained", exit)
-            rows.append((f"exit {exit}", *("—" if one is None else one.spread.text(3) for one in (*each, ratio(each[1], each[0])))))
+            each = [self.length(side, exit) for side in SIDES]
+            over = [ratio(one, each[0]) for one in each[1:]]
+            rows.append((f"exit {exit}", *("—" if one is None else one.spread.text(3) for one in (*each, *over))))
         title = f"{FROZEN}, frozen: acceptance length - 1 of greedy chains of {self_models.CHAIN}"
-        return [Table(title, ("", "bare", "trained", "trained over bare"), rows)] if rows else []
+        return [Table(title, ("", *SIDES, *(f"{side}, over bare" for side in SIDES[1:])), rows)] if rows else []
 
     def notes(self, environment: Mapping[str, Any]) -> list[str]:
         settings = self.settings

@@ -21,6 +21,7 @@ from foredraft.drafters.rest import Rest
 from foredraft.drafters.several import Several
 from foredraft.heads.base import Batch
 from foredraft.models.features import unwatched
+from foredraft.models.skips import Sublayers
 from foredraft.tree import TokenTree
 
 PAD = 0
@@ -146,6 +147,9 @@ def batch_of(model: Any, head: Any, texts: Sequence[Sequence[int]], *, prompt: i
     with unwatched(model):
         out = model(ids, attention_mask=valid.long(), output_hidden_states=True)
     counted = valid & (torch.arange(width) >= prompt)
+    if head.skip is not None:
+        with unwatched(model), Sublayers(model).left_out(head.skip):
+            return Batch(ids, valid, counted, model.base_model(ids, attention_mask=valid.long())[0][:, :, None], out.logits)
     hidden = (
         torch.stack([out.hidden_states[number] for number in head.features], 2) if head.features else out.hidden_states[-1][:, :, None, :0]
     )

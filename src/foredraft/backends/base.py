@@ -64,7 +64,8 @@ class PassOutput:
     """What a pass gives.
 
     Attributes:
-        logits: ``[R, nodes, V]``, or ``[R, 1, V]`` where one node per row was asked for.
+        logits: ``[R, nodes, V]``, or ``[R, 1, V]`` where one node per row was asked for; of a part without logits, ``[R, nodes, d]`` what
+            the final norm makes of its last states.
         hidden: of a part, ``[R, nodes, d]`` what came out of its last layer (None behind the model's last), or with ``skip`` what layer
             ``skip.first`` was given; otherwise
             ``[R, nodes, F * d]`` the wanted hidden states (``[R, 1, F * d]`` with ``keep``, unless they are wanted for whole texts);

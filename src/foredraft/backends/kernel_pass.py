@@ -400,7 +400,7 @@ class Direct:
 
         if part is not None:
             below = states if part.skip is not None else x[0] if part.end < len(self.decoder.kernels) else None
-            return (spread(self.model.lm_head(hidden[None])[0]) if part.logits else hidden), None if below is None else spread(below)
+            return spread(self.model.lm_head(hidden[None])[0] if part.logits else hidden), None if below is None else spread(below)
         logits: Tensor = self.model.lm_head(hidden[None] if last is None else hidden[None, last])[0]
         if states is not None and features is not None:
             states = spread(states) if last is None or features.whole else states[last].view(window.rows, 1, -1)

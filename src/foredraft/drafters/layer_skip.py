@@ -25,6 +25,7 @@ from foredraft.heads import checkpoints
 from foredraft.heads.base import Head, refuse_another_target
 from foredraft.heads.exit import ExitHead
 from foredraft.hub import named
+from foredraft.models.skips import SkipSet
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
 from foredraft.tree import Proposal, TokenTree
@@ -69,7 +70,13 @@ class LayerSkip(Drafter):
 
     @property
     def part(self) -> object:
-        return self.exit if self.info.exits is None else "auto"
+        return self._leaving if self.info.exits is None else "auto"
+
+    @property
+    def _leaving(self) -> int | SkipSet:
+        """The layer that drafts leave at, or what they leave out."""
+        skip = None if self._head is None else self._head.skip
+        return self.exit if skip is None else skip
 
     @property
     def exit(self) -> int:
@@ -108,6 +115,8 @@ class LayerSkip(Drafter):
         refuse_another_target(head.config, target.model)
         if self._wanted not in (None, head.config.exit):
             raise ConfigurationError(f"the exit in {source!r} was trained for layer {head.config.exit}, not {self._wanted}; leave exit out")
+        if head.skip is not None:
+            target.sublayers.check(head.skip)
         head.attach(target.model)
         return head, head.config.exit
 
@@ -126,7 +135,7 @@ class LayerSkip(Drafter):
         return self._expand(TokenTree.from_chain(torch.stack(path, 1)), len(path) - 1)[:, 0]
 
     def _expand(self, tree: TokenTree, first: int) -> Tensor:
-        return self.target.score_early(tree.with_safe_parents(), self.exit, first=first, head=self._head)
+        return self.target.score_early(tree.with_safe_parents(), self._leaving, first=first, head=self._head)
 
     def _arranged(self, grown: Growth, own: Tensor) -> TokenTree:
         """The proposed tree with the nodes that the lower layers have read in front, in the order in which they were read."""

@@ -22,6 +22,8 @@ from foredraft.models.identity import TargetShape, refuse_another_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foredraft.models.skips import SkipSet
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -99,6 +101,11 @@ class Head(nn.Module):
     @property
     def features(self) -> tuple[int, ...]:
         return (LAST,)
+
+    @property
+    def skip(self) -> SkipSet | None:
+        """What a pass leaves out whose last state, behind the final norm, it reads in place of ``features``; None for whole passes."""
+        return None
 
     @classmethod
     def for_target(cls, model: PreTrainedModel, **options: Any) -> Head:

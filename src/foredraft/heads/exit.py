@@ -1,7 +1,9 @@
 """An exit from a frozen target: what makes the states behind one of its layers readable for its LM head.
 
 Without training, the lower layers of a model predict little (LayerSkip trains the whole model for that). Here a norm and a small gated
-correction of its own stand between the layer and the target's LM head, and the target stays as it is.
+correction of its own stand between the layer and the target's LM head, and the target stays as it is. An attention block in front of them
+lets an exit copy from the text (Kangaroo, Liu et al. 2024); here it is the attention of the target's next layer, as it is, whose keys and
+values are in the target's cache already.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.losses import cross_entropy, pairs
 from foredraft.models.identity import shape_of
+from foredraft.models.skips import SkipSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,21 +34,26 @@ class ExitConfig(HeadConfig):
 
     exit: it reads what comes out of this decoder layer, counted from 1.
     width: numbers inside the correction.
+    attention: the attention of the next layer stands in front.
     """
 
     exit: int
     width: int
+    attention: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.exit, bool) or not isinstance(self.exit, int) or not 0 < self.exit < self.target.layers:
             raise ConfigurationError(f"exit must lie between 1 and {self.target.layers - 1} for this target, got {self.exit!r}")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 1:
             raise ConfigurationError(f"width must be a whole number of at least 1, got {self.width!r}")
+        if not isinstance(self.attention, bool):
+            raise ConfigurationError(f"attention must be true or false, got {self.attention!r}")
 
 
 class ExitHead(Head):
     """LM head(x + U SiLU(D x)) with x = w * h / rms(h), where h comes out of layer ``exit``. U begins as zero and w as the weight of the
-    target's final norm, where it has one of that size: the bare exit."""
+    target's final norm, where it has one of that size: the bare exit. With ``attention``, x = w * n, where n is what the target's final norm
+    makes of h with the next layer's attention added, and w begins as ones."""
 
     kind = "exit"
     drafter = "layer-skip"
@@ -66,9 +74,16 @@ class ExitHead(Head):
     def features(self) -> tuple[int, ...]:
         return (self.config.exit,)
 
+    @property
+    def skip(self) -> SkipSet | None:
+        if not self.config.attention:
+            return None
+        above = range(self.config.exit, self.config.target.layers)
+        return SkipSet(attention=tuple(above[1:]), mlp=tuple(above))
+
     @classmethod
     def for_target(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> ExitHead:
-        """Options: ``exit``, a third of the layers unless given, and ``width``, twice the hidden size; ``seed`` is that of D.
+        """Options: ``exit``, a third of the layers unless given, ``width``, twice the hidden size, and ``attention``; ``seed`` is that of D.
 
         Raises:
             ConfigurationError: an unknown option, or a value that cannot be.
@@ -79,7 +94,7 @@ class ExitHead(Head):
         head = cls(ExitConfig(shape, **given))
         head.to_empty(device=model.get_output_embeddings().weight.device).to(model.dtype)  # type: ignore[arg-type]
         with torch.no_grad():
-            head.norm.copy_(final_norm(model))
+            head.norm.copy_(torch.ones(shape.hidden_size) if head.config.attention else final_norm(model))
             head.up.weight.zero_()
             bound, generator = shape.hidden_size**-0.5, torch.Generator().manual_seed(seed)
             head.down.weight.copy_(torch.empty(head.down.weight.shape).uniform_(-bound, bound, generator=generator))
@@ -93,7 +108,7 @@ class ExitHead(Head):
         self._lm_head = (lm_head,)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` logits after states ``[..., d]`` of layer ``exit``."""
+        """``[..., V]`` logits after states ``[..., d]`` of layer ``exit``, or of a pass without :attr:`skip`."""
         if not self._lm_head:
             raise ConfigurationError("an exit head shares the target's LM head: call head.attach(model) first")
         logits: Tensor = self._lm_head[0](self._readable(hidden))
@@ -102,7 +117,9 @@ class ExitHead(Head):
     def _readable(self, hidden: Tensor) -> Tensor:
         """What the LM head reads, ``[..., d]``."""
         wide = hidden.float()
-        x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(self.norm.dtype) * self.norm
+        if not self.config.attention:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        x = wide.to(self.norm.dtype) * self.norm
         corrected: Tensor = x + self.up(functional.silu(self.down(x)))
         return corrected
 

@@ -369,19 +369,20 @@ class Target:
         self, tree: TokenTree, exit: int | SkipSet, *, first: int = 0, head: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
         """``[R, N - first, V]`` what ``head``, or the model's final norm and LM head, make of the states ``[R, N - first, d]`` behind
-        layer ``exit``, at the nodes from ``first`` on; or the logits of a pass that leaves a set of sublayers out. The next :meth:`score`
-        of a tree that begins with these nodes reads them in the layers from ``exit``, or the first of the set, on only.
+        layer ``exit``, at the nodes from ``first`` on; or, of a pass that leaves a set of sublayers out, the logits, or what ``head`` makes
+        of the states behind the final norm. The next :meth:`score` of a tree that begins with these nodes reads them in the layers from
+        ``exit``, or the first of the set, on only.
 
         Nodes before ``first`` were read by earlier calls with the same ``exit``, in the same order, since the last ``commit``.
         """
-        part = Part(0, self.layers, skip=exit) if isinstance(exit, SkipSet) else Part(0, exit, logits=head is None)
+        skip, last = (exit, exit.first) if isinstance(exit, SkipSet) else (None, exit)
+        part = Part(0, last if skip is None else self.layers, logits=head is None, skip=skip)
         if first == 0:
             self._early = None
         output, states = self._run(tree, first, part)
         assert (first == 0) == (self._early is None)
-        last = exit.first if isinstance(exit, SkipSet) else exit
         self._early = Early(last, states if self._early is None else _joined(self._early.states, states))
-        return output.logits if head is None else head(states[last])
+        return output.logits if head is None else head(states[last] if skip is None else output.logits)
 
     def rearrange_early(self, order: Tensor) -> None:
         """The tree that comes begins with nodes ``order`` ``[R, n]`` of those that lower layers have read."""

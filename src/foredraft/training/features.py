@@ -20,6 +20,7 @@ from torch import Tensor
 from foredraft.errors import ConfigurationError
 from foredraft.files import replacing
 from foredraft.models.features import LAST, features_of, taps_of
+from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.data import Texts, changes, refuse_other_data, shard_file, weights_digest, write_json
 
@@ -36,14 +37,18 @@ class Reader:
     Args:
         model: the target.
         features: which hidden states, numbered as heads number them.
+        skip: take, in their place, the last state of a pass without these sublayers, behind the final norm.
         train: keep the graph, for a backbone that is trained too.
 
     Raises:
         ConfigurationError, UnsupportedModelError: hidden states that there are not, or that cannot be had.
     """
 
-    def __init__(self, model: PreTrainedModel, features: Sequence[int], *, train: bool = False):
-        self.model, self.count, self.train = model, len(features), train
+    def __init__(self, model: PreTrainedModel, features: Sequence[int], *, skip: SkipSet | None = None, train: bool = False):
+        self.model, self.count, self.train, self.skip = model, len(features), train, skip
+        self.sublayers = None if skip is None else Sublayers(model)
+        if self.sublayers is not None and skip is not None:
+            self.sublayers.check(skip)
         few = torch.arange(3, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
         self.features = features_of(model, features, taps_of(model, few), whole=True, device=model.device)
 
@@ -55,6 +60,9 @@ class Reader:
         with torch.set_grad_enabled(self.train), self.features.catching() as caught:
             logits = self.model(input_ids=tokens.ids, use_cache=False).logits
             hidden = caught.hidden()
+        if self.sublayers is not None and self.skip is not None:
+            with torch.set_grad_enabled(self.train), self.sublayers.left_out(self.skip):
+                hidden = self.model.base_model(input_ids=tokens.ids, use_cache=False)[0]
         return hidden.view(*tokens.ids.shape, self.count, -1), logits
 
 

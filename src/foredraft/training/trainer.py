@@ -139,7 +139,9 @@ class Trainer:
 
     def _reader(self, stored: bool) -> Reader:
         if not stored:
-            return Reader(self.model, self.head.features, train=self.options.trains_backbone)
+            return Reader(self.model, self.head.features, skip=self.head.skip, train=self.options.trains_backbone)
+        if self.head.skip is not None:
+            raise ConfigurationError("an exit behind attention reads a pass of its own; leave --stored-hidden out")
         if self.options.trains_backbone:
             raise ConfigurationError("stored hidden states are those of the unchanged target; train a backbone without --stored-hidden")
         return StoredReader(self.model, self.head.features, self.texts)
