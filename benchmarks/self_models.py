@@ -238,7 +238,9 @@ def accepted(
     return Accepted(side, exit, tuple(row.kept - row.passes for row in rows), tuple(row.passes for row in rows))
 
 
-def frozen(model: PreTrainedModel, trained: dict[tuple[int, bool], Path], prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[Accepted]:
+def frozen(
+    model: PreTrainedModel, trained: dict[tuple[int, bool], Path], prompts: Sequence[Sequence[int]], tokens: int
+) -> Iterator[Accepted]:
     """Each exit bare, trained, and trained behind attention."""
     for (exit, attention), place in trained.items():
         if not attention:

@@ -247,7 +247,9 @@ class SelfSpeculation(PeerSuite[Settings]):
         found += by_target[WIDE].figures()
         if settings.includes("frozen"):
             over = ratio(self.length(BEHIND_ATTENTION, EARLY), self.length(BARE, EARLY))
-            found.append(figure(f"{FROZEN}, frozen, exit {EARLY}: acceptance length - 1, {BEHIND_ATTENTION}, over bare", over, low=OVER_BARE))
+            found.append(
+                figure(f"{FROZEN}, frozen, exit {EARLY}: acceptance length - 1, {BEHIND_ATTENTION}, over bare", over, low=OVER_BARE)
+            )
         return found + by_target[SHALLOW].worst()
 
     def tables(self) -> list[Table]:

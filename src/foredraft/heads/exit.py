@@ -52,8 +52,8 @@ class ExitConfig(HeadConfig):
 
 class ExitHead(Head):
     """LM head(x + U SiLU(D x)) with x = w * h / rms(h), where h comes out of layer ``exit``. U begins as zero and w as the weight of the
-    target's final norm, where it has one of that size: the bare exit. With ``attention``, x = w * n, where n is what the target's final norm
-    makes of h with the next layer's attention added, and w begins as ones."""
+    target's final norm, where it has one of that size: the bare exit. With ``attention``, x = w * n, where n is what the target's final
+    norm makes of h with the next layer's attention added, and w begins as ones."""
 
     kind = "exit"
     drafter = "layer-skip"
@@ -83,7 +83,7 @@ class ExitHead(Head):
 
     @classmethod
     def for_target(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> ExitHead:
-        """Options: ``exit``, a third of the layers unless given, ``width``, twice the hidden size, and ``attention``; ``seed`` is that of D.
+        """Options: ``exit``, a third of the layers unless given; ``width``, twice the hidden size; ``attention``; ``seed``, that of D.
 
         Raises:
             ConfigurationError: an unknown option, or a value that cannot be.
