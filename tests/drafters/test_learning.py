@@ -16,9 +16,11 @@ import torch
 from helpers import PAD, generate, perturbed, prompts, tiny
 from kernel_cases import always, needs_kernels
 from kernel_cases import build as build_with_kernels
+from tape import Tape
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import ConfigurationError, Speculator, testing
+from foredraft.backends import recorder
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.learning import collecting, serving
 from foredraft.drafters.learning.buffer import EVERY, NEW, OLD, PIECE, PLACES, TRIAL, Buffer
@@ -112,6 +114,23 @@ def test_packed_weights_are_swapped_whole(execution: str, dtype: torch.dtype, tm
     assert float((found - expected).abs().max()) < (1e-3 if dtype is torch.float32 else 0.1) * float(expected.abs().max())
     assert all(torch.equal(value, before[name]) for name, value in source.named_parameters()), "the user's model is as it was"
     speculator.close()
+
+
+def test_recorded_drafts_are_those_of_the_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on CUDA: recordings read the weights where they lie, so they go on after a swap."""
+    monkeypatch.setattr(recorder, "recorder_for", lambda device: Tape())
+    drafter = DraftModel(perturbed(), execution="graphs", learn=tmp_path)
+    speculator = Speculator(tiny(), drafter, shape="chain(3)", rule="match", execution="eager")
+    expected = generate(Speculator(tiny(), "none"), ROWS[:1], max_new_tokens=40)
+    drafter.learning.versions.save(1, {name: value.detach() for name, value in tiny().named_parameters()})
+    assert generate(speculator, ROWS[:1], max_new_tokens=40) == expected
+    drafts = drafter._loops[1].drafts
+    assert drafts > 0 and speculator.drafter.learning.facts()["version"] == 0
+    drafter.learning.buffer["published"] = 1  # the target's own weights
+    assert generate(speculator, ROWS[:1], max_new_tokens=4) == [expected[0][:4]]
+    output = speculator.generate(torch.tensor(ROWS[:1]), max_new_tokens=40, pad_token_id=PAD)
+    assert output.sequences[0, len(ROWS[0]) :].tolist() == expected[0]
+    assert output.stats.acceptance_rate == 1.0 and drafter._loops[1].drafts > drafts
 
 
 def test_rows_go_on_with_their_keys_and_later_rows_do_not_copy_them(tmp_path: Path):
