@@ -367,7 +367,6 @@ def test_stop_min_p_and_repetition_penalty():
         (("x", "--drafter", "draft-model:/no/such/path"), "no model at '/no/such/path'"),
         (("x", "--drafter-option", "nope=1"), "has no option 'nope'; its options: max_ngram, min_ngram"),
         (("x", "--learn"), "drafter 'prompt-lookup' has no option 'learn'"),
-        (("x", "--drafter", "draft-model:zoo:python-1m", "--learn"), "needs a folder that it can write to"),
         (("x", "--drafter-option", "nope"), "takes KEY=VALUE, got 'nope'"),
         (("x", "--drafter-option", "max_ngram=many"), "drafter 'prompt-lookup' cannot take these options: max_ngram must be int"),
         (("x", "--rule", "nope"), "unknown rule 'nope'; choose auto, match"),
