@@ -363,6 +363,7 @@ class Foreign:
         self.vocabularies = vocabularies
         self.intersection = Intersection.of(vocabularies.target_of, vocab_size, draft_device)
         self.known = self.intersection.known.to(device)
+        self._host = self.intersection.known.tolist()
         self.inside = torch.zeros_like(self.known, dtype=torch.bool)
         self.inside[self.intersection.common[0].to(device)] = True
         self.readings: dict[int, Reading] = {}
@@ -377,7 +378,8 @@ class Foreign:
         """Draft by the intersection if ``draft`` gives it enough of its probability, else by text."""
         ids = to_device([[*self.vocabularies.draft.prefix, *self.vocabularies.draft.encode(SAMPLE)[0]]], draft.device)
         with torch.no_grad():
-            self.mass = self.intersection.mass(draft(input_ids=ids, use_cache=False).logits[0])
+            known = ids.clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)  # a tokenizer may have grown alone
+            self.mass = self.intersection.mass(draft(input_ids=known, use_cache=False).logits[0])
         self.by = "intersection" if self.mass >= ENOUGH else "text"
 
     def written(self, rows: Sequence[Row], texts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -402,7 +404,7 @@ class Foreign:
         """A round with a draft from the intersection is over."""
         for row, accepted in zip(rows, feedback.accepted):
             reading = self.readings[row.slot]
-            reading.drafted(self.known[row.ids[reading.read : reading.read + accepted]].tolist())
+            reading.drafted([self._host[token] for token in row.ids[reading.read : reading.read + accepted]])
 
     def end(self, slots: set[int]) -> None:
         self.readings = {slot: reading for slot, reading in self.readings.items() if slot not in slots}
