@@ -28,7 +28,7 @@ from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 if TYPE_CHECKING:
     from foredraft.target import Target
 
-SHARE = 0.005  # of the time of plain rounds may go into tries
+SHARE = 0.01  # of the time of plain rounds may go into tries
 STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, that end drafting, and that it holds at most
 DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost must not end drafting for ever
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between tries
