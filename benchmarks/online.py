@@ -174,7 +174,9 @@ class Online(Suite[Settings]):
                 each.close()
 
     def _judge(self, speculator: Speculator, seed: int, judge: Judge) -> None:
-        learning = speculator.drafter.learning
+        drafter = speculator.drafter
+        assert isinstance(drafter, DraftModel) and drafter.learning is not None
+        learning = drafter.learning
         draft = load_model(self.settings.draft, dtype=self.settings.dtype, device=self.settings.device)
         used = sorted({each.version for each in self._calls(SHIFT, seed, LEARNING)})
         parameters = dict(draft.named_parameters())

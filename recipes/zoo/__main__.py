@@ -80,8 +80,8 @@ def foreign_tokenizer(out: Out, source: Annotated[Path, typer.Option("--corpus",
     from recipes.zoo.corpus import Corpus
 
     found = Corpus.load(_needed(source, "corpus"))
-    files = [file for file in found.train if file.package in recipe.FOREIGN_PACKAGES]
-    learnt = tokenization.train_foreign(files[::4])  # more takes minutes and changes little
+    group = [file for file in found.train if file.package in recipe.FOREIGN_PACKAGES]
+    learnt = tokenization.train_foreign(group[::4])  # more takes minutes and changes little
     learnt.save_pretrained(out / "tokenizer")
     for half, files in (("train", found.train), ("held_out", found.held_out)):
         encoded = tokenization.encode(learnt, files)
