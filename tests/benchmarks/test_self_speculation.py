@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,9 +155,13 @@ def test_wide_checkpoints_follow_the_weights(tmp_path, deep):
 
 def test_an_untrained_exit_accepts_what_the_bare_one_does(tmp_path):
     model = small_llama()
-    head_files.save(ExitHead.for_target(model, exit=2), tmp_path / "exit")
-    bare, trained = self_models.frozen(model, {2: tmp_path / "exit"}, SMALL_IDS.tolist(), 6)
-    assert (bare.side, trained.side) == ("bare", "trained") and bare.accepted == trained.accepted and bare.rounds == trained.rounds
+    places = {attention: tmp_path / f"exit-{attention}" for attention in (False, True)}
+    for attention, place in places.items():
+        head_files.save(ExitHead.for_target(model, exit=2, attention=attention), place)
+    made = {(2, attention): place for attention, place in places.items()}
+    bare, trained, behind = self_models.frozen(model, made, SMALL_IDS.tolist(), 6)
+    assert (bare.side, trained.side, behind.side) == self_models.SIDES
+    assert bare.accepted == trained.accepted and bare.rounds == trained.rounds and len(behind.rounds) == len(bare.rounds)
     out = self_models.Speculator(model, LayerSkip(exit=2), shape="chain(5)").generate(SMALL_IDS, max_new_tokens=6, do_sample=False)
     assert sum(bare.rounds) == out.stats.row_passes and sum(bare.accepted) == out.stats.kept - out.stats.row_passes
 
@@ -167,13 +172,13 @@ def test_exits_are_trained_once(tmp_path, monkeypatch):
     def command(*arguments):
         asked.append(arguments)
         if arguments[0] == "train":
-            (tmp_path / "exit-2").mkdir(exist_ok=True)
+            Path(arguments[arguments.index("--out") + 1]).mkdir(exist_ok=True)
 
     monkeypatch.setattr(self_models, "foredraft", command)
     for _ in range(2):
         self_models.train_exits("m", tmp_path / "data", tmp_path, (2,), texts=9, steps=4, threads=1)
-    assert [each[0] for each in asked] == ["data", "train", "data"]
-    assert "exit=2" in asked[1] and "--resume" not in asked[1]
+    assert [each[0] for each in asked] == ["data", "train", "train", "data"]
+    assert "exit=2" in asked[1] and "attention=false" in asked[1] and "attention=true" in asked[2] and "--resume" not in asked[1]
 
 
 def test_sets_of_sublayers_are_searched_once(tmp_path, monkeypatch):
@@ -325,7 +330,8 @@ def claimed():
     run.agreements += [Agreement(DEEP, f"without {part} 0", (5, 7), (10, 10)) for part in ("attention", "MLP")]
     run.accepted = [
         Accepted("bare", 4, (1, 1), (10, 10)),
-        Accepted("trained", 4, (4, 4), (10, 10)),
+        Accepted("trained", 4, (2, 2), (10, 10)),
+        Accepted("trained, behind attention", 4, (4, 4), (10, 10)),
         Accepted("trained", 2, (1, 0), (10, 10)),
     ]
     return run
@@ -348,7 +354,7 @@ def test_claims_by_hand(claimed):
         ("speed-up over what acceptance and its own passes allow, foredraft layer-skip, exit 4, γ=3", 3.0, "met"),
         ("random text: tokens/s of layer-skip over plain", 0.938, "missed"),
         ("random prompt: tokens/s of layer-skip over plain", 1.0, "met"),
-        ("python-8m, frozen, exit 4: acceptance length - 1, trained over bare", 4.0, "met"),
+        ("python-8m, frozen, exit 4: acceptance length - 1, trained, behind attention, over bare", 4.0, "met"),
         (f"{SHALLOW} bfloat16: sampled: tokens/s of layer-skip over plain", 1.5, "met"),
         (f"{SHALLOW} bfloat16: text: tokens/s of layer-skip over plain", 1.5, "met"),
     ]
@@ -392,7 +398,7 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(tmp_path, deep, corpus,
     assert "it would not train" in page and "no such layer" in page and "without one sublayer" in page
     verdicts = {each.name: each.verdict for each in run.figures()}
     assert verdicts["python-deep: held-out bits per byte over the same model without the recipe"] == "met"
-    missing = ("exit 4: agreement", "over transformers' early exit", "trained over bare")  # the model has three layers
+    missing = ("exit 4: agreement", "over transformers' early exit", "over bare")  # the model has three layers
     assert all((verdict == "not measured") == any(each in name for each in missing) for name, verdict in verdicts.items())
     assert {(each.target, each.scenario) for each in run.measurements} == {
         *((WIDE, scenario) for scenario in ("text", "sampled", "random text", "random prompt")),
