@@ -223,7 +223,9 @@ class DraftModel(Drafter):
                 logits = self._said(self._after(rows, tree.tokens[:, 0]))[:, None]
                 self.model.rewind([len(row.ids) - 1 for row in rows])
                 return logits
-            tree = replace(tree, tokens=self._known(tree.tokens))
+            known = self._known(tree.tokens)
+            if known is not tree.tokens:
+                tree = replace(tree, tokens=known)
             return self._said(self.model.score(_moved(tree, self.model.device), first=first))
 
         return expand
