@@ -65,8 +65,10 @@ def score_ngram(model: NGramModel, held_out: Encoded) -> Score:
     nats = hits = count = 0.0
     for document in held_out.documents():
         ids = document.astype(np.int64)
-        nats -= float(model.log_probs(ids)[1:].sum())
-        hits += sum(model.predict(ids[max(0, end - model.order + 1) : end]) == ids[end] for end in range(1, len(ids)))
+        for end in range(1, len(ids)):
+            context = ids[max(0, end - model.order + 1) : end]
+            nats -= math.log(model.distribution(context)[ids[end]])
+            hits += model.predict(context) == ids[end]
         count += len(ids) - 1
     return Score(_bits_per_byte(nats, held_out), nats / count, hits / count)
 

@@ -47,6 +47,11 @@ def unknown(what: str, given: object, names: Iterable[str], word: str | None = N
     return ConfigurationError(f"{what} {given!r}{end}")
 
 
+def first_line(error: BaseException) -> str:
+    """What it says, or its name; a compiler's message goes on for pages."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class UnsupportedModelError(ForedraftError, ValueError):
     """The model cannot be verified against its own cache, or cannot roll back; the message says what to do instead."""
 

@@ -11,7 +11,7 @@ from threading import Thread
 from typing import Any
 
 from foredraft import zoo
-from foredraft.errors import ConfigurationError, UnsupportedModelError
+from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
 
 PATIENCE = 2.0  # seconds that the hub gets to answer
 MEMORY = 60.0  # seconds for which it counts as silent then
@@ -104,7 +104,7 @@ def config_of(source: str) -> dict[str, Any]:
         except EntryNotFoundError:
             return {}
         except HfHubHTTPError as error:
-            raise ConfigurationError(f"{source!r} cannot be read from the hub: {str(error).strip().splitlines()[0]}") from error
+            raise ConfigurationError(f"{source!r} cannot be read from the hub: {first_line(error)}") from error
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

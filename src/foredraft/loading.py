@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft import hub, zoo
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, first_line
 from foredraft.quantization import check_quantization, check_quantized, config_for_loading, quantize
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def load_model(
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{source!r} cannot be loaded as a causal language model: {_first_line(error)}") from error
+        raise ConfigurationError(f"{source!r} cannot be loaded as a causal language model: {first_line(error)}") from error
     if quantization is not None:
         check_quantized(model, source)
     return model.eval() if device in (None, "auto") else model.to(device).eval()
@@ -76,7 +76,7 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, local_files_only=local or hub.on_this_machine(source))
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{source!r} has no loadable tokenizer: {_first_line(error)}") from error
+        raise ConfigurationError(f"{source!r} has no loadable tokenizer: {first_line(error)}") from error
 
 
 def name_of(model: PreTrainedModel) -> str:
@@ -147,7 +147,3 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
         return load_tokenizer(model.name_or_path, local=True) if model.name_or_path else None
     except (ConfigurationError, ImportError):
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

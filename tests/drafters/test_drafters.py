@@ -182,7 +182,7 @@ def test_ngram_counts_every_committed_token_once(rows, growth):
     drafter.end(live)
     reference = NGramModel.from_tokens([row.ids for row in live], 3)
     for context in ([], [0], [1, 2], [3, 3], [0, 1, 2]):
-        assert drafter.model.candidates(context, 9) == reference.candidates(context, 9)
+        assert drafter.model.likeliest(context, 9) == reference.likeliest(context, 9)
     assert drafter.model.ngrams == reference.ngrams
 
 

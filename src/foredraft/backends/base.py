@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from foredraft.errors import first_line
 from foredraft.models.cache import Window
 from foredraft.models.features import Features
 from foredraft.models.skips import SkipSet
@@ -170,8 +171,7 @@ def tree_window(tree: TokenTree, lengths: Sequence[int], first: int = 0) -> Wind
 
 
 def failure(error: BaseException) -> str:
-    """The first line of ``error``; a compiler's goes on for pages."""
-    return f"a pass failed with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"a pass failed with {type(error).__name__}: {first_line(error)}"
 
 
 def differs(model: Any, found: Tensor, expected: Tensor, what: str = "logits") -> str | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends.kernels import difference
+from foredraft.errors import first_line
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import STRUCTURE, Kind, ModelState, Override, hooks_of, take_back
 from foredraft.models.layers import decoder_layers
@@ -235,7 +236,3 @@ def _no_compiler() -> str | None:
     except (InvalidCxxCompiler, OSError) as error:
         return f"torch.compile needs a C++ compiler, and {first_line(error)}"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -147,17 +147,12 @@ class Eager(Backend):
             mask = self.call.masks(where, self.cache)
         elif not self.call.uses_alibi:
             mask = self.call.masks.for_chain(window, self.facts.device)
-        return self.call(
-            given.tokens,
-            self.cache,
-            positions[:, -window.nodes :],
-            mask,
-            where=where,
-            width=window.width,
-            keep=given.keep,
-            features=self.features,
-            part=given.part,
-        )
+        return self.called(given, window, positions, mask, where)
+
+    def called(self, given: ForwardPass, window: Window, positions: Tensor, mask: Any, where: MaskInputs | None) -> PassOutput:
+        """The call of the model in ``window``, which the cache has entered, with the ``positions`` of its newest nodes last."""
+        how: dict[str, Any] = {"keep": given.keep, "features": self.features, "part": given.part}
+        return self.call(given.tokens, self.cache, positions[:, -window.nodes :], mask, where=where, width=window.width, **how)
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]

@@ -198,16 +198,7 @@ class Flexed(Eager):
         mask = self.flex.masks(given.tree, wide, positions, self.cache)
         where = None if given.uniform_chain else MaskInputs(given.tree, wide, positions)
         with self.flex.in_use():
-            return self.call(
-                given.tokens,
-                self.cache,
-                positions[:, -window.nodes :],
-                mask,
-                where=where,
-                width=wide.width,
-                keep=given.keep,
-                features=self.features,
-            )
+            return self.called(given, wide, positions, mask, where)
 
 
 @torch.inference_mode()

@@ -37,14 +37,12 @@ class Chat:
         ConfigurationError: what cannot work, such as a model without a chat template.
     """
 
-    def __init__(
-        self, configuration: Configuration, decoding: Decoding, *, system: str | None = None, drafted: bool = False, verbose: bool = False
-    ):
+    def __init__(self, configuration: Configuration, decoding: Decoding, *, drafted: bool = False, verbose: bool = False):
         quiet()
         self.verbose = verbose
         self.target, self.drafter, self.decoding = configuration.target, configuration.drafter_name, decoding
         self.tokenizer = load_tokenizer(configuration.target)
-        self.messages = messages("system", system)
+        self.messages = messages("system", decoding.system)
         encode(self.tokenizer, [*self.messages, *messages("user", "?")], self.target)  # refused now rather than at the first message
         self.speculator = load_speculator(configuration, self.tokenizer)
         self.mark = Marking(drafted)

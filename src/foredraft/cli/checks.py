@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft import drafters, grammars, hub, verification, zoo
-from foredraft.cli.settings import Configuration, parse_options
+from foredraft.cli.settings import Configuration
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.shapes import TreeShape
 
@@ -27,7 +27,7 @@ def check(configuration: Configuration, candidates: Sequence[str] = ()) -> None:
         UnsupportedModelError: the target is known not to work.
     """
     check_model(configuration.target, configuration.dtype, configuration.device, configuration.quantization)
-    options = parse_options(configuration.drafter_options)
+    options = configuration.drafter_options
     check_drafter(configuration.drafter_name, options)
     for each in candidates:
         check_drafter(each, {})
@@ -116,7 +116,7 @@ def check_grammar(json_schema: Path | None, regex: str | None, grammar: Path | N
 def check_rule(configuration: Configuration, shape: TreeShape | None) -> None:
     """A rule by name, with the drafter and the shape."""
     rule, name = verification.describe(configuration.rule), configuration.rule
-    if configuration.lossless and not rule.lossless:
+    if not configuration.lossy and not rule.lossless:
         raise ConfigurationError(f"rule {name!r} is lossy: it changes the output distribution; pass --lossy to allow that")
     spec = configuration.drafter_name
     proposals = drafters.describe(spec.partition(":")[0]).proposals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,24 +23,14 @@ from foredraft.cli.options import (
     SPECULATION,
     Candidates,
     Device,
-    Drafter,
-    DrafterOption,
     Dtype,
     GrammarBackend,
     GrammarFile,
     JsonFile,
     JsonSchema,
     Learn,
-    MaxNewTokens,
-    MinP,
-    ModelsTemperature,
     PromptFile,
-    Quantization,
     Regex,
-    RepetitionPenalty,
-    Seed,
-    Shape,
-    Stop,
     System,
     Target,
     Temperature,
@@ -47,9 +38,9 @@ from foredraft.cli.options import (
     TopK,
     TopP,
     Verbose,
-    VerificationRule,
-    with_learning,
+    grouped,
 )
+from foredraft.cli.settings import Configuration, Contest, Decoding, Loading
 from foredraft.cli.skip import app as skip
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
@@ -100,7 +91,9 @@ def root(
 
 
 @app.command()
+@grouped
 def generate(
+    *,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -112,25 +105,11 @@ def generate(
     chat: Annotated[bool, PROMPTS("--chat", help="Each prompt is a user's message; apply the chat template.")] = False,
     system: System = None,
     target: Target = "zoo:python-8m",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    device: Device = None,
-    threads: Threads = None,
-    drafter: Drafter = None,
-    drafter_option: DrafterOption = None,
+    configuration: Configuration,
     learn: Learn = False,
-    rule: VerificationRule = "auto",
-    shape: Shape = None,
     draft_length: Annotated[int | None, SPECULATION(min=0, help="The same as --shape 'chain(N)'.", show_default=False)] = None,
     lossy: Annotated[bool, SPECULATION("--lossy", help="Allow a rule that changes the output distribution.")] = False,
-    max_new_tokens: MaxNewTokens = None,
-    temperature: ModelsTemperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: Stop = None,
-    seed: Seed = None,
+    decoding: Decoding,
     json_schema: JsonSchema = None,
     regex: Regex = None,
     grammar: GrammarFile = None,
@@ -158,46 +137,17 @@ def generate(
     from foredraft.cli.printers import make_printer
     from foredraft.cli.progress import Progress
     from foredraft.cli.prompts import read_prompts
-    from foredraft.cli.settings import Configuration, Decoding
 
     with exit_codes():
         texts = read_prompts(prompt, prompts)
-        configuration = Configuration(
-            target,
-            drafter,
-            with_learning(drafter_option, learn),
-            rule,
-            shape,
-            draft_length,
-            not lossy,
-            dtype,
-            device,
-            threads,
-            quantization,
-        )
         check(configuration)
         if system is not None and not chat:
             raise ConfigurationError("--system needs --chat")
-        matched = check_grammar(json_schema, regex, grammar, grammar_backend)
+        decoding = replace(decoding, matched=check_grammar(json_schema, regex, grammar, grammar_backend))
         with Progress(f"loading {target}") as progress:
             printer = make_printer(progress, count=len(texts), show=show, as_json=as_json, logprobs=logprobs is not None, verbose=verbose)
             from foredraft.cli.generation import generate
 
-            decoding = Decoding(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                stop=stop or (),
-                seed=seed,
-                batch_size=batch_size,
-                chat=chat,
-                system=system,
-                logprobs=logprobs,
-                grammar=matched,
-            )
             try:
                 outcome = generate(texts, configuration, decoding, printer, progress)
             finally:
@@ -208,26 +158,15 @@ def generate(
 
 
 @app.command()
+@grouped
 def chat(
+    *,
     target: Annotated[str, typer.Argument(metavar="MODEL", help="A chat model: a path or a hub id.", show_default=False)],
     system: System = None,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    device: Device = None,
-    threads: Threads = None,
-    drafter: Drafter = None,
-    drafter_option: DrafterOption = None,
+    configuration: Configuration,
     learn: Learn = False,
-    rule: VerificationRule = "auto",
-    shape: Shape = None,
     max_new_tokens: Annotated[int | None, SAMPLING(min=1, help="Most tokens per answer.", show_default="the model's, or 1024")] = None,
-    temperature: ModelsTemperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: Stop = None,
-    seed: Seed = None,
+    decoding: Decoding,
     drafted: Annotated[bool, OUTPUT("--drafted", help="Highlight accepted draft tokens.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -237,54 +176,27 @@ def chat(
     """
     from foredraft.cli.checks import check
     from foredraft.cli.progress import Progress
-    from foredraft.cli.settings import Configuration, Decoding
 
     with exit_codes():
-        configuration = Configuration(
-            target,
-            drafter,
-            with_learning(drafter_option, learn),
-            rule,
-            shape,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            quantization=quantization,
-        )
         check(configuration)
-        decoding = Decoding(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            stop=stop or (),
-            seed=seed,
-            longest=1024,
-        )
         with Progress(f"loading {target}") as progress:
             from foredraft.cli.chat import Chat
 
-            conversation = Chat(configuration, decoding, system=system, drafted=drafted, verbose=verbose)
+            conversation = Chat(configuration, replace(decoding, longest=1024), drafted=drafted, verbose=verbose)
             progress.clear()
             conversation.run()
 
 
 @app.command()
+@grouped
 def audit(
+    *,
     target: Annotated[str, typer.Argument(help="The model: a path, a hub id, or zoo:NAME (see foredraft models).")] = "zoo:python-8m",
     prompts: PromptFile = None,
     dtype: Annotated[
         str, MODELS(help="auto, float32, bfloat16 or float16. Below float32, rounding alone can look like a fault.")
     ] = "float32",
-    quantization: Quantization = None,
-    device: Device = None,
-    threads: Threads = None,
-    drafter: Drafter = None,
-    drafter_option: DrafterOption = None,
-    rule: VerificationRule = "auto",
-    shape: Shape = None,
+    configuration: Configuration,
     temperature: Temperature = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -306,10 +218,9 @@ def audit(
     from foredraft.cli.checks import check, check_output
     from foredraft.cli.progress import Progress
     from foredraft.cli.prompts import read_prompts
-    from foredraft.cli.settings import Configuration, Decoding
 
     with exit_codes():
-        configuration = Configuration(target, drafter, drafter_option or (), rule, shape, None, False, dtype, device, threads, quantization)
+        configuration = replace(configuration, lossy=True)
         check(configuration)
         check_output(as_json)
         texts = None if prompts is None else read_prompts(None, prompts)
@@ -345,7 +256,6 @@ def demo(
 
     from foredraft.cli.checks import check
     from foredraft.cli.progress import Progress
-    from foredraft.cli.settings import Configuration
 
     started = time.monotonic()
     with exit_codes():
@@ -356,7 +266,7 @@ def demo(
 
         setting = Setting(
             target,
-            drafters=drafter or (),
+            drafters=drafter,
             dtype=dtype,
             device=device,
             threads=threads,
@@ -369,13 +279,11 @@ def demo(
 
 
 @app.command()
+@grouped
 def tune(
+    *,
     target: Target = "zoo:python-300m",
-    drafter: Candidates = None,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    device: Device = None,
-    threads: Threads = None,
+    contest: Contest,
     batch_size: Annotated[int, PROMPTS(min=1, help="Prompts that are decoded together.")] = 1,
     prompts: PromptFile = None,
     as_json: JsonFile = None,
@@ -389,10 +297,9 @@ def tune(
     from foredraft.cli.checks import check, check_extra, check_output
     from foredraft.cli.progress import Progress
     from foredraft.cli.prompts import read_prompts
-    from foredraft.cli.settings import Configuration
 
     with exit_codes():
-        check(Configuration(target, dtype=dtype, device=device, quantization=quantization), drafter or ())
+        check(contest.plain, contest.drafters or ())
         texts = () if prompts is None else read_prompts(None, prompts)
         check_output(as_json)
         check_output(plot)
@@ -403,16 +310,7 @@ def tune(
             from foredraft.cli import tune as tuning
 
             draw = None if plot is None else tuning.plotter()
-            setting = tuning.Setting(
-                target,
-                drafters=drafter or (),
-                dtype=dtype,
-                device=device,
-                threads=threads,
-                quantization=quantization,
-                batch_size=batch_size,
-                prompts=texts,
-            )
+            setting = tuning.Setting(**vars(contest), batch_size=batch_size, prompts=texts)
             measuring = tuning.Tuning(setting, progress)
             found = measuring.run()
             if as_json is not None:
@@ -423,7 +321,9 @@ def tune(
 
 
 @app.command()
+@grouped
 def alpha(
+    *,
     target: Annotated[str, MODELS(help="The model: a path, a hub id, or zoo:NAME.", show_default=False)],
     draft: Annotated[str, MODELS(help="The draft model, likewise.", show_default=False)],
     data: Annotated[
@@ -440,10 +340,7 @@ def alpha(
     ] = "category",
     limit: Annotated[int, PROMPTS(min=1, metavar="N", help="Texts of each category, at most: the first ones.")] = 100,
     length: Annotated[int, PROMPTS(min=2, help="Tokens of each text, at most: the first ones.")] = 1024,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    device: Device = None,
-    threads: Threads = None,
+    loading: Loading,
     temperature: Temperature = 1.0,
     top_k: Annotated[int, SAMPLING(min=0, help="Sample from the k most likely tokens; 0 is all.")] = 0,
     top_p: TopP = None,
@@ -457,12 +354,10 @@ def alpha(
     """
     from foredraft.cli.checks import check, check_output
     from foredraft.cli.progress import Progress
-    from foredraft.cli.settings import Configuration, Decoding
     from foredraft.cli.texts import read_texts
 
     with exit_codes():
-        drafter = f"draft-model:{draft}"
-        configuration = Configuration(target, drafter, (), "auto", "chain(1)", None, True, dtype, device, threads, quantization)
+        configuration = Configuration(**vars(loading), drafter=f"draft-model:{draft}", shape="chain(1)")
         check(configuration)
         texts = read_texts(data, category)
         check_output(as_json)

@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from foredraft.errors import ConfigurationError, ForedraftError, UnsupportedModelError
+from foredraft.errors import ConfigurationError, ForedraftError, UnsupportedModelError, first_line
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -66,10 +66,6 @@ def writing(path: Path) -> Iterator[None]:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     with writing(path):
         path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def quiet() -> None:

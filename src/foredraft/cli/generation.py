@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft import drafters
-from foredraft.cli.failures import first_line, note, quiet
+from foredraft.cli.failures import note, quiet
 from foredraft.cli.figures import combine
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
-from foredraft.cli.settings import Configuration, Decoding, Outcome, Result, parse_options
+from foredraft.cli.settings import Configuration, Decoding, Outcome, Result
 from foredraft.detokenizer import Detokenizer
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, first_line
 from foredraft.loading import load_tokenizer, parse_device
 from foredraft.planning import FixedPlanner
 from foredraft.planning.costs import BUDGET
 from foredraft.preparation import pad
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
+from foredraft.text import padding_token
 
 if TYPE_CHECKING:
     from foredraft.cli.printers import Printer
@@ -35,7 +36,6 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     results = [Result(index, prompt, ids, Detokenizer(tokenizer, ids)) for index, (prompt, ids) in enumerate(zip(prompts, rows))]
     speculator = load_speculator(configuration, tokenizer)
     seed = decoding.seed if decoding.seed is not None else secrets.randbits(32)
-    token = next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
     sampled = decoding.sampled(speculator.model.generation_config)
     if decoding.filters() and not sampled:
         progress.clear()
@@ -47,7 +47,7 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     interrupted = False
     for start in range(0, len(results), decoding.batch_size):
         batch = results[start : start + decoding.batch_size]
-        ids = pad([result.ids for result in batch], speculator.target.device, token)
+        ids = pad([result.ids for result in batch], speculator.target.device, padding_token(tokenizer))
         seeds, repeatable = [(seed, result.index) for result in batch], decoding.seed is not None
         stream = speculator.stream(**ids, seed=seeds, repeatable=repeatable, **arguments)
         stats.append(stream.stats)
@@ -74,14 +74,14 @@ def load_speculator(configuration: Configuration, tokenizer: Any, *, reuse_prefi
     """What is wrong with the drafter is said before any weights are read."""
     if configuration.threads is not None:
         torch.set_num_threads(configuration.threads)
-    drafter = make_drafter(configuration.drafter_name, parse_options(configuration.drafter_options), tokenizer)
+    drafter = make_drafter(configuration.drafter_name, configuration.drafter_options, tokenizer)
     speculator = Speculator(
         configuration.target,
         drafter,
         rule=configuration.rule,
         shape=configuration.shape,
         draft_length=configuration.draft_length,
-        lossless=configuration.lossless,
+        lossless=not configuration.lossy,
         dtype=configuration.dtype,
         device=pick_device(configuration.device, configuration.target),
         quantization=configuration.quantization,

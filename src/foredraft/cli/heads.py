@@ -13,7 +13,7 @@ import typer
 from foredraft import zoo
 from foredraft.cli.failures import exit_codes, note, quiet, writing
 from foredraft.cli.progress import Progress
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,9 +177,9 @@ def unpickled(file: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ConfigurationError(f"{file} holds more than tensors and is not read: {str(error).splitlines()[0]}") from error
+        raise ConfigurationError(f"{file} holds more than tensors and is not read: {first_line(error)}") from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ConfigurationError(f"{file} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+        raise ConfigurationError(f"{file} cannot be read: {first_line(error)}") from error
     if not isinstance(found, dict) or not found:
         raise ConfigurationError(f"{file} holds no tensors by name, but {type(found).__name__}")
     if others := sorted(str(name) for name, value in found.items() if not isinstance(value, torch.Tensor)):

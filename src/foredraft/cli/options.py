@@ -1,17 +1,45 @@
-"""The panels of the help texts, and options that several commands share."""
+"""The panels of the help texts, options that several commands share, and how a command takes them in groups."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
 
-def with_learning(options: list[str] | None, learn: bool) -> list[str]:
-    """The options of a drafter that is to ``learn``."""
-    return [*(options or []), *(["learn=true"] if learn else [])]
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` for typer: a parameter that is a dataclass stands for the fields of it that are ``Annotated``, which become options.
+
+    A field that ``command`` has a parameter of its own for takes its value from that.
+    """
+    hints, groups, parameters = get_type_hints(command, include_extras=True), dict[str, Any](), list[Parameter]()
+    for name, parameter in signature(command).parameters.items():
+        kind = hints[name]
+        if not is_dataclass(kind):
+            parameters.append(parameter.replace(annotation=kind))
+            continue
+        types, groups[name] = get_type_hints(kind, include_extras=True), kind
+        parameters += [
+            Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=types[each.name])
+            for each in fields(kind)
+            if each.name not in hints and get_origin(types[each.name]) is Annotated
+        ]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        made = {
+            name: kind(**{each.name: values[each.name] for each in fields(kind) if each.name in values}) for name, kind in groups.items()
+        }
+        command(**{name: value for name, value in values.items() if name in hints}, **made)
+
+    vars(run)["__signature__"] = Signature(parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
 def panel(name: str) -> partial[Any]:
@@ -40,7 +68,8 @@ Device = Annotated[
 Threads = Annotated[int | None, MODELS(min=1, help="CPU threads.", show_default="torch's choice")]
 PromptFile = Annotated[Path | None, PROMPTS(metavar="FILE", help=LINES, show_default=BEGINNINGS)]
 Candidates = Annotated[
-    list[str] | None, SPECULATION(metavar="NAME[:SOURCE]", help="A drafter to measure; repeat for more.", show_default=COMPARED)
+    list[str] | None,
+    SPECULATION("--drafter", metavar="NAME[:SOURCE]", help="A drafter to measure; repeat for more.", show_default=COMPARED),
 ]
 Drafter = Annotated[
     str | None,

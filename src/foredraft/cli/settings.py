@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from foredraft.cli import options
 from foredraft.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -18,31 +19,43 @@ PAIRED = {"zoo:python-300m": "draft-model:zoo:python-1m"}  # targets whose passe
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """What is loaded: the options of the same names."""
+class Loading:
+    """How a target is loaded: the options of the same names."""
 
     target: str
-    drafter: str | None = None
-    drafter_options: Sequence[str] = ()
-    rule: str = "auto"
-    shape: str | None = None
+    dtype: options.Dtype = "auto"
+    quantization: options.Quantization = None
+    device: options.Device = None
+    threads: options.Threads = None
+
+
+@dataclass(frozen=True)
+class Configuration(Loading):
+    """The target and how drafts are made and verified: the options of the same names."""
+
+    drafter: options.Drafter = None
+    drafter_option: options.DrafterOption = None
+    rule: options.VerificationRule = "auto"
+    shape: options.Shape = None
+    learn: bool = False
     draft_length: int | None = None
-    lossless: bool = True
-    dtype: str = "auto"
-    device: str | None = None
-    threads: int | None = None
-    quantization: str | None = None
+    lossy: bool = False
 
     @property
     def drafter_name(self) -> str:
         return self.drafter or PAIRED.get(self.target, "prompt-lookup")
 
+    @property
+    def drafter_options(self) -> dict[str, Any]:
+        """Raises ConfigurationError for one that is not of the form KEY=VALUE."""
+        return {**parse_options(self.drafter_option or ()), **({"learn": True} if self.learn else {})}
+
 
 @dataclass(frozen=True)
-class Contest(Configuration):
+class Contest(Loading):
     """Several drafters that are compared on one target."""
 
-    drafters: Sequence[str] = ()
+    drafters: options.Candidates = None
 
     @property
     def names(self) -> list[str]:
@@ -53,7 +66,7 @@ class Contest(Configuration):
     @property
     def plain(self) -> Configuration:
         """Plain decoding with the same target."""
-        return replace(self, drafter="none", draft_length=0)
+        return Configuration(self.target, self.dtype, self.quantization, self.device, self.threads, drafter="none", draft_length=0)
 
 
 @dataclass(frozen=True)
@@ -61,20 +74,20 @@ class Decoding:
     """How each prompt is continued; what is None stays as the model's generation config has it, as in Python. A ``temperature`` above 0
     samples, 0 is greedy. ``longest`` limits the new tokens where neither ``max_new_tokens`` nor the model does."""
 
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop: Sequence[str] = ()
-    seed: int | None = None
+    max_new_tokens: options.MaxNewTokens = None
+    temperature: options.ModelsTemperature = None
+    top_k: options.TopK = None
+    top_p: options.TopP = None
+    min_p: options.MinP = None
+    repetition_penalty: options.RepetitionPenalty = None
+    stop: options.Stop = None
+    seed: options.Seed = None
     batch_size: int = 8
     chat: bool = False
     system: str | None = None
     logprobs: int | None = None
     longest: int = 256
-    grammar: Mapping[str, Any] = field(default_factory=dict)  # json_schema, regex or grammar, and grammar_backend
+    matched: Mapping[str, Any] = field(default_factory=dict)  # json_schema, regex or grammar, and grammar_backend
 
     def sampled(self, defaults: Any) -> bool:
         """Whether a model with ``defaults``, its generation config, samples."""
@@ -96,7 +109,7 @@ class Decoding:
         given = {"output_logprobs": self.logprobs, "repetition_penalty": self.repetition_penalty, "max_new_tokens": self.max_new_tokens}
         if self.max_new_tokens is None and defaults.max_new_tokens is None and defaults.max_length is None:
             given["max_new_tokens"] = self.longest
-        read = {"tokenizer": tokenizer, **self.grammar} if self.stop or self.grammar else {}
+        read = {"tokenizer": tokenizer, **self.matched} if self.stop or self.matched else {}
         stop = {"stop_strings": list(self.stop)} if self.stop else {}
         sampling = self.sampling() if self.sampled(defaults) else {"do_sample": False}
         return {**{name: value for name, value in given.items() if value is not None}, **read, **stop, **sampling}
@@ -147,13 +160,13 @@ class Outcome:
 
 def parse_options(given: Sequence[str], flag: str = "--drafter-option") -> dict[str, Any]:
     """``KEY=VALUE`` strings given with ``flag``; a value is read as an int, a float, true, false or none, or else as text."""
-    options: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for entry in given:
         key, equals, value = entry.partition("=")
         if not equals or not key:
             raise ConfigurationError(f"{flag} takes KEY=VALUE, got {entry!r}")
-        options[key.strip().replace("-", "_")] = parse_value(value.strip())
-    return options
+        found[key.strip().replace("-", "_")] = parse_value(value.strip())
+    return found
 
 
 def parse_value(text: str) -> Any:

@@ -199,14 +199,9 @@ UNSEEN = 1 << 30
 
 
 def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
-    return grow_offered(request, shape, offered(request, min(shape.k, request.vocab_size), expand))
-
-
-def grow_offered(request: DraftRequest, shape: DynamicShape, offer: Offer) -> Growth:
-    """:func:`grow_dynamic` of children that are offered otherwise; ``offer`` is asked at most once per level."""
     k = min(shape.k, request.vocab_size)
     on_host = request.device.type == "cpu" and len(request.rows) * k * k <= SMALL
-    return (grow_on_host if on_host else grow_on_device)(request, shape, k, offer)
+    return (grow_on_host if on_host else grow_on_device)(request, shape, k, offered(request, k, expand))
 
 
 def offered(request: DraftRequest, k: int, expand: Expand) -> Offer:

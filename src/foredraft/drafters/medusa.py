@@ -1,14 +1,11 @@
 """Medusa (Cai et al. 2024) as the drafter: one pass of all heads per round, from the hidden state that the root was chosen from.
 
 Head k does not see the tokens drafted before its own. What those make likelier is added (:mod:`foredraft.heads.ngram_log_odds`).
-Without that all nodes of a level have the same q, and where siblings are the most likely tokens, or those that lead the target's own race,
-the same siblings too: they are ranked once per level, and a tree of any shape is filled by looking them up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +17,14 @@ from foredraft.backends.packing import NATIVE, Packing
 from foredraft.drafters.base import DraftRequest, Row
 from foredraft.drafters.draft_loops.kernels import greedy, grow_by
 from foredraft.drafters.draft_loops.medusa import MedusaGrowth
-from foredraft.drafters.growth import IMPOSSIBLE, Expand, Growth, Offer, grow_offered
+from foredraft.drafters.growth import Expand, Growth
 from foredraft.drafters.heads import HeadDrafter
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import PATH, REACH, REMEMBERED, NgramLogOdds, mix_in_text
-from foredraft.logits.noise import argmax
 from foredraft.logits.sampler import fit_vocabulary
-from foredraft.shapes import DynamicShape, StaticShape
-from foredraft.tree import TokenTree, static_ancestors
+from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
     from foredraft.target import Target
@@ -101,29 +96,17 @@ class Medusa(HeadDrafter):
             self._packing.undo()
             self._packing = None
 
-    def _logits(self, request: DraftRequest) -> Tensor:
-        """``[R, D, V]`` of the heads that are needed."""
-        return fit_vocabulary(self.head(self._hidden, request.depth).to(request.device), request.vocab_size)
-
     def _grow(self, request: DraftRequest, *, chain: bool) -> Growth:
         if self._kernel is not None and greedy(request):
             assert self._hidden is not None
             self._kernel.state, self._kernel.text = self._hidden[0], self._latest(request.rows[0])
             if (grown := grow_by(self._kernel, request)) is not None:
                 return grown
-        if self._successors is not None or self._heeds:
-            return super()._grow(request, chain=chain)
-        alike = request.proposal in ("deterministic", "keyed") and not request.needs_q and not request.sampler.needs_history
-        if not alike:
-            return super()._grow(request, chain=chain)
-        logits = self._logits(request)
-        if isinstance(request.shape, DynamicShape):
-            return grow_offered(request, request.shape, offers(request, logits, min(request.shape.k, request.vocab_size)))
-        assert isinstance(request.shape, StaticShape)
-        return Growth(filled(request, request.shape, logits), 0)
+        return super()._grow(request, chain=chain)
 
     def _expand(self, request: DraftRequest) -> Expand:
-        logits, levels = self._logits(request), iter(range(request.depth))
+        logits = fit_vocabulary(self.head(self._hidden, request.depth).to(request.device), request.vocab_size)  # [R, D, V]
+        levels = iter(range(request.depth))
         if self._successors is None and not self._heeds:
             return lambda tree, first: logits[:, next(levels), None].expand(-1, tree.nodes - first, -1)
         texts = stacked([self._latest(row) for row in request.rows]).to(request.device)
@@ -164,60 +147,3 @@ def stacked(texts: Sequence[Ids]) -> Tensor:
     """``[R, W]``, -2 in front of shorter ones."""
     width = max(map(len, texts))
     return torch.from_numpy(np.stack([np.pad(text, (width - len(text), 0), constant_values=-2) for text in texts]))
-
-
-def ranked(request: DraftRequest, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The best ``count`` children of any node of each level: the processed scores ``[R, D, V]``, tokens ``[R, D, count]``, and which of
-    them are possible at all, likewise (None: all)."""
-    scores = request.sampler.scores(logits, TokenTree.root(request.roots()))
-    if request.proposal == "deterministic":
-        if count == 1:
-            return scores, argmax(scores)[..., None], None
-        best = scores.topk(count, -1)
-        return scores, best.indices, best.values > IMPOSSIBLE
-    q, noise = request.sampler.distribution(scores), request.sampler.noise
-    assert noise is not None
-    depths = torch.arange(q.shape[1], device=q.device)[None]
-    if count == 1:
-        return scores, noise.race(q, depths)[..., None], None
-    tokens = noise.race_order(q, depths, count)
-    return scores, tokens, q.gather(2, tokens) > 0
-
-
-def filled(request: DraftRequest, shape: StaticShape, logits: Tensor) -> TokenTree:
-    """``shape`` with every node's token looked up by its depth and rank."""
-    depths, ranks, most = places(shape, logits.device)
-    _, tokens, possible = ranked(request, logits, most)
-    tokens = torch.cat([request.roots()[:, None], tokens[:, depths, ranks]], 1)
-    if shape.is_chain:
-        return TokenTree.from_chain(tokens, proposal=request.proposal)
-    if possible is not None and (request.device.type != "cpu" or not bool(possible.all())):  # looking costs less than such a mask
-        missing = torch.nn.functional.pad(~possible[:, depths, ranks], (1, 0))
-        valid: Tensor | None = ~(missing[:, None] & static_ancestors(shape.parents, tokens.device)).any(-1)
-    else:
-        valid = None
-    return TokenTree.from_parents(tokens, shape.parents, valid=valid, proposal=request.proposal)
-
-
-def offers(request: DraftRequest, logits: Tensor, k: int) -> Offer:
-    """Children of the nodes of a level for a tree that is grown, with the log-probability of their paths."""
-    scores, tokens, possible = ranked(request, logits, k)
-    likely = torch.log_softmax(scores, -1).gather(2, tokens).nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
-    if possible is not None:
-        likely = likely.masked_fill(~possible, IMPOSSIBLE)
-
-    def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor, None]:
-        nodes = tree.nodes - first
-        return tokens[:, depth, None].expand(-1, nodes, -1), above[..., None] + likely[:, depth, None], None
-
-    return offer
-
-
-@lru_cache(maxsize=256)
-def places(shape: StaticShape, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """``[N - 1]`` each of the drafted nodes: the level below whose nodes they hang, and their rank among their siblings; and the most
-    siblings of any."""
-    depths = [depth for depth, level in enumerate(shape.levels) for _ in level.parents]
-    ranks = [rank for level in shape.levels for rank in level.ranks]
-    with torch.inference_mode(False):
-        return torch.tensor(depths, device=device), torch.tensor(ranks, device=device), 1 + max(ranks)

@@ -36,7 +36,7 @@ Ids = Sequence[int] | NDArray[np.integer[Any]]
 class NGramModel:
     """Counts of every context of up to `order - 1` tokens and of what followed it; `order=2` is the bigram model.
 
-    `vocab_size` is optional: it makes ids outside the vocabulary an error, and `log_probs` needs it. `fingerprint` names the tokenizer
+    `vocab_size` is optional: it makes ids outside the vocabulary an error. `fingerprint` names the tokenizer
     that the ids come from, where it is known; it is kept in the file.
     """
 
@@ -134,20 +134,10 @@ class NGramModel:
         node = ROOT
         for child in self._walk(context):
             node = child
-        best = self._ranked(node, 1)
-        return best[0] if best else None
-
-    def candidates(self, context: Ids, k: int) -> list[int]:
-        """Up to `k` different successors: those of the longest context by frequency, then those of shorter ones."""
-        found: dict[int, None] = {}
-        for node in reversed([ROOT, *self._walk(context)]):
-            found.update(dict.fromkeys(token for token in self._ranked(node, k) if token not in found))
-            if len(found) >= k:
-                break
-        return list(found)[:k]
+        return next((token for token, _ in self._ranked_counts(node, 1)), None)
 
     def likeliest(self, context: Ids, k: int, *, seen: int = 0) -> list[tuple[int, float]]:
-        """Up to `k` different successors with about their probability, the likeliest first: as `log_probs` has it, but of the `k` most
+        """Up to `k` different successors with about their probability, the likeliest first: as `distribution` has it, but of the `k` most
         frequent successors in each context only, and of the empty context only where no other was seen. None where fewer than `seen`
         of the last tokens were seen in a row."""
         found: dict[int, float] = {}
@@ -166,7 +156,12 @@ class NGramModel:
         return sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
 
     def distribution(self, context: Ids, vocab_size: int | None = None) -> NDArray[np.float32]:
-        """`[V]` probability of every token after `context`, as `log_probs` has it; all positive, and they sum to 1.
+        """`[V]` probability of every token after `context`, interpolated by Witten and Bell (1991); all positive, and they sum to 1:
+
+            P(w | h) = (c(h, w) + T(h) · P(w | h')) / (c(h) + T(h))
+
+        with h' the context without its oldest token, c(h) what followed h in all, T(h) the number of different successors,
+        and the uniform distribution below the empty context.
 
         `vocab_size` takes the place of the model's own; what was counted beyond it is left out, and the rest is normalised.
         """
@@ -194,19 +189,6 @@ class NGramModel:
     def matched(self, context: Ids) -> int:
         """How many of the last tokens of `context` the model has seen in a row: the length of the context that `predict` uses."""
         return sum(1 for _ in self._walk(context))
-
-    def log_probs(self, ids: Ids) -> NDArray[np.float64]:
-        """Natural log probability of every token of `ids` given those before it, interpolated by Witten and Bell (1991):
-
-            P(w | h) = (c(h, w) + T(h) · P(w | h')) / (c(h) + T(h))
-
-        with h' the context without its oldest token, c(h) what followed h in all, T(h) the number of different successors,
-        and the uniform distribution below the empty context.
-        """
-        if self.vocab_size is None:
-            raise ValueError("probabilities need vocab_size: pass it when the model is made")
-        self.compact()
-        return self._table.log_probs(self._checked(ids), self.order, self.vocab_size)
 
     # Size and files
 
@@ -295,12 +277,8 @@ class NGramModel:
     def _count(self, node: int, token: int) -> int:
         return self._delta.get(node, {}).get(token, 0) + self._table.count_of(node, token)
 
-    def _ranked(self, node: int, k: int) -> list[int]:
-        """The `k` most frequent successors over both layers."""
-        return [token for token, _ in self._ranked_counts(node, k)]
-
     def _ranked_counts(self, node: int, k: int) -> list[tuple[int, int]]:
-        """The same with their counts."""
+        """The `k` most frequent successors over both layers, with their counts."""
         grown = self._delta.get(node)
         if not grown:
             return self._table.top(node, k)

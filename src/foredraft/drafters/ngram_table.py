@@ -53,13 +53,6 @@ class Table:
         return int(self.counts[start + hits[0]]) if len(hits) else 0
 
     @cached_property
-    def _by_pair(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Pairs in ascending order and their counts."""
-        pairs = self.pairs()
-        order = np.argsort(pairs)
-        return pairs[order], self.counts[order]
-
-    @cached_property
     def total(self) -> NDArray[np.int64]:
         """How many successors each node counted in all."""
         return np.diff(np.concatenate(([0], np.cumsum(self.counts)))[self.first])
@@ -152,29 +145,6 @@ class Table:
         pairs, counts = pairs[number[node] >= 0], counts[number[node] >= 0]
         return cls._from_pairs(np.concatenate(levels), pairs, counts, nodes)
 
-    # Probabilities
-
-    def log_probs(self, ids: NDArray[np.int64], order: int, vocab_size: int) -> NDArray[np.float64]:
-        by_pair, counts = self._by_pair
-        total, different = self.total, np.diff(self.first)
-        stream = ids.astype(np.uint64)
-        probability = np.full(len(ids), 1.0 / vocab_size)
-        positions = np.arange(len(ids))
-        node = np.zeros(len(ids), np.int64)
-        for depth in range(order):
-            if depth:
-                positions, node = positions[positions >= depth], node[positions >= depth]
-                found, index = _find(self.edges, node.astype(np.uint64) << np.uint64(SHIFT) | stream[positions - depth])
-                positions, node = positions[found], index[found] + 1
-            found, index = _find(by_pair, node.astype(np.uint64) << np.uint64(SHIFT) | stream[positions])
-            seen = np.where(found, counts[index] if len(counts) else 0, 0)
-            mass = total[node] + different[node]
-            known = mass > 0
-            positions, node = positions[known], node[known]
-            below = probability[positions]
-            probability[positions] = (seen[known] + different[node] * below) / mass[known]
-        return np.log(probability)
-
     # Files
 
     def to_arrays(self) -> list[NDArray[Any]]:
@@ -195,14 +165,6 @@ class Table:
 
 def _split(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return (keys >> np.uint64(SHIFT)).astype(np.int64), (keys & np.uint64(IDS - 1)).astype(np.int64)
-
-
-def _find(keys: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """For each wanted key whether it is among the sorted `keys`, and a valid index (its own, if it is)."""
-    if not len(keys):
-        return np.zeros(len(wanted), bool), np.zeros(len(wanted), np.int64)
-    index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    return keys[index] == wanted, index
 
 
 def _narrow(array: NDArray[Any]) -> NDArray[Any]:

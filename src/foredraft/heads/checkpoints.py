@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foredraft import heads, zoo
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, first_line
 from foredraft.files import replacing
 from foredraft.heads import formats
 from foredraft.heads.base import Head, refuse_another_target
@@ -203,8 +203,9 @@ def _downloaded(repo_id: str, revision: str | None) -> Path:
             folder = Path(snapshot_download(repo_id, allow_patterns=[*wanted, *(f"*{each}" for each in PICKLED)], **how))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, ValueError) as error:
         asked = repo_id if revision is None else f"{repo_id} at {revision}"
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigurationError(f"there is no folder {repo_id!r}, and {asked!r} cannot be had from the hub: {reason}") from error
+        raise ConfigurationError(
+            f"there is no folder {repo_id!r}, and {asked!r} cannot be had from the hub: {first_line(error)}"
+        ) from error
     return folder
 
 

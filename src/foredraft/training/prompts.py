@@ -43,23 +43,9 @@ def encode(tokenizer: Any, entries: Sequence[str | list[Any]], *, longest: int |
     Raises:
         ConfigurationError: no chat template, or one that refuses the messages; or no token is left of a prompt.
     """
-    prompts = [_templated(tokenizer, each, target) if isinstance(each, list) else tokenizer(each)["input_ids"] for each in entries]
-    for number, ids in enumerate(prompts, 1):
-        if not ids:
-            raise ConfigurationError(f"the tokenizer of {target!r} produces no tokens for prompt {number}")
-    return [ids[:longest] for ids in prompts]
+    from foredraft import text  # imports torch
 
-
-def _templated(tokenizer: Any, messages: list[Any], target: str) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigurationError(
-            f'the tokenizer of {target!r} has no chat template; give texts ("prompt" or "text") rather than "messages"'
-        )
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of the model's author
-        raise ConfigurationError(f"the chat template of {target!r} refused the messages {str(messages)[:80]!r}: {error}") from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [text.encode(tokenizer, each, target)[:longest] for each in entries]
 
 
 def windows(tokenizer: Any, entries: Sequence[str | list[Any]], *, count: int, tokens: int, seed: int) -> list[list[int]]:

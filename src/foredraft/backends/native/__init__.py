@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -186,21 +186,8 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer, number]
     kernels.layer_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer, pointer]
     several, size = ctypes.POINTER(pointer), ctypes.c_int64
-    kernels.model.argtypes = [
-        several,
-        number,
-        ctypes.POINTER(Pass),
-        pointer,
-        pointer,
-        several,
-        several,
-        size,
-        pointer,
-        ctypes.c_double,
-        pointer,
-        ctypes.POINTER(States),
-        pointer,
-    ]
+    held: list[Any] = [several, several, size, pointer, ctypes.c_double, pointer, ctypes.POINTER(States), pointer]
+    kernels.model.argtypes = [several, number, ctypes.POINTER(Pass), pointer, pointer, *held]
     kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
