@@ -13,7 +13,6 @@ from torch.nn.functional import log_softmax, silu
 
 from foredraft import ConfigurationError, Speculator, drafters
 from foredraft.drafters import growth
-from foredraft.drafters import medusa as drafting
 from foredraft.drafters.growth import grow
 from foredraft.drafters.medusa import Medusa
 from foredraft.heads import losses
@@ -333,11 +332,6 @@ def test_a_head_of_another_dtype_is_copied_not_changed():
     same = Medusa(taught_head("medusa"))
     Speculator(tiny(), same)
     assert same.head is taught_head("medusa"), "what fits is used as it is, so that training shows"
-
-
-def test_chains_have_no_ranks_to_look_up():
-    depths, ranks, most = drafting.places(drafting.StaticShape((-1, 0, 1), "chain"), torch.device("cpu"))
-    assert (depths.tolist(), ranks.tolist(), most) == ([0, 1], [0, 0], 1)
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------------

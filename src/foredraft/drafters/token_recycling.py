@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 K = 8  # successors of a token that are remembered
 FILE = FileFormat("foredraft token-recycling", "1", "a token-recycling matrix", "TokenRecycling.save", ("successors",))
 RATES = (0.45, 0.15, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)  # of siblings, for trees that no shape lays out
-BLOCKS, SMALL = 32, 2**16  # see `top_k`: tokens of a column, and logits that are not worth the trouble
+SMALL = 2**16  # logits that are not worth the call of a kernel
 
 
 class TokenRecycling(Drafter):
@@ -188,24 +188,14 @@ def laid_out(shape: TreeShape) -> StaticShape:
 def top_k(logits: Tensor, k: int) -> Tensor:
     """``[N, k]`` int64 the tokens of the k largest of ``logits`` ``[N, V]``, largest first; -1 where V is smaller than k.
 
-    On a CPU ``topk`` takes many times as long as reading does. A kernel reads each line once and sorts what is larger than the k-th so
-    far; without one, tokens are dealt out to columns, and only the k columns with the largest maxima are sorted, which hold them all.
+    On a CPU ``topk`` takes many times as long as reading does. A kernel, where there is one, reads each line once and sorts what is larger
+    than the k-th so far.
     """
-    nodes, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     if k > vocab_size:
         return torch.nn.functional.pad(logits.topk(vocab_size, -1).indices, (0, k - vocab_size), value=-1)
-    columns = vocab_size // BLOCKS
-    if logits.device.type != "cpu" or logits.numel() < SMALL or columns < k:
-        return logits.topk(k, -1).indices
-    found = native.largest(logits, k)
-    if found is not None:
-        return found
-    dealt = logits[:, : columns * BLOCKS].reshape(nodes, BLOCKS, columns)  # tokens c, c + columns, c + 2 columns, … in column c
-    chosen = dealt.amax(1).topk(k, -1).indices
-    tokens = (chosen[:, None] + torch.arange(0, columns * BLOCKS, columns)[:, None]).flatten(1)
-    rest = torch.arange(columns * BLOCKS, vocab_size).expand(nodes, -1)
-    tokens = torch.cat([tokens, rest], 1)
-    return tokens.gather(1, logits.gather(1, tokens).topk(k, -1).indices)
+    found = native.largest(logits, k) if logits.device.type == "cpu" and logits.numel() >= SMALL else None
+    return logits.topk(k, -1).indices if found is None else found
 
 
 def last_of_each(tokens: Tensor, real: Tensor | None, nowhere: int) -> Tensor:

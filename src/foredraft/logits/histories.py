@@ -9,7 +9,6 @@ from operator import add
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from foredraft.device import to_device
 from foredraft.parents import depths_of
@@ -131,7 +130,7 @@ class NodeHistories:
         """``[G, length]`` int64 histories of ``cells``, a group of :meth:`by_length`."""
         key = (length, *cells)
         if key not in self._gathered:
-            self._gathered[key] = self._along_chain(cells, length) if self.tree.chain else self._along_paths(cells, length)
+            self._gathered[key] = self._along_paths(cells, length)
         return self._gathered[key]
 
     def padded(self, cells: Sequence[int], fill: int | None) -> Tensor:
@@ -164,21 +163,6 @@ class NodeHistories:
     def blank(self, count: int, length: int) -> Tensor:
         """``[count, length]`` zeros without memory, for processors that look at nothing but the shape."""
         return self.committed.new_zeros(1).expand(count, length)
-
-    def _along_chain(self, cells: Sequence[int], length: int) -> Tensor:
-        return take(self._lines[:, :length], [cell // self.nodes for cell in cells])
-
-    @cached_property
-    def _lines(self) -> Tensor:
-        """``[R, max(lengths) + N - 1]``: committed ids, then the chain. Every history of a chain is a beginning of it."""
-        longest, nodes = max(self.lengths), self.tree.nodes
-        if min(self.lengths) == longest:
-            return torch.cat([self.committed[:, :longest], self.tokens[:, 1:]], 1)
-        width = longest + nodes - 1
-        position = torch.arange(width, device=self.committed.device)[None]
-        ends = to_device(self.lengths, self.committed.device)[:, None]
-        drafted = self.tokens.gather(1, (position - ends + 1).clamp(0, nodes - 1))
-        return torch.where(position < ends, pad(self.committed[:, :longest], (0, nodes - 1)), drafted)
 
     def _along_paths(self, cells: Sequence[int], length: int) -> Tensor:
         parts = []
