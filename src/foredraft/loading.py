@@ -19,11 +19,7 @@ PADDING = 1024  # vocabularies that differ by less are taken for one vocabulary 
 
 
 def load_model(
-    source: str | Path,
-    *,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    quantization: str | None = None,
+    source: str | Path, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None, quantization: str | None = None
 ) -> PreTrainedModel:
     """The causal language model at ``source``, in evaluation mode.
 

@@ -398,11 +398,7 @@ def custom_generate(
     speculator: Speculator | None = None
 
     def decode(
-        model: Any,
-        input_ids: Tensor,
-        seed: Seed | Sequence[Seed] | None = seed,
-        output_logprobs: int | None = None,
-        **given: Any,
+        model: Any, input_ids: Tensor, seed: Seed | Sequence[Seed] | None = seed, output_logprobs: int | None = None, **given: Any
     ) -> Any:
         nonlocal speculator
         prepared = Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given).as_asked()

@@ -52,12 +52,7 @@ class ProbabilityTable:
     """
 
     def __init__(
-        self,
-        table: Callable[[Context], Sequence[float]],
-        vocab_size: int,
-        *,
-        order: int | None = None,
-        dtype: torch.dtype = torch.float64,
+        self, table: Callable[[Context], Sequence[float]], vocab_size: int, *, order: int | None = None, dtype: torch.dtype = torch.float64
     ):
         self.table, self.vocab_size, self.order = table, vocab_size, order
         self._index: dict[Context, int] = {}

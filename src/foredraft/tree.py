@@ -59,12 +59,7 @@ class TokenTree:
 
     @staticmethod
     def from_chain(
-        tokens: Tensor,
-        *,
-        valid: Tensor | None = None,
-        proposal: Proposal = "deterministic",
-        q: Tensor | None = None,
-        pruned: bool = False,
+        tokens: Tensor, *, valid: Tensor | None = None, proposal: Proposal = "deterministic", q: Tensor | None = None, pruned: bool = False
     ) -> TokenTree:
         """A chain per row: ``tokens`` ``[B, γ + 1]`` starts with the root. ``valid`` must be a prefix of each row."""
         rows, nodes = tokens.shape

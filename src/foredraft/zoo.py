@@ -175,11 +175,7 @@ def path(name: str) -> Path:
 
 
 def load(
-    name: str,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-    attn_implementation: str | None = None,
+    name: str, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, attn_implementation: str | None = None
 ) -> PreTrainedModel:
     """An embedded model, in evaluation mode.
 

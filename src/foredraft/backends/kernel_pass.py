@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from foredraft.backends import native
-from foredraft.backends.packing import NATIVE, Product
+from foredraft.backends.packing import NATIVE
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import Override, hooks_of
 from foredraft.models.layers import Aside
@@ -122,30 +122,14 @@ class NativePass:
         return self._scratch[key]
 
 
-class DecoderParts(Protocol):
-    """What a kernel needs of a decoder layer: its products, its norms and its sizes."""
-
-    shared: Any
-    index: int
-    size: int
-    queries: int
-    pairs: int
-    scaling: float
-    qkv: Product
-    output: Product
-    gate_up: Product
-    down: Product
-    before: Any
-    after: Any
-    q_norm: Any
-    k_norm: Any
-    activation: Any
-
-
 class NativeLayer:
-    """A decoder layer in one call of a kernel."""
+    """A decoder layer in one call of a kernel.
 
-    def __init__(self, layer: DecoderParts):
+    Args:
+        layer: a :class:`~foredraft.backends.fusion.FusedLayer`, whose products, norms and sizes are read.
+    """
+
+    def __init__(self, layer: Any):
         self.shared, self.index, self.library = layer.shared, layer.index, native.library(layer.qkv.dtype, layer.qkv.int8)
         products = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
         norms = {"before": layer.before, "after": layer.after, "query_norm": layer.q_norm, "key_norm": layer.k_norm}
@@ -164,7 +148,7 @@ class NativeLayer:
         )
 
     @staticmethod
-    def of(layer: DecoderParts) -> NativeLayer | None:
+    def of(layer: Any) -> NativeLayer | None:
         """The kernel for ``layer``, or None if its sizes or layouts are not those that the kernel is made for."""
         products = (layer.qkv, layer.output, layer.gate_up, layer.down)
         whole = [layer.qkv.outputs, layer.output.outputs, layer.gate_up.outputs, layer.down.outputs]

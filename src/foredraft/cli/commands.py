@@ -374,9 +374,7 @@ def alpha(
 
 
 @app.command()
-def suggest(
-    target: Annotated[str, typer.Argument(metavar="MODEL", help="A path, a hub id, or zoo:NAME.", show_default=False)],
-) -> None:
+def suggest(target: Annotated[str, typer.Argument(metavar="MODEL", help="A path, a hub id, or zoo:NAME.", show_default=False)]) -> None:
     """Say which drafters and which draft model suit a model, by its configuration alone."""
     from foredraft.cli.checks import check_model
     from foredraft.cli.suggest import suggest
@@ -396,9 +394,7 @@ def models() -> None:
 
 
 @app.command()
-def drafters(
-    name: Annotated[str | None, typer.Argument(help="Show the options of this drafter.", show_default=False)] = None,
-) -> None:
+def drafters(name: Annotated[str | None, typer.Argument(help="Show the options of this drafter.", show_default=False)] = None) -> None:
     """List drafters; with a name, show its options and their defaults."""
     from foredraft.cli import tables
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,8 +113,9 @@ def generate(
             ids = prompts.encode(tokenizer, entries, longest=prompt_tokens, target=target)
         model = load_model(target, dtype=dtype, device=pick_device(device, target))
         source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
-        with Bar() as bar:
-            count = generation.generate(model, ids, answering, out, source=source, per_shard=shard_size, part=share, report=bar.show)
+        with Progress(f"answering {counted(len(ids), 'prompt')}") as progress:
+            report = shown_by(progress)
+            count = generation.generate(model, ids, answering, out, source=source, per_shard=shard_size, part=share, report=report)
         typer.echo(
             f"{out}: {counted(count.shards, 'shard')} made, {counted(count.rows, 'text')}, {counted(count.tokens, 'token')}, "
             f"{count.seconds:.0f} s"
@@ -184,36 +186,20 @@ def info(
         typer.echo(", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value not in (None, 0)))
 
 
-class Bar:
-    """How far a run is: a bar on a terminal, otherwise a line per shard, on stderr."""
+def shown_by(progress: Progress) -> Callable[[Count], None]:
+    """How far a run is, and a line for each shard."""
+    said = 0
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self._printed, self._live = 0, console.is_terminal
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), console=console
-        )
-        self._task = self._progress.add_task("answering", total=None, speed="")
-
-    def __enter__(self) -> Bar:
-        if self._live:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._progress.stop()
-
-    def show(self, count: Count) -> None:
+    def show(count: Count) -> None:
+        nonlocal said
         speed = f"{count.tokens / max(count.seconds, 1e-9):,.0f} tokens/s"
-        if self._live:
-            self._progress.update(self._task, completed=count.rows, total=count.of_rows, speed=speed)
-        elif count.shards > self._printed:
-            self._printed = count.shards
-            note(f"{counted(count.shards, 'shard')}, {counted(count.tokens, 'token')}, {speed}")
+        if count.shards > said:
+            said = count.shards
+            progress.clear()
+            note(f"{counted(said, 'shard')}, {counted(count.tokens, 'token')}, {speed}")
+        progress.show(f"{count.rows:,} of {counted(count.of_rows, 'text')}, {speed}")
+
+    return show
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -135,8 +135,7 @@ JsonSchema = Annotated[Path | None, SAMPLING(metavar="FILE", help="The text is J
 Regex = Annotated[str | None, SAMPLING(help="The text matches this regular expression.", show_default=False)]
 GrammarFile = Annotated[Path | None, SAMPLING(metavar="FILE", help="The text matches this grammar, Lark or EBNF.", show_default=False)]
 GrammarBackend = Annotated[
-    str | None,
-    SAMPLING(help="The library for these: llguidance, xgrammar or outlines.", show_default="the first that is installed"),
+    str | None, SAMPLING(help="The library for these: llguidance, xgrammar or outlines.", show_default="the first that is installed")
 ]
 JsonFile = Annotated[Path | None, OUTPUT("--json", metavar="FILE", help="Write the full report to this file.", show_default=False)]
 Verbose = Annotated[bool, OUTPUT("--verbose", help="Show all figures: passes, drafted and accepted tokens, shape, rule.")]

@@ -136,8 +136,7 @@ def train(
         DISTILLING("--stored-probabilities", help="Read the target's top-k probabilities from the data instead of computing them all."),
     ] = Distilling.stored_probabilities,
     prompt_tokens: Annotated[
-        int | None,
-        DISTILLING(min=1, help="Take this many tokens of each text as its prompt.", show_default="the prompts of the data"),
+        int | None, DISTILLING(min=1, help="Take this many tokens of each text as its prompt.", show_default="the prompts of the data")
     ] = None,
     precision: Annotated[str, MACHINE(help="bf16: products in bfloat16 over float32 weights; or float32.")] = "bf16",
     dtype: Annotated[str, MACHINE(help="The target's: auto, float32, bfloat16 or float16.")] = "auto",

@@ -8,12 +8,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.shapes import TreeShape
 from foredraft.tree import Proposal
 
-NAMED: dict[str, Proposal] = {
-    "iid": "iid",
-    "without-replacement": "without-replacement",
-    "keyed": "keyed",
-    "top-k": "deterministic",
-}
+NAMED: dict[str, Proposal] = {"iid": "iid", "without-replacement": "without-replacement", "keyed": "keyed", "top-k": "deterministic"}
 
 
 @dataclass(frozen=True)
