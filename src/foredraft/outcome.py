@@ -18,7 +18,7 @@ from foredraft.logits.sampler import Sampler
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict
 from foredraft.verification.host_trees import HostRows
-from foredraft.verification.match import Ends, Greedy, Known, match, match_on_host
+from foredraft.verification.match import Ends, Greedy, match, match_on_host
 
 NAN, INFINITE, EMPTY, OVERFLOW = 1, 2, 4, 8  # what can be wrong with a node's scores: the first two raw, the others after the processors
 
@@ -83,31 +83,14 @@ def decide(
 def decide_on_host(tree: TokenTree, logits: Tensor) -> Outcome | None:
     """Greedy matching by raw logits, the common case: comparing a few integers is quicker here than two dozen tensor calls.
 
-    None for what takes a closer look: a tree that may be malformed or holds a token outside the vocabulary, a score that counts and is
-    not finite, and branches on a device that would have to be waited for.
+    None on other devices, and for what takes a closer look: a tree that may be malformed or holds a token outside the vocabulary, and a
+    score that counts and is not finite.
     """
-    choices: Greedy | Known
-    if logits.device.type == "cpu":
-        if not tree.known_well_formed:
-            return None
-        rows, choices = HostRows.of(tree), Greedy(logits)
-    elif tree.chain:
-        rows, choices = chains_from_device(tree, logits)
-    else:
+    if logits.device.type != "cpu" or not tree.known_well_formed:
         return None
-    ends = match_on_host(rows, choices)
+    rows = HostRows.of(tree)
+    ends = match_on_host(rows, Greedy(logits))
     return None if ends is None else outcome_of(tree, rows, ends, logits.shape[-1])
-
-
-def chains_from_device(tree: TokenTree, logits: Tensor) -> tuple[HostRows, Known]:
-    """Chains and the likeliest tokens at their nodes, in one copy to the host."""
-    choices = logits.argmax(-1)
-    best = logits.gather(-1, choices[..., None])[..., 0]
-    columns = torch.cat([tree.tokens, choices.to(tree.tokens.device), best.isfinite().to(tree.tokens.device), tree.drafted[:, None]], 1)
-    count, packets = tree.nodes, columns.tolist()
-    valid = None if tree.valid is None else [[node <= packet[-1] for node in range(count)] for packet in packets]
-    rows = HostRows.of_chains([packet[:count] for packet in packets], valid)
-    return rows, Known([packet[count : 2 * count] for packet in packets], [packet[2 * count : 3 * count] for packet in packets])
 
 
 def outcome_of(tree: TokenTree, rows: HostRows, ends: Ends, vocab_size: int) -> Outcome | None:

@@ -106,6 +106,11 @@ class TokenTree:
         return self.tokens.shape[1]
 
     @cached_property
+    def layout(self) -> tuple[int, ...] | None:
+        """The parents that all rows have, as the host knows them without looking; None where rows may differ."""
+        return tuple(range(-1, self.nodes - 1)) if self.chain else self.static_parents
+
+    @cached_property
     def depths(self) -> Tensor:
         """``[B, N]`` int64 distance from the root."""
         if self.chain:
@@ -150,8 +155,7 @@ class TokenTree:
     @cached_property
     def known_well_formed(self) -> bool:
         """It is known without waiting for a device that no row is :attr:`malformed`."""
-        shared = tuple(range(-1, self.nodes - 1)) if self.chain else self.static_parents
-        known, declared = self.parent_lists, shared and list(shared)
+        known, declared = self.parent_lists, self.layout and list(self.layout)
         if known is None or (declared is not None and any(row != declared for row in known)):
             return False
         if self.valid is None:
@@ -371,11 +375,6 @@ def children_of(parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         if parent >= 0:
             children[parent].append(node)
     return tuple(map(tuple, children))
-
-
-@lru_cache(maxsize=256)
-def chain_children(nodes: int) -> tuple[tuple[int, ...], ...]:
-    return children_of(range(-1, nodes - 1))
 
 
 @lru_cache(maxsize=256)

@@ -57,10 +57,8 @@ class NodeHistories:
     @cached_property
     def parents(self) -> list[list[int]]:
         """Parent index of every node, on the host; whatever filler holds is made a node that comes before it."""
-        if self.tree.chain:
-            return [list(range(-1, self.tree.nodes - 1))] * self.rows
-        if self.tree.static_parents is not None:
-            return [list(self.tree.static_parents)] * self.rows
+        if self.tree.layout is not None:
+            return [list(self.tree.layout)] * self.rows
         host = self.tree.parents.tolist()
         return [[-1, *(parent if 0 <= parent < node else 0 for node, parent in enumerate(row[1:], 1))] for row in host]
 
@@ -72,10 +70,8 @@ class NodeHistories:
     @cached_property
     def depths(self) -> list[list[int]]:
         """Distance of every node from its root, on the host."""
-        if self.tree.chain:
-            return [list(range(self.tree.nodes))] * self.rows
-        if self.tree.static_parents is not None:
-            return [depths_of(self.tree.static_parents)] * self.rows
+        if self.tree.layout is not None:
+            return [depths_of(self.tree.layout)] * self.rows
         return [depths_of(parents) for parents in self.parents]
 
     def place(self, cell: int) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foredraft.backends.rollback import shared_beginning
+
 WORTH_COPYING = 16  # a shorter shared beginning is computed again
 CANDIDATES = 8  # rows compared with a prompt that begins as they do
 
@@ -22,14 +24,7 @@ def shared_beginnings(texts: Sequence[Sequence[int]], held: Sequence[tuple[int, 
     found = []
     for text in texts:
         candidates = alike.get(tuple(text[:WORTH_COPYING]), [])[-CANDIDATES:]
-        shared = [(common(ids, text, min(length, len(text) - 1)), row) for row, ids, length in candidates]
+        shared = [(shared_beginning(ids, text, min(length, len(text) - 1)), row) for row, ids, length in candidates]
         length, row = max(shared, default=(0, first))
         found.append((row, length) if length >= WORTH_COPYING else (first, 0))
     return found
-
-
-def common(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """How many of the first ``limit`` tokens are the same."""
-    if a[:limit] == b[:limit]:
-        return limit
-    return next(index for index in range(limit) if a[index] != b[index])

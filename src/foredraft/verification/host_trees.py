@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.parents import depths_of
-from foredraft.tree import TokenTree, chain_children, children_of, static_children
+from foredraft.tree import TokenTree, children_of, static_children
 
 Parents = tuple[int, ...]
 
@@ -44,16 +44,10 @@ class Visit:
     leaving: bool
 
 
-def shared_parents(tree: TokenTree) -> Parents | None:
-    """The parents of every row, if the host knows them without looking."""
-    return tuple(range(-1, tree.nodes - 1)) if tree.chain else tree.static_parents
-
-
 def all_parents(tree: TokenTree) -> list[Parents]:
     """The parents of each row, or of all rows at once where they are the same."""
-    shared = shared_parents(tree)
-    if shared is not None:
-        return [shared]
+    if tree.layout is not None:
+        return [tree.layout]
     rows = [tuple(parents) for parents in tree.parents.tolist()]
     return rows[:1] if len(set(rows)) == 1 else rows
 
@@ -75,18 +69,12 @@ class HostRows:
     @staticmethod
     def of(tree: TokenTree) -> HostRows:
         """``tree`` on a CPU, whose :attr:`~foredraft.tree.TokenTree.parent_lists` are known."""
-        if tree.chain:
-            children: Sequence[Sequence[Sequence[int]]] = [chain_children(tree.nodes)] * tree.rows
-        elif tree.static_parents is not None:
-            children = [static_children(tree.static_parents)] * tree.rows
+        if tree.layout is not None:
+            children: Sequence[Sequence[Sequence[int]]] = [static_children(tree.layout)] * tree.rows
         else:
             assert tree.parent_lists is not None
             children = [children_of(parents) for parents in tree.parent_lists]
         return HostRows(tree.tokens.tolist(), children, None if tree.valid is None else tree.valid.tolist())
-
-    @staticmethod
-    def of_chains(tokens: list[list[int]], valid: list[list[bool]] | None) -> HostRows:
-        return HostRows(tokens, [chain_children(len(tokens[0]))] * len(tokens), valid)
 
 
 def common(tree: TokenTree) -> Common:

@@ -87,19 +87,6 @@ class Greedy:
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """Greedy choices that came from a device, ``tokens`` and whether their scores are ``finite``, per row and node."""
-
-    tokens: Sequence[Sequence[int]]
-    finite: Sequence[Sequence[int]]
-
-    def at(self, level: Level, depth: int) -> list[list[int]] | None:
-        if not all(self.finite[row][node] for row, nodes in enumerate(level) for node in nodes):
-            return None
-        return [[self.tokens[row][node] for node in nodes] for row, nodes in enumerate(level)]
-
-
-@dataclass(frozen=True, eq=False)
 class Keyed:
     """The winner of the race of ``p`` ``[R, N, V]`` with ``noise``.
 
@@ -144,7 +131,7 @@ class Ends:
     next_tokens: list[int]
 
 
-def match_on_host(rows: HostRows, choices: Known | Greedy | Keyed) -> Ends | None:
+def match_on_host(rows: HostRows, choices: Greedy | Keyed) -> Ends | None:
     """The walk of :func:`follow`, level by level in lists, without a choice at any node that it does not reach. None if a score that
     counts is not finite."""
     count = len(rows.tokens)

@@ -20,7 +20,6 @@ from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Randomness
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict, path_to, reached
-from foredraft.verification.host_trees import shared_parents
 from foredraft.verification.ratios import at_node
 
 
@@ -53,7 +52,7 @@ class Typical(Rule):
 
     def threshold(self, tree: TokenTree, p: Tensor) -> Tensor:
         """``[R, N]`` what a child's probability must exceed; left 1 at nodes that are known to have no child."""
-        parents = shared_parents(tree)
+        parents = tree.layout
         inner = list(range(tree.nodes)) if parents is None else sorted({parent for parent in parents if parent >= 0})
         bound = torch.ones_like(p[..., 0])
         for node in inner:  # one at a time: over a large vocabulary the entropies of a whole tree would fill the memory
