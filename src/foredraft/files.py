@@ -78,6 +78,17 @@ def json_lines(path: Path) -> Iterator[tuple[Any, str]]:
             yield value, where
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, or ConfigurationError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path} is not a JSON object")
+    return found
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 from foredraft import zoo
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
+from foredraft.files import read_json
 
 PATIENCE = 2.0  # seconds that the hub gets to answer
 MEMORY = 60.0  # seconds for which it counts as silent then
@@ -105,12 +105,9 @@ def config_of(source: str) -> dict[str, Any]:
             return {}
         except HfHubHTTPError as error:
             raise ConfigurationError(f"{source!r} cannot be read from the hub: {first_line(error)}") from error
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
+    config = read_json(path)
     if source.startswith(zoo.PREFIX) and (size := zoo.find(source).inflated):
         config |= {"hidden_size": size.hidden_size, "num_hidden_layers": size.layers}
     return config

@@ -18,6 +18,7 @@ from foredraft.backends.base import Backend, ForwardPass, Overrides, Part, PassO
 from foredraft.backends.kernel_pass import Direct
 from foredraft.device import to_device
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.features import picked
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
 from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
@@ -112,11 +113,8 @@ class ModelCall:
 
     def _pick(self, logits: Tensor, keep: Sequence[int]) -> Tensor:
         """``[R, 1, V]`` of ``logits`` at node ``keep[r]``, whether the model kept all nodes or the wanted ones only."""
-        kept = sorted(set(keep)) if self._takes_logits_to_keep else list(range(logits.shape[1]))
-        if len(kept) == 1:
-            return logits[:, -1:]
-        index = to_device([kept.index(node) for node in keep], logits.device)
-        return logits[torch.arange(len(keep), device=logits.device), index][:, None]
+        kept = sorted(set(keep)) if self._takes_logits_to_keep else range(logits.shape[1])
+        return picked(logits, [kept.index(node) for node in keep])
 
 
 class Eager(Backend):

@@ -12,6 +12,7 @@ from typing import Any
 from foredraft import drafters, grammars, hub, verification, zoo
 from foredraft.cli.settings import Configuration
 from foredraft.errors import ConfigurationError, unknown
+from foredraft.files import read_text
 from foredraft.shapes import TreeShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", "float", "half", "double")
@@ -101,10 +102,7 @@ def check_grammar(json_schema: Path | None, regex: str | None, grammar: Path | N
     given: dict[str, Any] = {"regex": regex} if regex is not None else {}
     for name, path in (("json_schema", json_schema), ("grammar", grammar)):
         if path is not None:
-            try:
-                given[name] = path.expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigurationError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+            given[name] = read_text(path.expanduser())
     if given:
         grammars.the_source(given.get("json_schema"), regex, given.get("grammar"))
         return {**given, "grammar_backend": grammars.choose_backend(backend or "auto")}

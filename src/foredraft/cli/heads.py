@@ -149,6 +149,7 @@ def convert(
     Exit codes: 0 success, 2 invalid arguments.
     """
     with exit_codes():
+        from foredraft.files import read_json
         from foredraft.heads.formats import folders
 
         described = file.parent / folders.CONFIG if config is None else config
@@ -157,7 +158,7 @@ def convert(
         if not described.is_file():
             raise ConfigurationError(f"there is no {str(described)!r}, which says what the tensors are; name it with --config FILE")
         tensors = unpickled(file)
-        stored = folders.Stored(folders.read_json(described), tensors)
+        stored = folders.Stored(read_json(described), tensors)
         with writing(out):
             folders.write(stored, out)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foredraft.errors import ConfigurationError
-from foredraft.files import replacing
+from foredraft.files import read_json, replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,13 +62,10 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Raises ConfigurationError if there is none, or none that this version reads."""
         path = folder / MANIFEST
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigurationError(f"{str(folder)!r} holds no data; make some with: foredraft data generate --out {folder}") from None
-        except (OSError, json.JSONDecodeError) as error:
-            raise ConfigurationError(f"cannot read {str(path)!r}: {error}") from error
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        if not path.exists():
+            raise ConfigurationError(f"{str(folder)!r} holds no data; make some with: foredraft data generate --out {folder}")
+        found = read_json(path)
+        if found.get("format") != FORMAT:
             raise ConfigurationError(f"{str(path)!r} is of another format than {FORMAT}, which this version reads; generate the data again")
         if missing := {each.name for each in fields(cls)} - found.keys():
             raise ConfigurationError(f"{str(path)!r} lacks {', '.join(sorted(missing))}; generate the data again")

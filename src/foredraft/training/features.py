@@ -8,7 +8,6 @@ texts and in the target's dtype. Both appear whole or not at all, and the same c
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
-from foredraft.files import replacing
+from foredraft.files import read_json, replacing
 from foredraft.models.features import LAST, features_of, taps_of
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.training.batches import Order, Tokens
@@ -112,11 +111,9 @@ def _write(path: Path, reader: Reader, texts: Texts, members: Sequence[int], bat
 
 def index_of(folder: Path) -> dict[str, Any]:
     """Raises ConfigurationError if there is none."""
-    try:
-        found: dict[str, Any] = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigurationError(f"{str(folder)!r} holds no hidden states; store them with: foredraft data hidden {folder}") from None
-    return found
+    if not (folder / INDEX).exists():
+        raise ConfigurationError(f"{str(folder)!r} holds no hidden states; store them with: foredraft data hidden {folder}")
+    return read_json(folder / INDEX)
 
 
 class StoredReader(Reader):

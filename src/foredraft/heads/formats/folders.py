@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
-from foredraft.files import current_name, replacing
+from foredraft.files import current_name, read_json, replacing
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = (".pt", ".bin", ".pth")
@@ -46,17 +46,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     found = read_json(path)
     renamed = {str(current_name(key)): current_name(value) if key == "model_type" else value for key, value in found.items()}
     return renamed if len(renamed) == len(found) else found
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or ConfigurationError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} is not a JSON object")
-    return found
 
 
 def read(folder: Path) -> Stored:
