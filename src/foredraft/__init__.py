@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,10 +120,7 @@ def __getattr__(name: str) -> Any:
     """Import on first use, so that ``import foredraft`` is fast and needs no torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'foredraft' has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    found = import_module(module)
-    value = getattr(found, attribute) if attribute else found
-    globals()[name] = value
+    globals()[name] = value = resolve_name(_HOMES[name])
     return value
 
 
