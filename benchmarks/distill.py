@@ -31,13 +31,16 @@ from foredraft import Speculator
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, load_tokenizer
+from foredraft.models.identity import shape_of
 from foredraft.rows import RowParameters
 from foredraft.training import generation, prompts
 from foredraft.training.data import changes, write_json
 from foredraft.training.distilling import Distilling
+from foredraft.training.drafts import Draft, DraftConfig
 from foredraft.training.losses import Loss
 from foredraft.training.options import DRAFT, Options
 from foredraft.training.runs import run as train
+from foredraft.training.worth import DraftHeld
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +67,7 @@ class Settings(Base):
     seeds: int = option(3, "Full runs of each.", least=1)
     batch_tokens: int = option(2048, "Tokens of a step.", least=TEXT)
     learning_rate: float = option(1e-3, "Peak rate of AdamW.")
+    precision: str = option("bf16", "Of products in training, the target's too: bf16 or float32.")
     rewrite_every: int = option(100, "Steps after which texts are written anew.", least=1)
     judged: int = option(128, "Prompts of each held-out half.", least=2)
     tokens: int = option(64, "Tokens that each is answered with.", least=1)
@@ -118,7 +122,7 @@ class Answer:
     temperature: float
     prompt: int
     kept: int
-    passes: int
+    passes: float
 
 
 @dataclass(frozen=True)
@@ -185,15 +189,15 @@ class Distill(Suite[Settings]):
         target, tokenizer = load_model(settings.target, dtype="float32", device=settings.device), load_tokenizer(settings.target)
         held = self._texts(target, tokenizer)
         begun = load_model(settings.draft, dtype="float32", device=settings.device)
-        for half, given in held.items():
-            self.answers += answered(BEGUN, "", 0, half, target, begun, given, settings.tokens)
+        self._judges = {half: DraftHeld(given, settings.tokens) for half, given in held.items()}
+        self.answers += self._answered(BEGUN, "", 0, target, begun, [VALIDATION, TEST])
         for cell in settings.grid:
-            self._cell(cell, target, {VALIDATION: held[VALIDATION]})
+            self._cell(cell, target, [VALIDATION])
         if settings.full and not self._missing(settings.grid):
             chosen = [each for each in settings.grid if each.name in {*self.best(SHORT)[:BEST], REFERENCE}]
             full = [Cell(FULL, each.loss, each.share, seed) for seed in range(settings.seeds) for each in chosen]
             for cell in full:
-                self._cell(cell, target, held)
+                self._cell(cell, target, [VALIDATION, TEST])
             if not self._missing(full) and settings.served != "none":
                 self._speed(held[TEST][: settings.timed])
 
@@ -226,7 +230,17 @@ class Distill(Suite[Settings]):
             halves[half] = prompts.windows(tokenizer, texts, count=settings.judged, tokens=PROMPT, seed=2 + number)
         return halves
 
-    def _cell(self, cell: Cell, target: PreTrainedModel, held: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    def _answered(
+        self, name: str, length: str, seed: int, target: PreTrainedModel, draft: PreTrainedModel, halves: Sequence[str]
+    ) -> list[Answer]:
+        """Of validation prompts what is expected of rounds, of test prompts what rounds came to."""
+        found = []
+        for half in halves:
+            judge = self._judges[half]
+            found += (expected if half == VALIDATION else answered)(name, length, seed, half, target, draft, judge)
+        return found
+
+    def _cell(self, cell: Cell, target: PreTrainedModel, halves: Sequence[str]) -> None:
         """Train and measure it, unless that was done, or ``--cells`` are done."""
         folder = self.settings.work / cell.slug
         path = folder / "measured.json"
@@ -236,11 +250,7 @@ class Distill(Suite[Settings]):
             self._left = None if self._left is None else self._left - 1
             self._train(cell, folder)
             draft = load_model(folder, dtype="float32", device=self.settings.device)
-            found = [
-                each
-                for half, given in held.items()
-                for each in answered(cell.name, cell.length, cell.seed, half, target, draft, given, self.settings.tokens)
-            ]
+            found = self._answered(cell.name, cell.length, cell.seed, target, draft, halves)
             write_json(path, {"trained": asdict(outcome(cell, folder)), "answers": [asdict(each) for each in found]})
         document = json.loads(path.read_text(encoding="utf-8"))
         self.trained.append(Trained(**document["trained"]))
@@ -259,7 +269,7 @@ class Distill(Suite[Settings]):
             learning_rate=settings.learning_rate,
             warmup=min(50, max(1, steps // 10)),
             seed=cell.seed,
-            precision="float32" if settings.device == "cpu" else "bf16",
+            precision=settings.precision,
             held_out=32,
             answer_tokens=min(32, settings.tokens),
             evaluate_every=max(1, steps // 4),
@@ -267,6 +277,7 @@ class Distill(Suite[Settings]):
             save_every=50,
         )
         given: dict[str, Any] = {"resume": True, "device": settings.device, "threads": settings.threads, "prompt_tokens": PROMPT}
+        given["dtype"] = "bfloat16" if settings.precision == "bf16" else "float32"
         if train(settings.target, [settings.work / "texts"], folder, options, **given) is None:
             raise KeyboardInterrupt
 
@@ -381,7 +392,8 @@ class Distill(Suite[Settings]):
             f"both were trained on: short runs of {settings.short:,} tokens, full runs of {settings.full:,} tokens with {settings.seeds} "
             f"seeds, {settings.batch_tokens} tokens a step. {done} of {len(settings.grid)} cells of the grid are there.",
             "Validation and test prompts are windows from held-out packages, each half from packages of its own; "
-            f"{settings.judged} prompts × {settings.tokens} tokens, chains of {CHAIN}. Cells are chosen on validation prompts. Intervals "
+            f"{settings.judged} prompts × {settings.tokens} tokens, chains of {CHAIN}. Cells are chosen on validation prompts, by "
+            "what p and q say rounds would keep of the target's own answers; test prompts are answered in rounds. Intervals "
             "are bootstraps over prompts, shared by all drafts. α and greedy agreement are those of the run's own held-out texts.",
             f"No cell is better than {REFERENCE} on validation prompts." if best and best[0] == REFERENCE else "",
             instrument([settings.served]) if self.timings else "",
@@ -407,15 +419,23 @@ def outcome(cell: Cell, folder: Path) -> Trained:
     return Trained(cell.name, cell.length, cell.seed, kept["step"], kept["alpha"], kept["agreement"])
 
 
+def expected(
+    name: str, length: str, seed: int, half: str, target: PreTrainedModel, draft: PreTrainedModel, judge: DraftHeld
+) -> list[Answer]:
+    """What rounds would keep of the target's own answers to all prompts."""
+    head, found = Draft(DraftConfig(shape_of(target), recipe=Distilling("draft")), draft), []
+    for temperature in (GREEDY, SAMPLED):
+        forced = judge.forced(target, head, temperature)
+        passes = forced.rounds[:, CHAIN - 1].tolist()
+        found += [
+            Answer(name, length, seed, half, temperature, index, len(chances), passes[index])
+            for index, chances in enumerate(forced.chances)
+        ]
+    return found
+
+
 def answered(
-    name: str,
-    length: str,
-    seed: int,
-    half: str,
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    given: Sequence[Sequence[int]],
-    tokens: int,
+    name: str, length: str, seed: int, half: str, target: PreTrainedModel, draft: PreTrainedModel, judge: DraftHeld
 ) -> list[Answer]:
     """All prompts in one batch, greedily and at temperature 1, with chains and rejection sampling."""
     found = []
@@ -424,8 +444,8 @@ def answered(
         speculator = Speculator(target, DraftModel(draft, siblings="iid"), **how)
         try:
             session = speculator.session(keep_stats=True)
-            for index, ids in enumerate(given):
-                session.add(ids, RowParameters(max_new_tokens=tokens, do_sample=temperature > 0, seed=(seed, index)))
+            for index, ids in enumerate(judge.prompts):
+                session.add(ids, RowParameters(max_new_tokens=judge.tokens, do_sample=temperature > 0, seed=(seed, index)))
             while session.live:
                 session.step()
             rows = session.stats.rows

@@ -88,7 +88,8 @@ def faked(monkeypatch, tmp_path):
     monkeypatch.setattr(Distill, "_texts", lambda self, *given: {VALIDATION: [[1], [1]], TEST: [[1], [1]]})
     monkeypatch.setattr(Distill, "_train", lambda self, cell, folder: trained.append((cell, folder.mkdir())))
     monkeypatch.setattr(distill, "outcome", lambda cell, folder: Trained(cell.name, cell.length, cell.seed, 1, 0.5, 0.5))
-    monkeypatch.setattr(distill, "answered", lambda name, length, seed, half, *_: rows(name, length, half, 2 + len(name) / 10, seed=seed))
+    for way in ("answered", "expected"):
+        monkeypatch.setattr(distill, way, lambda name, length, seed, half, *_: rows(name, length, half, 2 + len(name) / 10, seed=seed))
     return lambda **given: (run := Distill(Settings(work=tmp_path / "work", judged=2, served="none", **given))).run() or (run, trained)
 
 

@@ -20,14 +20,16 @@ from foredraft import Speculator
 from foredraft.cli import app
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model
+from foredraft.models.identity import shape_of
 from foredraft.models.layers import LayerRanges
+from foredraft.training.acceptance import Held
 from foredraft.training.continuations import BY_DRAFT, BY_TARGET
 from foredraft.training.data import Texts
 from foredraft.training.distilling import Distilling
-from foredraft.training.drafts import Distiller, Draft, StoredProbabilities, copy_of_layers
+from foredraft.training.drafts import Distiller, Draft, DraftConfig, StoredProbabilities, copy_of_layers
 from foredraft.training.journal import Journal
 from foredraft.training.losses import Loss, compare
-from foredraft.training.worth import Prices, compared
+from foredraft.training.worth import DraftHeld, Prices, compared
 
 VOCABULARY = 128
 
@@ -314,6 +316,24 @@ def test_a_draft_from_scratch(place, tmp_path):
         assert trained.trained.num_parameters() == model(1, layers=1, width=16).num_parameters()
         again = run(place, tmp_path / f"again-{source.name}", draft=str(source))
         assert all(torch.equal(value, again.weights()[name]) for name, value in trained.weights().items())
+
+
+def test_expected_acceptance_is_that_of_rounds():
+    """Greedy rounds follow from the text alone; of sampled ones there is a mean."""
+    target, draft = model(), model()
+    with torch.no_grad():
+        for index, weight in enumerate(draft.parameters()):
+            weight += 0.03 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(index))
+    chance = random.Random(0)
+    prompts = [[chance.randrange(VOCABULARY) for _ in range(5)] for _ in range(24)]
+    head = Draft(DraftConfig(shape_of(target), recipe=Distilling("draft")), draft)
+    expected = DraftHeld(prompts, 40).measure(target, head)
+    greedy, sampled = (Held(prompts, 40, temperature=each, rule="rejection").measure(target, head) for each in (0.0, 1.0))
+    assert 1.2 < expected.sampled < 4 and 1.2 < expected.greedy < 4, "the draft must be neither right nor wrong"
+    assert expected.greedy == pytest.approx(greedy.acceptance_length, rel=0.02)
+    assert expected.by_depth == pytest.approx(greedy.by_depth, abs=0.03)
+    assert expected.sampled == pytest.approx(sampled.acceptance_length, rel=0.1)
+    assert expected.acceptance_length == (expected.greedy + expected.sampled) / 2
 
 
 def test_predicted_speed_is_tokens_over_cost():

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from foredraft import drafters
 from foredraft.heads.base import Head
 from foredraft.planning.costs import PROMPT, CostModel, measure
 from foredraft.planning.largest import largest_shape
+from foredraft.planning.teacher_forced import Numbers, expected_rounds
 from foredraft.speculator import Speculator
 from foredraft.training.acceptance import DEPTH, Held, Measured, drafter_of
 from foredraft.training.drafts import Draft
@@ -39,37 +41,72 @@ class Worth(Measured):
         return {**super().to_dict(), **own, "alpha": fmean(self.alphas), "alphas": list(self.alphas), "agreement": self.agreement}
 
 
+@dataclass(frozen=True)
+class Forced:
+    """Of each text: ``chances`` that a token is accepted once it and those before it in its chain are drafted, mean α and mean greedy
+    agreement."""
+
+    chances: list[Numbers]
+    alphas: tuple[float, ...]
+    agreeing: tuple[float, ...]
+
+    @property
+    def rounds(self) -> Numbers:
+        """``[texts, DEPTH]``, with chains of 1, 2, … tokens."""
+        return expected_rounds(self.chances, DEPTH)
+
+    @property
+    def lengths(self) -> list[float]:
+        """Tokens per pass, with chains of 1, 2, … ``DEPTH`` tokens."""
+        tokens = sum(map(len, self.chances))
+        return [tokens / rounds for rounds in self.rounds.sum(0).tolist()]
+
+    @property
+    def by_depth(self) -> tuple[float, ...]:
+        """How often the first, the first two, … tokens of a chain are accepted."""
+        return tuple(np.diff([1.0, *self.lengths]).tolist())
+
+
 @dataclass(frozen=True, eq=False)
 class DraftHeld(Held):
-    """Measures drafts on prompts that are answered greedily and at the temperature ``served_at``, there with rejection sampling. α and
-    agreement are seen on answers that the target wrote alone at that temperature, the same ones for every draft."""
+    """Measures drafts on answers that the target wrote alone, greedily and at the temperature ``served_at``; the same ones for every draft.
+
+    No round is run. What rounds with chains of ``DEPTH`` tokens and rejection sampling keep of a text is expected from p and q at each of
+    its tokens, which varies far less from draft to draft than counting rounds does.
+    """
 
     served_at: float = 1.0
-    _texts: list[tuple[list[int], int]] = field(default_factory=list)
+    _texts: dict[float, list[tuple[list[int], int]]] = field(default_factory=dict)
 
     def measure(self, model: PreTrainedModel, head: Head) -> Worth:
         assert isinstance(head, Draft)
-        if not self._texts:
-            _, rows = replace(self, temperature=self.served_at, drafter=lambda head: drafters.create("none", {}))._answer(model, head)
-            self._texts.extend((row.ids, row.prompt_length) for row in rows)
-        greedy = Held.measure(self, model, head)
-        sampled = Held.measure(replace(self, temperature=self.served_at, rule="rejection"), model, head)
-        alphas, agreement = self._compared(model, head.model)
-        mean = (greedy.acceptance_length + sampled.acceptance_length) / 2
-        lengths = greedy.acceptance_length, sampled.acceptance_length
-        return Worth(mean, greedy.by_depth, greedy.tokens + sampled.tokens, *lengths, sampled.by_depth, alphas, agreement)
+        greedy, sampled = (self.forced(model, head, temperature) for temperature in (0.0, self.served_at))
+        tokens = sum(map(len, greedy.chances + sampled.chances))
+        lengths = greedy.lengths[-1], sampled.lengths[-1]
+        return Worth(fmean(lengths), greedy.by_depth, tokens, *lengths, sampled.by_depth, sampled.alphas, fmean(sampled.agreeing))
 
     @torch.no_grad()
-    def _compared(self, target: PreTrainedModel, draft: PreTrainedModel) -> tuple[tuple[float, ...], float]:
-        alphas, agreeing = [], []
-        for text, prompt in self._texts:
+    def forced(self, target: PreTrainedModel, head: Draft, temperature: float) -> Forced:
+        """What ``head`` would get accepted of the target's answers at ``temperature``."""
+        if temperature not in self._texts:
+            alone = replace(self, temperature=temperature, drafter=lambda head: drafters.create("none", {}))
+            self._texts[temperature] = [(row.ids, row.prompt_length) for row in alone._answer(target, head)[1]]
+        chances, alphas, agreeing = list[Numbers](), list[float](), list[float]()
+        for text, prompt in self._texts[temperature]:
             ids = torch.tensor([text], device=target.device)
-            p, q = (model(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1].float() for model in (target, draft))
+            p, q = (model(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1].float() for model in (target, head.model))
             both = min(p.shape[-1], q.shape[-1])
-            found = compare(Loss.parse("tvd"), q[:, :both], p[:, :both], self.served_at)
+            p, q, tokens = p[:, :both], q[:, :both], ids[0, prompt:, None]
+            found = compare(Loss.parse("tvd"), q, p, temperature or 1.0)
             alphas.append(float(found.alpha.mean()))
             agreeing.append(float(found.agrees.mean()))
-        return tuple(alphas), fmean(agreeing)
+            if temperature:
+                of_p, of_q = (torch.log_softmax(each / temperature, -1).gather(-1, tokens)[:, 0] for each in (p, q))
+                accepted = (of_q - of_p).exp().clamp(max=1)
+            else:
+                accepted = q.argmax(-1) == tokens[:, 0]
+            chances.append(accepted.double().cpu().numpy())
+        return Forced(chances, tuple(alphas), tuple(agreeing))
 
 
 @dataclass(frozen=True)
