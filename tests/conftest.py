@@ -4,6 +4,7 @@ Nothing is patched: a test that names no shape gets the planner, as users do, an
 or written to the user's cache.
 """
 
+import gc
 import os
 import sys
 
@@ -25,6 +26,10 @@ if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
     from foredraft.backends import native
 
     native.FLAGS += (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # hundreds of thousands of objects of the libraries, which stay anyway
 
 
 @pytest.fixture(autouse=True)

@@ -61,9 +61,14 @@ PLANS = st.lists(
 
 
 @cache
+def plain(family: str) -> Speculator:
+    return Speculator(tiny(family), drafter="none")
+
+
+@cache
 def alone(family: str, plan: Plan) -> list[int]:
     """Plain decoding of the row by itself, to its end."""
-    session = Speculator(tiny(family), drafter="none").session()
+    session = plain(family).session()
     session.add(PROMPTS[plan.prompt], plan.parameters())
     text: list[int] = []
     while session.live:
@@ -99,7 +104,7 @@ def play(session, plans):
 
 
 @pytest.mark.parametrize(("family", "drafter"), covered(["llama", "gemma3_text"], drafter_names(), ways=1))
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(plans=PLANS)
 def test_rows_equal_their_solo_runs(family, drafter, plans):
     session = speculator(family, drafter, "match").session(keep_stats=True)

@@ -21,7 +21,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.tree import TokenTree
 from foredraft.verification import names as rule_names
 
-QUICK = Settings(target="zoo:python-8m", threads=1, tokens=8, prompts=2, repeats=2, noise_vocab_size=500, noise_repeats=2, dtype="float32")
+QUICK = Settings(target="zoo:python-1m", threads=1, tokens=7, prompts=1, repeats=2, noise_vocab_size=500, noise_repeats=2, dtype="float32")
 OPTIONS = [
     argument
     for name in ("target", "threads", "tokens", "prompts", "repeats", "noise_vocab_size", "noise_repeats", "dtype")

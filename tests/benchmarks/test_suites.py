@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks import datasets, suites
+from benchmarks.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -49,5 +48,5 @@ def test_a_completion_ends_behind_a_docstring(folder):
 
 
 def test_the_command(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "benchmarks", "suites", "--out", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0 and "edit.jsonl: 12 prompts" in done.stdout
+    done = CliRunner().invoke(app, ["suites", "--out", str(tmp_path)])
+    assert done.exit_code == 0 and "edit.jsonl: 12 prompts" in done.stdout

@@ -9,9 +9,17 @@ import pytest
 from typer.testing import CliRunner
 
 from foredraft import zoo
+from foredraft.auditing import noise
 from foredraft.cli import app
 
 SMALL = ["--max-new-tokens", "12", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def few_continuations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the part that tests the noise; how many it needs to find a fault is tested in tests/auditing."""
+    monkeypatch.setattr(noise, "CONTINUATIONS", 512)
+    monkeypatch.setattr(noise, "BATCH", 512)
 
 
 def audit(*arguments: str):

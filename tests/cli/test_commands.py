@@ -204,6 +204,7 @@ def test_verbose_shows_all_figures_in_one_line():
     assert "drafter draft-model:zoo:python-1m" in line and "LOSSY" not in line and "seed" not in line
 
 
+@pytest.mark.nightly  # what is interrupted below has the same libraries
 def test_libraries_keep_quiet(tiny):
     running = process("generate", "x", "--target", tiny, "--max-new-tokens", 4)
     stdout, stderr = running.communicate(timeout=60)

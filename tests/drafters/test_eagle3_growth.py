@@ -79,9 +79,9 @@ class Watched(Eagle3):
         return grown
 
 
-def texts_of(drafter, shape, rows=None, rule="auto", **options):
+def texts_of(drafter, shape, rows=None, rule="auto", new=40, **options):
     speculator = Speculator(model(drafter.dtype), drafter=drafter, shape=shape, rule=rule, execution="native")
-    text = generate(speculator, rows or [prompt()], max_new_tokens=40, eos_token_id=None, **options)
+    text = generate(speculator, rows or [prompt()], max_new_tokens=new, eos_token_id=None, **options)
     lengths = [len(row) for row in text]
     speculator.close()
     return text, lengths
@@ -160,7 +160,7 @@ def test_steps_of_batches_and_of_sampled_rows(sampled, variant, shape):
     """One call per level for all rows, that are as long or not, and lack as much or not."""
     options = {"do_sample": True, "temperature": 0.8, "seed": 3, "rule": "match"} if sampled else {}
     rows = [prompt(), prompt()[:20], prompt()[:20], prompt()[5:]]
-    kernel, levels = both(head(variant) if variant != "embedded" else "zoo:python-8m-eagle3", shape, rows=rows, **options)
+    kernel, levels = both(head(variant) if variant != "embedded" else "zoo:python-8m-eagle3", shape, rows=rows, new=26, **options)
     assert len(kernel.trees) > 20 and kernel._step is not None and kernel.by_kernel < len(kernel.trees) / 2
     same = sum(a[:3] == b[:3] for a, b in zip(kernel.trees, levels.trees))
     assert same == len(kernel.trees) == len(levels.trees)

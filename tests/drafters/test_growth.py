@@ -10,6 +10,7 @@ from itertools import permutations
 
 import pytest
 import torch
+from cover import covered
 from helpers import alone, clone, generate, padded, perturbed, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -254,8 +255,7 @@ def test_keyed_siblings_of_the_targets_own_model_are_always_right(shape: str):
     assert stats.acceptance_length == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize("siblings", ["auto", "keyed", "iid", "without-replacement", "top-k"])
-@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize(("shape", "siblings"), covered(TREES, ["auto", "keyed", "iid", "without-replacement", "top-k"], ways=1))
 def test_under_match_any_tree_gives_the_text_of_the_seed(shape: str, siblings: str):
     model, rows = tiny("gemma3_text"), repetitive()
     options = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "max_new_tokens": 16}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, build_wide
-from cover import nightly_but
+from cover import covered, nightly_but
 from helpers import PAD, generate, padded, prompts
 from own_layers import LAYERS, counted, model
 from torch import Tensor
@@ -504,8 +504,9 @@ def planted() -> LlamaForCausalLM:
 COSTS = {1: 1.9e-4, **{layer: 1e-4 * layer for layer in range(2, 7)}}
 
 
-@pytest.mark.parametrize("shape", ["auto", "chain(3)", "product(2,2,1)", "dynamic(3,2,5)"])
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("shape", "options"), covered(["auto", "chain(3)", "product(2,2,1)", "dynamic(3,2,5)"], [{"do_sample": False}, SAMPLED], ways=1)
+)
 def test_auto_finds_the_cheapest_layer_that_is_right(shape: str, options: dict, monkeypatch: pytest.MonkeyPatch):
     """From the deepest one on; the text stays plain's while the exit changes in mid-run, and every layer reads every token once."""
     subject = planted()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -14,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import PAD, alone, generate, padded, prompts, repetitive, tiny
+from helpers import PAD, alone, forked, generate, padded, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -208,21 +204,10 @@ def test_a_crash_while_saving_leaves_the_old_file_whole(at: str, kind: str, tmp_
     assert path.read_bytes() != before
 
 
-WRITER = """
-import sys, numpy as np
-from foredraft.drafters.datastore import Datastore
-seed, rounds, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-store = Datastore.build([np.random.default_rng(seed).integers(0, 50, 20_000 + seed)], vocab_size=64, fingerprint=str(seed))
-print("ready", flush=True)
-for _ in range(rounds):
-    store.save(path)
-"""
-
-
-def writer(seed: int, rounds: int, path: Path) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(seed), str(rounds), str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return process
+def write(seed: int, rounds: int, path: Path) -> None:
+    store = Datastore.build([np.random.default_rng(seed).integers(0, 50, 20_000 + seed)], vocab_size=64, fingerprint=str(seed))
+    for _ in range(rounds):
+        store.save(path)
 
 
 def whole(store: Datastore) -> bool:
@@ -237,13 +222,13 @@ def test_two_processes_do_not_corrupt_one_store_nor_what_is_being_read(tmp_path:
     a_store(0).save(path)
     held = Datastore.load(path)
     kept = held.tokens.copy()
-    writers = [writer(seed, 40, path) for seed in (1, 2)]
+    writers = [forked(write, seed, 40, path) for seed in (1, 2)]
     seen = set()
-    while any(each.poll() is None for each in writers):
+    while any(each.is_alive() for each in writers):
         store = Datastore.load(path)
         seen.add(store.fingerprint)
         assert store.fingerprint == "" or whole(store)
-    assert [each.wait() for each in writers] == [0, 0]
+    assert [each.exitcode for each in writers] == [0, 0]
     assert whole(Datastore.load(path)) and seen & {"1", "2"}
     assert np.array_equal(held.tokens, kept), "whoever has it open goes on with what was there"
     assert [each.name for each in tmp_path.iterdir()] == ["store"]
@@ -252,13 +237,13 @@ def test_two_processes_do_not_corrupt_one_store_nor_what_is_being_read(tmp_path:
 def test_a_killed_writer_leaves_a_whole_store(tmp_path: Path):
     path = tmp_path / "store"
     for seed in (1, 2):
-        process = writer(seed, 10**6, path)
+        process = forked(write, seed, 10**6, path)
         while not path.exists():
-            assert process.poll() is None
+            assert process.is_alive()
         for _ in range(20):
             assert whole(Datastore.load(path))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         assert whole(Datastore.load(path))
 
 

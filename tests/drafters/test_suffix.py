@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cover import covered
 from drafting import Row, request
-from helpers import alone, generate, padded, repetitive, tiny
+from helpers import alone, forked, generate, padded, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -468,8 +467,10 @@ def test_what_rows_said_is_learned():
     assert len(deaf.drafter.store) == 0
 
 
-@pytest.mark.parametrize("shape", ["chain(6)", "product(3,2,1,1)", "dynamic(depth=6,k=3,total=12)"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    covered(["llama", "gemma3_text", "gpt2"], ["chain(6)", "product(3,2,1,1)", "dynamic(depth=6,k=3,total=12)"], ways=1),
+)
 def test_texts_are_those_of_the_target(family, shape):
     """Greedy as transformers does it, sampled as plain decoding does it, in ragged batches, from the own text and from past ones."""
     model, rows = tiny(family), repetitive()
@@ -553,14 +554,11 @@ def test_saving_keeps_what_others_saved(tmp_path):
     assert held(path) == [[1, 2, 3], [3, 3, 3]], "the latest, within the capacity of who saves"
 
 
-CRASH = """
-import os, sys
-from foredraft.drafters.suffix_store import SuffixStore
-store = SuffixStore()
-store.add([9] * 1000)
-os.replace = lambda *names: os._exit(9)  # killed when all is written but the name
-store.save(sys.argv[1])
-"""
+def crash(path):
+    store = SuffixStore()
+    store.add([9] * 1000)
+    os.replace = lambda *names: os._exit(9)  # killed when all is written but the name
+    store.save(path)
 
 
 def test_a_crash_leaves_the_old_file_whole(tmp_path, monkeypatch):
@@ -578,27 +576,26 @@ def test_a_crash_leaves_the_old_file_whole(tmp_path, monkeypatch):
                 stored([4, 5, 6]).save(path)
         assert path.read_bytes() == before
         assert not list(tmp_path.glob(".*.tmp"))
-    assert subprocess.run([sys.executable, "-c", CRASH, str(path)], check=False).returncode == 9
+    crashing = forked(crash, path)
+    crashing.join()
+    assert crashing.exitcode == 9
     assert path.read_bytes() == before and len(list(tmp_path.glob(".*.tmp"))) == 1
     stored([4, 5, 6]).save(path)  # the lock was given back
     assert held(path) == [[1, 2, 3], [4, 5, 6]]
     assert not list(tmp_path.glob(".*.tmp")), "what the killed one left is cleared away"
 
 
-WRITER = """
-import sys
-from foredraft.drafters.suffix_store import SuffixStore
-for turn in range(25):
-    store = SuffixStore()
-    store.add([int(sys.argv[2]), turn, 5] * 40)
-    store.save(sys.argv[1])
-"""
+def write(path, number):
+    for turn in range(25):
+        store = SuffixStore()
+        store.add([number, turn, 5] * 40)
+        store.save(path)
 
 
 def test_two_processes_lose_nothing(tmp_path):
     path = tmp_path / "past.safetensors"
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(number)]) for number in range(3)]
-    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    writers = [forked(write, path, number) for number in range(3)]
+    assert [(writer.join(), writer.exitcode)[1] for writer in writers] == [0, 0, 0]
     assert sorted(each[:2] for each in held(path)) == [[number, turn] for number in range(3) for turn in range(25)]
 
 

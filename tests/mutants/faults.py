@@ -141,9 +141,10 @@ FAULTS = [
     Fault("session.py", "self._token = object()", "self._token = self", THREADS),
     # -- attach
     Fault("attachment.py", 'return getattr, (self._model, "generate")', "return getattr, (self, '__call__')", ATTACH),
-    Fault("attachment.py", "            module.training = True\n", "            module.training = False\n", ATTACH),
+    Fault("attachment.py", "self._training.pop().training = True", "self._training.pop().training = False", ATTACH),
+    Fault("attachment.py", "self._inside += 1", "self._inside = 1", ATTACH),
     Fault("attachment.py", "base.generation_config = self._model.generation_config", "pass", ATTACH),
-    Fault("attachment.py", "isinstance(rate, float) and rate > 0", "isinstance(rate, float) and rate > 1", ATTACH),
+    Fault("changes.py", "isinstance(value, float) and value > 0", "isinstance(value, float) and value > 1", ATTACH),
     Fault("preparation.py", "criterion.done_tracker = [False]", "pass", ATTACH),
     Fault("preparation.py", "type(model).generate(model, inputs,", "model.generate(inputs,", ATTACH),
     Fault(

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import prompts, tiny
+from helpers import forked, prompts, tiny
 
 from foredraft.heads.base import LAST, Batch, Head, HeadConfig, Losses
 from foredraft.heads.medusa import MedusaHead
@@ -117,9 +117,12 @@ def in_a_process(code: str, *arguments: str, processes: int = 1) -> subprocess.C
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
 
 
-def was_killed(done: subprocess.CompletedProcess[str]) -> bool:
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr[-2000:]
-    return done.returncode == -signal.SIGKILL
+def was_killed(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether ``function`` kills the process that runs it, which is a copy of this one."""
+    process = forked(function, *arguments)
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode == -signal.SIGKILL
 
 
 def last_hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:

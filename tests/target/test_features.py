@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from architectures import ARCHITECTURES, build_wide
+from cover import covered
 from helpers import clone, generate, make_drafter, prompts, random_tree, repetitive, tiny
 from tape import Tape
 
@@ -202,8 +203,7 @@ def test_somebody_who_watches_a_decoder_in_one_call(rigged):
     check(target, "llama wide", every_feature("llama wide"), rounds=1)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "opt", "gemma2"])
+@pytest.mark.parametrize(("family", "whole"), covered(["llama", "gemma3_text", "gpt2", "opt", "gemma2"], [True, False], ways=1))
 def test_passes_that_are_replayed(family, whole, monkeypatch):
     monkeypatch.setattr(recorder, "recorder_for", lambda device: Tape())
     Tape.clear()

@@ -63,9 +63,11 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = TO
 
 
 @torch.inference_mode()
-def assert_alike(replayed: Target, eager: Target, *, nodes: int = 7, rounds: int = WARM + 2, tolerance: float = TOLERANCE) -> None:
-    """Rounds of a tree, a tree level by level, a chain and a single token; three ragged rows in a bucket of four, each keeping another
-    path."""
+def assert_alike(
+    replayed: Target, eager: Target, *, nodes: int = 7, rounds: int = WARM + 2, tolerance: float = TOLERANCE, levels: bool = True
+) -> None:
+    """Rounds of a tree, a tree level by level (``levels``), a chain and a single token; three ragged rows in a bucket of four, each keeping
+    another path."""
     device = eager.device
     texts = prompts((30, 17, 22, 40))
     for target in (replayed, eager):
@@ -80,7 +82,7 @@ def assert_alike(replayed: Target, eager: Target, *, nodes: int = 7, rounds: int
         width = max(map(len, paths))
         kept = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=device)
         assert_same(replayed.score(tree), eager.score(tree), tolerance)
-        for first, last in ((0, 1), (1, 4), (4, nodes)):
+        for first, last in ((0, 1), (1, 4), (4, nodes)) if levels else ():
             part = TokenTree(tree.tokens[:, :last], tree.parents[:, :last])
             assert_same(replayed.score(part, first=first), eager.score(part, first=first), tolerance)
         for target in (replayed, eager):
@@ -101,8 +103,8 @@ def assert_alike(replayed: Target, eager: Target, *, nodes: int = 7, rounds: int
 def test_replayed_passes_are_those_of_the_model(family, taped):
     target, eager = Target(of(family), execution="graphs"), Target(of(family), execution="eager", test=False, attention="model")
     assert target.execution == "graphs" and target.reasons.get("graphs") is None and target.passes == 0
-    assert_alike(target, eager)
-    assert target.backend.recordings.refused is None and target.backend.recordings.replays >= 8
+    assert_alike(target, eager, levels=False)
+    assert target.backend.recordings.refused is None and target.backend.recordings.replays >= 6
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -480,8 +482,7 @@ class Waits(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("siblings", ["keyed", "top-k"])
-@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)"])
+@pytest.mark.parametrize(("shape", "siblings"), covered(["chain(3)", "product(2,2)"], ["keyed", "top-k"], ways=1))
 def test_a_replayed_draft_and_pass_wait_for_nothing(shape, siblings, taped, monkeypatch):
     drafter = DraftModel(perturbed(), siblings=siblings, execution="graphs")
     speculator = Speculator(tiny(), drafter, shape=shape, rule="match", execution="graphs")
@@ -505,8 +506,7 @@ def test_a_replayed_draft_and_pass_wait_for_nothing(shape, siblings, taped, monk
     assert len(watched) >= 10 and not any(watched), watched
 
 
-@pytest.mark.parametrize("siblings", ["keyed", "iid", "top-k"])
-@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)"])
+@pytest.mark.parametrize(("shape", "siblings"), covered(["chain(3)", "product(2,2)"], ["keyed", "iid", "top-k"], ways=1))
 def test_no_round_copies_a_list_to_the_device_from_memory_that_is_not_pinned(shape, siblings, taped, monkeypatch):
     speculator = Speculator(tiny(), DraftModel(perturbed(), siblings=siblings, execution="graphs"), shape=shape, execution="graphs")
     rounds, step = [], Session.step

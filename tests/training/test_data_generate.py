@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import alone, perturbed, prompts, tiny
-from training_helpers import LENGTHS, answering, in_a_process, make_data, was_killed
+from training_helpers import LENGTHS, answering, make_data, was_killed
 from typer.testing import CliRunner
 
 from foredraft.cli import app
@@ -98,31 +99,25 @@ def test_rows_join_while_others_are_under_way(tmp_path, monkeypatch):
 
 # -- stopping and going on --------------------------------------------------------------------------------------------------
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from training_helpers import make_data
-where, left = sys.argv[2], int(sys.argv[3])
 
-def die():
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+def killed(folder, where, left):
+    def die():
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-if where == "save":
-    from foredraft.training import data
-    fsync = os.fsync
-    os.fsync = lambda handle: (die(), fsync(handle))[1]
-make_data(Path(sys.argv[1]), top=3, report=(lambda count: die()) if where == "step" else None)
-"""
+    if where == "save":
+        fsync = os.fsync
+        os.fsync = lambda handle: (die(), fsync(handle))[1]
+    make_data(folder, top=3, report=(lambda count: die()) if where == "step" else None)
 
 
 @pytest.mark.parametrize("where", ["step", "save"])
 def test_a_killed_run_goes_on_and_nothing_is_lost_or_double(data, tmp_path, where):
     folder = tmp_path / "data"
     after = random.Random(os.urandom(4)).randrange(20, 110) if where == "step" else 5
-    assert was_killed(in_a_process(KILLED, str(folder), where, str(after)))
+    assert was_killed(killed, folder, where, after)
     before = {name: content for name, content in files(folder).items() if name.startswith("texts")}
     assert len(before) < 4
     make_data(folder, top=3)

@@ -57,25 +57,19 @@ def test_a_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(data, tmp_p
     assert ours == theirs
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from training_helpers import ToyHead, trainer
-from foredraft.training import checkpoints
-data, folder, step, where = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-run = trainer(data, folder, cls=ToyHead)
+def killed(data, folder, step, where):
+    run = toy(data, folder)
 
-def die(*_):
-    if run.state.step >= step:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def die(*_):
+        if run.state.step >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-if where == "step":
-    step_of = run._step
-    run._step = lambda parts: (die(), step_of(parts))[1]
-else:
-    checkpoints.write_json = lambda path, document: die()  # a checkpoint that is all there but for its last file
-run.train()
-"""
+    if where == "step":
+        step_of = run._step
+        run._step = lambda parts: (die(), step_of(parts))[1]
+    else:
+        checkpoints.write_json = lambda path, document: die()  # a checkpoint that is all there but for its last file
+    run.train()
 
 
 @pytest.mark.parametrize("where", ["step", "save"])
@@ -83,7 +77,7 @@ def test_a_run_that_was_killed_resumes_exactly(data, tmp_path, where):
     whole = toy(data, tmp_path / "whole")
     whole.train()
     step = random.Random(os.urandom(4)).randrange(4, 12) if where == "step" else 6
-    assert was_killed(in_a_process(KILLED, str(data), str(tmp_path / "parts"), str(step), where)), f"not killed at step {step}"
+    assert was_killed(killed, data, tmp_path / "parts", step, where), f"not killed at step {step}"
     resumed = toy(data, tmp_path / "parts", resume=True)
     assert resumed.state.step in ((step // 3 * 3,) if where == "step" else (0,))
     resumed.train()
@@ -145,6 +139,7 @@ run.accelerator.end_training()
 """
 
 
+@pytest.mark.nightly
 def test_two_processes_learn_what_one_does_from_twice_the_batch(data, tmp_path):
     done = in_a_process(TOGETHER, str(data), str(tmp_path / "two"), "2", processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
