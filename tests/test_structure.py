@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import faults
 import pytest
 
 import foredraft
@@ -150,6 +151,12 @@ def test_everything_public_is_there_and_documented():
     assert set(foredraft.__all__) - {"__version__"} == set(foredraft._HOMES)
     for name in foredraft._HOMES:
         assert getattr(foredraft, name).__doc__, name
+
+
+def test_planted_faults_are_in_the_source_and_their_tests_exist():
+    """What make mutants changes, one at a time."""
+    assert [why for fault in faults.FAULTS if isinstance(why := faults.place(fault), str)] == []
+    assert all((faults.ROOT / test).exists() for fault in faults.FAULTS for test in fault.tests)
 
 
 def test_import_is_fast_because_it_loads_no_torch():

@@ -17,18 +17,9 @@ import time
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-ROOT = Path(__file__).parents[2]
 SECONDS = 300  # a fault that makes tests run for ever is found as well
 
-from faults import FAULTS, Fault  # noqa: E402
-
-
-def place(fault: Fault) -> Path | str:
-    """The file that has the faulty line once, or what is wrong; code that moved is found in its new file."""
-    files = [each for each in sorted((ROOT / "src" / "foredraft").rglob("*")) if each.suffix in (".py", ".c")]
-    named = [each for each in files if each.name == fault.file and each.read_text().count(fault.line) == 1]
-    found = named or [each for each in files if each.read_text().count(fault.line) == 1]
-    return found[0] if len(found) == 1 else f"found in {len(found)} files: {fault.line!r}"
+from faults import FAULTS, ROOT, Fault, place  # noqa: E402
 
 
 def planted(fault: Fault | None, folder: Path) -> None:

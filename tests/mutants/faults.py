@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -11,6 +15,18 @@ class Fault:
     line: str
     instead: str
     tests: tuple[str, ...]
+
+
+@cache
+def sources() -> dict[Path, str]:
+    return {each: each.read_text() for each in sorted((ROOT / "src" / "foredraft").rglob("*")) if each.suffix in (".py", ".c")}
+
+
+def place(fault: Fault) -> Path | str:
+    """The file that has the faulty line once, or what is wrong; code that moved is found in its new file."""
+    files = [file for file, text in sources().items() if text.count(fault.line) == 1]
+    found = [file for file in files if file.name == fault.file] or files
+    return found[0] if len(found) == 1 else f"found in {len(found)} files: {fault.line!r}"
 
 
 TREE = ("tests/test_tree.py",)
