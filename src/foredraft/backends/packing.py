@@ -51,7 +51,7 @@ class Product:
         hint: the number of tokens that oneDNN's layout is made for; ``PLAIN`` only joins the matrices; ``NATIVE``.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], hint: int):
+    def __init__(self, layers: Sequence[nn.Linear] | Sequence[Rows], hint: int):
         self.layers, self.sizes, self.hint = layers, [layer.out_features for layer in layers], hint
         self.outputs, self.inputs = sum(self.sizes), layers[0].in_features
         self.dtype, self.int8 = layers[0].weight.dtype, is_int8(layers[0].weight)
@@ -66,8 +66,8 @@ class Product:
         else:
             weight = joined(weights)
             self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
-        self.sources = [source for layer in layers for source in sources_of(layer)]
-        self._hooks = [hooks for layer in layers for hooks in hooks_of(layer)]
+        self.sources = [source for layer in layers if isinstance(layer, nn.Linear) for source in sources_of(layer)]
+        self._hooks = [hooks for layer in layers if isinstance(layer, nn.Linear) for hooks in hooks_of(layer)]
         self._computed: tuple[Tensor | None, Sequence[Tensor]] = (None, ())  # an input and the outputs for it
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     weight = groups[0][0].weight
     int8 = is_int8(weight)
     size = sum(layer.weight.numel() for layer in groups[0]) * (1 if int8 else weight.element_size())
-    trial = [[first_rows(layer, max(64, layer.out_features * TRIAL // max(size, TRIAL))) for layer in layers] for layers in groups]
+    trial = [[Rows.of(layer, max(64, layer.out_features * TRIAL // max(size, TRIAL))) for layer in layers] for layers in groups]
     trial = trial[: max(1, -(-TRIAL // size))]
     inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
     fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % UNIT)]
@@ -368,13 +368,22 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     return min(took, key=lambda hint: took[hint])
 
 
-def first_rows(layer: nn.Linear, rows: int) -> nn.Linear:
+@dataclass(frozen=True)
+class Rows:
     """The first rows of a linear layer, for a trial."""
-    made = nn.Linear(layer.in_features, min(rows, layer.out_features), bias=False, device="meta")
-    made.weight = nn.Parameter(layer.weight[:rows], requires_grad=False)
-    if layer.bias is not None:
-        made.bias = nn.Parameter(layer.bias[:rows], requires_grad=False)
-    return made
+
+    weight: Tensor
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+
+    @staticmethod
+    def of(layer: nn.Linear, rows: int) -> Rows:
+        bias = None if layer.bias is None else layer.bias[:rows]
+        return Rows(layer.weight[:rows], bias, min(rows, layer.out_features), layer.in_features)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 def all_of(products: Sequence[Forward]) -> Forward:
@@ -433,7 +442,7 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
-def joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+def joined_bias(layers: Sequence[nn.Linear] | Sequence[Rows]) -> Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
     dtype = layers[0].weight.dtype
