@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,24 +15,20 @@ import torch
 from helpers import PAD, generate, perturbed, prompts, tiny
 from kernel_cases import always, needs_kernels
 from kernel_cases import build as build_with_kernels
+from learning_cases import exact_law, law_of, never_started, noisy, restless, small
 from tape import Tape
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import ConfigurationError, Speculator, testing
 from foredraft.backends import recorder
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.learning import collecting, serving
-from foredraft.drafters.learning.buffer import EVERY, NEW, OLD, PIECE, PLACES, TRIAL, Buffer
+from foredraft.drafters.learning.buffer import EVERY, NEW, OLD, TEXT, TRIAL, Buffer
 from foredraft.drafters.learning.collecting import OTHERS, Collector, likeliest
 from foredraft.drafters.learning.duty import SLICE, Duty
 from foredraft.drafters.learning.serving import Learning, LearnOptions
 from foredraft.drafters.learning.versions import Versions
-from foredraft.planning import FixedPlanner
-from foredraft.session import Session
-from foredraft.target import Target
-from foredraft.testing import continuation_law, distance
+from foredraft.testing import distance
 from foredraft.tree import TokenTree
-from foredraft.verification import create as create_rule
 
 __all__ = ["always"]
 NEW_TOKENS = 16
@@ -41,34 +36,10 @@ ROWS = prompts((12, 5, 9))
 SAMPLED = {"do_sample": True, "seed": 7, "temperature": 1.0, "top_k": 0}
 
 
-def noisy(weights: dict[str, torch.Tensor], seed: int, amount: float = 0.2) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: value + amount * value.float().std() * torch.randn(value.shape, generator=generator).to(value)
-        for name, value in weights.items()
-    }
-
-
-def never_started(folder: Path, options: LearnOptions) -> Any:
-    return SimpleNamespace(poll=lambda: None, kill=lambda: None, wait=lambda: 0)
-
-
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch: pytest.MonkeyPatch):
     """No test starts a learner, unless it says so."""
     monkeypatch.setitem(Learning.__init__.__kwdefaults__, "start", never_started)
-
-
-def restless(drafter: DraftModel, seed: int = 0) -> Learning:
-    """Other weights after every round from now on."""
-    learning = drafter.learning
-    assert learning is not None
-    first = learning.versions.load(0)
-    for number in (1, 2, 3):
-        learning.versions.save(number, noisy(first, seed + number))
-    turns = itertools.cycle((1, 2, 3))
-    learning._newer = lambda now: next(turns)  # type: ignore[method-assign]
-    return learning
 
 
 # -- the text -------------------------------------------------------------------------------------------------------------
@@ -176,57 +147,21 @@ class BetweenDraftAndVerification(DraftModel):
         return tree if tree.q is None or other.q is None else replace(tree, q=torch.cat([other.q[:, :1], tree.q[:, 1:]], 1))
 
 
-def small(seed: int) -> LlamaForCausalLM:
-    """A model of three tokens."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=3, eos_token_id=None, bos_token_id=None, tie_word_embeddings=False, **sizes)
-    model, generator = LlamaForCausalLM(config).eval(), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.8, generator=generator)
-    return model
-
-
-def law_of(kind: type[DraftModel], rule: str, folder: Path, *, swapping: bool) -> dict:
-    """Of three tokens, so two rounds or more."""
-    target, drafter = Target(small(0), test=False, reuse_prefix=False, execution="eager"), kind(small(1), execution="eager", learn=folder)
-    drafter.bind(target)
-    learning = restless(drafter)
-    if not swapping:
-        learning._newer = lambda now: None  # type: ignore[method-assign]
-
-    def session(randomness: Any) -> Session:
-        if swapping:  # every world has the same weights in the same round
-            drafter._take_up(3)
-            turns = itertools.cycle((1, 2, 3))
-            learning._newer = lambda now: next(turns)  # type: ignore[method-assign]
-        return Session(target, drafter, create_rule(rule), proposal="iid", planner=FixedPlanner("chain(2)"), randomness=randomness)
-
-    return continuation_law(session, [0, 1], 3)
-
-
 @pytest.fixture
 def coarse(monkeypatch: pytest.MonkeyPatch):
     """Rounding of float32 is no outcome."""
     monkeypatch.setattr(testing, "RESOLUTION", 1e-5)
 
 
-def exact_law() -> dict:
-    model, law = small(0), {}
-    for text in itertools.product(range(3), repeat=3):
-        scores = model(torch.tensor([[0, 1, *text]])).logits[0, 1:-1].double().log_softmax(-1)
-        law[text] = float(scores.gather(1, torch.tensor(text)[:, None]).detach().sum().exp())
-    return law
-
-
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_law_holds_with_a_swap_after_every_round(rule: str, tmp_path: Path, coarse: None):
-    assert distance(law_of(DraftModel, rule, tmp_path, swapping=True), exact_law()) < 1e-3
+    drafter = DraftModel(small(1), execution="eager", learn=tmp_path)
+    assert distance(law_of(drafter, rule, swapping=True), exact_law()) < 1e-3
 
 
 def test_a_swap_between_draft_and_verification_would_be_found(tmp_path: Path, coarse: None):
-    assert distance(law_of(BetweenDraftAndVerification, "rejection", tmp_path, swapping=False), exact_law()) > 5e-3
+    drafter = BetweenDraftAndVerification(small(1), execution="eager", learn=tmp_path)
+    assert distance(law_of(drafter, "rejection", swapping=False), exact_law()) > 5e-3
 
 
 # -- what is collected ----------------------------------------------------------------------------------------------------
@@ -271,7 +206,7 @@ def test_pieces_say_what_the_target_said_at_their_places(tmp_path: Path):
 
 
 def numbered(number: int) -> Any:
-    piece = torch.zeros(1, dtype=torch.uint8).numpy().repeat(PIECE.itemsize).view(PIECE)[0]
+    piece = torch.zeros(1, dtype=torch.uint8).numpy().repeat(TEXT.piece.itemsize).view(TEXT.piece)[0]
     piece["length"], piece["count"], piece["tokens"][0] = 1, 1, number
     return piece
 
@@ -321,7 +256,7 @@ def test_a_million_tokens_take_no_more_memory_than_the_first(tmp_path: Path, mon
             collector.end(rows)
             rows = [FakeRow([0, 1], slot) for slot in range(64)]
             collector.begin(rows)
-    assert max(kept) <= 64 * PLACES and buffer["written"] > TRIAL + NEW + 64
+    assert max(kept) <= 64 * TEXT.places and buffer["written"] > TRIAL + NEW + 64
     assert (tmp_path / "texts").stat().st_size == size < 40 << 20
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
-from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.base import DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.draft_loops import DraftLoop, draft_loops
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
-from foredraft.drafters.learning.serving import Learning, LearnOptions, learning_of
+from foredraft.drafters.learning.drafter import LearningDrafter
+from foredraft.drafters.learning.serving import LearnOptions, learning_of
 from foredraft.drafters.siblings import DRAWN, WRITTEN, offered
 from foredraft.drafters.vocabularies import VOCABULARIES, Foreign, Reading, foreign
 from foredraft.errors import ConfigurationError, unknown
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class DraftModel(Drafter):
+class DraftModel(LearningDrafter):
     """Options:
 
     source: a causal language model: a ``PreTrainedModel``, a path, a hub id or ``zoo:NAME``.
@@ -79,7 +80,6 @@ class DraftModel(Drafter):
         self.learn = LearnOptions.of(learn)
         if self.learn is not None and quantization is not None:
             raise ConfigurationError("a quantized draft cannot learn: leave quantization out, or learn=False")
-        self.learning: Learning | None = None
         self.offer = offered(siblings, DRAWN if vocabulary != "text" else WRITTEN)
         self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
         self.source, self.dtype, self.device, self.execution = source, dtype, device, execution
@@ -130,10 +130,6 @@ class DraftModel(Drafter):
                 self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
         self._loops = () if self._foreign is not None else draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
-
-    @property
-    def learnt(self) -> dict[str, Any] | None:
-        return None if self.learning is None else self.learning.facts()
 
     def facts(self, *, all: bool = False) -> dict[str, Any]:
         facts = super().facts(all=all)
@@ -257,23 +253,20 @@ class DraftModel(Drafter):
             kept = [begun + 1 + count for begun, count in zip(self._begun, feedback.accepted)]
             lengths, self._begun = [min(pair) for pair in zip(lengths, kept)], []
         self.model.rewind(lengths)
-        if self.learning is not None:
-            self._take_up(self.learning.observe(rows, feedback), rows)
+        self.learn_from(rows, feedback)
 
-    def _take_up(self, version: int | None, rows: Sequence[Row] = ()) -> None:
-        """Have the weights of a ``version`` from now on, for all ``rows``; the texts are read again where that pays."""
+    def rewrite(self, weights: Mapping[str, Tensor]) -> None:
+        self.model.rewrite(weights)
+
+    def rewritten(self, rows: Sequence[Row]) -> None:
+        """The texts are read again where that pays."""
         learning = self.learning
-        if learning is None or version is None:
-            return
-        begin = learning.clock()
-        if (weights := learning.load(version)) is not None:
-            self.model.rewrite(weights)
-            swapped = learning.clock()
-            learning.swapped(version, swapped - begin)
-            if learning.reads_again(rows) and all(self._room(row) > 0 for row in rows):
-                self.model.rewind([0] * len(rows))
-                self.model.prefill([row.ids[:-1] for row in rows], first=0)
-                learning.read_again(sum(len(row.ids) for row in rows), learning.clock() - swapped)
+        assert learning is not None
+        if learning.reads_again(rows) and all(self._room(row) > 0 for row in rows):
+            begin = learning.clock()
+            self.model.rewind([0] * len(rows))
+            self.model.prefill([row.ids[:-1] for row in rows], first=0)
+            learning.read_again(sum(len(row.ids) for row in rows), learning.clock() - begin)
 
     def _keep(self, grown: Growth, feedback: Feedback) -> None:
         """Commit the accepted path to this cache, as far as its nodes were fed: all but its last one at most."""
@@ -300,12 +293,10 @@ class DraftModel(Drafter):
         keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
         self.model.compact(keep)
         self._slots = [self._slots[index] for index in keep]
-        if self.learning is not None:
-            self._take_up(self.learning.end(rows))
+        self.learn_to_the_end(rows)
 
     def reset(self) -> None:
-        if self.learning is not None:
-            self.learning.reset()
+        super().reset()
         if self._target is not None and (self._slots or self._target.lengths):
             self._target.release()  # an interrupted round leaves drafted tokens behind
         self._slots, self._grown, self._begun = [], None, []
@@ -320,14 +311,8 @@ class DraftModel(Drafter):
         self.reset()
         self.model.unpack()
 
-    def forget(self) -> None:
-        if self.learning is not None:
-            self.learning.forget()
-            self._take_up(0)
-
     def close(self) -> None:
-        if self.learning is not None:
-            self.learning.close()
+        super().close()
         self.model.close()
 
     def _room(self, row: Row) -> int:

@@ -7,10 +7,10 @@ level in one pass each, and forgotten. The step that stands at position t reads 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from foredraft.drafters.growth import Expand, Growth
 from foredraft.drafters.heads import HeadDrafter
 from foredraft.drafters.siblings import DRAWN, offered
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Head, refuse_another_target
+from foredraft.heads.base import Head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.tree import TokenTree
@@ -62,14 +62,23 @@ class Eagle3(HeadDrafter):
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
     quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the output distribution stays the target's.
+    learn: whether the head learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
+        folder for what is learnt; or a dictionary of such options. A head object is copied, and stays as it is.
     """
 
     name = kind = "eagle3"
     info = replace(HeadDrafter.info, proposals=DRAWN.chains)
     summary = "a one-layer decoder over the target's hidden states, run autoregressively; chains and trees"
 
-    def __init__(self, source: str | Path | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
-        super().__init__(source, siblings=siblings, quantization=quantization)
+    def __init__(
+        self,
+        source: str | Path | Head | None = None,
+        *,
+        siblings: str = "auto",
+        quantization: str | None = None,
+        learn: bool | str | Path | Mapping[str, Any] = False,
+    ):
+        super().__init__(source, siblings=siblings, quantization=quantization, learn=learn)
         self.offer = offered(siblings, DRAWN)
         self.info = replace(self.info, proposals=self.offer.chains, whole_prompt=True, catches_up=True)
         self._layer: Layer | None = None
@@ -89,19 +98,29 @@ class Eagle3(HeadDrafter):
         return self._layer
 
     def bind(self, target: Target) -> None:
-        head = self.source if isinstance(self.source, Head) else self._load(self.source, target)
-        if not isinstance(head, Eagle3Head):
-            raise ConfigurationError(f"{self.source!r} is a {head.kind} head; use drafter '{head.kind}:{self.source}'")
-        refuse_another_target(head.config, target.model)
+        head = self._found(target)
+        assert isinstance(head, Eagle3Head)
         head.attach(target.model)
-        with torch.inference_mode():
-            layer = head.layer().to(target.device, target.model.dtype)
-            if self.quantization is not None:
-                layer = layer.quantized()
-            self._layer = layer.packed() if target.backend.hints else layer
-        self._kernel, self._step = Eagle3Growth.of(self._layer), Eagle3Step.of(self._layer)
+        self._prepare_to_learn(head, target)
         self._head, self.info = head, replace(self.info, head=head, features=head.features)
+        self._at = target.device, target.model.dtype
+        self._packs = bool(target.backend.hints)
+        self._lay_out()
         target.read(head.features, whole=True)
+
+    @torch.inference_mode()
+    def _lay_out(self) -> None:
+        """Make what drafts of the head's weights."""
+        head: Eagle3Head = self.head
+        layer = head.layer().to(*self._at)
+        if self.quantization is not None:
+            layer = layer.quantized()
+        self._layer = layer.packed() if self._packs else layer
+        self._kernel, self._step = Eagle3Growth.of(self._layer), Eagle3Step.of(self._layer)
+
+    def rewrite(self, weights: Mapping[str, Tensor]) -> None:
+        super().rewrite(weights)
+        self._lay_out()
 
     # -- rows -----------------------------------------------------------------------------------------------------------------
 
@@ -111,6 +130,8 @@ class Eagle3(HeadDrafter):
     def begin(self, rows: Sequence[Row]) -> None:
         """Reads the prompts, but for the last position: that is where the first draft begins."""
         first = len(self._rows)
+        if self.learning is not None:
+            self.learning.begin(rows, [self._prompts[row.slot][: len(row.ids) - 1] for row in rows])
         self._cache.open(len(rows))
         for index, row in enumerate(rows, first):
             features, unread = self._prompts.pop(row.slot)[: len(row.ids) - 1], Unread(row.slot)
@@ -130,8 +151,10 @@ class Eagle3(HeadDrafter):
         keep = [index for index, row in enumerate(self._rows) if row.slot not in gone]
         self._cache.keep(keep)
         self._rows = [self._rows[index] for index in keep]
+        self.learn_to_the_end(rows)
 
     def reset(self) -> None:
+        super().reset()
         self._cache, self._rows, self._prompts = LayerCache(), [], {}
 
     # -- a round --------------------------------------------------------------------------------------------------------------
@@ -226,3 +249,4 @@ class Eagle3(HeadDrafter):
             count = len(row.ids) - 1 - self._cache.lengths[index] - self._rows[index].count  # a stop may cut what was accepted
             if count > 0:
                 self._rows[index].add(kept[index, :count])
+        self.learn_from(rows, feedback)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from foredraft import zoo
+from foredraft.backends.int8 import is_int8
 from foredraft.device import to_device
-from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.base import DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
+from foredraft.drafters.learning.drafter import LearningDrafter
+from foredraft.drafters.learning.serving import LearnOptions, learning_of_head
 from foredraft.drafters.siblings import SHARED, offered
 from foredraft.errors import ConfigurationError
 from foredraft.heads import find
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from foredraft.target import Target
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(LearningDrafter):
     """Base of drafters with a head: loads it, keeps the last hidden state of every row, and drafts by :meth:`_expand`.
 
     Options:
@@ -37,19 +40,31 @@ class HeadDrafter(Drafter):
     siblings: how tokens are chosen when sampling: ``keyed`` (with the target's noise, for match), ``iid`` (from the head's q, for the p/q
         rules), ``without-replacement`` (likewise, all different), ``top-k`` (the most likely), or ``auto``: keyed where the rule is match.
     quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the output distribution stays the target's.
+    learn: whether the head learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
+        folder for what is learnt; or a dictionary of such options. A head object is copied, and stays as it is.
     """
 
     kind: ClassVar[str]  # of its head
     info = DrafterInfo(proposals=SHARED.chains, branches=True, grows=True, runs_a_model=True)
 
-    def __init__(self, source: str | Path | Head | None = None, *, siblings: str = "auto", quantization: str | None = None):
+    def __init__(
+        self,
+        source: str | Path | Head | None = None,
+        *,
+        siblings: str = "auto",
+        quantization: str | None = None,
+        learn: bool | str | Path | Mapping[str, Any] = False,
+    ):
         source = named(source)
         if not isinstance(source, (str, find(self.kind), type(None))):
             raise ConfigurationError(f"drafter {self.name!r} takes a {self.kind} head, a path or a name, not a {type(source).__name__}")
         check_quantization(quantization, source or "")
+        self.learn = LearnOptions.of(learn)
+        if self.learn is not None and quantization is not None:
+            raise ConfigurationError("a quantized head cannot learn: leave quantization out, or learn=False")
         self.source, self.quantization = source, quantization
         self.offer = offered(siblings, SHARED)
-        self.info = replace(self.info, proposals=self.offer.chains)
+        self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
         self._head: Head | None = None
         self._slots: list[int] = []
         self._hidden: Tensor | None = None  # [R, d] that each row's root was chosen from
@@ -63,16 +78,35 @@ class HeadDrafter(Drafter):
         return self._head
 
     def bind(self, target: Target) -> None:
-        head = self.source if isinstance(self.source, Head) else self._load(self.source, target)
-        if not isinstance(head, find(self.kind)):
-            raise ConfigurationError(f"{self.source!r} is a {head.kind} head; use drafter '{head.kind}:{self.source}'")
-        refuse_another_target(head.config, target.model)
+        head = self._found(target)
         assert isinstance(head, VocabularyHead)
         fit = fitted(head, target)
+        self._prepare_to_learn(fit, target)
         if self.quantization is not None:
             quantize_linear_layers(fit)
         self._adopt(fit)
         target.read(self.info.features)
+
+    def _found(self, target: Target) -> Head:
+        """The head for ``target``; nobody else's, where it is to learn."""
+        head = self.source if isinstance(self.source, Head) else self._load(self.source, target)
+        if not isinstance(head, find(self.kind)):
+            raise ConfigurationError(f"{self.source!r} is a {head.kind} head; use drafter '{head.kind}:{self.source}'")
+        refuse_another_target(head.config, target.model)
+        if self.learn is not None and head is self.source:
+            if any(is_int8(weight) for weight in head.parameters()):
+                raise ConfigurationError("a quantized head cannot learn: pass it in floating-point numbers, or learn=False")
+            return copied(head)
+        return head
+
+    def _prepare_to_learn(self, head: Head, target: Target) -> None:
+        if self.learn is not None:
+            self.learning = learning_of_head(head, target, self.learn)
+
+    def rewrite(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for name, weight in self.head.named_parameters():
+                weight.copy_(weights[name])
 
     def _adopt(self, head: VocabularyHead) -> None:
         """Draft with ``head`` as it is."""
@@ -124,11 +158,17 @@ class HeadDrafter(Drafter):
         if self.info.features:
             assert self._read is not None and len(self._read) == len(rows), "hidden states come before the rows they are of"
             self._hidden = self._read if self._hidden is None else torch.cat([self._hidden, self._read])
-            self._read = None
+        if self.learning is not None:
+            self.learning.begin(rows, () if self._read is None else list(self._read[:, None]))
+        self._read = None
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
-        if not self.info.features:
-            return
+        if self.info.features:
+            self._follow(feedback)
+        self.learn_from(rows, feedback)
+
+    def _follow(self, feedback: Feedback) -> None:
+        """Keep what the bonus tokens were chosen from."""
         assert feedback.hidden is not None
         nodes = to_device(list(feedback.accepted), feedback.hidden.device)
         if feedback.path is not None:
@@ -140,6 +180,7 @@ class HeadDrafter(Drafter):
         keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
         self._keep(keep)
         self._slots = [self._slots[index] for index in keep]
+        self.learn_to_the_end(rows)
 
     def _keep(self, rows: list[int]) -> None:
         """Of all rows only these are left."""
@@ -147,6 +188,7 @@ class HeadDrafter(Drafter):
             self._hidden = self._hidden[to_device(rows, self._hidden.device)] if rows else None
 
     def reset(self) -> None:
+        super().reset()
         self._slots, self._hidden, self._read = [], None, None
 
     # -- drafting ---------------------------------------------------------------------------------------------------------------
@@ -177,12 +219,22 @@ def fitted(head: VocabularyHead, target: Target) -> VocabularyHead:
     """``head`` in the target's dtype and on its device, with what it shares with it: itself if it is so already, or else a copy."""
     device, dtype = target.model.get_input_embeddings().weight.device, target.model.dtype
     if any(parameter.device != device or parameter.dtype != dtype for parameter in head.parameters()):
-        state = {name: value.detach().to(device=device, dtype=dtype, copy=True) for name, value in head.state_dict().items()}
-        successors, head = head.log_odds, type(head)(head.config)
-        head.load_state_dict(state, assign=True)
-        head.log_odds = successors
+        head = copied(head).to(device=device, dtype=dtype)
     head.attach(target.model)
     return head
+
+
+AnyHead = TypeVar("AnyHead", bound=Head)
+
+
+def copied(head: AnyHead) -> AnyHead:
+    """A head with the same weights, attached to nothing."""
+    other: Any = type(head)(head.config)  # type: ignore[call-arg]
+    other.load_state_dict({name: value.detach().clone() for name, value in head.state_dict().items()}, assign=True)
+    if isinstance(head, VocabularyHead):
+        other.log_odds = head.log_odds
+    made: AnyHead = other.eval()
+    return made
 
 
 class Levels:

@@ -5,7 +5,7 @@ Head k does not see the tokens drafted before its own. What those make likelier 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.backends.packing import NATIVE, Packing
+from foredraft.backends.packing import NATIVE, Kind, Packing
 from foredraft.drafters.base import DraftRequest, Row
 from foredraft.drafters.draft_loops.kernels import greedy, grow_by
 from foredraft.drafters.draft_loops.medusa import MedusaGrowth
@@ -44,13 +44,20 @@ class Medusa(HeadDrafter):
     name = kind = "medusa"
     summary = "heads on the target's last hidden state, one per position ahead; chains and trees"
     _packing: Packing | None = None  # of the head's weights, where the target's are packed too
+    _hints: Sequence[int] = ()
     _kernel: MedusaGrowth | None = None  # for whole drafts of greedy rows
     _successors: NgramLogOdds | None = None
 
     def __init__(
-        self, source: str | Path | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, successors: str = "auto"
+        self,
+        source: str | Path | Head | None = None,
+        *,
+        siblings: str = "auto",
+        quantization: str | None = None,
+        learn: bool | str | Path | Mapping[str, Any] = False,
+        successors: str = "auto",
     ):
-        super().__init__(source, siblings=siblings, quantization=quantization)
+        super().__init__(source, siblings=siblings, quantization=quantization, learn=learn)
         if successors not in SUCCESSORS:
             raise ConfigurationError(f"drafter {self.name!r}: successors must be {', '.join(SUCCESSORS)}; got {successors!r}")
         self.successors = successors
@@ -64,14 +71,29 @@ class Medusa(HeadDrafter):
         super().bind(target)
         head: MedusaHead = self.head
         self._successors = None if self.successors == "off" or head.log_odds is None else head.log_odds.to(target.device)
-        if not target.backend.hints:
+        self._hints = target.backend.hints
+        self._pack()
+
+    def _pack(self, known: Mapping[Kind, int | None] | None = None) -> None:
+        """Lay the weights out for kernels, where the target's are laid out too, and as ``known`` layouts say."""
+        if not self._hints:
             return
+        head: MedusaHead = self.head
         hidden = torch.zeros(1, head.config.target.hidden_size, dtype=head.dtype)
-        with torch.no_grad():
-            hints = target.backend.hints
-            native = NATIVE in hints and MedusaGrowth.fits(head)
-            self._packing = Packing(head, lambda: head(hidden), owned=head is not self.source, hints=hints, native=native)
+        with torch.inference_mode(False), torch.no_grad():
+            native = NATIVE in self._hints and MedusaGrowth.fits(head)
+            owned = head is not self.source
+            self._packing = Packing(head, lambda: head(hidden), owned=owned, hints=self._hints, native=native, known=known)
         self._kernel = MedusaGrowth.of(head, self._packing, self._successors, heed=self._heeds)
+
+    def rewrite(self, weights: Mapping[str, Tensor]) -> None:
+        known, self._kernel = None, None
+        if self._packing is not None:
+            known = self._packing.hints
+            with torch.inference_mode(False), torch.no_grad():
+                self._packing.undo()
+        super().rewrite(weights)
+        self._pack(known)
 
     @property
     def _heeds(self) -> bool:

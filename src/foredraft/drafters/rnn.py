@@ -6,8 +6,9 @@ is that after what is committed, but for the root: rejected branches never enter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,21 @@ class Rnn(HeadDrafter):
     summary = "a small recurrent network that starts at the target's last hidden state; chains and trees"
 
     def __init__(
-        self, source: str | Path | Head | None = None, *, siblings: str = "auto", quantization: str | None = None, window: int = 512
+        self,
+        source: str | Path | Head | None = None,
+        *,
+        siblings: str = "auto",
+        quantization: str | None = None,
+        learn: bool | str | Path | Mapping[str, Any] = False,
+        window: int = 512,
     ):
-        super().__init__(source, siblings=siblings, quantization=quantization)
+        super().__init__(source, siblings=siblings, quantization=quantization, learn=learn)
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
             raise ConfigurationError(f"window must be a whole number of at least 1, got {window!r}")
         self.window = window
         self._states: Tensor | None = None  # [R, state_size] after the first so many tokens of each row:
         self._lengths: list[int] = []
+        self._anew = False
 
     def begin(self, rows: Sequence[Row]) -> None:
         super().begin(rows)
@@ -47,6 +55,10 @@ class Rnn(HeadDrafter):
         fresh = head.begin(None, len(rows))
         self._states = fresh if self._states is None else torch.cat([self._states, fresh])
         self._lengths += [max(0, len(row.ids) - 1 - self.window) for row in rows]
+
+    def rewrite(self, weights: Mapping[str, Tensor]) -> None:
+        super().rewrite(weights)
+        self._anew = True
 
     def _keep(self, rows: list[int]) -> None:
         super()._keep(rows)
@@ -79,6 +91,9 @@ class Rnn(HeadDrafter):
         """States after all tokens of each row but the root."""
         head: RnnHead = self.head
         assert self._states is not None
+        if self._anew:  # the states are those of other weights
+            self._states = torch.zeros_like(self._states)
+            self._lengths, self._anew = [max(0, len(row.ids) - 1 - self.window) for row in rows], False
         new = {index: row.ids[length:-1] for index, (row, length) in enumerate(zip(rows, self._lengths)) if length < len(row.ids) - 1}
         if new:
             longest = max(map(len, new.values()))

@@ -9,8 +9,9 @@ layer i (the input of layer i + 1). :data:`~foredraft.models.features.LAST` is w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from foredraft.models.skips import SkipSet
+
+
+BUFFER, EMBEDDINGS, LM_HEAD, LM_HEAD_BIAS = "buffer.", "embeddings", "lm_head.weight", "lm_head.bias"  # names of what is frozen
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,32 @@ class Head(nn.Module):
     def loss(self, batch: Batch) -> Losses:
         """The training loss of one batch."""
         raise TypeError(f"{type(self).__name__} must define loss(batch)")
+
+    # -- for a process that learns and has no target -------------------------------------------------------------------------
+
+    def said(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """What it drafts one token ahead, two, and so on, where these are counted: logits ``[M, V]`` over the target's vocabulary, and the
+        places ``[M]`` after which the target says the same token, as numbers in the flattened batch."""
+        raise TypeError(f"{type(self).__name__} must define said(batch)")
+
+    def frozen(self) -> dict[str, Tensor]:
+        """What it computes with besides its weights, by name: buffers, and what it shares with the target."""
+        return {BUFFER + name: value for name, value in self.named_buffers()}
+
+    def attach_frozen(self, frozen: Mapping[str, Tensor]) -> None:
+        """Take what :meth:`frozen` gave, in place of a target."""
+        buffers = {name.removeprefix(BUFFER): value for name, value in frozen.items() if name.startswith(BUFFER)}
+        self.load_state_dict(buffers, strict=False, assign=True)
+        embeddings = lm_head = None
+        if EMBEDDINGS in frozen:
+            table = frozen[EMBEDDINGS]
+            embeddings = nn.Embedding(table.shape[0], table.shape[1], _weight=table, _freeze=True)
+        if LM_HEAD in frozen:
+            weight, bias = frozen[LM_HEAD], frozen.get(LM_HEAD_BIAS)
+            lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+            lm_head.load_state_dict({"weight": weight.float(), **({} if bias is None else {"bias": bias.float()})}, assign=True)
+        lender: Any = SimpleNamespace(get_input_embeddings=lambda: embeddings, get_output_embeddings=lambda: lm_head)
+        self.attach(lender)
 
 
 def lm_head_rows(lm_head: nn.Module) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from foredraft import shapes
 from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Batch, refuse_another_target
-from foredraft.heads.losses import AT_ONCE
+from foredraft.heads.losses import AT_ONCE, before
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
@@ -118,12 +118,6 @@ def _guesses(head: VocabularyHead, batches: Iterator[Batch], at_once: int) -> It
         for k, guess in enumerate(head.guesses(batch)):
             for states, places in zip(torch.split(guess.states, rows), torch.split(guess.places, rows)):
                 yield k, states, ids[places], before(batch, places)
-
-
-def before(batch: Batch, places: Tensor) -> Tensor:
-    """``[M, 2]`` the two tokens before each of ``places``, numbers in the flattened batch; -1 where a text begins."""
-    ids, column = batch.ids.flatten(), places % batch.ids.shape[1]
-    return torch.stack([torch.where(column >= back, ids[(places - back).clamp(min=0)], -1) for back in (2, 1)], -1)
 
 
 def _batches(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
+from foredraft.heads.base import EMBEDDINGS, Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.eagle3_config import Eagle3Config, rope_like
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.heads.eagle3_loss import ahead, attend, divergence
@@ -216,6 +216,16 @@ class Eagle3Head(Head):
             parts[f"loss_{step}"], parts[f"accuracy_{step}"] = spent.detach() / count, right / count
             weight = weight + len(rows) if step == 0 else weight
         return Losses(total, parts, weight)
+
+    def said(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        layer, told, length = self.layer(), ahead(batch.counted & batch.valid, 1), batch.ids.shape[1]
+        for step, normed in enumerate(self.unroll(layer, batch.ids, batch.hidden.flatten(2), self.config.steps)):
+            rows, begins = ahead(told, step + 1).nonzero(as_tuple=True)
+            yield layer.full_logits(normed[rows, begins]), rows * length + begins + step + 1
+
+    def frozen(self) -> dict[str, Tensor]:
+        embeddings: Any = self._embeddings[0].weight
+        return {**super().frozen(), EMBEDDINGS: embeddings.detach()}
 
 
 def draft_vocabulary(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,12 @@ def pairs(batch: Batch, ahead: int) -> tuple[Tensor, Tensor]:
     return row * length + place, row * length + place + ahead
 
 
+def before(batch: Batch, places: Tensor) -> Tensor:
+    """``[M, 2]`` the two tokens before each of ``places``, numbers in the flattened batch; -1 where a text begins."""
+    ids, column = batch.ids.flatten(), places % batch.ids.shape[1]
+    return torch.stack([torch.where(column >= back, ids[(places - back).clamp(min=0)], -1) for back in (2, 1)], -1)
+
+
 def cross_entropy(
     project: Callable[[Tensor], Tensor], states: Tensor, labels: Tensor, *, target: Tensor | None = None, places: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

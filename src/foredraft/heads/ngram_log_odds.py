@@ -151,7 +151,7 @@ class NgramLogOdds:
             found[f"lengths_{reach}"] = (lists.first[1:] - lists.first[:-1]).to(torch.int16).cpu()
             found[f"tokens_{reach}"] = lists.tokens.cpu().to(small)
             found[f"odds_{reach}"] = (lists.odds.cpu() * UNITS).round().clamp(0, 255).to(torch.uint8)
-        return found, {"format": FORMAT, "version": VERSION, "vocab_size": str(self.vocab_size)}
+        return found, named(self.vocab_size)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], said: Mapping[str, str], where: str) -> NgramLogOdds:
@@ -179,6 +179,11 @@ class NgramLogOdds:
                 raise ConfigurationError(f"{where} is damaged: its lists for contexts of {reach} do not fit each other")
             found.append(Lists(contexts, first, tokens, odds))
         return cls(tuple(found), tuple(tensors["weights"].tolist()), vocab_size)
+
+
+def named(vocab_size: int) -> dict[str, str]:
+    """The metadata of a file."""
+    return {"format": FORMAT, "version": VERSION, "vocab_size": str(vocab_size)}
 
 
 def mix_in_text(logits: Tensor, paths: Tensor, texts: Tensor) -> Tensor:

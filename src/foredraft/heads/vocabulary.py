@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
-from foredraft.heads.losses import cross_entropy
-from foredraft.heads.ngram_log_odds import NgramLogOdds
+from foredraft.heads.base import EMBEDDINGS, LM_HEAD, LM_HEAD_BIAS, Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
+from foredraft.heads.losses import before, cross_entropy
+from foredraft.heads.ngram_log_odds import NgramLogOdds, named
 from foredraft.models.identity import shape_of
 from foredraft.shapes import TreeShape
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LM_HEADS = ("own", "target", "low-rank")
 LABELS = ("text", "target")
+ODDS = "log_odds."
 FOUND = ("target", "lm_head_bias", "embedding_size", "accuracies")  # what is no option but seen, or measured later
 
 Config = TypeVar("Config", bound="VocabularyConfig")
@@ -247,6 +248,28 @@ class VocabularyHead(Head):
         if not total.requires_grad and torch.is_grad_enabled():  # nothing is counted: the gradient is zero, and there is one
             total = total + 0 * sum(parameter.sum() for parameter in self.parameters() if parameter.requires_grad)
         return Losses(total, parts, weight)
+
+    def said(self, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        for k, guess in enumerate(self.guesses(batch)):
+            yield self.guessed(guess.states, k, before(batch, guess.places)), guess.places - 1
+
+    def frozen(self) -> dict[str, Tensor]:
+        found = super().frozen()
+        if self.config.lm_head == "target":
+            lm_head: Any = self._shared(self._lm_head, "LM head")
+            found[LM_HEAD] = lm_head.weight
+            if getattr(lm_head, "bias", None) is not None:
+                found[LM_HEAD_BIAS] = lm_head.bias
+        if hasattr(self.config, "embedding_size"):
+            embeddings: Any = self._shared(self._embeddings, "embeddings")
+            found[EMBEDDINGS] = embeddings(torch.arange(len(embeddings.weight), device=embeddings.weight.device))  # some scale them
+        counts = {} if self.log_odds is None else self.log_odds.tensors()[0]
+        return {**found, **{ODDS + name: value for name, value in counts.items()}}
+
+    def attach_frozen(self, frozen: Mapping[str, Tensor]) -> None:
+        super().attach_frozen(frozen)
+        if counts := {name.removeprefix(ODDS): value for name, value in frozen.items() if name.startswith(ODDS)}:
+            self.log_odds = NgramLogOdds.of(counts, named(self.config.target.vocab_size), "what is frozen of the head")
 
 
 def _fill(layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:

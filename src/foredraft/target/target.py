@@ -5,8 +5,8 @@ How its passes are made is the business of a backend (:mod:`foredraft.backends`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -241,18 +241,26 @@ class Target:
         if self.backend.overrides is not None:
             self.backend.overrides.unpack()
 
-    def rewrite(self, weights: Mapping[str, Tensor]) -> None:
-        """Give the model's parameters other numbers, by name, between two passes. Rows stay as they are, with the keys and values that
-        were made with the former numbers; no later row copies these."""
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """The model holds its own weights meanwhile, in whatever layout passes read them."""
         overrides = self.backend.overrides
         with torch.inference_mode(False), torch.no_grad():
             if overrides is not None:
                 overrides.unpack()
+            try:
+                yield
+            finally:
+                if overrides is not None:
+                    overrides.pack()
+
+    def rewrite(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the model's parameters other numbers, by name, between two passes. Rows stay as they are, with the keys and values that
+        were made with the former numbers; no later row copies these."""
+        with self.unpacked():
             parameters = dict(self.model.named_parameters())
             for name, numbers in weights.items():
                 parameters[name].copy_(numbers)
-            if overrides is not None:
-                overrides.pack()
         self._state.mark("weights")
         self._state.note()
         self._seen = dict(self._state.counts)

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from foredraft.drafters.learning.buffer import CONTEXT, TRIAL, Buffer, Piece
+from foredraft import heads
+from foredraft.drafters.learning.buffer import Buffer, Layout, Piece
 from foredraft.drafters.learning.versions import TEXTS, Versions
-from foredraft.training.losses import Few, Loss, compare
+from foredraft.heads.base import Batch, Head
+from foredraft.training.losses import Compared, Few, Loss, compare
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,14 +54,18 @@ class OnlineLearner:
     """
 
     def __init__(self, folder: Path, *, device: str = "cpu", loss: str = "lk", rate: float = 3e-4, keep: int = 3):
-        self.versions, self.buffer = Versions(folder, keep=keep), Buffer(folder / TEXTS)
-        self.device, self.loss, self.rate = torch.device(device), Loss.parse(loss), rate
+        self.versions, self.device = Versions(folder, keep=keep), torch.device(device)
+        about = self.versions.about()["model"]
+        self.buffer = Buffer(folder / TEXTS, Layout(about.get("width", 0)))
+        self.loss, self.rate = Loss.parse(loss), rate
         self.first = self.versions.load(0)
         self.version = self.buffer["published"]
         self.published = self._load(self.version)
-        self.model = build(self.versions.about()["model"]).to(self.device).train()
-        self.beside = build(self.versions.about()["model"]).to(self.device).eval()  # has weights that are tried
-        self._takes_places = "logits_to_keep" in inspect.signature(self.model.forward).parameters
+        frozen = {name: value.to(self.device) for name, value in self.versions.frozen().items()}
+        self.model = build(about, frozen).to(self.device).train()
+        self.beside = build(about, frozen).to(self.device).eval()  # has weights that are tried
+        config: Any = self.model.config
+        self.decay = config.decay if isinstance(self.model, Head) else 1.0  # of the loss, per token ahead
         self._chance = random.Random(self.buffer["steps"])
         self._speed, self._refusals = 1.0, 0
         self._go_back()
@@ -93,8 +99,9 @@ class OnlineLearner:
         pieces = self.buffer.draw(BATCH, self._chance, OLD)
         total = sum(float(piece["count"]) for piece in pieces)
         for piece in pieces:
-            logits, few = self._read(self.model, piece)
-            torch.autograd.backward(compare(self.loss, logits, few).loss.sum() / max(1.0, total))
+            found = [self.decay**k * each.loss.sum() for k, (_, each) in enumerate(self._compared(self.model, piece)) if len(each.loss)]
+            if found:
+                torch.autograd.backward(torch.stack(found).sum() / max(1.0, total))
             yield True
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self._taken += 1
@@ -108,24 +115,21 @@ class OnlineLearner:
     def _trial(self) -> Iterator[bool]:
         """Try the new weights on the newest pieces; publish them if more is accepted, or else go on, and back after a while."""
         pieces = self.buffer.trial()
-        if len(pieces) < min(PIECES, TRIAL):
+        if len(pieces) < PIECES:
             return
         weights = {name: value.detach().to(self.first[name].dtype, copy=True).cpu() for name, value in self.model.named_parameters()}
         alphas: list[list[Tensor]] = [[], []]
         for found, tried in zip(alphas, (self.published, weights)):
             _copy(self.beside, tried)
             for piece in pieces:
-                with torch.no_grad():
-                    found.append(compare(self.loss, *self._read(self.beside, piece)).alpha.cpu())
+                found.append(self._alphas(self.beside, piece))
                 yield True
-        before, after = map(torch.cat, alphas)
         share = torch.cat([torch.from_numpy(piece["weights"][: piece["count"]]) for piece in pieces])
-        share, gain = share / share.sum(), after - before
-        mean, was = float((gain * share).sum()), float((before * share).sum())
-        error = float(((gain - mean) * share).square().sum().sqrt())
+        was, mean, error = gained(torch.cat(alphas[0], 1), torch.cat(alphas[1], 1), share)
         self.buffer["before"], self.buffer["after"] = was, was + mean
         if mean > CERTAIN * error:  # not of NaN
-            yield from self._reading_again(pieces, alphas[1])
+            if not isinstance(self.model, Head):
+                yield from self._reading_again(pieces, [each[0] for each in alphas[1]])
             self._publish(weights)
         else:
             self._refuse(finite=mean == mean)
@@ -134,16 +138,17 @@ class OnlineLearner:
     def _reading_again(self, pieces: Sequence[Piece], fresh: Sequence[Tensor]) -> Iterator[bool]:
         """What is lost where the keys of a text's beginning are those of the published weights; ``fresh``: α with new ones."""
         gains: list[Tensor] = []
+        context = self.buffer.layout.context
         _copy(self.beside, self.published)
         for piece, alpha in zip(pieces, fresh):
-            behind = torch.from_numpy(piece["places"][: piece["count"]] >= CONTEXT)
+            behind = torch.from_numpy(piece["places"][: piece["count"]] >= context)
             if not bool(behind.any()):
                 continue
             ids, places, few = self._tensors(piece)
             with torch.no_grad():
-                keys = self.beside(input_ids=ids[:, :CONTEXT], use_cache=True).past_key_values
-                found = self.model(input_ids=ids[:, CONTEXT:], past_key_values=keys, use_cache=True).logits[0]
-                mixed = compare(self.loss, found[places[behind] - CONTEXT].float(), few[behind]).alpha.cpu()
+                keys = self.beside(input_ids=ids[:, :context], use_cache=True).past_key_values
+                found = self.model(input_ids=ids[:, context:], past_key_values=keys, use_cache=True).logits[0]
+                mixed = compare(self.loss, found[places[behind] - context].float(), few[behind]).alpha.cpu()
             gains.append(alpha[behind] - mixed)
             yield True
         self.buffer["again"] = float(torch.cat(gains).mean()) if gains else 0.0
@@ -172,12 +177,38 @@ class OnlineLearner:
             return self.versions.load(version)
         return self.first
 
-    def _read(self, model: Any, piece: Piece) -> tuple[Tensor, Few]:
-        """The model's logits ``[M, V]`` at the places of ``piece``, and what the target says there."""
+    @torch.no_grad()
+    def _alphas(self, model: nn.Module, piece: Piece) -> Tensor:
+        """``[D, M]`` at the places of ``piece``, of what is drafted one token ahead, two, and so on; infinite where that is not known."""
+        lines = []
+        for rows, each in self._compared(model, piece):
+            lines.append(torch.full((int(piece["count"]),), torch.inf))
+            lines[-1][rows.cpu()] = each.alpha.float().cpu()
+        return torch.stack(lines)
+
+    def _compared(self, model: nn.Module, piece: Piece) -> Iterator[tuple[Tensor, Compared]]:
+        """What ``model`` drafts one token ahead, two, and so on: at which of the places of ``piece``, and how it compares with the target
+        there. A draft model's tokens are all drafted alike: they are one token ahead."""
         ids, places, few = self._tensors(piece)
-        wanted = {"logits_to_keep": places} if self._takes_places else {}
-        found = model(input_ids=ids, use_cache=False, **wanted).logits[0]
-        return (found if wanted else found[places]).float(), few
+        if not isinstance(model, Head):
+            takes = "logits_to_keep" in inspect.signature(model.forward).parameters
+            found = model(input_ids=ids, use_cache=False, **({"logits_to_keep": places} if takes else {})).logits[0]
+            yield torch.arange(len(places)), compare(self.loss, (found if takes else found[places]).float(), few)
+            return
+        count, length = len(places), ids.shape[1]
+        numbers = torch.full((length,), -1, device=self.device).index_copy(0, places, torch.arange(count, device=self.device))
+        counted = torch.zeros_like(ids, dtype=torch.bool)
+        counted[0, places[places < length - 1] + 1] = True
+        for logits, ends in model.said(Batch(ids, torch.ones_like(counted), counted, self._hidden(model, piece, length), torch.empty(0))):
+            rows = numbers[ends]
+            yield rows, compare(self.loss, logits.float(), few[rows])
+
+    def _hidden(self, head: Head, piece: Piece, length: int) -> Tensor:
+        """``[1, L, F, d]``, zeros at the last token."""
+        if not self.buffer.layout.width:
+            return torch.empty(0)
+        states = torch.from_numpy(piece["states"][:length]).view(torch.bfloat16)
+        return states.to(self.device).float().view(1, length, len(head.features), -1)
 
     def _tensors(self, piece: Piece) -> tuple[Tensor, Tensor, Few]:
         """The text ``[1, L]``, the places ``[M]``, and the target's distributions there."""
@@ -186,21 +217,53 @@ class OnlineLearner:
             torch.from_numpy(piece[name][:end].astype(kind)).to(self.device)
             for name, end, kind in (("tokens", piece["length"], "i8"), ("places", count, "i8"), ("ids", count, "i8"), ("logs", count, "f4"))
         )
-        last = self.model.get_output_embeddings().weight.shape[0] - 1
+        last = vocabulary_of(self.model) - 1
         outside = tokens > last  # tokens that only the target has
         return ids.clamp(max=last)[None], places, Few(tokens.clamp(max=last), logs.masked_fill(outside, -torch.inf))
 
 
-def build(about: dict[str, Any]) -> PreTrainedModel:
-    """A model like the draft, in float32, with any weights."""
+def gained(before: Tensor, after: Tensor, share: Tensor) -> tuple[float, float, float]:
+    """What part of the tokens that are looked at the target accepts ``before``, how much more ``after``, and the standard error of that.
+
+    A token further ahead is looked at where all in front of it were accepted: it counts as often as the former weights get there.
+
+    Args:
+        before, after: ``[D, M]`` α of the tokens so far ahead at M places; infinite where it is not known.
+        share: ``[M]`` what each place counts.
+    """
+    known = before != torch.inf
+    before, gain = torch.where(known, before, 0.0), torch.where(known, after - before, 0.0)
+    means = before @ share / (known.float() @ share).clamp(min=1e-9)
+    reached = torch.cat([torch.ones(1), means[:-1]]).cumprod(0)
+    looked, was, more = (reached @ each for each in (known.float(), before, gain))
+    whole = (share * looked).sum()
+    mean = (share * more).sum() / whole
+    error = (share * (more - mean * looked)).square().sum().sqrt() / whole
+    return float((share * was).sum() / whole), float(mean), float(error)
+
+
+def build(about: dict[str, Any], frozen: dict[str, Tensor]) -> PreTrainedModel | Head:
+    """A model or a head like the draft, in float32, with any weights."""
+    if "kind" in about:
+        made: Any = heads.find(about["kind"])
+        head: Head = made(made.config_class.from_dict(about["config"])).to_empty(device="cpu").float()
+        head.attach_frozen(frozen)
+        return head
     module, _, name = about["class"].partition(":")
     kind = getattr(import_module(module), name)
     model: PreTrainedModel = kind(kind.config_class.from_dict(about["config"]))
     return model.float()
 
 
+def vocabulary_of(model: PreTrainedModel | Head) -> int:
+    if isinstance(model, Head):
+        return model.config.target.vocab_size
+    size: int = model.get_output_embeddings().weight.shape[0]
+    return size
+
+
 @torch.no_grad()
-def _copy(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+def _copy(model: nn.Module, weights: dict[str, Tensor]) -> None:
     for name, value in model.named_parameters():
         value.copy_(weights[name])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foredraft.device import to_device
 from foredraft.drafters.base import Feedback, Row
-from foredraft.drafters.learning.buffer import CONTEXT, LENGTH, PIECE, PLACES, TOP, Piece
+from foredraft.drafters.learning.buffer import TEXT, TOP, Layout, Piece
 
 OTHERS = 0.25  # of the places at which nothing was rejected
 CHUNK = 256  # logits whose largest is looked at first
@@ -20,12 +20,14 @@ CHUNK = 256  # logits whose largest is looked at first
 
 @dataclass
 class Stretch:
-    """What was kept of a row's text since its last piece."""
+    """What was kept of a row's text since its last piece. All tensors are on the device."""
 
     start: int
     places: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # log-probabilities and tokens, on the device
+    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # log-probabilities and tokens
+    states: list[Tensor] = field(default_factory=list)  # [n, width] bfloat16, of all tokens from ``start`` on
+    read: int = 0  # tokens with states
 
 
 class Collector:
@@ -33,45 +35,84 @@ class Collector:
 
     Args:
         keep: is given every piece.
+        layout: of the pieces. Where they hold hidden states, these are kept from round to round: a piece has no gaps.
     """
 
-    def __init__(self, keep: Callable[[Piece], None]):
-        self.keep = keep
+    def __init__(self, keep: Callable[[Piece], None], layout: Layout = TEXT):
+        self.keep, self.layout = keep, layout
         self._chance = random.Random(0)
         self._lengths: dict[int, int] = {}  # of the rows' texts, by slot, before the round under way
         self._stretches: dict[int, Stretch] = {}
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Tensor] = ()) -> None:
+        """``hidden[r]`` ``[n, width]`` are the states of the last n tokens of each prompt."""
         self._lengths.update((row.slot, len(row.ids)) for row in rows)
+        for row, states in zip(rows, hidden):
+            known = states[-self.layout.context :].to(torch.bfloat16, copy=True)
+            self._stretches[row.slot] = Stretch(len(row.ids) - 1 - len(known), states=[known], read=len(known))
 
-    def observe(self, rows: Sequence[Row], feedback: Feedback, *, wanted: bool = True) -> None:
-        """A round is over; where it is not ``wanted`` nothing is kept of it."""
-        if wanted and feedback.logits is not None:
-            self._keep(rows, feedback)
+    def observe(self, rows: Sequence[Row], feedback: Feedback, *, wanted: bool = True) -> bool:
+        """A round is over; where it is not ``wanted``, only pieces with hidden states go on. Whether something was kept."""
+        some = [index for index, row in enumerate(rows) if wanted or self._goes_on(row)] if feedback.logits is not None else []
+        if some:
+            self._keep(rows, some, feedback)
         self._lengths.update((row.slot, len(row.ids)) for row in rows)
+        return bool(some)
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._emit(row)
+            self._stretches.pop(row.slot, None)
             self._lengths.pop(row.slot, None)
 
     def reset(self) -> None:
         self._lengths, self._stretches = {}, {}
 
-    def _keep(self, rows: Sequence[Row], feedback: Feedback) -> None:
+    def _goes_on(self, row: Row) -> bool:
+        """A piece with hidden states is under way, and must have no gap. Before its first place it is dropped instead."""
+        stretch = self._stretches.get(row.slot) if self.layout.width else None
+        if stretch is not None and not stretch.places:
+            del self._stretches[row.slot]
+            return False
+        return stretch is not None
+
+    def _keep(self, rows: Sequence[Row], some: Sequence[int], feedback: Feedback) -> None:
         assert feedback.logits is not None
-        chosen = [(index, *each) for index, row in enumerate(rows) for each in self._chosen(row, feedback, feedback.accepted[index])]
-        if not chosen:
+        if self.layout.width:
+            self._keep_states(rows, some, feedback)
+        chosen = [(index, *each) for index in some for each in self._chosen(rows[index], feedback, feedback.accepted[index])]
+        if chosen:
+            logs, ids = likeliest(along(feedback.logits, feedback, *list(zip(*chosen))[:2]))
+            for (index, _, place, weight), *found in zip(chosen, logs, ids):
+                stretch = self._stretch(rows[index], place)
+                stretch.places.append(place)
+                stretch.weights.append(weight)
+                stretch.found.append((found[0], found[1]))
+        if self.layout.width:
+            for index in some:
+                self._cut(rows[index], feedback.tree.height + 1)
+
+    def _keep_states(self, rows: Sequence[Row], some: Sequence[int], feedback: Feedback) -> None:
+        """Of all tokens that the pass read and that were kept."""
+        assert feedback.hidden is not None
+        before = [self._lengths.get(rows[index].slot, len(rows[index].ids) + 1) for index in some]
+        counts = [min(feedback.accepted[index] + 1, len(rows[index].ids) - length + 1) for index, length in zip(some, before)]
+        nodes = [(index, depth) for index, count in zip(some, counts) for depth in range(count)]
+        if not nodes:
             return
-        device = feedback.logits.device
-        lines, depths = (to_device(list(each), device) for each in list(zip(*chosen))[:2])
-        nodes = depths if feedback.path is None else feedback.path.to(device)[lines, depths]
-        logs, ids = likeliest(feedback.logits[lines, nodes])
-        for (index, _, place, weight), *found in zip(chosen, logs, ids):
-            stretch = self._stretch(rows[index], place)
-            stretch.places.append(place)
-            stretch.weights.append(weight)
-            stretch.found.append((found[0], found[1]))
+        states = torch.split(along(feedback.hidden, feedback, *zip(*nodes)).to(torch.bfloat16), counts)
+        for index, length, mine in zip(some, before, states):
+            stretch = self._stretches.setdefault(rows[index].slot, Stretch(length - 1))
+            stretch.states.append(mine)
+            stretch.read += len(mine)
+
+    def _cut(self, row: Row, more: int) -> None:
+        """Make a piece of what has no room for so many ``more`` tokens; the next one begins with its last ones."""
+        stretch, layout = self._stretches.get(row.slot), self.layout
+        if stretch is not None and (stretch.read + more >= layout.length or len(stretch.places) + more > layout.places):
+            self._emit(row)
+            last = torch.cat(stretch.states)[-layout.context :]
+            self._stretches[row.slot] = Stretch(stretch.start + stretch.read - len(last), states=[last], read=len(last))
 
     def _chosen(self, row: Row, feedback: Feedback, accepted: int) -> list[tuple[int, int, float]]:
         """How deep on the path the nodes to keep of a row are, the places in the text that they stand at, and 1 over how likely each was to
@@ -86,32 +127,41 @@ class Collector:
 
     def _stretch(self, row: Row, place: int) -> Stretch:
         """The one that ``place`` belongs to; one that is full becomes a piece."""
-        stretch = self._stretches.get(row.slot)
-        if stretch is not None and (len(stretch.places) >= PLACES or place - stretch.start >= LENGTH):
+        stretch, layout = self._stretches.get(row.slot), self.layout
+        if not layout.width and stretch is not None and (len(stretch.places) >= layout.places or place - stretch.start >= layout.length):
             self._emit(row)
             stretch = None
         if stretch is None:
-            stretch = self._stretches[row.slot] = Stretch(max(0, place + 1 - CONTEXT))
+            stretch = self._stretches[row.slot] = Stretch(max(0, place + 1 - layout.context))
         return stretch
 
     def _emit(self, row: Row) -> None:
         stretch = self._stretches.pop(row.slot, None)
-        if stretch is not None:
-            self.keep(piece_of(row.ids, stretch))
+        if stretch is not None and stretch.places:
+            self.keep(piece_of(row.ids, stretch, self.layout))
 
 
-def piece_of(ids: Sequence[int], stretch: Stretch) -> Piece:
+def along(each: Tensor, feedback: Feedback, lines: Sequence[int], depths: Sequence[int]) -> Tensor:
+    """``[n, ...]`` of ``each`` ``[R, N, ...]`` at the nodes of the rows ``lines`` that lie so deep on what was kept."""
+    rows, nodes = to_device(list(lines), each.device), to_device(list(depths), each.device)
+    return each[rows, nodes if feedback.path is None else feedback.path.to(each.device)[rows, nodes]]
+
+
+def piece_of(ids: Sequence[int], stretch: Stretch, layout: Layout) -> Piece:
     """The one copy from the device to the host."""
-    piece, count = np.zeros(1, PIECE)[0], len(stretch.places)
-    tokens = ids[stretch.start : min(len(ids), stretch.start + LENGTH)]
+    places = [place - stretch.start for place in stretch.places if place - stretch.start < layout.length][: layout.places]
+    piece, count = np.zeros(1, layout.piece)[0], len(places)
+    tokens = ids[stretch.start : stretch.start + min(layout.length, stretch.read + 1 if layout.width else layout.length)]
     piece["length"], piece["count"] = len(tokens), count
     piece["tokens"][: len(tokens)] = tokens
-    piece["places"][:count] = [place - stretch.start for place in stretch.places]
-    piece["weights"][:count] = stretch.weights
+    piece["places"][:count], piece["weights"][:count] = places, stretch.weights[:count]
     width = len(stretch.found[0][0])
     piece["logs"][:, width:] = -np.inf
-    piece["logs"][:count, :width] = torch.stack([logs for logs, _ in stretch.found]).cpu().numpy()
-    piece["ids"][:count, :width] = torch.stack([ids for _, ids in stretch.found]).cpu().numpy()
+    piece["logs"][:count, :width] = torch.stack([logs for logs, _ in stretch.found[:count]]).cpu().numpy()
+    piece["ids"][:count, :width] = torch.stack([ids for _, ids in stretch.found[:count]]).cpu().numpy()
+    if layout.width:
+        states = torch.cat(stretch.states)[: len(tokens)]
+        piece["states"][: len(states)] = states.view(torch.int16).cpu().numpy()
     return piece
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foredraft.caching import private_folder, warn_once
 from foredraft.drafters.base import Feedback, Row
-from foredraft.drafters.learning.buffer import Buffer
+from foredraft.drafters.learning.buffer import Buffer, Layout
 from foredraft.drafters.learning.collecting import Collector
 from foredraft.drafters.learning.duty import SLICE, Duty
 from foredraft.drafters.learning.versions import TEXTS, Versions
@@ -34,6 +34,9 @@ from foredraft.models.identity import shape_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from foredraft.heads.base import Head
+    from foredraft.target import Target
 
 
 IDLE = "idle"
@@ -124,12 +127,14 @@ def spawn(folder: Path, options: LearnOptions) -> Running:
 
 
 class Learning:
-    """What one draft learns.
+    """What one draft model or head learns.
 
     Args:
         target: that it drafts for.
-        about: the draft's ``class``, ``name`` and ``config``; the learner makes one like it from that.
+        about: what the learner makes one like it from: ``class`` or ``kind``, ``name`` and ``config``; and ``width``, the numbers of the
+            hidden states that it reads of a token.
         first: its weights by name, as it was loaded.
+        frozen: makes what the learner needs besides.
         clock: seconds that both processes know.
         start: starts the learner.
 
@@ -146,18 +151,20 @@ class Learning:
         first: Mapping[str, Tensor],
         options: LearnOptions,
         *,
+        frozen: Callable[[], Mapping[str, Tensor]] = dict,
         clock: Callable[[], float] = time.monotonic,
         start: Callable[[Path, LearnOptions], Running] = spawn,
     ):
         self.options, self.clock, self._start = options, clock, start
         whom = {"target": {**asdict(shape_of(target)), "digest": _digest_of_target(target)}, "draft": {"digest": digest(first)}}
         self.versions = Versions(_folder(options, whom), keep=options.keep)
-        self.versions.begin({**whom, "model": dict(about)}, first)
+        self.versions.begin({**whom, "model": dict(about)}, first, frozen)
         self._like = {name: (value.shape, value.dtype) for name, value in first.items()}
         self.leads = False
         self.buffer: Buffer | None = None
         self.duty = Duty(options.share)
-        self.collector = Collector(self._add)
+        self.layout = Layout(about.get("width", 0))
+        self.collector = Collector(self._add, self.layout)
         self.version, self.swaps, self.refused, self.seconds = 0, 0, 0, 0.0
         self._unusable = -1  # the last version that was refused
         self.curve: list[tuple[int, float]] = []
@@ -178,12 +185,14 @@ class Learning:
 
     # -- rows -----------------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], hidden: Sequence[Tensor] = ()) -> None:
+        """``hidden`` are the states of each prompt's last tokens, where pieces hold states."""
         if not self._rows:  # what was before was nobody's time
             self._last = self.clock()
             self._grant(0.0)
         self._rows += len(rows)
-        self.collector.begin(rows)
+        if self.leads:
+            self.collector.begin(rows, hidden)
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> int | None:
         """A round is over. The version that is to be used from now on, if it is another one."""
@@ -192,11 +201,9 @@ class Learning:
         self._count(feedback)
         if self.leads:
             wanted = self._collecting + self._price <= COLLECTING * self.duty.elapsed or not self._price
-            self.collector.observe(rows, feedback, wanted=wanted)
-            if wanted:
+            if self.collector.observe(rows, feedback, wanted=wanted):
                 self._price = self.clock() - now
-                self._collecting += self._price
-                self.duty.spend(self._price)
+                self._collected(self._price)
             if self.duty.allows():
                 self._grant(now + SLICE)
         return self._newer(now)
@@ -205,7 +212,9 @@ class Learning:
         """As :meth:`observe`, for rows that are over."""
         self._rows = max(0, self._rows - len(rows))
         if self.leads:
+            begin = self.clock()
             self.collector.end(rows)
+            self._collected(self.clock() - begin)
         if not self._rows and self.options.between:
             self._grant(inf)
         return None if self._rows else self._newer(self.clock())
@@ -216,6 +225,10 @@ class Learning:
         self.collector.reset()
         if self.options.between:
             self._grant(inf)
+
+    def _collected(self, seconds: float) -> None:
+        self._collecting += seconds
+        self.duty.spend(seconds)
 
     # -- time -------------------------------------------------------------------------------------------------------------
 
@@ -236,7 +249,7 @@ class Learning:
     def _take_lead(self) -> None:
         self.leads = self.versions.lead()
         if self.leads:
-            self.buffer = Buffer(self.versions.folder / TEXTS, create=True)
+            self.buffer = Buffer(self.versions.folder / TEXTS, self.layout, create=True)
             self.buffer["granted"], self.buffer["busy"], self.buffer["refused"] = 0.0, 0, 0
             self.buffer["published"] = self.versions.numbers()[-1]
         elif self.buffer is None and self._looked == -inf:
@@ -406,13 +419,35 @@ def learning_of(draft: PreTrainedModel, target: PreTrainedModel, options: LearnO
         "name": name_of(draft),
         "config": json.loads(draft.config.to_json_string(use_diff=False)),
     }
-    weights = dict(draft.named_parameters())
-    learning = Learning(target, about, {name: value.detach().cpu() for name, value in weights.items()}, options)
+    return _newest(draft, Learning(target, about, weights_of(draft), options))
+
+
+def learning_of_head(head: Head, target: Target, options: LearnOptions) -> Learning:
+    """As :func:`learning_of`, of a ``head`` that is attached to ``target``."""
+    about = {
+        "kind": head.kind,
+        "name": head.config.target.name,
+        "config": head.config.to_dict(),
+        "width": len(head.features) * head.config.target.hidden_size,
+    }
+
+    def frozen() -> dict[str, Tensor]:
+        with target.unpacked():
+            return {name: value.detach().cpu() for name, value in head.frozen().items()}
+
+    return _newest(head, Learning(target.model, about, weights_of(head), options, frozen=frozen))
+
+
+def weights_of(draft: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in draft.named_parameters()}
+
+
+def _newest(draft: nn.Module, learning: Learning) -> Learning:
     for number in reversed(learning.versions.numbers()[1:]):
         if (found := learning.load(number)) is not None:
             with torch.no_grad():
-                for name, value in found.items():
-                    weights[name].copy_(value)
+                for name, value in draft.named_parameters():
+                    value.copy_(found[name])
             learning.version = number
             break
     if learning.buffer is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from foredraft.errors import ConfigurationError
 from foredraft.files import replacing
 
-ABOUT, FIRST, LOCK, TEXTS = "about.json", "first.safetensors", "lock", "texts.bin"
+ABOUT, FIRST, FROZEN, LOCK, TEXTS = "about.json", "first.safetensors", "frozen.safetensors", "lock", "texts.bin"
 
 
 class Versions:
@@ -36,8 +36,9 @@ class Versions:
 
     # -- whose it is --------------------------------------------------------------------------------------------------
 
-    def begin(self, about: Mapping[str, Any], first: Mapping[str, Tensor]) -> None:
-        """Make the folder what ``about`` says, with the ``first`` weights, unless it is that already.
+    def begin(self, about: Mapping[str, Any], first: Mapping[str, Tensor], frozen: Callable[[], Mapping[str, Tensor]] = dict) -> None:
+        """Make the folder what ``about`` says, with the ``first`` weights, unless it is that already. ``frozen`` makes what the learner
+        needs besides, and does not train.
 
         Raises:
             ConfigurationError: it cannot be written, or belongs to another target or another draft.
@@ -51,6 +52,9 @@ class Versions:
                 raise ConfigurationError(f"{str(self.folder)!r} holds something else; give learning a folder of its own")
             with replacing(self.folder / FIRST, private=True) as path:
                 save_file(dict(first), path)
+            if also := frozen():
+                with replacing(self.folder / FROZEN, private=True) as path:
+                    save_file({name: value.contiguous() for name, value in also.items()}, path)
             with replacing(self.folder / ABOUT, private=True) as path:  # the last: what is there is whole
                 path.write_text(json.dumps(about, indent=1), encoding="utf-8")
         except OSError as error:
@@ -61,6 +65,11 @@ class Versions:
     def about(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / ABOUT).read_text(encoding="utf-8"))
         return found
+
+    def frozen(self) -> dict[str, Tensor]:
+        """What was given to :meth:`begin`; nothing is read of it before it is used."""
+        path = self.folder / FROZEN
+        return load_file(path) if path.exists() else {}
 
     def _compare(self, about: Mapping[str, Any]) -> None:
         try:
