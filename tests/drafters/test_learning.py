@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import vocabularies
 from helpers import PAD, generate, perturbed, prompts, tiny
 from kernel_cases import always, needs_kernels
 from kernel_cases import build as build_with_kernels
@@ -505,9 +506,14 @@ def test_options_that_make_no_sense(given: Any, message: str):
         DraftModel(perturbed(), learn=given)
 
 
-def test_what_cannot_learn_says_so():
+def test_what_cannot_learn_says_so(tmp_path: Path):
     with pytest.raises(ConfigurationError, match="quantized"):
         DraftModel("zoo:python-1m", quantization="int8", learn=True)
+    target, foreign = (vocabularies.model(kind) for kind in ("byte-level", "unigram"))
+    drafter = DraftModel(foreign, tokenizer=vocabularies.tokenizer("unigram"), learn=tmp_path / "learnt")
+    with pytest.raises(ConfigurationError, match="another tokenizer than the target's cannot learn from it: leave learn out"):
+        Speculator(target, drafter, tokenizer=vocabularies.tokenizer("byte-level"))
+    assert not (tmp_path / "learnt").exists()
 
 
 def test_statistics_say_what_was_learnt(tmp_path: Path):
