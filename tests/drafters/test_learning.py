@@ -23,7 +23,7 @@ from foredraft import ConfigurationError, Speculator, testing
 from foredraft.backends import recorder
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.learning import collecting, serving
-from foredraft.drafters.learning.buffer import EVERY, NEW, OLD, TEXT, TRIAL, Buffer
+from foredraft.drafters.learning.buffer import EVERY, NEW, OLD, TEXT, TRIAL, Buffer, Layout
 from foredraft.drafters.learning.collecting import OTHERS, Collector, likeliest
 from foredraft.drafters.learning.duty import SLICE, Duty
 from foredraft.drafters.learning.serving import Learning, LearnOptions
@@ -236,14 +236,16 @@ def test_a_piece_that_is_half_written_is_passed_over(tmp_path: Path):
 
 
 @pytest.mark.nightly
-def test_a_million_tokens_take_no_more_memory_than_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("width", [0, 32])
+def test_a_million_tokens_take_no_more_memory_than_the_first(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(collecting, "OTHERS", 0.03)  # to save time
-    buffer = Buffer(tmp_path / "texts", create=True)
-    collector, generator = Collector(buffer.add), torch.Generator().manual_seed(0)
+    layout = Layout(width)
+    buffer = Buffer(tmp_path / "texts", layout, create=True)
+    collector, generator = Collector(buffer.add, layout), torch.Generator().manual_seed(0)
     rows, size = [FakeRow([0, 1], slot) for slot in range(64)], (tmp_path / "texts").stat().st_size
     collector.begin(rows)
     tokens, kept = 0, []
-    logits = torch.randn(64, 32, 20, generator=generator)
+    logits, hidden = torch.randn(64, 32, 20, generator=generator), torch.randn(64, 32, width, generator=generator)
     tree = TokenTree.from_chain(torch.zeros(64, 32, dtype=torch.long))
     while tokens < 1_000_000:
         accepted = torch.randint(0, 32, (64,), generator=generator).tolist()
@@ -251,13 +253,14 @@ def test_a_million_tokens_take_no_more_memory_than_the_first(tmp_path: Path, mon
             row.ids = row.ids[-4000:] if len(row.ids) < 4000 else row.ids
             row.ids += [7] * (count + 1)
         tokens += sum(accepted) + 64
-        collector.observe(rows, SimpleNamespace(tree=tree, accepted=accepted, path=None, logits=logits))
+        collector.observe(rows, SimpleNamespace(tree=tree, accepted=accepted, path=None, logits=logits, hidden=hidden))
         kept.append(sum(len(each.found) for each in collector._stretches.values()))
+        assert all(each.read < layout.length for each in collector._stretches.values())
         if len(rows[0].ids) > 3000:
             collector.end(rows)
             rows = [FakeRow([0, 1], slot) for slot in range(64)]
             collector.begin(rows)
-    assert max(kept) <= 64 * TEXT.places and buffer["written"] > TRIAL + NEW + 64
+    assert max(kept) <= 64 * layout.places and buffer["written"] > TRIAL + NEW + 64
     assert (tmp_path / "texts").stat().st_size == size < 40 << 20
 
 
