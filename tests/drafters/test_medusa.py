@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused():
         Medusa(head, siblings="most")
     with pytest.raises(ConfigurationError, match="is not bound to a Speculator"):
         Medusa(head).head  # noqa: B018
-    assert set(drafters.options("medusa")) == {"quantization", "siblings", "source", "successors"}
+    assert set(drafters.options("medusa")) == {"learn", "quantization", "siblings", "source", "successors"}
 
 
 def test_a_head_of_another_dtype_is_copied_not_changed():

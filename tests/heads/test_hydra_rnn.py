@@ -353,7 +353,7 @@ def test_what_does_not_fit_is_refused():
     stranger = RnnHead(replace(head.config, target=replace(head.config.target, layers=99)))
     with pytest.raises(ConfigurationError, match="layers 99"):
         Speculator(tiny(), Rnn(stranger))
-    assert set(drafters.options("rnn")) == {"quantization", "siblings", "source", "window"}
+    assert set(drafters.options("rnn")) == {"learn", "quantization", "siblings", "source", "window"}
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
