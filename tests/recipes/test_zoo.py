@@ -105,7 +105,7 @@ def test_blocked_attention_is_attention():
     torch.testing.assert_close(blocked.transpose(1, 2), plain, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("early", [None, layerskip.Recipe(dropout=0.2, rotation=2, exit=1)])
+@pytest.mark.parametrize("early", [pytest.param(None, marks=pytest.mark.nightly), layerskip.Recipe(dropout=0.2, rotation=2, exit=1)])
 def test_a_run_learns_stops_and_resumes(tmp_path, monkeypatch, early):
     monkeypatch.setattr(fit, "CONTEXT", 64)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
