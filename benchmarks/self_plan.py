@@ -54,7 +54,7 @@ class Settings(speed_plan.Settings):
     documents: int = option(16, "Held-out files that exits are judged on.", least=2)
     answered: int = option(64, "Held-out prompts that trained exits are judged on.", least=2)
     searching: int = option(25_000, "Tokens that draft-verify:auto writes; the last fifth is compared.", least=5 * LONG)
-    trials: int = option(100, "Trials of the search for sublayers to leave out.", least=1)
+    trials: int = option(200, "Trials of the search for sublayers to leave out.", least=1)
     texts: int = option(1200, "Texts that exits are trained on.", least=2)
     steps: int = option(250, "Steps of their training.", least=1)
 

@@ -135,7 +135,7 @@ class Observer:
         self.stats.seconds["draft"] += draft
         self.stats.seconds["target"] += target
         if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows))):
-            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - begin - draft - target))
+            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - planned - draft - target))
         self._compare(rows, end - begin - draft, time.perf_counter() - begin)
 
     def _count_layers(self) -> None:

@@ -429,7 +429,7 @@ class Watched:
         return torch.nn.functional.one_hot(states[:, 0].long(), 3).float()
 
 
-def looked(rounds: int, right: dict[int, float], exits: Exits, *, slower: float = 0.0, head: float = 0.0) -> Watched:
+def looked(rounds: int, right: dict[int, float], exits: Exits, *, slower: float = 0.0, head: float = 0.0, nodes: int = 3) -> Watched:
     """``rounds`` of a millisecond each, with a look ``slower`` by so much, in which the LM head takes ``head``."""
     target: Any = Watched(right)
     clock: Any = exits.clock
@@ -442,9 +442,9 @@ def looked(rounds: int, right: dict[int, float], exits: Exits, *, slower: float 
     target.read_out = timed
     exits.begin()
     for _ in range(rounds):
-        logits = target.score(3)
+        logits = target.score(nodes)
         clock.now += 1e-3 + (slower if target.kept else 0.0)
-        exits.observe(target, logits, [2], None)
+        exits.observe(target, logits, [nodes - 1], None)
     return target
 
 
@@ -454,6 +454,12 @@ def test_looks_take_a_hundredth_of_the_time():
     seconds = target.looks * 8e-4
     assert 0.008 < seconds / exits.clock() < 0.0105
     assert looked(50, {1: 0.5, 2: 0.5, 3: 0.5}, Exits((1, 2, 3), 1, clock=Ticking())).looks == 49  # where they cost nothing
+
+
+def test_looks_are_rarer_where_nothing_is_drafted():
+    exits = Exits((1, 2, 3), 1, clock=Ticking())
+    target = looked(5000, {1: 0.5, 2: 0.5, 3: 0.5}, exits, slower=3e-4, head=5e-4, nodes=1)
+    assert 0.002 < target.looks * 8e-4 / exits.clock() < 0.0035
 
 
 def test_odds_follow_what_was_seen():

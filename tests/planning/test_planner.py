@@ -22,7 +22,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.planning import AutomaticPlanner, Round, search
 from foredraft.planning.acceptance import Acceptance, expected
-from foredraft.planning.costs import CostModel, measure
+from foredraft.planning.costs import CostModel, Measurement, measure
 from foredraft.planning.curves import Curve, interpolated, monotone
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.profiles import Profile, describe, profile
@@ -336,6 +336,22 @@ def test_a_measured_draft_model_and_its_target_are_left_as_they_were():
     assert target.lengths == [] and drafter.model.lengths == []
     assert costs.level.points[2].keys() >= {1} and costs.fixed[2] >= 0 and costs.catch_up[2] >= 0
     assert all(seconds > 0 for seconds in costs.target.points[2].values())
+
+
+def test_a_draft_by_layers_of_the_target_is_charged_by_the_round_and_by_the_token():
+    """A round takes 2 ms more than a whole pass of its size, and 3 ms for every token that is drafted."""
+    costs, run = (
+        CostModel(),
+        Measurement(TimedTarget(Clock(), lambda rows, nodes: 0.0), PromptLookup(), 1, largest_shape(branches=False), Clock()),
+    )
+    run.times = {("target", size): [1e-2 * size] for size in (1, 2, 5)}
+    for depth in (1, 4):
+        run.times["round", depth], run.times["whole", depth] = [5e-3 + 1e-2 * (depth + 1) + 3e-3 * (depth - 1)], [1e-2 * (depth + 1)]
+    run.fill(costs)
+    assert costs.draft_seconds(1, (1,)) == pytest.approx(5e-3) and costs.draft_seconds(1, (1,) * 6) == pytest.approx(20e-3)
+    del run.times["whole", 1], run.times["round", 4]  # a slow model left no time for it
+    run.fill(costs)
+    assert costs.draft_seconds(1, (1,)) == pytest.approx(5e-3)
 
 
 def test_what_learns_from_texts_is_not_shown_invented_ones():

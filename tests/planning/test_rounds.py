@@ -205,6 +205,23 @@ def test_tries_come_less_and_less_often():
     assert FIRST_PAUSE < 10
 
 
+def test_a_dear_draft_is_tried_at_once_as_far_as_the_account_goes():
+    """Drafting is not expected to pay, and the try that says most costs more than the account holds."""
+    dear = lambda tokens: 30 * MS * (1.5 if tokens > 1 else 1)  # noqa: E731
+    runs = [
+        Run(machine, planner(machine), seed=seed).go(60) for seed in range(8) for machine in [Machine(dear, level=6 * MS, rates=(0.9,))]
+    ]
+    assert {run.shapes[0] for run in runs} == {"chain(2)"}
+    assert sum(run.last(20)["chain(0)"] == 0 for run in runs) >= 6
+
+
+def test_a_lucky_guess_does_not_bring_many_more_tries():
+    machine = Machine(flat, level=9 * MS, rates=(0.15,))
+    runs = [Run(machine, planner(machine), seed=seed).go(1500) for seed in range(4)]
+    assert all(run.last(1000)["chain(0)"] > 960 for run in runs)
+    assert sum(run.tokens for run in runs) * (flat(1) + 0.02 * MS) / sum(run.seconds for run in runs) > 0.985
+
+
 def test_easy_text_is_drafted_deep_from_the_first_rounds_on():
     machine = Machine(flat, level=0.3 * MS, missed=0.02 * MS, rates=(0.9,))
     run = Run(machine, planner(machine)).go(40)

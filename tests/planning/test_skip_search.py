@@ -13,7 +13,7 @@ from foredraft.drafters.sublayer_costs import SublayerCosts
 from foredraft.errors import ConfigurationError
 from foredraft.models.skips import SkipSet
 from foredraft.planning.skip_costs import read_costs
-from foredraft.planning.skip_search import SkipSearch
+from foredraft.planning.skip_search import SkipSearch, Trial
 
 NEEDS_OPTUNA = "the search needs optuna (pip install 'foredraft[search]')"
 
@@ -69,6 +69,22 @@ def test_it_beats_random_search_at_equal_trials():
                 chance.judge(proposed, "random")
         gains.append(search.ranked[0].rate / chance.ranked[0].rate)
     assert median(gains) > 1.02
+
+
+def test_sets_that_are_timed_differ_and_hold_eliminations_best():
+    search, random = toy(8, 3), Random(3)
+    for skipped in search.eliminate():
+        search.judge(skipped, "greedy")
+    best = search.ranked[0]
+    for number in range(40):  # a crowd of nearly the same sets that look a little better
+        near = tuple(out ^ (random.random() < 0.1) for out in best.skipped)
+        if search.fresh(near):
+            search.judged[near] = Trial(near, best.agreement, (1.01 + 1e-4 * number) * best.rate, best.length, "bayesian")
+    assert {trial.stage for trial in search.ranked[:10]} == {"bayesian"}
+    found = search.finalists(10)
+    assert len(set(found)) == 10 and found[:2] == [search.ranked[0], best]
+    assert max(trial.agreement for trial in found) > best.agreement + 0.1 > min(trial.agreement for trial in found) + 0.2
+    assert search.finalists(1) == search.ranked[:1] and set(search.finalists(10**6)) == set(search.ranked)
 
 
 def test_the_same_seed_makes_the_same_trials():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foredraft.target import Target
 
 MOST = 8  # layers that are looked at
-SHARE = 0.01  # of the time that looks may take
+SHARE, IDLE = 0.01, 0.003  # of the time that looks may take; the latter where nothing is drafted, and a look sees one node
 STATES = 24  # that the LM head reads in one look, at most
 MEMORY = 0.995  # of what was known that a node leaves
 ENOUGH = 24.0  # nodes looked at, until which nothing is said
@@ -85,7 +85,7 @@ class Exits:
             self._debt += self.clock() - now + min(max(took - usual, 0.0), usual)
         else:
             self._usual[nodes] = usual + USUAL * (took - usual)
-        self._debt = max(0.0, self._debt - SHARE * took)
+        self._debt = max(0.0, self._debt - (SHARE if nodes > 1 else IDLE) * took)
         target.keep(() if self._debt else self.layers)
         self._begun = self.clock()
 

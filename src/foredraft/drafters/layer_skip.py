@@ -44,7 +44,7 @@ class LayerSkip(Drafter):
 
     name = "layer-skip"
     summary = "the target's own lower layers; for models trained to exit early"
-    info = DrafterInfo(proposals=DRAWN.chains, branches=True, grows=True, runs_a_model=True, shares_target=True, learns_from_feedback=False)
+    info = DrafterInfo(proposals=DRAWN.chains, branches=True, runs_a_model=True, shares_target=True, learns_from_feedback=False)
 
     def __init__(
         self,

@@ -30,12 +30,16 @@ class SublayerCosts:
 
     def rate(self, skipped: Skipped, agreement: float) -> tuple[float, int]:
         """Tokens per second of the chains that suit best, drafted without ``skipped``, and how long these are."""
-        draft = self.rest + sum(seconds for seconds, left_out in zip(self.sublayers, skipped) if not left_out)
+        draft = self.draft(skipped)
         tokens, best = 1.0, (0.0, 0)
         for length in range(1, len(self.passes)):
             tokens += agreement**length
             best = max(best, (tokens / (length * draft + self.passes[length]), length))
         return best
+
+    def draft(self, skipped: Skipped) -> float:
+        """Seconds of a drafted token."""
+        return self.rest + sum(seconds for seconds, left_out in zip(self.sublayers, skipped) if not left_out)
 
     def to_dict(self, sublayers: Sequence[Sublayer]) -> dict[str, Any]:
         """As :func:`read_costs` reads it."""

@@ -236,13 +236,14 @@ def measure(
     try:
         target.keep(())
         own, exits = drafts and timed_beforehand(drafter), drafter.info.exits
-        run.passes(begin + (0.6 if own or exits else 0.9) * seconds)
+        shares = drafts and drafter.info.shares_target
+        run.passes(begin + (0.6 if own or exits or shares else 0.9) * seconds)
         if exits:
-            run.exits(exits.layers, begin + 0.9 * seconds)
+            run.exits(exits.layers, begin + (0.8 if shares else 0.9) * seconds)
         if own:
             run.drafts(begin + 0.9 * seconds)
-        elif drafts and drafter.info.shares_target and not exits:
-            run.level(begin + seconds)
+        elif shares:
+            run.rounds(begin + seconds)
     finally:
         target.reset()
         drafter.reset()
@@ -337,12 +338,16 @@ class Measurement:
         self.timed("unread", self._drafting(rows, shapes["one"]))
         self.drafter.end(rows)
 
-    def level(self, deadline: float) -> None:
-        """One level by layers of the target itself, which read from its cache."""
+    def rounds(self, deadline: float) -> None:
+        """Drafts by layers of the target itself, which read from its cache, together with the passes that verify them."""
         self._open(self.texts)
-        rows = [StandIn(slot, list(text), self.prompt + 2) for slot, text in enumerate(self.texts)]
+        rows = [StandIn(slot, list(text), self.prompt + self.largest.nodes + 1) for slot, text in enumerate(self.texts)]
         self._begin(rows)
-        self.in_turns({("one", 1): self._drafting(rows, TreeShape.chain(1))}, deadline)
+        calls: dict[Any, Callable[[], object]] = {}
+        for depth in sorted({1, min(4, self.largest.depth)}):
+            calls["round", depth] = self._drafting(rows, TreeShape.chain(depth), verified=True)
+            calls["whole", depth] = self._scoring(self._chain(depth + 1))
+        self.in_turns(calls, deadline)
         self.drafter.end(rows)
 
     def fill(self, costs: CostModel) -> None:
@@ -361,12 +366,18 @@ class Measurement:
         if ("longer", 1) in medians:
             more = (medians["longer", 1] - medians["target", 1]) / (self.rows * (self.longer - self.prompt))
             costs.context = max(costs.context, more, 0.0)
+        for _, depth in [name for name in medians if name[0] == "round"]:  # a draft costs what its round takes on top of a whole pass
+            more = medians["round", depth] - medians.get(("whole", depth), costs.target.base(self.rows, depth + 1))
+            medians["one" if depth == 1 else "deep", depth] = max(more, 0.05 * medians["round", depth])
         one = medians.get(("one", 1))
         if one is None:
             return
         deep = next(((name[1], seconds) for name, seconds in medians.items() if name[0] == "deep"), None)
         level = one if deep is None or deep[0] == 1 else min(one, max((deep[1] - one) / (deep[0] - 1), 0.05 * one))
         costs.fixed[self.rows] = one - level
+        if exits and self.rows in costs.exits:  # what a level takes besides its pass, it takes everywhere
+            besides = max(0.0, level - costs.exits[self.rows].get(exits.layer, level))
+            costs.exits[self.rows] = {layer: seconds + besides for layer, seconds in costs.exits[self.rows].items()}
         costs.level.measured(self.rows, 1, level)
         for width in WIDTHS:
             if (f"wide {width}", 2) in medians:
@@ -389,7 +400,7 @@ class Measurement:
     def _leaving(self, root: TokenTree, layer: int) -> Callable[[], object]:
         return lambda: self.target.score_early(root, layer)
 
-    def _drafting(self, rows: Sequence[StandIn], shape: TreeShape) -> Callable[[], object]:
+    def _drafting(self, rows: Sequence[StandIn], shape: TreeShape, *, verified: bool = False) -> Callable[[], object]:
         sampler = Sampler(
             pipelines=[Pipeline()] * self.rows,
             sampled=[False] * self.rows,
@@ -403,6 +414,9 @@ class Measurement:
 
         def draft() -> None:
             tree = self.drafter.draft(request)
+            if verified:  # nothing is said of it: some drafters learn from what they are told
+                self.target.score(tree.with_safe_parents())
+                return
             path = None if tree.chain else torch.zeros(self.rows, shape.depth + 1, dtype=torch.long, device=tree.tokens.device)
             self.drafter.observe(rows, Feedback(tree, [0] * self.rows, path, hidden=self._hidden(tree.nodes)))
 

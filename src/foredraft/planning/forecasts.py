@@ -167,11 +167,13 @@ class Forecaster:
         """With a draft so far, of such rows."""
         return self.of(greedy).rounds + (0 if self.grown is None else self.grown.rounds)
 
-    def attempt(self, rows: Sequence[Row], *, greedy: bool) -> search.Plan:
-        """The chain that promises most tokens for the seconds it costs more than a plain round, if drafting did work."""
+    def attempt(self, rows: Sequence[Row], *, greedy: bool, most: float) -> search.Plan:
+        """The chain that promises most tokens for the seconds it costs more than a plain round, if drafting did work; of those that cost
+        ``most`` more at most, and the shortest if none does."""
         depth = min(TRIAL_LENGTH, self.largest.depth)
-        plans = search.chains([TRIAL_ACCEPTANCE] * depth, self._costs(rows, self.of(greedy), horizon=1))
-        return max(plans[1:], key=lambda plan: (plan.tokens - 1) / max(plan.seconds - plans[0].seconds, 1e-12))
+        plain, *plans = search.chains([TRIAL_ACCEPTANCE] * depth, self._costs(rows, self.of(greedy), horizon=1))
+        affordable = [plan for plan in plans if plan.seconds - plain.seconds <= most] or plans[:1]
+        return max(affordable, key=lambda plan: (plan.tokens - 1) / max(plan.seconds - plain.seconds, 1e-12))
 
     def catch_up(self, rows: Sequence[Row], done: Round) -> int:
         """Tokens that the drafter had to read before the round that is over; now it has."""

@@ -33,6 +33,7 @@ STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins w
 DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost must not end drafting for ever
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between tries
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
+FIRST_CHECKS = 2  # plain rounds after a measurement: passes in a row, which it times, take less than rounds do
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
@@ -82,7 +83,7 @@ class AutomaticPlanner:
         self.profile, self.budget, self.clock = profile, budget, clock
         self.account: float | None = None  # seconds
         self._checks, self._since_check = 0, 0
-        self._pause, self._since_try, self._trying = FIRST_PAUSE, 0, False
+        self._pause, self._since_try, self._trying = FIRST_PAUSE, FIRST_PAUSE, False
         self._together = True
         self._limits: dict[int, int] | None = None
         self._forecast: Forecast | None = None
@@ -121,7 +122,7 @@ class AutomaticPlanner:
         share = measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)
         if drafter.info.exits is not None:
             self.costs.leave(drafter.info.exits.layer)
-        self._forecast = None
+        self._forecast, self._checks = None, FIRST_CHECKS
         if self.profile is not None and share >= QUIET:
             self.profile.write(self.costs)
         return self.clock() - begin
@@ -149,7 +150,7 @@ class AutomaticPlanner:
         self._since_try += 1
         if self._since_try < self._pause or self.account <= 0:
             return zero
-        attempt = self.forecaster.attempt(rows, greedy=greedy)
+        attempt = self.forecaster.attempt(rows, greedy=greedy, most=self.account)
         missing = attempt.seconds - plain - self.account
         if missing > 0:  # ask again when it has been earned
             self._since_try = min(self._since_try, self._pause) - math.ceil(missing / (SHARE * plain))
@@ -248,7 +249,7 @@ class AutomaticPlanner:
             self._next, self._earliest = 0, 0.0
         if self._trying and any(done.drafted):  # a try without a draft cost nothing and says nothing
             self._since_try = 0
-            self._pause = 1 if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
+            self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
             self._next = 0
 
     def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from foredraft.drafters.base import Drafter
     from foredraft.target import Target
 
-SCHEMA = 2
+SCHEMA = 3
 
 log = logging.getLogger(__name__)
 

@@ -51,6 +51,19 @@ class SkipSearch:
         """Best first."""
         return sorted(self.judged.values(), key=lambda trial: -trial.rate)
 
+    def finalists(self, count: int) -> list[Trial]:
+        """``count`` sets to be timed: the best one, elimination's best, those that no other beats in agreement and in what a draft costs,
+        and then the others, each time the best first. The best alone would be nearly the same set many times over."""
+        by_cost = sorted(self.ranked, key=lambda trial: (self.costs.draft(trial.skipped), -trial.agreement))
+        front, agreement = list[Trial](), -1.0
+        for trial in by_cost:
+            if trial.agreement > agreement:
+                front.append(trial)
+                agreement = trial.agreement
+        eliminated = [trial for trial in self.ranked if trial.stage == "greedy"]
+        chosen = [*self.ranked[:1], *eliminated[:1], *sorted(front, key=lambda trial: -trial.rate), *self.ranked]
+        return list(dict.fromkeys(chosen))[:count]
+
     def set_of(self, skipped: Skipped) -> SkipSet:
         return set_of(self.sublayers, skipped)
 

@@ -30,8 +30,8 @@ from foredraft.training.data import Manifest, Texts, refuse_other_data
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HELD_OUT, ANSWER = 4, 48  # texts at the end of the data whose prompts the best sets are timed on, and tokens of each answer
-REPEATS = 3  # of each answer that count
+FEWEST, MOST, ANSWER = 4, 16, 48  # texts at the end of the data whose prompts sets are timed on, and tokens of each answer
+REPEATS = 3  # of each answer that count; after each, a third of the sets goes on, and two at least
 BATCH = 2048  # tokens of a pass, padding included
 Report = Callable[[str], None]
 
@@ -98,12 +98,13 @@ def run(
     model = load_model(target, dtype=dtype, device=device) if isinstance(target, str) else target
     texts = Texts(data, partial=partial)
     refuse_other_data(texts.manifest, model, other_target=other_target)
-    if len(texts) <= HELD_OUT or not (texts.lengths > texts.prompt_lengths)[:-HELD_OUT].any():
-        raise ConfigurationError(f"{str(data)!r} must hold more than {HELD_OUT} texts with answers; make some with foredraft data generate")
+    held_out = count_held_out(texts)
+    if len(texts) <= held_out or not (texts.lengths > texts.prompt_lengths)[:-held_out].any():
+        raise ConfigurationError(f"{str(data)!r} must hold more than {FEWEST} texts with answers; make some with foredraft data generate")
     packed = Target(model, owned=True, reuse_prefix=False)
     try:
         search = begun(packed, texts, tokens, costs, report)
-        prompts = [texts.prompt(index) for index in range(len(texts) - HELD_OUT, len(texts))]
+        prompts = [texts.prompt(index) for index in range(len(texts) - held_out, len(texts))]
         rates: dict[SkipSet | None, float] = {}
         with interrupting() as interrupted:
             for number, trial in enumerate(search.run(trials, seed), 1):
@@ -113,7 +114,7 @@ def run(
                 )
             if costs is None and finalists:
                 report(f"timing the best {finalists}")
-                rates = timed(model, {search.set_of(each.skipped): each.length for each in search.ranked[:finalists]}, prompts)
+                rates = timed(model, [search.set_of(each.skipped) for each in search.finalists(finalists)], prompts)
         if search.judged:
             store(search, rates, model, out, report)
         elif interrupted:
@@ -123,6 +124,11 @@ def run(
         packed.close()
 
 
+def count_held_out(texts: Texts) -> int:
+    """Texts at the end that no trial reads."""
+    return max(FEWEST, min(len(texts) // 5, MOST))
+
+
 def begun(target: Target, texts: Texts, tokens: int, costs: Path | None, report: Report) -> SkipSearch:
     """A search over all sublayers that can be left out, with nothing judged yet."""
     found = target.sublayers
@@ -130,7 +136,7 @@ def begun(target: Target, texts: Texts, tokens: int, costs: Path | None, report:
         report(f"the MLPs of {describe(target.model)} are no modules of their own: only attention is left out")
     sublayers = sublayers_of(found)
     seconds = measure_costs(target) if costs is None else read_costs(costs, sublayers)
-    agreement = Agreement(target.model, found, texts, range(len(texts) - HELD_OUT), tokens)
+    agreement = Agreement(target.model, found, texts, range(len(texts) - count_held_out(texts)), tokens)
     report(
         f"{len(sublayers)} sublayers; a trial reads {agreement.tokens:,} tokens; plain decoding is taken for {seconds.plain:.1f} tokens/s"
     )
@@ -154,36 +160,41 @@ def interrupting() -> Iterator[list[str]]:
             signal.signal(signal.SIGTERM, previous)
 
 
-def timed(model: PreTrainedModel, sets: Mapping[SkipSet, int], prompts: Sequence[Sequence[int]]) -> dict[SkipSet | None, float]:
-    """Tokens per second without each of ``sets`` while drafting chains of its length, and, under None, of plain decoding: they answer all
-    prompts in turns, and the median of the answers counts."""
+def timed(model: PreTrainedModel, sets: Sequence[SkipSet], prompts: Sequence[Sequence[int]]) -> dict[SkipSet | None, float]:
+    """Tokens per second with each of ``sets``, drafted as the planner decides, best first, and, under None, of plain decoding: they answer
+    all prompts in turns, and after each turn the slower sets are left out. Of answers to the same prompt the median counts."""
     # "eager" leaves the model as it is, packed where it was packed
     fixed: dict[str, Any] = {"execution": "eager", "self_test": False, "reuse_prefix": False}
     contenders: dict[SkipSet | None, Speculator] = {None: Speculator(model, "none", **fixed)}
-    contenders.update({skip: Speculator(model, DraftVerify(skip=skip), shape=f"chain({length})", **fixed) for skip, length in sets.items()})
-    seconds: dict[SkipSet | None, list[float]] = {skip: [] for skip in contenders}
+    contenders.update({skip: Speculator(model, DraftVerify(skip=skip), **fixed) for skip in sets})
+    seconds: dict[SkipSet | None, list[list[float]]] = {skip: [[] for _ in prompts] for skip in contenders}
+    rates: dict[SkipSet | None, float] = {}
+    left = list(sets)
     try:
         for turn in range(1 + REPEATS):
-            for prompt in prompts:
-                order = list(contenders)
-                for skip in order[turn % len(order) :] + order[: turn % len(order)]:
+            for number, prompt in enumerate(prompts if turn else prompts[:FEWEST]):
+                order = [None, *left]
+                for skip in order[number % len(order) :] + order[: number % len(order)]:
                     ids = torch.tensor([prompt], device=model.device)
                     stats = contenders[skip].generate(ids, do_sample=False, max_new_tokens=ANSWER).stats
                     assert stats is not None
                     spent = stats.seconds["total"] - stats.seconds["prefill"] - stats.seconds.get("planning", 0.0)
                     if turn:  # the first is the warm-up
-                        seconds[skip].append(spent / max(1, stats.new_tokens - 1))
+                        seconds[skip][number].append(spent / max(1, stats.new_tokens - 1))
+            if turn:
+                rates.update({skip: len(prompts) / sum(map(median, seconds[skip])) for skip in (None, *left)})
+                left = sorted(left, key=lambda skip: -rates[skip])[: max(2, len(left) // 3)]
     finally:
         for each in contenders.values():
             each.close()
-    return {skip: 1 / median(spent) for skip, spent in seconds.items()}
+    return {skip: rates[skip] for skip in dict.fromkeys([*left, *rates])}
 
 
 def store(search: SkipSearch, rates: Mapping[SkipSet | None, float], model: PreTrainedModel, out: Path, report: Report) -> None:
     """Write the best set, by what was measured where that is known, and say what it gains."""
     trials = {search.set_of(each.skipped): each for each in search.ranked}
-    timed = [skip for skip in rates if skip is not None]
-    best = max(timed, key=lambda skip: rates[skip]) if timed else next(iter(trials))
+    timed = [skip for skip in rates if skip is not None]  # the best one first
+    best = timed[0] if timed else next(iter(trials))
     plain = rates.get(None, search.costs.plain)
     rate = rates.get(best, trials[best].rate)
     best.save(
@@ -196,9 +207,9 @@ def store(search: SkipSearch, rates: Mapping[SkipSet | None, float], model: PreT
         ],
         costs=search.costs.to_dict(search.sublayers),
     )
-    what, length = "measured" if timed else "predicted", trials[best].length
+    what = "measured" if timed else f"predicted with chains of {trials[best].length}"
     report(
-        f"{out}: without {best} drafts agree {trials[best].agreement:.1%} of the time; {rate:.1f} tokens/s {what} with chains of {length}, "
+        f"{out}: without {best} drafts agree {trials[best].agreement:.1%} of the time; {rate:.1f} tokens/s {what}, "
         f"{rate / plain:.2f} times as many as plain decoding"
     )
     if rate <= plain:
