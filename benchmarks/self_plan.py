@@ -50,7 +50,7 @@ class Settings(speed_plan.Settings):
     exit: str = option(AUTO, "Where layer-skip leaves the target with shape auto: a layer, or auto.")
     exits: tuple[int, ...] = option((4, 8), "Exits of the chains that are compared with transformers'.", least=1, flag="--fixed-exit")
     lengths: tuple[int, ...] = option((3, 5), "γ of these chains.", least=1, flag="--gamma")
-    limit: int | None = option(6, "Held-out prompts whose continuation is timed.", least=1)
+    limit: int | None = option(8, "Held-out prompts whose continuation is timed.", least=1)
     documents: int = option(16, "Held-out files that exits are judged on.", least=2)
     answered: int = option(64, "Held-out prompts that trained exits are judged on.", least=2)
     searching: int = option(25_000, "Tokens that draft-verify:auto writes; the last fifth is compared.", least=5 * LONG)
