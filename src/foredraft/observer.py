@@ -134,8 +134,10 @@ class Observer:
         target = verified - drafted - (sampler.watch.seconds - self._asked) if self._on_cuda else scored - drafted
         self.stats.seconds["draft"] += draft
         self.stats.seconds["target"] += target
+        # drafts by the target's own layers cost so little more than plain rounds that the planner's first searches would show
+        since = planned if self.drafter.info.shares_target else begin
         if self.planner.learns and not (self._request is None and self.planner.passes_over(len(rows))):
-            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - planned - draft - target))
+            self.planner.observe(rows, self._round(rows, outcome, sampler, draft, target, end - since - draft - target))
         self._compare(rows, end - begin - draft, time.perf_counter() - begin)
 
     def _count_layers(self) -> None:

@@ -33,7 +33,7 @@ STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins w
 DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost must not end drafting for ever
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between tries
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
-FIRST_CHECKS = 2  # plain rounds after a measurement: passes in a row, which it times, take less than rounds do
+FIRST_CHECKS = 2  # plain rounds before the first draft by layers of the target, whose rounds say little of plain ones
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
@@ -122,7 +122,7 @@ class AutomaticPlanner:
         share = measure(self.costs, target, drafter, rows=rows, largest=self.largest, seconds=left, clock=self.clock)
         if drafter.info.exits is not None:
             self.costs.leave(drafter.info.exits.layer)
-        self._forecast, self._checks = None, FIRST_CHECKS
+        self._forecast, self._checks = None, FIRST_CHECKS if drafter.info.shares_target else 0
         if self.profile is not None and share >= QUIET:
             self.profile.write(self.costs)
         return self.clock() - begin
