@@ -534,9 +534,9 @@ def test_auto_finds_the_cheapest_layer_that_is_right(shape: str, options: dict, 
 
     monkeypatch.setattr(planner, "observe", observed)
     plain = Speculator(planted(), "none", rule="match", execution="eager")
-    found = speculator.generate(**padded(ROWS[:1]), max_new_tokens=150, pad_token_id=PAD, **options)
+    found = speculator.generate(**padded(ROWS[:1]), max_new_tokens=300, pad_token_id=PAD, **options)
     assert drafter.exit == 2
-    assert [row[len(ROWS[0]) :] for row in found.sequences.tolist()] == generate(plain, ROWS[:1], max_new_tokens=150, **options)
+    assert [row[len(ROWS[0]) :] for row in found.sequences.tolist()] == generate(plain, ROWS[:1], max_new_tokens=300, **options)
     assert len(set(found.stats.layer_tokens)) == 1 or "dynamic" in shape or shape == "auto"
 
 

@@ -138,6 +138,8 @@ class CostModel:
         self._pace = self.target.scale
         draft = max(draft - self.catching_up(rows, behind), 0.1 * draft)
         self.level.observe(rows, 1, expected * draft / steady)
+        if draft < steady and (fixed := self._nearest(self.fixed, rows)) > (most := 0.5 * draft / self._factor):
+            self.fixed[rows] = fixed + 0.25 * (most - fixed)  # levels alone could not make up for it
 
     @staticmethod
     def _nearest(values: dict[int, float], rows: int) -> float:
