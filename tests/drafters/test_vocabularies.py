@@ -372,6 +372,45 @@ def test_half_a_character_goes_on_in_bytes():
     assert both.continued(reading, [spelt(each) for each in ("<0x99>", "<0x82>", "a", "(", ")", "\n", "x")])[:2] == smile[-2:]
 
 
+def test_a_text_that_ends_inside_a_piece_of_the_drafts_goes_on_with_that_piece():
+    """The target has "na", the draft one piece for "name": whether it reads "na" or writes "name" is up to its probabilities."""
+    both, spelt = words("byte-level", "unigram"), tokenizer("unigram").convert_tokens_to_ids
+    foreign = Foreign(both, len(tokenizer("byte-level")), torch.device("cpu"), torch.device("cpu"), "text")
+    reading = Reading(both, Row(ids("byte-level", "self.na")))
+    end = tokenizer("unigram").convert_ids_to_tokens(reading.ids)
+    whole = next(
+        number for number, word in both.draft.bytes.items() if word.startswith(spelling(reading, reading.ids[-1])) and len(word) > 3
+    )
+    again = spelling(reading, whole)[len(spelling(reading, reading.ids[-1])) :].decode()
+    for likely, expected in ((5.0, (whole, 1)), (-5.0, (spelt(","), 0))):
+        logits = torch.zeros(len(end), len(tokenizer("unigram")))
+        logits[-2, whole], logits[-2, reading.ids[-1]], logits[-1, spelt(",")] = likely, 0.0, 1.0
+        assert foreign.first(reading, logits) == expected
+    continued = both.continued(reading, [whole, spelt(","), spelt(",")], 1)
+    assert tokenizer("byte-level").decode(continued).startswith(again + ","), "what is there already is not proposed again"
+    reading.drafted([whole], 1)
+    assert reading.follow(Row(ids("byte-level", "self.na")).ids) == len(reading.ids) - 1, "the cache has another token in its place"
+
+
+def test_what_is_written_is_what_a_draft_that_reads_everything_anew_writes(monkeypatch):
+    monkeypatch.setattr("foredraft.drafters.draft_model.FEW", 999)
+    written, rounds = Foreign.written, []
+
+    def watched(self, rows, texts, backs):
+        rounds.append((list(rows[0].ids), texts, backs))
+        return written(self, rows, texts, backs)
+
+    monkeypatch.setattr(Foreign, "written", watched)
+    made = speculator(vocabulary="text", shape="chain(2)", reuse_prefix=False)
+    made.generate(torch.tensor([ids("byte-level")]), max_new_tokens=4 * NEW)
+    whole, found = list(rounds), sum(any(backs) for _, _, backs in rounds)
+    assert found > 5
+    for text, *expected in whole[:-3:4]:
+        del rounds[:]
+        made.generate(torch.tensor([text[:-1]]), max_new_tokens=8)
+        assert rounds[0] == (text, *expected)
+
+
 def test_auto_goes_by_the_mass_on_what_is_shared(caplog):
     same = speculator("byte-level", "byte-level", vocabulary="auto")
     assert same.drafter._foreign is None

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BACK = 3  # tokens at the end of a text that a draft by text may write otherwise
+FEW = 16  # tokens that are read in one pass with these
+
 
 class DraftModel(LearningDrafter):
     """Options:
@@ -187,10 +190,27 @@ class DraftModel(LearningDrafter):
     def _write(self, request: DraftRequest, own: Sequence[Row], foreign: Foreign) -> TokenTree:
         """A chain of what the draft writes greedily, in the target's tokens."""
         self._begun = [len(row.ids) - 1 for row in own]
-        steps = [self._after(own, request.roots()).argmax(-1)]
+        token, backs = self._first(own, request.roots(), foreign)
+        steps = [token]
         for _ in range(request.depth):  # one token more, for the last one seldom stands
             steps.append(self._feed(steps[-1]).argmax(-1))
-        return request.chains(foreign.written(request.rows, torch.stack(steps, 1).tolist()))
+        return request.chains(foreign.written(request.rows, torch.stack(steps, 1).tolist(), backs))
+
+    def _first(self, own: Sequence[Row], roots: Tensor, foreign: Foreign) -> tuple[Tensor, list[int]]:
+        """``[R]`` the first token that is written in each row, and in place of how many that were read."""
+        begins = [min(length, max(0, len(row.ids) - 1 - BACK)) for length, row in zip(self.model.lengths, own)]
+        width = max(len(row.ids) - begin for row, begin in zip(own, begins))
+        if width > FEW or self.model.chains_only:
+            return self._after(own, roots).argmax(-1), [0] * len(own)
+        self.model.rewind(begins)
+        fresh = [row.ids[begin:] for row, begin in zip(own, begins)]
+        tokens = to_device([[*ids, *[0] * (width - len(ids))] for ids in fresh], self.model.device)
+        logits = self.model.score(TokenTree.from_chain(tokens))
+        self.model.commit(None, [len(ids) for ids in fresh])
+        found = [foreign.first(row, each[: len(ids)]) for row, each, ids in zip(own, logits, fresh)]
+        backs = [back for _, back in found]
+        self.model.rewind([length - back for length, back in zip(self.model.lengths, backs)])
+        return to_device([token for token, _ in found], roots.device), backs
 
     def _own(self, rows: Sequence[Row]) -> Sequence[Row]:
         """``rows`` in this model's tokens, its cache cut back to where these are still the same."""

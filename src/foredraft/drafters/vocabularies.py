@@ -10,7 +10,7 @@ Nothing here runs a model, and the tokenizers that are handed in stay as they ar
 from __future__ import annotations
 
 import codecs
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -198,14 +198,23 @@ class Vocabularies:
         self.special = counterparts(target, draft)  # the draft's token for each special one of the target's
         same.update(counterparts(draft, target))
         self.target_of = {theirs: mine for theirs, mine in same.items() if theirs < draft_size and mine < target_size}
+        self._sorted = sorted((word, number) for number, word in draft.bytes.items() if number < draft_size)
+        self.sorted = [number for _, number in self._sorted]  # the draft's tokens by their bytes
 
-    def continued(self, reading: Reading, written: Sequence[int]) -> list[int]:
-        """The target's tokens for what the draft has ``written`` behind the text of ``reading``, without those that more text may change.
+    def longer(self, word: bytes) -> tuple[int, int]:
+        """Where in ``sorted`` those tokens stand that begin with ``word`` and go on."""
+        first, last = (side(self._sorted, word, key=lambda pair: pair[0][: len(word)]) for side in (bisect_left, bisect_right))
+        return bisect_right(self._sorted, word, first, last, key=lambda pair: pair[0]), last
+
+    def continued(self, reading: Reading, written: Sequence[int], back: int = 0) -> list[int]:
+        """The target's tokens for what the draft has ``written`` in place of the last ``back`` tokens of ``reading``, without those that
+        more text may change.
 
         An end that the draft has written is one of the target's; behind another special token nothing counts."""
         said = next((place for place, token in enumerate(written) if token not in self.draft.bytes), len(written))
         begun = reading.unfinished
         spelt = begun + b"".join(self.draft.bytes[token] for token in written[:said])
+        spelt = spelt[sum(len(self.draft.bytes[token]) for token in reading.ids[len(reading.ids) - back :]) :]
         text = codecs.getincrementaldecoder("utf-8")("replace").decode(spelt)
         end = [self.target_of[token] for token in written[said : said + 1] if token in self.target_of]
         encode = self.target.encode_after if end else self.target.settled
@@ -283,10 +292,21 @@ class Reading:
         del self.cached[min(same, most) :]
         return len(self.cached)
 
-    def drafted(self, fed: Sequence[int]) -> None:
-        """The draft has read all of ``ids``, and ``fed`` below them."""
-        self.cached += self.ids[len(self.cached) :]
-        self.cached += fed
+    def drafted(self, fed: Sequence[int], back: int = 0) -> None:
+        """The draft has read ``ids`` but for the last ``back``, and ``fed`` below them."""
+        self._changed = len(self.ids) - back
+        del self.cached[self._changed :]
+        self.cached += [*self.ids[len(self.cached) : self._changed], *fed]
+
+    def pieces(self, most: int) -> list[tuple[int, int]]:
+        """Where the tokens stand that spell the last one, the last two, … of ``ids`` and go on."""
+        found, word = [], b""
+        for token in reversed(self.ids[max(1, len(self.ids) - most) :] if not self._loose else []):
+            if token not in self._words.draft.bytes:
+                break
+            word = self._words.draft.bytes[token] + word
+            found.append(self._words.longer(word))
+        return found
 
     @property
     def unfinished(self) -> bytes:
@@ -366,6 +386,7 @@ class Foreign:
         self._host = self.intersection.known.tolist()
         self.inside = torch.zeros_like(self.known, dtype=torch.bool)
         self.inside[self.intersection.common[0].to(device)] = True
+        self._sorted = to_device(vocabularies.sorted, draft_device)
         self.readings: dict[int, Reading] = {}
         self.by = by
         self.mass: float | None = None
@@ -382,13 +403,27 @@ class Foreign:
             self.mass = self.intersection.mass(draft(input_ids=known, use_cache=False).logits[0])
         self.by = "intersection" if self.mass >= ENOUGH else "text"
 
-    def written(self, rows: Sequence[Row], texts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """What the draft wrote below ``rows``, in the target's tokens."""
+    def first(self, reading: Reading, logits: Tensor) -> tuple[int, int]:
+        """What the draft writes first, by its ``logits`` ``[n, V']`` at the last tokens that it reads, and in place of how many of these:
+        the text may end within a token of the draft's, which then stands for its beginning."""
+        scores = logits.float().log_softmax(-1)
+        best, token = scores[-1].max(-1)
+        likely, read, found = float(best), 0.0, (int(token), 0)
+        for back, (first, last) in enumerate(reading.pieces(len(scores) - 1), 1):
+            read += float(scores[-1 - back, reading.ids[-back]])
+            if first < last:
+                best, place = scores[-1 - back, self._sorted[first:last]].max(-1)
+                if float(best) - read > likely:
+                    likely, found = float(best) - read, (int(self._sorted[first + place]), back)
+        return found
+
+    def written(self, rows: Sequence[Row], texts: Sequence[Sequence[int]], backs: Sequence[int]) -> list[list[int]]:
+        """What the draft wrote below ``rows``, in place of so many of the tokens that it reads, in the target's tokens."""
         drafts = []
-        for row, text in zip(rows, texts):
+        for row, text, back in zip(rows, texts, backs):
             reading = self.readings[row.slot]
-            drafts.append(self.vocabularies.continued(reading, text))
-            reading.drafted(text)
+            drafts.append(self.vocabularies.continued(reading, text, back))
+            reading.drafted(text, back)
         return drafts
 
     def begin(self, rows: Sequence[Row]) -> list[Reading]:
