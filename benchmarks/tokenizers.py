@@ -103,11 +103,11 @@ class Tokenizers(Suite[Settings]):
 
     def _part(self, timed: bool, prompts: list[list[int]], tokenizer: Any) -> None:
         settings = self.settings
-        target = self._load(settings.target if timed else settings.counting, timed)
-        sides = {PLAIN: self._ours(target, "none"), SAME: self._ours(target, DraftModel(self._load(settings.draft, timed)))}
+        sides = {PLAIN: self._ours(timed, "none"), SAME: self._ours(timed, DraftModel(settings.draft))}
         for name in OURS:
-            sides[name] = self._ours(target, DraftModel(self._load(settings.foreign, timed), vocabulary=name), text=name == TEXT)
+            sides[name] = self._ours(timed, DraftModel(settings.foreign, vocabulary=name), text=name == TEXT)
         sides[TRANSFORMERS] = self._theirs(timed, ordered=True)
+        judge = None if timed else self._load(timed, settings.counting)
         for temperature in settings.temperature:
             if temperature and not timed:
                 sides[SHIPPED] = self._theirs(timed, ordered=False)
@@ -116,14 +116,14 @@ class Tokenizers(Suite[Settings]):
             for repeat in range(settings.repeats):
                 for number, prompt in enumerate(prompts):
                     for name in turned(list(sides), repeat + number):
-                        self._call(name, sides[name], target, tokenizer, timed, temperature, number, repeat, prompt)
+                        self._call(name, sides[name], judge, tokenizer, timed, temperature, number, repeat, prompt)
                     self.advance()
 
     def _call(
         self,
         name: str,
         side: Side,
-        target: Any,
+        judge: Any,
         tokenizer: Any,
         timed: bool,
         temperature: float,
@@ -139,23 +139,27 @@ class Tokenizers(Suite[Settings]):
             return
         seconds = time.perf_counter() - begin
         kept = len(tokenizer.decode(new[1:]).encode())
-        nats = 0.0 if timed else self._nats(target, prompt, new)
+        nats = 0.0 if timed else self._nats(judge, prompt, new)
         self.calls.append(Call(name, timed, temperature, number, repeat, len(new), kept, passes, drafts, seconds, nats))
 
     @staticmethod
-    def _nats(target: Any, prompt: list[int], new: list[int]) -> float:
+    def _nats(judge: Any, prompt: list[int], new: list[int]) -> float:
         with torch.no_grad():
-            scores = target(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            scores = judge(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         return -float(scores.gather(1, torch.tensor(new)[:, None]).sum())
 
-    def _load(self, name: str, timed: bool) -> Any:
-        return load_model(name, dtype=self.settings.dtype if timed else "float32", device=self.settings.device)
+    def _how(self, timed: bool) -> dict[str, Any]:
+        return {"dtype": self.settings.dtype if timed else "float32", "device": self.settings.device}
 
-    def _ours(self, target: Any, drafter: Any, *, text: bool = False) -> Side:
+    def _load(self, timed: bool, name: str) -> Any:
+        return load_model(name, **self._how(timed))
+
+    def _ours(self, timed: bool, drafter: Any, *, text: bool = False) -> Side:
         """A draft by text makes one pass more than its length."""
         settings = self.settings
         shape = None if drafter == "none" else f"chain({settings.length - text})"
-        speculator = Speculator(target, drafter, shape=shape, reuse_prefix=False, tokenizer=load_tokenizer(settings.target))
+        name = settings.target if timed else settings.counting
+        speculator = Speculator(name, drafter, shape=shape, reuse_prefix=False, **self._how(timed))
         if drafter != "none" and (seen := speculator.drafter.facts().get("vocabulary")) is not None:
             self.about.append(str(seen))
 
@@ -174,7 +178,8 @@ class Tokenizers(Suite[Settings]):
     def _theirs(self, timed: bool, *, ordered: bool) -> Side:
         """Models and tokenizers of their own: transformers changes them. ``ordered``: vocabularies come in the order of their ids."""
         settings = self.settings
-        target, assistant = self._load(settings.target if timed else settings.counting, timed), self._load(settings.foreign, timed)
+        target = self._load(timed, settings.target if timed else settings.counting)
+        assistant = self._load(timed, settings.foreign)
         tokenizers = [load_tokenizer(each) for each in (settings.target, settings.foreign)]
         for each in tokenizers if ordered else ():
             vocabulary = dict(sorted(each.get_vocab().items(), key=lambda pair: pair[1]))

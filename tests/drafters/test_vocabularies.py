@@ -377,13 +377,13 @@ def test_a_text_that_ends_inside_a_piece_of_the_drafts_goes_on_with_that_piece()
     both, spelt = words("byte-level", "unigram"), tokenizer("unigram").convert_tokens_to_ids
     foreign = Foreign(both, len(tokenizer("byte-level")), torch.device("cpu"), torch.device("cpu"), "text")
     reading = Reading(both, Row(ids("byte-level", "self.na")))
-    end = tokenizer("unigram").convert_ids_to_tokens(reading.ids)
+    foreign.readings[0] = reading
     whole = next(
         number for number, word in both.draft.bytes.items() if word.startswith(spelling(reading, reading.ids[-1])) and len(word) > 3
     )
     again = spelling(reading, whole)[len(spelling(reading, reading.ids[-1])) :].decode()
     for likely, expected in ((5.0, (whole, 1)), (-5.0, (spelt(","), 0))):
-        logits = torch.zeros(len(end), len(tokenizer("unigram")))
+        logits = torch.zeros(len(reading.ids), len(tokenizer("unigram")))
         logits[-2, whole], logits[-2, reading.ids[-1]], logits[-1, spelt(",")] = likely, 0.0, 1.0
         assert foreign.first(reading, logits) == expected
     continued = both.continued(reading, [whole, spelt(","), spelt(",")], 1)

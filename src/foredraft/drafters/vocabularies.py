@@ -403,10 +403,10 @@ class Foreign:
             self.mass = self.intersection.mass(draft(input_ids=known, use_cache=False).logits[0])
         self.by = "intersection" if self.mass >= ENOUGH else "text"
 
-    def first(self, reading: Reading, logits: Tensor) -> tuple[int, int]:
+    def first(self, row: Row, logits: Tensor) -> tuple[int, int]:
         """What the draft writes first, by its ``logits`` ``[n, V']`` at the last tokens that it reads, and in place of how many of these:
         the text may end within a token of the draft's, which then stands for its beginning."""
-        scores = logits.float().log_softmax(-1)
+        scores, reading = logits.float().log_softmax(-1), self.readings[row.slot]
         best, token = scores[-1].max(-1)
         likely, read, found = float(best), 0.0, (int(token), 0)
         for back, (first, last) in enumerate(reading.pieces(len(scores) - 1), 1):
