@@ -383,6 +383,7 @@ def test_a_text_that_ends_inside_a_piece_of_the_drafts_goes_on_with_that_piece()
     for likely, expected in ((5.0, (whole, 1)), (-5.0, (spelt(","), 0))):
         logits = torch.zeros(len(reading.ids), len(tokenizer("unigram")))
         logits[-2, whole], logits[-2, reading.ids[-1]], logits[-1, spelt(",")] = likely, 0.0, 1.0
+        logits[-3, reading.ids[-2]] = 30.0  # what is read before it stands
         assert foreign.first(reading, logits) == expected
     continued = both.continued(reading, [whole, spelt(","), spelt(",")], 1)
     assert tokenizer("byte-level").decode(continued).startswith(again + ","), "what is there already is not proposed again"
