@@ -157,6 +157,7 @@ def run(group, model, tokenizer) -> dict[str, object] | None:
         if rule == "auto" and options.get("siblings", "auto") == "auto":
             print(f"{group[0]}: {error}")
         return None
+    speculator._seeded = speculator.rule, speculator.proposal  # with a seed "auto" would mean match, which has groups of its own
     found: dict[str, object] = {}
     try:
         for name, arguments in calls(tokenizer):
