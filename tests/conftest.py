@@ -25,6 +25,7 @@ planner.QUIET = 0.0
 if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
     from foredraft.backends import native
 
+    native.LIMIT *= 5  # this code takes longer to compile
     native.FLAGS += (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 
 
