@@ -19,7 +19,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,63 +31,38 @@ from foredraft.heads.losses import IN_CACHE
 FLOOR = -1e4  # log-probabilities below count as this, so that what is impossible costs much and not infinitely much
 FORM = re.compile(r"(?:([0-9.]+)\*)?([a-z]+)(?:\(([0-9.]+)\))?")
 
-
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """p and q at M positions as log-probabilities ``[M, V]`` over the same outcomes, and ``best`` ``[M]``, the target's likeliest one."""
-
-    log_p: Tensor
-    log_q: Tensor
-    best: Tensor
-
-    @cached_property
-    def p(self) -> Tensor:
-        return self.log_p.exp()
-
-    @cached_property
-    def q(self) -> Tensor:
-        return self.log_q.exp()
-
-    @cached_property
-    def alpha(self) -> Tensor:
-        """Σ min(p, q) = 1 - TV(p, q), ``[M]``."""
-        return torch.minimum(self.p, self.q).sum(-1)
+Divergence = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-Divergence = Callable[[Pair, float], tuple[Tensor, Tensor]]  # its value [M], and its slope [M, V]: derivatives with respect to log_q
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p‖q), ``[M]`` of ``[M, V]``."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def _fkl(pair: Pair, _: float = 0.0) -> tuple[Tensor, Tensor]:
-    return (pair.p * (pair.log_p - pair.log_q)).sum(-1), -pair.p
+def overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """α = Σ min(p, q) = 1 - TV(p, q), ``[M]``."""
+    return torch.minimum(log_p, log_q).exp().sum(-1)
 
 
-def _rkl(pair: Pair, _: float) -> tuple[Tensor, Tensor]:
-    ratio = pair.log_q - pair.log_p
-    return (pair.q * ratio).sum(-1), pair.q * (ratio + 1)
+def _jsd(log_p: Tensor, log_q: Tensor, best: Tensor, beta: float) -> Tensor:
+    middle = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+    return beta * kl(log_p, middle) + (1 - beta) * kl(log_q, middle)
 
 
-def _jsd(pair: Pair, beta: float) -> tuple[Tensor, Tensor]:
-    middle = torch.logaddexp(pair.log_p + math.log(beta), pair.log_q + math.log(1 - beta))
-    slope = (1 - beta) * pair.q * (pair.log_q - middle)
-    return beta * (pair.p * (pair.log_p - middle)).sum(-1) + slope.sum(-1), slope
+def _lk(log_p: Tensor, log_q: Tensor, best: Tensor, eta: float) -> Tensor:
+    alpha = overlap(log_p, log_q)
+    weight = torch.exp(-eta * alpha.detach())
+    return weight * kl(log_p, log_q) + (1 - weight) * (1 - alpha)
 
 
-def _tvd(pair: Pair, _: float = 0.0) -> tuple[Tensor, Tensor]:
-    return 1 - pair.alpha, -pair.q * (pair.q < pair.p)
-
-
-def _lk(pair: Pair, eta: float) -> tuple[Tensor, Tensor]:
-    weight = torch.exp(-eta * pair.alpha)
-    (kl, kl_slope), (tv, tv_slope) = _fkl(pair), _tvd(pair)
-    return weight * kl + (1 - weight) * tv, torch.lerp(tv_slope, kl_slope, weight[:, None])
-
-
-def _ce(pair: Pair, _: float) -> tuple[Tensor, Tensor]:
-    best = pair.best[:, None]
-    return -pair.log_q.gather(-1, best).squeeze(-1), torch.zeros_like(pair.log_q).scatter_(-1, best, -1.0)
-
-
-LOSSES: dict[str, Divergence] = {"fkl": _fkl, "rkl": _rkl, "jsd": _jsd, "tvd": _tvd, "lk": _lk, "ce": _ce}
+LOSSES: dict[str, Divergence] = {
+    "fkl": lambda log_p, log_q, best, _: kl(log_p, log_q),
+    "rkl": lambda log_p, log_q, best, _: kl(log_q, log_p),
+    "jsd": _jsd,
+    "tvd": lambda log_p, log_q, best, _: 1 - overlap(log_p, log_q),
+    "lk": _lk,
+    "ce": lambda log_p, log_q, best, _: -log_q.gather(-1, best[:, None]).squeeze(-1),
+}
 PARAMETERS = {"jsd": 0.5, "lk": 3.0}  # of the losses that have one: its default
 
 
@@ -120,13 +94,10 @@ class Loss:
         """
         return cls(tuple(_term(each, text) for each in text.replace(" ", "").split("+")))
 
-    def __call__(self, pair: Pair) -> tuple[Tensor, Tensor]:
-        """The value ``[M]``, and its derivatives ``[M, V]`` with respect to ``log_q``."""
-        value, slope = zip(*(LOSSES[each.name](pair, each.parameter) for each in self.terms))
-        if len(self.terms) == 1 and self.terms[0].weight == 1:
-            return value[0], slope[0]
-        weights = torch.tensor([each.weight for each in self.terms], dtype=value[0].dtype, device=value[0].device)
-        return torch.einsum("t,tm->m", weights, torch.stack(value)), torch.einsum("t,tmv->mv", weights, torch.stack(slope))
+    def __call__(self, log_p: Tensor, log_q: Tensor, best: Tensor) -> Tensor:
+        """``[M]`` of log-probabilities ``[M, V]`` over the same outcomes; ``best`` ``[M]``: which of them is the target's
+        likeliest token."""
+        return torch.stack([each.weight * LOSSES[each.name](log_p, log_q, best, each.parameter) for each in self.terms]).sum(0)
 
     def __str__(self) -> str:
         return "+".join(map(str, self.terms))
@@ -162,8 +133,8 @@ class Few:
         return Few(self.ids[rows], self.log_probabilities[rows])
 
 
-def outcomes(logits: Tensor, target: Tensor | Few, temperature: float = 1.0) -> Pair:
-    """What losses compare, from the draft's ``logits`` ``[M, V]`` and the target's.
+def outcomes(logits: Tensor, target: Tensor | Few, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """``log_p``, ``log_q`` and ``best``, as losses take them, from the draft's ``logits`` ``[M, V]`` and the target's.
 
     Raises:
         ConfigurationError: only a few of the target's probabilities are known, and another temperature than theirs is asked for.
@@ -171,14 +142,14 @@ def outcomes(logits: Tensor, target: Tensor | Few, temperature: float = 1.0) -> 
     scaled = logits / temperature if temperature != 1 else logits
     if isinstance(target, Tensor):
         log_p = torch.log_softmax((target / temperature).to(logits.dtype), -1)
-        return Pair(log_p.clamp(min=FLOOR), torch.log_softmax(scaled, -1).clamp(min=FLOOR), log_p.argmax(-1))
+        return log_p.clamp(min=FLOOR), torch.log_softmax(scaled, -1).clamp(min=FLOOR), log_p.argmax(-1)
     if temperature != 1:
         raise ConfigurationError(f"a few stored probabilities are those of temperature 1, and say nothing of {temperature:g}")
     known = target.log_probabilities.to(logits.dtype)
     rest = torch.log(1 - known.exp().sum(-1, keepdim=True).clamp(max=1))
     of_rest = scaled.scatter(-1, target.ids, torch.finfo(scaled.dtype).min / 4).logsumexp(-1, keepdim=True)
     log_q = torch.cat([scaled.gather(-1, target.ids), of_rest], -1) - scaled.logsumexp(-1, keepdim=True)
-    return Pair(torch.cat([known, rest], -1).clamp(min=FLOOR), log_q.clamp(min=FLOOR), torch.zeros_like(target.ids[:, 0]))
+    return torch.cat([known, rest], -1).clamp(min=FLOOR), log_q.clamp(min=FLOOR), torch.zeros_like(target.ids[:, 0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,16 +183,14 @@ class _Compare(torch.autograd.Function):
         for first in range(0, len(logits), rows):
             here = slice(first, first + rows)
             target = values[here] if ids is None else Few(ids[here], values[here])
-            own = logits[here].detach().to(dtype).requires_grad_(wanted)
-            with torch.set_grad_enabled(wanted):
-                pair = outcomes(own, target, temperature)
-            with torch.no_grad():
-                known = Pair(pair.log_p, pair.log_q.detach(), pair.best)
-                losses[here], slope = loss(known)
-                alphas[here] = known.alpha
-            if gradient is not None:
-                gradient[here] = torch.autograd.grad(pair.log_q, own, slope)[0]
-            token = pair.best if ids is None else ids[here, 0]
+            with torch.enable_grad():
+                own = logits[here].detach().to(dtype).requires_grad_(wanted)
+                log_p, log_q, best = outcomes(own, target, temperature)
+                each = loss(log_p, log_q, best)
+                if gradient is not None:
+                    gradient[here] = torch.autograd.grad(each.sum(), own)[0]
+            token = best if ids is None else ids[here, 0]
+            losses[here], alphas[here] = each.detach(), overlap(log_p, log_q).detach()
             agreeing[here] = (own.argmax(-1) == token).to(dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
