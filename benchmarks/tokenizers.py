@@ -223,9 +223,9 @@ class Tokenizers(Suite[Settings]):
         for temperature in self.settings.temperature:
             bytes_kept = {side: self.per(side, temperature, "kept", "passes") for side in (SAME, *OURS, TRANSFORMERS)}
             speed = {side: self.per(side, temperature, "tokens", "seconds") for side in (*OURS, TRANSFORMERS)}
-            judged = (
-                [(f"bytes per target pass over {SAME}", best(OURS, bytes_kept.get), bytes_kept[SAME], 0.7)] if self.settings.counted else []
-            )
+            judged: list[tuple[str, tuple[str, Estimate | None] | None, Estimate | None, float]] = []
+            if self.settings.counted:
+                judged.append((f"bytes per target pass over {SAME}", best(OURS, bytes_kept.get), bytes_kept[SAME], 0.7))
             for side in OURS:
                 if self.settings.counted:
                     judged.append(("bytes per target pass over transformers", (side, bytes_kept[side]), bytes_kept[TRANSFORMERS], 1.0))
