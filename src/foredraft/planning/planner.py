@@ -35,11 +35,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between tries
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 FIRST_CHECKS = 2  # plain rounds before the first draft by layers of the target, whose rounds say little of plain ones
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
-SELDOM = 4  # of so many rounds alike in a row one is looked at closely: after a pass that filled the caches every look costs
+SELDOM, SELDOM_PLAIN = 4, 16  # of so many like rounds, drafted and plain, one is looked at closely: every look costs after a pass
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
 LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
-LAZY = 400  # between two plans lies so many times what a plan takes
+LAZY = 1000  # between two plans lies so many times what a plan takes
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 
@@ -208,7 +208,7 @@ class AutomaticPlanner:
 
     def passes_over(self, rows: int) -> bool:
         count, seconds = self._plain
-        if rows != count or self._since_check <= CHECKS or self._rounds % SELDOM == 0:
+        if rows != count or self._since_check <= CHECKS or self._rounds % SELDOM_PLAIN == 0:
             return False
         self._since_check += 1
         self._credit(SHARE * seconds, seconds)
