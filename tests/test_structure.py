@@ -31,6 +31,7 @@ LAYERS = [
         "detokenizer",
         "speedup",
         "stats",
+        "theory",
         "inflation",
         "parents",
         "registry",

@@ -51,6 +51,8 @@ MISTAKES = [
     ("alpha --target zoo:python-8m --draft zoo:nope --data x.txt", "no embedded model 'zoo:nope'"),
     ("alpha --target zoo:python-8m --draft zoo:python-1m --data none.txt", "cannot read 'none.txt'"),
     ("alpha --target zoo:python-8m --draft zoo:python-1m --data . --json /none/out.json", "cannot write '/none/out.json'"),
+    ("theory --alpha 1", "α must be at least 0 and less than 1"),
+    ("theory --with none.json", "none.json is not readable JSON"),
     ("train medussa --target zoo:python-8m --data . --out x", "unknown kind of head 'medussa', did you mean 'medusa'?"),
     ("train medusa --target zoo:python-8m --data none --out x", "'none' holds no data"),
     ("data generate x.txt --target ./none --out x", "no such path"),
@@ -84,6 +86,7 @@ def test_mistakes_are_said_without_torch(tmp_path):
     [
         ("torchao", "generate x --quantization int8"),
         ("matplotlib", "tune --plot out.png"),
+        ("matplotlib", "theory --plots out"),
         ("optuna", "skip search --target zoo:python-8m --data . --out x"),
     ],
 )

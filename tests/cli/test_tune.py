@@ -111,7 +111,7 @@ def test_the_interval_covers_the_ratio():
 
 def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
-    tune.plotter()(tmp_path / "out.png", Setting("model"), [CANDIDATE])
+    tune.draw(tmp_path / "out.png", Setting("model"), [CANDIDATE])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

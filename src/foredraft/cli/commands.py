@@ -42,10 +42,11 @@ from foredraft.cli.options import (
 )
 from foredraft.cli.settings import Configuration, Contest, Decoding, Loading
 from foredraft.cli.skip import app as skip
+from foredraft.cli.theory import theory
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
 
-ORDER = ("generate", "chat", "tune", "alpha", "suggest", "demo", "audit", "models", "drafters", "rules", "data", "train", "skip")
+ORDER = ("generate", "chat", "tune", "alpha", "theory", "suggest", "demo", "audit", "models", "drafters", "rules", "data", "train", "skip")
 
 
 class Ordered(typer.core.TyperGroup):
@@ -67,6 +68,7 @@ app = typer.Typer(
 app.add_typer(datastores, name="datastore")
 app.add_typer(data, name="data")
 app.add_typer(skip, name="skip")
+app.command()(theory)
 app.command()(train)
 app.command()(export)
 app.command()(convert)
@@ -309,14 +311,13 @@ def tune(
             from foredraft.cli import tables
             from foredraft.cli import tune as tuning
 
-            draw = None if plot is None else tuning.plotter()
             setting = tuning.Setting(**vars(contest), batch_size=batch_size, prompts=texts)
             measuring = tuning.Tuning(setting, progress)
             found = measuring.run()
             if as_json is not None:
                 write_json(as_json, tuning.document(setting, found, measuring.spread))
-            if draw is not None and plot is not None:
-                draw(plot, setting, found)
+            if plot is not None:
+                tuning.draw(plot, setting, found)
         tables.console().print(tuning.report(setting, found, measuring.spread, verbose=verbose), soft_wrap=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -22,14 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from foredraft.auditing.prompts import default_prompts
-from foredraft.cli.failures import quiet, writing
+from foredraft.cli.failures import quiet
 from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator, make_drafter
+from foredraft.cli.plots import picture
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Contest
 from foredraft.cli.tables import add_row, new_table
-from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer
 from foredraft.planning import AUTO, AutomaticPlanner
 from foredraft.planning.search import Plan
@@ -330,16 +330,10 @@ def bar(share: float) -> str:
     return "█" * max(1, round(BAR * min(1.0, share)))
 
 
-def plotter() -> Callable[[Path, Setting, Sequence[Candidate]], None]:
-    """What draws the picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def draw(path: Path, setting: Setting, found: Sequence[Candidate]) -> None:
-        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4))
-        best = found[0]
+def draw(path: Path, setting: Setting, found: Sequence[Candidate]) -> None:
+    """The picture."""
+    best = found[0]
+    with picture(path, 3, size=(13, 4)) as (left, middle, right):
         left.plot(range(1, len(best.costs) + 1), [1e3 * seconds for seconds in best.costs], marker=".")
         left.set(xlabel="nodes per row", ylabel="ms per pass", ylim=(0, None), title=f"{setting.target}, batch {setting.batch_size}")
         for each in found:
@@ -352,13 +346,3 @@ def plotter() -> Callable[[Path, Setting, Sequence[Candidate]], None]:
         right.set(xlabel="drafted nodes", ylabel="speed-up", title="predicted, and measured at the pick (star)")
         right.axhline(1, color="grey", linewidth=0.8)
         middle.legend()
-        figure.tight_layout()
-        try:
-            with writing(path):
-                figure.savefig(path, dpi=120)
-        except ValueError as error:  # matplotlib knows no such kind of file
-            raise ConfigurationError(f"cannot write {str(path)!r}: {error}") from error
-        finally:
-            pyplot.close(figure)
-
-    return draw
