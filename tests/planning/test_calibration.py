@@ -104,6 +104,17 @@ def test_accuracies_are_counted(kind, options):
         assert k or found.tokens == asked
 
 
+def test_a_target_of_several_streams_is_measured_by_what_its_lm_head_reads():
+    model, texts = tiny("gemma3n_text"), repetitive((24, 30))
+    head = taught_head("medusa", "gemma3n_text", steps=12)
+    asked = [(row, torch.tensor([row]), place) for row in texts for place in range(2, len(row))]
+    with torch.no_grad():
+        hits = [int(head(model.model(ids)[0][0, place - 2])[0].argmax()) == row[place] for row, ids, place in asked]
+    assert any(hits)
+    found = calibrate(head, model, texts, cost=lambda nodes: 1.0, ranks=3)
+    assert found.tokens == len(asked) and found.accuracies[0][0] == pytest.approx(sum(hits) / len(asked), abs=1e-4)
+
+
 def said(head, k: int, hidden: torch.Tensor, row: list[int], source: int) -> torch.Tensor:
     path = torch.tensor(row[source + 1 : source + 2 + k])
     if isinstance(head, MedusaHead):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from architectures import VOCABULARY, build
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,8 +22,8 @@ from foredraft.drafters.ngram import NGram
 from foredraft.drafters.rest import Rest
 from foredraft.drafters.several import Several
 from foredraft.heads.base import Batch
-from foredraft.models.features import unwatched
-from foredraft.models.skips import Sublayers
+from foredraft.training.batches import Tokens
+from foredraft.training.features import Reader
 from foredraft.tree import TokenTree
 
 PAD = 0
@@ -145,16 +146,9 @@ def batch_of(model: Any, head: Any, texts: Sequence[Sequence[int]], *, prompt: i
     ids, valid = torch.full((len(texts), width), PAD), torch.zeros(len(texts), width, dtype=torch.bool)
     for line, real, text in zip(ids, valid, texts):
         line[: len(text)], real[: len(text)] = torch.tensor(text), True
-    with unwatched(model):
-        out = model(ids, attention_mask=valid.long(), output_hidden_states=True)
     counted = valid & (torch.arange(width) >= prompt)
-    if head.skip is not None:
-        with unwatched(model), Sublayers(model).left_out(head.skip):
-            return Batch(ids, valid, counted, model.base_model(ids, attention_mask=valid.long())[0][:, :, None], out.logits)
-    hidden = (
-        torch.stack([out.hidden_states[number] for number in head.features], 2) if head.features else out.hidden_states[-1][:, :, None, :0]
-    )
-    return Batch(ids, valid, counted, hidden, out.logits)
+    reader = Reader(model, head.features, skip=head.skip)
+    return Batch(ids, valid, counted, *reader(Tokens(ids, valid, counted, np.arange(len(texts)))))
 
 
 @cache

@@ -83,6 +83,14 @@ def test_a_copy_of_layers_is_the_target_without_the_others(family, tmp_path):
     assert not theirs & {weight.data_ptr() for weight in copied.parameters()}
 
 
+def test_a_copy_of_layers_keeps_those_that_are_routed(tmp_path):
+    target = build("llama4_text", "eager")
+    assert target.config.moe_layers == [1]
+    for kept, routed in (([1, 2], [0]), ([0, 2], []), ([0, 1, 2], [1])):
+        copy_of_layers(target, kept).save_pretrained(tmp_path)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).config.moe_layers == routed
+
+
 # -- what is compared -----------------------------------------------------------------------------------------------------
 
 

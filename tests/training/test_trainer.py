@@ -15,6 +15,7 @@ from training_helpers import ScriptedHeld, ToyHead, in_a_process, last_hidden, m
 from foredraft import Speculator
 from foredraft.errors import ConfigurationError
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.rnn import RnnHead
 from foredraft.training import checkpoints
 from foredraft.training.acceptance import Held
 from foredraft.training.batches import Order, Tokens
@@ -260,6 +261,12 @@ def test_hidden_states_and_logits_are_the_targets():
     assert hidden.shape[:3] == (2, 9, 2) and torch.equal(hidden[:, :, 0], expected.hidden_states[1])
     assert torch.equal(hidden[:, :, 1], last_hidden(tiny(), ids)) and torch.equal(logits, expected.logits)
     assert not hidden.requires_grad and not logits.requires_grad
+
+
+def test_a_head_that_reads_no_hidden_states_is_trained(data, tmp_path):
+    run = trainer(data, tmp_path, cls=RnnHead, head={"steps": 2, "hidden_states": False}, steps=2, evaluate_every=2)
+    before = {name: value.clone() for name, value in run.weights().items()}
+    assert run.train().finished and not same(before, run.weights())
 
 
 def test_stored_hidden_states_teach_what_fresh_ones_do(data, tmp_path):

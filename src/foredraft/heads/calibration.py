@@ -24,6 +24,7 @@ from foredraft.heads.losses import AT_ONCE, before
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
+from foredraft.models.features import features_of_texts
 from foredraft.shapes import Path, StaticShape, TreeShape
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def _batches(
     head: VocabularyHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], answers: Sequence[int] | None, new_tokens: int
 ) -> Iterator[Batch]:
     """One text each, with its hidden states."""
+    features = features_of_texts(target, head.features)
     for index, text in enumerate(texts):
         ids, first = torch.tensor([list(text)], device=target.device), 1 if answers is None else answers[index]
         with torch.inference_mode():
@@ -131,12 +133,10 @@ def _batches(
                 first = ids.shape[1]
                 mask = torch.ones_like(ids)
                 ids = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens)  # type: ignore[operator]
-            output = target(input_ids=ids, output_hidden_states=True)
-        states = [output.hidden_states[feature] for feature in head.features]
-        hidden = torch.stack(states, 2) if states else output.hidden_states[-1][:, :, None, :0]
+            hidden, logits = features.read(target, ids)
         valid = torch.ones_like(ids, dtype=torch.bool)
         counted = torch.arange(ids.shape[1], device=ids.device)[None] >= first
-        yield Batch(ids, valid, counted, hidden, output.logits)
+        yield Batch(ids, valid, counted, hidden, logits)
 
 
 # -- trees --------------------------------------------------------------------------------------------------------------------

@@ -72,6 +72,13 @@ class Features:
             for handle in handles:
                 handle.remove()
 
+    def read(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, S, F, d]`` at every token of ``ids`` ``[B, S]``, and the logits ``[B, S, V]``. Padding must be behind the texts, where no
+        token sees it."""
+        with self.catching() as caught:
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        return caught.hidden().view(*ids.shape, len(self.taps), -1) if self.taps else logits[:, :, None, :0], logits
+
 
 class Caught:
     """The hidden states of one pass, as the hooks saw them."""
@@ -163,6 +170,12 @@ def features_of(
             )
         found.append(tap)
     return Features(plain, whole=whole, taps=found, device=device, dtype=model.dtype)
+
+
+def features_of_texts(model: PreTrainedModel, numbers: Sequence[int]) -> Features:
+    """As :func:`features_of`, at every token; the model makes a pass to find them."""
+    few = torch.arange(3, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    return features_of(model, numbers, taps_of(model, few), whole=True, device=model.device)
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LAYERS = re.compile(r"target\[([0-9, ]+)\]")
+NUMBERS = ("moe_layers", "mlp_only_layers")  # fields of configurations that list layers by number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,9 @@ def copy_of_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrained
         )
     config = copy.deepcopy(target.config)
     for name, value in vars(config).items():
-        if isinstance(value, (list, tuple)) and len(value) == ranges.count:  # one for each layer, such as layer_types
+        if name in NUMBERS and value is not None:
+            setattr(config, name, [place for place, layer in enumerate(layers) if layer in value])
+        elif isinstance(value, (list, tuple)) and len(value) == ranges.count:  # one for each layer, such as layer_types
             setattr(config, name, type(value)(value[layer] for layer in layers))
     config.num_hidden_layers = len(layers)
     model = type(target)(config).to(target.dtype)

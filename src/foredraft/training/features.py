@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foredraft.errors import ConfigurationError
 from foredraft.files import read_json, replacing
-from foredraft.models.features import LAST, features_of, taps_of
+from foredraft.models.features import LAST, features_of_texts
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.training.batches import Order, Tokens
 from foredraft.training.data import Texts, changes, refuse_other_data, shard_file, weights_digest, write_json
@@ -44,25 +44,23 @@ class Reader:
     """
 
     def __init__(self, model: PreTrainedModel, features: Sequence[int], *, skip: SkipSet | None = None, train: bool = False):
-        self.model, self.count, self.train, self.skip = model, len(features), train, skip
+        self.model, self.train, self.skip = model, train, skip
         self.sublayers = None if skip is None else Sublayers(model)
         if self.sublayers is not None and skip is not None:
             self.sublayers.check(skip)
-        few = torch.arange(3, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
-        self.features = features_of(model, features, taps_of(model, few), whole=True, device=model.device)
+        self.features = features_of_texts(model, features)
 
     def __call__(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """``[B, S, F, d]`` at every token, in the order of the features, and logits ``[B, S, V]``.
 
         Padding must be behind the texts, where no token sees it.
         """
-        with torch.set_grad_enabled(self.train), self.features.catching() as caught:
-            logits = self.model(input_ids=tokens.ids, use_cache=False).logits
-            hidden = caught.hidden()
+        with torch.set_grad_enabled(self.train):
+            hidden, logits = self.features.read(self.model, tokens.ids)
         if self.sublayers is not None and self.skip is not None:
             with torch.set_grad_enabled(self.train), self.sublayers.left_out(self.skip):
-                hidden = self.model.base_model(input_ids=tokens.ids, use_cache=False)[0]
-        return hidden.view(*tokens.ids.shape, self.count, -1), logits
+                hidden = self.model.base_model(input_ids=tokens.ids, use_cache=False)[0][:, :, None]
+        return hidden, logits
 
 
 def store(
