@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from foredraft.drafters.learning.collecting import OTHERS, Collector, likeliest
 from foredraft.drafters.learning.duty import SLICE, Duty
 from foredraft.drafters.learning.serving import Learning, LearnOptions
 from foredraft.drafters.learning.versions import Versions
+from foredraft.drafters.several import Several
 from foredraft.testing import distance
 from foredraft.tree import TokenTree
 
@@ -283,6 +285,18 @@ def test_learning_costs_its_share_of_the_time_and_no_more(loss: float):
     assert abs(duty.rate - loss) < 0.1
 
 
+def test_rounds_that_happen_to_be_short_are_no_gain_of_learning():
+    duty, plain = Duty(0.05), 0.1
+    duty.round(plain, (1, 5), busy=False)
+    for seconds in (0.08, 0.07, 0.09):  # noise: the learner makes no round faster
+        duty.round(seconds, (1, 5), busy=True)
+    assert duty.lost == 0.0
+    duty.spend(0.25)
+    assert duty.lost == 0.25
+    duty.round(0.3, (1, 5), busy=True)
+    assert duty.lost == pytest.approx(0.25 + 0.2 - 0.06)
+
+
 def test_between_calls_only():
     duty = Duty(0.0)
     for _ in range(1000):
@@ -448,6 +462,28 @@ def test_a_crash_while_a_version_is_written_leaves_the_one_before(tmp_path: Path
     assert versions.numbers() == [0, 1] and torch.equal(versions.load(1)["a"], weights["a"])
 
 
+@pytest.mark.parametrize("after", range(3))
+def test_a_crash_while_a_folder_is_made_leaves_one_that_is_made_whole(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    about, first, frozen = {"target": {}, "draft": {"digest": "x"}}, {"a": torch.ones(3)}, {"b": torch.zeros(2)}
+    real, done = os.replace, list[str]()
+
+    def killed(source: str, goal: Path) -> None:
+        if len(done) == after:
+            raise KeyboardInterrupt
+        done.append(goal.name)
+        real(source, goal)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("foredraft.files.os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Versions(tmp_path).begin(about, first, lambda: frozen)
+    versions = Versions(tmp_path)
+    versions.begin(about, first, lambda: frozen)
+    assert torch.equal(versions.load(0)["a"], first["a"]) and torch.equal(versions.frozen()["b"], frozen["b"])
+    with pytest.raises(ConfigurationError, match="another draft"):
+        Versions(tmp_path).begin({**about, "draft": {"digest": "y"}}, first)
+
+
 def test_two_processes_share_a_folder(tmp_path: Path):
     """One learns, the other uses what it publishes, and takes over when the first is gone."""
     clock = Clock()
@@ -531,3 +567,13 @@ def test_statistics_say_what_was_learnt(tmp_path: Path):
     assert [tokens for tokens, _ in facts["alpha"]] == sorted(tokens for tokens, _ in facts["alpha"])
     assert output.stats.to_dict()["learning"]["swaps"] == facts["swaps"]
     assert Speculator(tiny(), perturbed()).generate(torch.tensor(ROWS[:1]), max_new_tokens=4, pad_token_id=PAD).stats.learning is None
+
+
+def test_statistics_of_several_drafters_say_what_each_learnt(tmp_path: Path):
+    learning = [DraftModel(perturbed(), learn=tmp_path / name) for name in ("one", "other")]
+    for members, names in ((learning[:1], ["draft-model"]), (learning, ["draft-model", "draft-model 2"]), ([], None)):
+        speculator = Speculator(tiny(), Several(["prompt-lookup", *members]))
+        learnt = speculator.generate(torch.tensor(ROWS[:1]), max_new_tokens=4, pad_token_id=PAD).stats.learning
+        assert (learnt and list(learnt)) == names
+        assert all(each["version"] == 0 for each in (learnt or {}).values())
+        speculator.close()

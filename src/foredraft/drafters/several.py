@@ -58,6 +58,16 @@ class Several(Drafter):
         self._chains_only = False
         self._parts: list[Part] = []  # of the round under way
 
+    @property
+    def learnt(self) -> dict[str, Any] | None:
+        """Of each drafter that learns, by its name; a second one of that name has a 2 behind it."""
+        found: dict[str, Any] = {}
+        for drafter in self.drafters:
+            if (facts := drafter.learnt) is not None:
+                count = sum(name.partition(" ")[0] == drafter.name for name in found)
+                found[f"{drafter.name} {count + 1}" if count else drafter.name] = facts
+        return found or None
+
     def bind(self, target: Target) -> None:
         for drafter in self.drafters:
             drafter.bind(target)

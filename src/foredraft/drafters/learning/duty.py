@@ -23,13 +23,13 @@ class Duty:
 
     Attributes:
         elapsed: seconds of serving.
-        spent: seconds of them that were lost, or spent on collecting and swapping.
         computing: seconds of serving in which the learner computed.
     """
 
     def __init__(self, share: float):
         self.share = share
-        self.elapsed = self.spent = self.computing = 0.0
+        self.elapsed = self.computing = 0.0
+        self._spent = self._slowed = 0.0  # on collecting and swapping; by which rounds were longer, which noise can make negative
         self._plain: dict[Hashable, float] = {}  # seconds of rounds without the learner
         self._lost, self._seen = GUESS * PRIOR, PRIOR  # seconds lost of those that the learner computed in
         self._balance = 0.0
@@ -46,12 +46,18 @@ class Duty:
         lost = seconds * self.rate if plain is None else seconds - plain
         if plain is not None:
             self._lost, self._seen = (1 - RECENT) * self._lost + lost, (1 - RECENT) * self._seen + seconds
-        self.spend(lost)
+        self._slowed += lost
+        self._balance -= lost
 
     def spend(self, seconds: float) -> None:
-        """So much serving time was lost."""
-        self.spent += seconds
+        """So much serving time went to collecting or swapping."""
+        self._spent += seconds
         self._balance -= seconds
+
+    @property
+    def lost(self) -> float:
+        """Seconds of serving that learning has cost. Rounds do not get faster by it: shorter ones only make up for noise in longer ones."""
+        return self._spent + max(0.0, self._slowed)
 
     @property
     def rate(self) -> float:

@@ -394,7 +394,7 @@ class Learning:
                 "learner": 0.0 if self.buffer is None else self.buffer["seconds"],
                 "collecting": self._collecting,
                 "swapping": self.seconds,
-                "lost": self.duty.spent,
+                "lost": self.duty.lost,
                 "serving": self.duty.elapsed,
             },
             "alpha": list(self.curve),

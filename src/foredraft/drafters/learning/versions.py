@@ -47,16 +47,18 @@ class Versions:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if (self.folder / ABOUT).exists():
                 self._compare(about)
-                return
-            if any(path.name != LOCK and not path.name.endswith(".tmp") for path in self.folder.iterdir()):
+            elif any(path.name != LOCK and not path.name.endswith(".tmp") for path in self.folder.iterdir()):
                 raise ConfigurationError(f"{str(self.folder)!r} holds something else; give learning a folder of its own")
-            with replacing(self.folder / FIRST, private=True) as path:
-                save_file(dict(first), path)
+            else:
+                with replacing(self.folder / ABOUT, private=True) as path:
+                    path.write_text(json.dumps(about, indent=1), encoding="utf-8")
+            if (self.folder / FIRST).exists():  # the last: with them the folder is whole
+                return
             if also := frozen():
                 with replacing(self.folder / FROZEN, private=True) as path:
                     save_file({name: value.contiguous() for name, value in also.items()}, path)
-            with replacing(self.folder / ABOUT, private=True) as path:  # the last: what is there is whole
-                path.write_text(json.dumps(about, indent=1), encoding="utf-8")
+            with replacing(self.folder / FIRST, private=True) as path:
+                save_file(dict(first), path)
         except OSError as error:
             raise ConfigurationError(
                 f"what is learnt cannot be written to {str(self.folder)!r}: {error.strerror or error}; name a folder of yours, learn=FOLDER"
