@@ -46,7 +46,7 @@ def run(fault: Fault | None, tests: list[str]) -> int:
         os.dup2(log, 2)
         import pytest
 
-        signal.alarm(SECONDS)
+        signal.alarm(SECONDS if fault else 0)
         code = pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
         import foredraft
 
@@ -99,10 +99,8 @@ def main() -> int:
             continue
         killed = code in (1, 2, -signal.SIGALRM, -signal.SIGSEGV, -signal.SIGABRT)
         survived += [] if killed else [fault]
-        print(
-            f"{'killed  ' if killed else f'SURVIVED ({code})'} {time.monotonic() - begin:5.1f} s  {fault.file}: {fault.instead.strip()}",
-            flush=True,
-        )
+        how = f"SURVIVED ({code})" if not killed else "endless" if code == -signal.SIGALRM else "killed "
+        print(f"{how} {time.monotonic() - begin:5.1f} s  {fault.file}: {fault.instead.strip()}", flush=True)
     print(f"{len(faults) - len(survived) - len(stale)} of {len(faults)} faults were found")
     for why in stale:
         print(f"STALE {why}")
