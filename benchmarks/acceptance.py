@@ -19,12 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks import prompts
-from benchmarks.figures import LEVEL, Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.report import Table
 from benchmarks.suite import PairSettings, Suite, option
 from foredraft import Speculator, verification
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import LEVEL, Spread
 from foredraft.rows import RowParameters
 from foredraft.shapes import TreeShape
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints
-from benchmarks.figures import Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.peer_process import FOREDRAFT, PeerError, PeerProcess, PeerSettings, find
 from benchmarks.report import Table
-from benchmarks.suite import Failure, Suite, instrument, option, turned
+from benchmarks.suite import Failure, Suite, instrument, option
+from foredraft.estimates import Spread, turned
 
 QUIET, LOOP, ONE, TWO = "quiet", "one busy loop", "one torch loop", "two torch loops"
 TORCH = "import torch\ntorch.set_num_threads(2)\na = torch.rand(1024, 1024)\nwhile True: a @ a"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from benchmarks.figures import RESAMPLES, Estimate, Figure, quotient
+from benchmarks.figures import Figure
 from benchmarks.report import Table
 from benchmarks.self_models import texts as corpus_in
 from benchmarks.suite import Settings as Base
@@ -30,6 +30,7 @@ from benchmarks.suite import Suite, instrument, option, plain
 from foredraft import Speculator
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import RESAMPLES, Estimate, quotient
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.models.identity import shape_of
 from foredraft.rows import RowParameters

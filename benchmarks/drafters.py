@@ -33,7 +33,7 @@ from benchmarks.drafters_plan import (
     turns,
     with_store,
 )
-from benchmarks.figures import LEVEL, RESAMPLES, Estimate, Figure, best, quotient
+from benchmarks.figures import Figure, best
 from benchmarks.peer_process import FOREDRAFT
 from benchmarks.report import Table
 from benchmarks.simulation import Kept, Simulation
@@ -58,6 +58,7 @@ from benchmarks.speed_tables import (
 )
 from benchmarks.speed_tables import cells as told
 from benchmarks.suite import instrument
+from foredraft.estimates import LEVEL, RESAMPLES, Estimate, quotient
 
 WORST, MEMBERS, OVER_VLLM = 0.98, 0.98, {"bfloat16": 1.5}
 ALL = "all suites"

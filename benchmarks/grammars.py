@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import suite
-from benchmarks.figures import Spread
 from benchmarks.report import Table
-from benchmarks.suite import Suite, option, turned
+from benchmarks.suite import Suite, option
+from foredraft.estimates import Spread, turned
 from foredraft.grammars import MODULES, Compiled, Grammar, xgrammar_vocabulary
 from foredraft.loading import load_tokenizer
 from foredraft.logits.grammar_masks import Walk, forbid, mask_nodes

@@ -19,12 +19,13 @@ import torch
 
 from benchmarks import datasets
 from benchmarks.checkpoints import Checkpoint, written
-from benchmarks.figures import Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.peer_process import PeerError, PeerProcess, PeerSettings, find
 from benchmarks.report import Table
 from benchmarks.suite import Failure, Suite, option
 from foredraft import Speculator
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread
 from foredraft.heads import checkpoints
 from foredraft.loading import load_model, load_tokenizer
 

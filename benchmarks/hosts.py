@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.drafters_plan import DRAFTERS, SEVERAL, library_files, with_store
-from benchmarks.figures import Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.passes import synchroniser
 from benchmarks.report import Table
-from benchmarks.suite import Suite, TargetSettings, option, turned
+from benchmarks.suite import Suite, TargetSettings, option
 from foredraft import drafters
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.drafters.datastore import Datastore
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread, turned
 from foredraft.loading import fingerprint, load_model, load_tokenizer
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler

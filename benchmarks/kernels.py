@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from benchmarks import suite
-from benchmarks.figures import Spread
 from benchmarks.passes import synchroniser
 from benchmarks.report import Table
-from benchmarks.suite import Suite, option, turned
+from benchmarks.suite import Suite, option
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread, turned
 from foredraft.loading import load_model
 from foredraft.target import Target
 from foredraft.tree import TokenTree

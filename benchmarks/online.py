@@ -21,15 +21,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import self_models
-from benchmarks.figures import Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.report import Table
-from benchmarks.suite import Failure, Suite, TargetSettings, instrument, option, turned
+from benchmarks.suite import Failure, Suite, TargetSettings, instrument, option
 from foredraft import Speculator
 from foredraft.drafters.base import Feedback
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.learning.collecting import Collector
 from foredraft.drafters.none import NoDrafter
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread, turned
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.target import Target
 from foredraft.training.prompts import windows

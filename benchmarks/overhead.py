@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import noise, prompts
-from benchmarks.figures import Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.overhead_methods import DRAFT, FOREDRAFT, LOOKUP, MODES, PLAIN, TRANSFORMERS, Decode, Field, Method, methods
 from benchmarks.passes import Pass, PassRecorder, synchroniser
 from benchmarks.report import Table
-from benchmarks.suite import Failure, PairSettings, Suite, instrument, option, turned
+from benchmarks.suite import Failure, PairSettings, Suite, instrument, option
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread, turned
 
 REFERENCE = f"{TRANSFORMERS} {PLAIN}"
 TARGET_PASS, DRAFT_PASS = "target", "draft"

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from benchmarks import checkpoints
 from benchmarks.checkpoints import Checkpoint
-from benchmarks.figures import Estimate, quotient
 from foredraft import Speculator, inflate
 from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.errors import ConfigurationError, ForedraftError
+from foredraft.estimates import Estimate, quotient
 from foredraft.loading import load_model
 from foredraft.models import skips
 from foredraft.models.skips import SkipSet, Sublayers

@@ -18,7 +18,7 @@ import torch
 from benchmarks import checkpoints, self_models
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.datasets import Prompt
-from benchmarks.figures import LEVEL, RESAMPLES, Estimate, Figure, best
+from benchmarks.figures import Figure, best
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
 from benchmarks.report import Table
 from benchmarks.self_models import BARE, BEHIND_ATTENTION, SIDES, Accepted, Agreement, Bits, share
@@ -49,7 +49,7 @@ from benchmarks.speed import ALLOWED, Findings
 from benchmarks.speed_plan import AUTO, EARLY_EXIT, LAYER_SKIP, PLAIN, RANDOM, TEXT, Cell, Method
 from benchmarks.speed_runner import Block, Failure, PeerSuite
 from benchmarks.speed_tables import PLAIN_OF_OURS, equality, failed, figures, quiet, ratio, sides, speed, split
-from benchmarks.suite import turned
+from foredraft.estimates import LEVEL, RESAMPLES, Estimate, turned
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.training import prompts
 from recipes.zoo.evaluation import WINDOW

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import speed_plots
-from benchmarks.figures import LEVEL, RESAMPLES, Estimate, Figure, best
+from benchmarks.figures import Figure, best
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
 from benchmarks.report import Table
 from benchmarks.speed_calls import PERCENTILES, Calls
@@ -37,6 +37,7 @@ from benchmarks.speed_tables import (
     split,
 )
 from benchmarks.suite import instrument
+from foredraft.estimates import LEVEL, RESAMPLES, Estimate
 
 PEER_DRAFT = {"bfloat16": 1.5, "float32": 1.2}
 PEER_LOOKUP = {"bfloat16": 1.15, "float32": 1.1}

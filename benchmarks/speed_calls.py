@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.figures import Estimate, Grid, quotient
+from foredraft.estimates import Estimate, Grid, quotient
 
 PERCENTILES = (50, 90, 99)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.figures import Spread
 from benchmarks.speed_calls import Calls
 from benchmarks.speed_runner import PeerSuite
 from benchmarks.speed_tables import PARTS, Comparison, comparisons
+from foredraft.estimates import Spread
 
 COLOURS = {"foredraft": "#c0392b", "transformers": "#7f8c8d", "vllm": "#2980b9", "llamacpp": "#27ae60", "openvino": "#8e44ad"}
 MARKERS = {"plain": "o", "draft": "s", "lookup": "^"}

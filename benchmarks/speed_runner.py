@@ -26,7 +26,8 @@ from benchmarks.datasets import Prompt
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, Peer, PeerError, PeerProcess, find
 from benchmarks.speed_calls import Curve, Measurement, Read, first_difference
 from benchmarks.speed_plan import DRAFT, LAYER_SKIP, LOOKUP, PLAIN, TEXT, Cell, Method, Settings, cells, hopeless, methods
-from benchmarks.suite import Suite, turned
+from benchmarks.suite import Suite
+from foredraft.estimates import turned
 from foredraft.loading import load_tokenizer
 
 READ = 400 << 20  # bytes of the large read

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.figures import Estimate, Figure, best
+from benchmarks.figures import Figure, best
 from benchmarks.peer_process import FOREDRAFT
 from benchmarks.report import Table
 from benchmarks.speed_calls import Calls
 from benchmarks.speed_plan import TEXT
 from benchmarks.speed_runner import PeerSuite
+from foredraft.estimates import Estimate
 
 PARTS = ("prefill", "draft", "target", "overhead")
 PLAIN_OF_OURS = f"{FOREDRAFT} plain"

@@ -192,12 +192,6 @@ def record(kind: type[Any], entry: Mapping[str, Any]) -> Any:
     return kind(**given)
 
 
-def turned(names: list[str], by: int) -> list[str]:
-    """``names`` rotated, so that none always follows the same one's leftovers in the processor's caches."""
-    by %= max(len(names), 1)
-    return names[by:] + names[:by]
-
-
 def instrument(targets: Sequence[str]) -> str:
     """What to say of an inflated target."""
     inflated = [each for each in targets if each.startswith("zoo:") and each.endswith("300m")]

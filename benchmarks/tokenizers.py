@@ -16,13 +16,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from benchmarks.figures import Estimate, Figure, Grid, best, quotient
+from benchmarks.figures import Figure, best
 from benchmarks.peers.transformers import Watch
 from benchmarks.report import Table
 from benchmarks.self_models import texts as corpus_in
-from benchmarks.suite import Failure, PairSettings, Suite, instrument, option, turned
+from benchmarks.suite import Failure, PairSettings, Suite, instrument, option
 from foredraft import ConfigurationError, Speculator
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.estimates import Estimate, Grid, quotient, turned
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.training.prompts import windows
 

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from benchmarks import prompts
-from benchmarks.figures import Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.passes import Pass, PassRecorder, synchroniser
 from benchmarks.report import Table
-from benchmarks.suite import PairSettings, Suite, option, turned
+from benchmarks.suite import PairSettings, Suite, option
 from foredraft import Speculator
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread, turned
 from foredraft.rows import RowParameters
 from foredraft.shapes import TreeShape
 

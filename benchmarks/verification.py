@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
 from benchmarks import suite
-from benchmarks.figures import Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.passes import synchroniser
 from benchmarks.report import Table
-from benchmarks.suite import Suite, option, turned
+from benchmarks.suite import Suite, option
 from foredraft import verification
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread, turned
 from foredraft.logits.noise import Noise, Purpose, row_key
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler

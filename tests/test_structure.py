@@ -23,6 +23,7 @@ ROOTS = {name: SOURCE if name == "foredraft" else SOURCE.parents[1] / name for n
 LAYERS = [
     {
         "errors",
+        "estimates",
         "caching",
         "files",
         "grammars",

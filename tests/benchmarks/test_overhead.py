@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 
 from benchmarks import drafters_plan, environment, hosts, overhead, prompts, report, verification
 from benchmarks.cli import app
-from benchmarks.figures import Figure, Spread
+from benchmarks.figures import Figure
 from benchmarks.overhead import Measurement, Overhead, Settings, measurement
 from benchmarks.overhead_methods import Method, methods, of_transformers
 from benchmarks.passes import Pass, PassRecorder
 from benchmarks.report import Table
-from benchmarks.suite import turned
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread, turned
 from foredraft.tree import TokenTree
 from foredraft.verification import names as rule_names
 

@@ -18,13 +18,14 @@ from typer.testing import CliRunner
 from benchmarks import checkpoints, environment, peer_process, report, speed_tables
 from benchmarks.checkpoints import Checkpoint
 from benchmarks.cli import app
-from benchmarks.figures import Estimate, Figure, best, quotient
+from benchmarks.figures import Figure, best
 from benchmarks.peer_process import ADAPTERS, PeerError, PeerProcess, find
 from benchmarks.report import Report
 from benchmarks.speed import Speed
 from benchmarks.speed_calls import Calls, Curve, Measurement, Read, first_difference
 from benchmarks.speed_plan import Cell, Method, Settings, cells, hopeless, methods
 from foredraft.errors import ConfigurationError
+from foredraft.estimates import Estimate, quotient
 from foredraft.loading import load_model
 
 SMALL = Settings(

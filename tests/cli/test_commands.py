@@ -84,7 +84,12 @@ def tiny(tmp_path_factory, tokenizer):
 
 @pytest.mark.parametrize(
     "command",
-    [*map(str.split, ("", "generate", "chat", "demo", "models", "drafters", "rules", "audit", "tune", "alpha", "theory", "skip search"))],
+    [
+        *map(
+            str.split,
+            ("", "generate", "chat", "demo", "models", "drafters", "rules", "audit", "tune", "alpha", "table", "theory", "skip search"),
+        )
+    ],
 )
 def test_help(command):
     result = cli(*command, "--help")

@@ -51,6 +51,8 @@ MISTAKES = [
     ("alpha --target zoo:python-8m --draft zoo:nope --data x.txt", "no embedded model 'zoo:nope'"),
     ("alpha --target zoo:python-8m --draft zoo:python-1m --data none.txt", "cannot read 'none.txt'"),
     ("alpha --target zoo:python-8m --draft zoo:python-1m --data . --json /none/out.json", "cannot write '/none/out.json'"),
+    ("table --target zoo:nope", "no embedded model 'zoo:nope'"),
+    ("table --target zoo:python-8m --rule rejecton", "did you mean 'rejection'?"),
     ("theory --alpha 1", "α must be at least 0 and less than 1"),
     ("theory --with none.json", "none.json is not readable JSON"),
     ("train medussa --target zoo:python-8m --data . --out x", "unknown kind of head 'medussa', did you mean 'medusa'?"),

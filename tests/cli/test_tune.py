@@ -102,13 +102,6 @@ def test_a_noisy_machine_is_said():
     assert said(CANDIDATE, spread=1.9)[-1].startswith("noise   the machine was too noisy: the same plain decoding took up to 1.9 times")
 
 
-def test_the_interval_covers_the_ratio():
-    plain = [[1.0, 1.1, 0.9], [2.0, 2.1, 1.9]]
-    assert tune.interval(plain, [[each / 1.5 for each in runs] for runs in plain]) == pytest.approx((1.5, 1.5), abs=0.35)
-    low, high = tune.interval(plain, [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    assert low < tune.typical(plain) < high
-
-
 def test_the_picture_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     tune.draw(tmp_path / "out.png", Setting("model"), [CANDIDATE])

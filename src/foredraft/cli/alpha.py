@@ -242,10 +242,17 @@ def in_other_tokens(draft: Target, foreign: Foreign, ids: Sequence[int], first: 
 
 
 @torch.inference_mode()
-def measured(speculator: Speculator) -> CostModel:
+def measured(speculator: Speculator, most: int = MOST) -> CostModel:
+    """What passes cost, and drafts of at most so many tokens."""
     costs = CostModel()
-    measure(costs, speculator.target, speculator.drafter, largest=search.chain(MOST))
+    measure(costs, speculator.target, speculator.drafter, largest=search.chain(most))
     return costs
+
+
+def chain_costs(costs: CostModel, most: int, context: float = PROMPT, drafted: float = 1.0) -> search.Costs:
+    """Of chains of at most so many tokens, one row, behind ``context`` tokens; a part of the rounds, ``drafted``, gets a draft."""
+    verify = costs.verify(1, range(1, most + 2), context)
+    return search.Costs(verify, lambda levels: costs.draft_seconds(1, levels), available=drafted, any_row=drafted)
 
 
 def report_of(found: Sequence[Compared], costs: CostModel, *, sampled: bool, left_out: int = 0) -> Report:
@@ -284,7 +291,7 @@ def by_position(found: Sequence[Compared]) -> list[Rates]:
 def forecast(chances: Sequence[Numbers], costs: CostModel) -> Forecast:
     """Of chains whose token at each place of each text is accepted with such a chance."""
     tokens, rounds = np.array([len(each) for each in chances], dtype=float), expected_rounds(chances, MOST)
-    priced = search.Costs(costs.verify(1, range(1, MOST + 2), PROMPT), lambda levels: costs.draft_seconds(1, levels))
+    priced = chain_costs(costs, MOST)
     lengths = [Share.of(tokens, rounds[:, deep]) for deep in range(MOST)]
     plain = search.plain(priced)
     plans = [search.priced(search.chain(deep), each.value - 1, (1,) * deep, priced) for deep, each in enumerate(lengths, 1)]

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 import typer.core
 
-from foredraft import __version__
+from foredraft import __version__, verification
 from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
-from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, write_json
+from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, write_json, writing
 from foredraft.cli.heads import convert, export
 from foredraft.cli.options import (
+    BEGINNINGS,
     LINES,
     MODELS,
     OUTPUT,
@@ -46,7 +47,23 @@ from foredraft.cli.theory import theory
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
 
-ORDER = ("generate", "chat", "tune", "alpha", "theory", "suggest", "demo", "audit", "models", "drafters", "rules", "data", "train", "skip")
+ORDER = (
+    "generate",
+    "chat",
+    "tune",
+    "alpha",
+    "table",
+    "theory",
+    "suggest",
+    "demo",
+    "audit",
+    "models",
+    "drafters",
+    "rules",
+    "data",
+    "train",
+    "skip",
+)
 
 
 class Ordered(typer.core.TyperGroup):
@@ -372,6 +389,66 @@ def alpha(
             if as_json is not None:
                 write_json(as_json, comparison.document(setting, found))
         tables.console().print(comparison.report(setting, found), soft_wrap=True)
+
+
+@app.command()
+@grouped
+def table(
+    *,
+    target: Annotated[list[str], MODELS(help="The model: a path, a hub id, or zoo:NAME; repeat for more.", show_default=False)],
+    contest: Contest,
+    task: Annotated[
+        list[Path] | None,
+        PROMPTS(metavar="FILE", help=f"A task is a file of prompts and has its name; repeat for more. {LINES}", show_default=BEGINNINGS),
+    ] = None,
+    limit: Annotated[int, PROMPTS(min=1, metavar="N", help="Prompts of each task, at most: the first ones.")] = 20,
+    gamma: Annotated[list[int], SPECULATION(min=1, help="Drafted tokens per round; repeat for more.")] = [3, 5, 7],  # noqa: B006
+    rule: Annotated[
+        str | None,
+        SPECULATION(
+            help="The verification rule where tokens are sampled.",
+            show_default="rejection, as in the paper; auto for drafts not drawn from q",
+        ),
+    ] = None,
+    temperature: Annotated[list[float], SAMPLING(min=0.0, help="Above 0, sample; 0 is greedy; repeat for more.")] = [0.0, 1.0],  # noqa: B006
+    max_new_tokens: Annotated[int, SAMPLING(min=2, help="Most new tokens per prompt and run.")] = 64,
+    repeats: Annotated[int, SAMPLING(min=1, help="Measured runs of each prompt, after one to warm up.")] = 3,
+    as_json: JsonFile = None,
+    markdown: Annotated[Path | None, OUTPUT(metavar="FILE", help="Write the table as Markdown.", show_default=False)] = None,
+    latex: Annotated[Path | None, OUTPUT(metavar="FILE", help="Write the table for LaTeX.", show_default=False)] = None,
+) -> None:
+    """Measure drafts as papers tabulate them: α, c, and the speed-up beside what the formula and the measured costs predict.
+
+    Plain decoding and all drafts take turns. A star marks the fastest draft of each task and temperature, if it beats plain decoding. A
+    bigram model, counted from the text at hand, is always among them.
+
+    Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
+    """
+    from foredraft.cli.checks import check, check_output
+    from foredraft.cli.progress import Progress
+    from foredraft.cli.prompts import read_tasks
+
+    with exit_codes():
+        for each in target:
+            check(replace(contest, target=each).plain, contest.drafters or ())
+        if rule not in (None, "auto") and not verification.describe(rule).lossless:
+            raise ConfigurationError(f"rule {rule!r} is lossy: it changes the output distribution; name another with --rule")
+        tasks = read_tasks(task or (), limit)
+        for path in (as_json, markdown, latex):
+            check_output(path)
+        with Progress("loading") as progress:
+            from foredraft.cli import table as pairs
+            from foredraft.cli import tables
+
+            setting = pairs.Setting(contest, target, tasks, temperature, sorted({*gamma}), rule, max_new_tokens, repeats)
+            cells = pairs.run(setting, progress)
+            if as_json is not None:
+                write_json(as_json, pairs.document(setting, cells))
+            for path, write in ((markdown, pairs.markdown), (latex, pairs.latex)):
+                if path is not None:
+                    with writing(path):
+                        path.write_text(write(cells), encoding="utf-8")
+        tables.console().print(pairs.report(cells), soft_wrap=True)
 
 
 @app.command()

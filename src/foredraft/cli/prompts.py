@@ -34,6 +34,20 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     return prompts
 
 
+def read_tasks(files: Sequence[Path], limit: int) -> dict[str, list[str]]:
+    """The first ``limit`` prompts of each file, by the file's name without its ending.
+
+    Raises:
+        ConfigurationError: as in :func:`read_prompts`, or two files of the same name.
+    """
+    tasks: dict[str, list[str]] = {}
+    for file in files:
+        if file.stem in tasks:
+            raise ConfigurationError(f"two tasks are called {file.stem!r}; rename one of the files")
+        tasks[file.stem] = read_prompts(None, file)[:limit]
+    return tasks
+
+
 def _from_stdin(*, asked: bool) -> str:
     if sys.stdin.isatty() and not asked:
         raise ConfigurationError('no prompt; give one: foredraft generate "PROMPT", pipe a text in, or use --prompts FILE')

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -30,6 +30,7 @@ from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Contest
 from foredraft.cli.tables import add_row, new_table
+from foredraft.estimates import quotient, turned
 from foredraft.loading import load_tokenizer
 from foredraft.planning import AUTO, AutomaticPlanner
 from foredraft.planning.search import Plan
@@ -43,7 +44,6 @@ TRIALS = 2  # runs of every prompt until the pick is taken to have settled
 REPEATS = 3
 BAR = 40  # characters
 SHOWN = 8  # depths
-DRAWS = 1000
 NOISY = 1.25  # how much longer one of the same runs may take than another
 Grid = list[list[float]]
 
@@ -150,7 +150,7 @@ class Tuning:
             each.seconds = [[] for _ in self.batches]
         for repeat in range(REPEATS + 1):
             for number, batch in enumerate(self.batches):
-                for each in everyone[repeat % len(everyone) :] + everyone[: repeat % len(everyone)]:
+                for each in turned(everyone, repeat):
                     spent, stats = self._time(each.speculator, batch)
                     if repeat:  # the first is the warm-up
                         each.seconds[number].append(spent)
@@ -178,7 +178,7 @@ class Tuning:
         assert planner is not None and pick is not None
         acceptance = planner.acceptance[True]
         count, depth = self.setting.batch_size, min(SHOWN, planner.largest.depth)
-        low, high = interval(self.plain.seconds, found.seconds)
+        spread = quotient(np.array(self.plain.seconds), np.array(found.seconds)).spread
         return Candidate(
             drafter=found.name,
             rule=found.rule,
@@ -191,8 +191,8 @@ class Tuning:
             predicted=pick.rate / plans[0].rate,
             plain=typical(self.plain.seconds),
             speculative=typical(found.seconds),
-            low=low,
-            high=high,
+            low=spread.low,
+            high=spread.high,
             acceptance_length=sum(stats.kept for stats in found.kept) / sum(stats.row_passes for stats in found.kept),
         )
 
@@ -201,25 +201,18 @@ class Tuning:
         prompts = pad(batch, speculator.target.device)
         stats = speculator.generate(**prompts, do_sample=False, min_new_tokens=None, max_new_tokens=NEW).stats
         assert stats is not None
-        spent = stats.seconds["total"] - stats.seconds["prefill"] - stats.seconds.get("planning", 0.0)
-        return spent / max(1, stats.new_tokens - len(batch)) * len(batch), stats
+        return after_prefill(stats, len(batch)), stats
+
+
+def after_prefill(stats: Stats, rows: int) -> float:
+    """Seconds per token of a row, without the prompt and its token."""
+    spent = stats.seconds["total"] - stats.seconds["prefill"] - stats.seconds.get("planning", 0.0)
+    return spent / max(1, stats.new_tokens - rows) * rows
 
 
 def typical(seconds: Grid) -> float:
     """The mean over prompts of the median of their runs."""
     return mean(median(runs) for runs in seconds)
-
-
-def interval(plain: Grid, speculative: Grid) -> tuple[float, float]:
-    """Of the speed-up: 95 % of bootstrap draws over prompts and runs, the same ones for both."""
-    random, ratios = Random(0), []
-    prompts, runs = range(len(plain)), range(len(plain[0]))
-    for _ in range(DRAWS):
-        drawn = [(prompt, random.choices(runs, k=len(runs))) for prompt in random.choices(prompts, k=len(prompts))]
-        below, above = (typical([[grid[prompt][run] for run in chosen] for prompt, chosen in drawn]) for grid in (speculative, plain))
-        ratios.append(above / below)
-    ratios.sort()
-    return ratios[DRAWS // 40], ratios[-1 - DRAWS // 40]
 
 
 def document(setting: Setting, found: Sequence[Candidate], spread: float = 1.0) -> dict[str, Any]:
