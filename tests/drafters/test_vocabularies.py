@@ -10,7 +10,7 @@ import torch
 from helpers import alone, generate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from vocabularies import TEXTS, letters, model, tokenizer
 
@@ -390,29 +390,54 @@ def test_a_text_that_ends_inside_a_piece_of_the_drafts_goes_on_with_that_piece()
         logits[-2, whole], logits[-2, reading.ids[-1]], logits[-1, spelt(",")] = likely, 0.0, 1.0
         logits[-3, reading.ids[-2]] = 30.0  # what is read before it stands
         assert foreign.first(reading, logits) == expected
-    continued = both.continued(reading, [whole, spelt(","), spelt(",")], 1)
+    (continued,) = foreign.written([reading], [[whole, spelt(","), spelt(",")]], [1])
     assert tokenizer("byte-level").decode(continued).startswith(again + ","), "what is there already is not proposed again"
-    reading.drafted([whole], 1)
-    assert reading.follow(text) == len(reading.ids) - 1, "the cache has another token in its place"
+    before = len(reading.ids)
+    assert reading.follow([*text, *ids("byte-level", ", 2")]) == before - 1, "the cache has another token in its place"
 
 
-def test_what_is_written_is_what_a_draft_that_reads_everything_anew_writes(monkeypatch):
+@pytest.mark.parametrize(
+    ("after_x", "after_a", "expected"),  # the draft reads x a b; behind these it writes x with probability 0.6
+    [
+        ({"a": 0.5, "abc": 0.1}, {"b": 0.5, "bq": 0.1}, ("x", 0)),  # bq for b: 0.1 / 0.5; abc for a b: 0.1 / (0.5 * 0.5)
+        ({"a": 0.5, "abc": 0.2}, {"b": 0.5, "bq": 0.1}, ("abc", 2)),  # 0.2; 0.8
+        ({"a": 0.5, "abc": 0.1}, {"b": 0.4, "bq": 0.3}, ("bq", 1)),  # 0.75; 0.5
+        ({"a": 0.5, "abc": 0.16}, {"b": 0.4, "bq": 0.3}, ("abc", 2)),  # 0.75; 0.8
+    ],
+)
+def test_of_all_pieces_that_the_text_may_end_in_the_likeliest_is_written(after_x, after_a, expected):
+    pieces = ["x", "a", "b", "bq", "abc"]
+    unigram = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], None, True))
+    unigram.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    both = Vocabularies(Words(letters("target")), Words(PreTrainedTokenizerFast(tokenizer_object=unigram)), 3, len(pieces))
+    foreign = Foreign(both, 3, torch.device("cpu"), torch.device("cpu"), "text")
+    foreign.readings[0] = reading = Reading(both, Row([]))
+    reading.ids += [0, 1, 2]
+    scores = torch.tensor([[said.get(piece, 1e-9) for piece in pieces] for said in (after_x, after_a, {"x": 0.6, "a": 0.4})])
+    scores = torch.cat([scores, 1 - scores.sum(1, keepdim=True).clamp(max=1)], 1)  # and something else
+    token, back = foreign.first(reading, scores.log())
+    assert (pieces[token], back) == expected
+
+
+def test_what_is_written_is_what_the_draft_says_after_what_it_reads(monkeypatch):
+    """Of every row of a ragged batch, also where a whole piece stands in the place of its beginning."""
     monkeypatch.setattr("foredraft.drafters.draft_model.FEW", 999)
-    written, rounds = Foreign.written, []
+    written, draft, found = Foreign.written, model("unigram", 1), []
 
     def watched(self, rows, texts, backs):
-        rounds.append((list(rows[0].ids), texts, backs))
+        for row, text, back in zip(rows, texts, backs):
+            read = self.readings[row.slot].ids
+            read = read[: len(read) - back]
+            with torch.no_grad():
+                said = draft(torch.tensor([[*read, *text[:-1]]])).logits[0, len(read) - 1 :].argmax(-1).tolist()
+            assert text[1:] == said[1:] and (back or text[0] == said[0])
+            found.append(back)
         return written(self, rows, texts, backs)
 
     monkeypatch.setattr(Foreign, "written", watched)
-    made = speculator(vocabulary="text", shape="chain(2)", reuse_prefix=False)
-    made.generate(torch.tensor([ids("byte-level")]), max_new_tokens=4 * NEW)
-    whole, found = list(rounds), sum(any(backs) for _, _, backs in rounds)
-    assert found > 5
-    for text, *expected in whole[:-3:6]:
-        del rounds[:]
-        made.generate(torch.tensor([text[:-1]]), max_new_tokens=8)
-        assert rounds[0] == (text, *expected)
+    rows = [ids("byte-level", text) for text in (PROMPT, "import os, sys", PROMPT[:20])]
+    generate(speculator(vocabulary="text", shape="chain(2)"), rows, max_new_tokens=NEW)
+    assert sum(map(bool, found)) > 5
 
 
 def test_auto_goes_by_the_mass_on_what_is_shared(caplog):
