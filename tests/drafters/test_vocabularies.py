@@ -370,6 +370,15 @@ def test_half_a_character_goes_on_in_bytes():
     reading = Reading(both, Row([*ids("byte-level", "area"), *smile[:-2]]))
     spelt = tokenizer("unigram").convert_tokens_to_ids
     assert both.continued(reading, [spelt(each) for each in ("<0x99>", "<0x82>", "a", "(", ")", "\n", "x")])[:2] == smile[-2:]
+    assert both.continued(reading, [spelt("</s>")]) == [], "a text does not end in half a character"
+
+
+def test_nothing_is_proposed_behind_half_a_character_that_the_target_writes_whole():
+    both, spelt = words("byte-level", "unigram"), tokenizer("unigram").convert_tokens_to_ids
+    whole = "\u00e9".encode()
+    assert whole in both.target.bytes.values()
+    reading = Reading(both, Row([*ids("byte-level", "caf"), both.target.single[whole[0]]]))
+    assert both.continued(reading, [spelt(each) for each in (f"<0x{whole[1]:X}>", "a", "(", ")", "\n", "x")]) == []
 
 
 def test_a_text_that_ends_inside_a_piece_of_the_drafts_goes_on_with_that_piece():
