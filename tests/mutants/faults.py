@@ -44,6 +44,7 @@ THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
 STOPPING = ("tests/drafters/test_layer_skip.py",)
+VOCABULARIES = ("tests/drafters/test_vocabularies.py",)
 
 FAULTS = [
     # -- trees
@@ -88,6 +89,18 @@ FAULTS = [
     # -- drafts that stop
     Fault("growth.py", "min(length, depth) for length, goes_on", "min(length, depth - 1) for length, goes_on", STOPPING),
     Fault("growth.py", "possible = on[:, where] if possible is None", "possible = None if possible is None", STOPPING),
+    # -- drafts with another tokenizer: q not renormalised, p lost where q is 0, an unfinished piece, the piece a text ends in
+    Fault(
+        "sampler.py",
+        "            p = torch.softmax(scores, -1)\n",
+        "            p = torch.softmax(scores.clamp(min=-3.0), -1) * (scores > -1e30)\n",
+        VOCABULARIES,
+    ),
+    Fault("ratios.py", "left = (p - q).clamp(min=0)\n", "left = (p - q).clamp(min=0) * (q > 0)\n", VOCABULARIES),
+    Fault("vocabularies.py", "self.target.encode_after if end else self.target.settled", "self.target.encode_after", VOCABULARIES),
+    Fault("vocabularies.py", "likely, found = float(best) - read, (", "likely, found = float(best), (", VOCABULARIES),
+    Fault("vocabularies.py", "reading.drafted(text, back)", "reading.drafted(text)", VOCABULARIES),
+    Fault("draft_model.py", "self.model.rewind([length - back for length, back in zip(self.model.lengths, backs)])", "pass", VOCABULARIES),
     # -- noise
     Fault(
         "noise.py",
