@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from foredraft import theory
 from foredraft.cli import app
 from foredraft.cli.plots import Curve, Plot, text_of
+from foredraft.cli.theory import Setting, figures, read_cells
 from foredraft.errors import ConfigurationError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -99,12 +100,17 @@ def test_rules_by_enumeration(tmp_path: Path):
 def test_measured_points_lie_on_the_curves_of_their_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("foredraft.cli.theory.rules", list)
-    report = written(tmp_path / "r.json", report="table", cells=[CELL, {**CELL, "gamma": 2, "alpha": {"value": 1.0}}])
+    report = written(
+        tmp_path / "r.json", report="table", cells=[CELL, {**CELL, "gamma": 2, "alpha": {"value": 1.0}}, {**CELL, "c": 0.0796}]
+    )
     result = cli("--with", report, "--plots", tmp_path / "plots", "--json", tmp_path / "o.json")
     assert result.exit_code == 0, result.output
-    assert "t, draft-model:d, code, temperature 0" in result.stdout and "3.10 / 3.05" in result.stdout and "2.25 / 2.31" in result.stdout
+    assert "t, draft-model:d  code, temperature 0" in result.stdout and "3.10 / 3.05" in result.stdout and "2.25 / 2.31" in result.stdout
     assert "b γ 4, c 0.08" in result.stdout and "γ 10" not in result.stdout.split("Best γ")[0].split("Expected tokens")[1]
-    first, second = json.loads((tmp_path / "o.json").read_text())["measured"]
+    points = {plot.name: {each.label: each.measured for each in plot.curves} for plot in figures(Setting(), read_cells(report))}
+    assert points["speedup"] == {"γ 2, c 0.08": [(1.0, 2.25)], "γ 4, c 0.08": [(0.75, 2.25)] * 2}
+    assert points["calls"] == {"γ 2": [(1.0, 1000 / 3.1)], "γ 4": [(0.75, 1000 / 3.1)] * 2}
+    first, second, _ = json.loads((tmp_path / "o.json").read_text())["measured"]
     assert first["predicted"]["speedup"] == pytest.approx(theory.speedup(0.75, 4, 0.0804)) and second["predicted"]["tokens_per_pass"] == 3
     names = {path.stem for path in (tmp_path / "plots").iterdir() if path.read_bytes().startswith(b"\x89PNG")}
     assert names == {"tokens", "speedup", "operations", "calls", "best-gamma", "tokens-read", "seconds"}

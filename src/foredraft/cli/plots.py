@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from math import log10
 from pathlib import Path
 from string import ascii_lowercase
@@ -46,7 +47,7 @@ def text_of(plot: Plot) -> str:
     left, low = min(xs), scale(min(ys))
     across, up = (WIDTH - 1) / (max(xs) - left or 1), (HEIGHT - 1) / (scale(max(ys)) - low or 1)
     grid = [[" "] * WIDTH for _ in range(HEIGHT)]
-    letters = list(zip(ascii_lowercase, plot.curves))
+    letters = list(zip(cycle(ascii_lowercase), plot.curves))
     drawn = [(letter, curve.points) for letter, curve in letters] + [(letter.upper(), curve.measured) for letter, curve in letters]
     for letter, points in drawn:
         for x, y in points:

@@ -3,11 +3,12 @@ enumeration, which ways of verifying a draft keep the target's distribution."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 from foredraft import theory as formulas
@@ -26,7 +27,7 @@ ALPHAS = [each / 100 for each in range(100)]  # of curves
 STEEP = 0.95  # α from which on the best γ leaves the picture
 STEPS = 72  # lengths of a curve
 P, Q = (1 / 3, 2 / 3), (2 / 3, 1 / 3)  # the example of a rule that is not exact
-DIGITS = 3  # of c, by which measured points find their curve
+DIGITS = 2  # of the c and ĉ of curves on which measured points lie
 UNIFORM = (0.01,) * 100
 HOW = {"iid": "independently", "keyed": "with the target's noise"}
 
@@ -55,7 +56,8 @@ class Setting:
 class Measured:
     """A cell of a report of ``foredraft table``; ``c_operations`` is ĉ."""
 
-    name: str
+    draft: str
+    task: str
     alpha: float
     gamma: int
     c: float
@@ -125,7 +127,8 @@ def read_cells(path: Path) -> list[Measured]:
     try:
         return [
             Measured(
-                name=", ".join([each["target"], each["draft"], each["task"], f"temperature {each['temperature']:g}"]),
+                draft=f"{each['target']}, {each['draft']}",
+                task=f"{each['task']}, temperature {each['temperature']:g}",
                 alpha=each["alpha"]["value"],
                 speedup=each["speedup"]["value"],
                 **{name: each[name] for name in ("gamma", "c", "c_operations", "tokens_per_pass", "operations")},
@@ -198,29 +201,30 @@ def rules() -> list[dict[str, Any]]:
 
 
 def figures(setting: Setting, measured: Sequence[Measured]) -> list[Plot]:
-    """All curves. Measured points lie on those of their γ, and their c or ĉ where it matters."""
+    """All curves. Measured points lie on those of their γ, and where it matters of the c or ĉ that their draft has in the median."""
     gammas = sorted({each.gamma for each in measured} or set(setting.gamma))
-    times = {(each.gamma, round(each.c, DIGITS)) for each in measured} or {(gamma, middle(setting.c)) for gamma in gammas}
-    costs = {(each.gamma, round(each.c_operations, DIGITS)) for each in measured} or {(gamma, setting.operations) for gamma in gammas}
 
-    def points(value: str, gamma: int, **of: float) -> Points:
-        ours = [each for each in measured if each.gamma == gamma]
+    def points(name: str, gamma: int, drafts: Iterable[str]) -> Points:
+        return [(each.alpha, getattr(each, name)) for each in measured if each.gamma == gamma and each.draft in drafts]
+
+    def curves(name: str, formula: Callable[..., float], symbol: str, own: dict[str, float], default: float) -> list[Curve]:
         return [
-            (each.alpha, getattr(each, value)) for each in ours if all(round(getattr(each, name), DIGITS) == at for name, at in of.items())
+            line(
+                f"γ {gamma}, {symbol} {c:g}",
+                partial(formula, gamma=gamma, c=c),
+                points(name, gamma, [draft for draft, each in own.items() if each == c]),
+            )
+            for gamma in gammas
+            for c in sorted({*own.values()} or {default})
         ]
 
-    tokens = [line(f"γ {gamma}", partial(formulas.expected_tokens, gamma=gamma), points("tokens_per_pass", gamma)) for gamma in gammas]
+    c, of_operations = by_draft(measured, "c"), by_draft(measured, "c_operations")
+    tokens = [line(f"γ {gamma}", partial(formulas.expected_tokens, gamma=gamma), points("tokens_per_pass", gamma, c)) for gamma in gammas]
+    speedups = curves("speedup", formulas.speedup, "c", c, middle(setting.c))
+    operations = curves("operations", formulas.operations, "ĉ", of_operations, setting.operations)
     calls = [
         Curve(each.label, *([(alpha, setting.tokens / per_pass) for alpha, per_pass in own] for own in (each.points, each.measured)))
         for each in tokens
-    ]
-    speedups = [
-        line(f"γ {gamma}, c {c:g}", partial(formulas.speedup, gamma=gamma, c=c), points("speedup", gamma, c=c))
-        for gamma, c in sorted(times)
-    ]
-    operations = [
-        line(f"γ {gamma}, ĉ {c:g}", partial(formulas.operations, gamma=gamma, c=c), points("operations", gamma, c_operations=c))
-        for gamma, c in sorted(costs)
     ]
     bests = [line(f"c {c:g}", partial(formulas.best_gamma, c=c), most=STEEP) for c in setting.c if c > 0]
     passes = f"Passes of the target for {setting.tokens:,} tokens"
@@ -231,6 +235,14 @@ def figures(setting: Setting, measured: Sequence[Measured]) -> list[Plot]:
         Plot("calls", passes, "α", "passes", calls),
     ]
     return [*found, *([Plot("best-gamma", "Best length of a draft", "α", "best γ", bests)] if bests else []), *caches(setting)]
+
+
+def by_draft(measured: Sequence[Measured], name: str) -> dict[str, float]:
+    """The median of each draft's values, rounded."""
+    values: dict[str, list[float]] = {}
+    for each in measured:
+        values.setdefault(each.draft, []).append(getattr(each, name))
+    return {draft: round(median(own), DIGITS) for draft, own in values.items()}
 
 
 def line(label: str, value: Callable[[float], float], measured: Points = (), most: float = 1.0) -> Curve:
@@ -322,11 +334,11 @@ def verified(lines: Sequence[dict[str, Any]]) -> RenderableType:
 
 def compared(lines: Sequence[dict[str, Any]]) -> RenderableType:
     cells = (
-        [each["name"], str(each["gamma"]), f"{each['alpha']:.3f}", f"{each['c']:.3f}"]
+        [each["draft"], each["task"], str(each["gamma"]), f"{each['alpha']:.3f}", f"{each['c']:.3f}"]
         + [f"{each[name]:.2f} / {each['predicted'][name]:.2f}" for name in ("tokens_per_pass", "speedup", "operations")]
         for each in lines
     )
-    return table(["", ">γ", ">α", ">c", ">tokens per pass", ">speed-up", ">operations"], cells)
+    return table(["draft", "task", ">γ", ">α", ">c", ">tokens per pass", ">speed-up", ">operations"], cells)
 
 
 def fraction(value: float) -> str:
