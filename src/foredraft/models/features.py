@@ -165,8 +165,9 @@ def features_of(
         tap = taps[number]
         if tap is None or tap.width != size:
             what = "does not come by any module of it" if tap is None else f"has {tap.width} numbers per token, not {size}"
+            other = "the last one alone, such as medusa" if taps[LAST] and number != LAST else "none"
             raise UnsupportedModelError(
-                f"hidden state {number} of {describe(model)} cannot be passed to a drafter: it {what}; use a drafter that reads none"
+                f"hidden state {number} of {describe(model)} cannot be passed to a drafter: it {what}; use a drafter that reads {other}"
             )
         found.append(tap)
     return Features(plain, whole=whole, taps=found, device=device, dtype=model.dtype)
