@@ -50,7 +50,7 @@ SHORT, FULL = "short", "full"
 VALIDATION, TEST = "validation", "test"
 GREEDY, SAMPLED = 0.0, 1.0
 CHAIN = 5
-BEGUN, REFERENCE = "as embedded", "fkl, λ = 0"
+BEGUN, REFERENCE, GIVEN = "the draft they began with", "fkl, λ = 0", "the distilled draft"
 TEXT, PROMPT = 256, 64  # tokens of a text that is learnt from, and of its prompt; of a prompt that is answered
 BEST = 3
 
@@ -60,6 +60,7 @@ class Settings(Base):
     threads: int = option(1, "Threads of training and measuring.", least=1)
     target: str = option("zoo:python-8m", "The model to distill from.")
     draft: str = option("zoo:python-1m", "The draft that all begin with.")
+    distilled: str = option("", "A draft that was distilled before; figures of acceptance and speed are of it, not of the best full run.")
     served: str = option("zoo:python-300m", "The target of the speed measurement; it writes what --target writes. none for no measurement.")
     losses: tuple[str, ...] = option(("fkl", "rkl", "jsd(0.5)", "tvd", "lk(3)", "ce"), "Losses of the grid.", flag="--loss")
     shares: tuple[float, ...] = option((0.0, 0.5, 1.0), "Shares λ of texts that the draft writes.", flag="--on-policy")
@@ -192,6 +193,9 @@ class Distill(Suite[Settings]):
         begun = load_model(settings.draft, dtype="float32", device=settings.device)
         self._judges = {half: DraftHeld(given, settings.tokens) for half, given in held.items()}
         self.answers += self._answered(BEGUN, "", 0, target, begun, [VALIDATION, TEST])
+        if settings.distilled:
+            distilled = load_model(settings.distilled, dtype="float32", device=settings.device)
+            self.answers += self._answered(GIVEN, "", 0, target, distilled, [VALIDATION, TEST])
         for cell in settings.grid:
             self._cell(cell, target, [VALIDATION])
         if settings.full and not self._missing(settings.grid):
@@ -199,14 +203,16 @@ class Distill(Suite[Settings]):
             full = [Cell(FULL, each.loss, each.share, seed) for seed in range(settings.seeds) for each in chosen]
             for cell in full:
                 self._cell(cell, target, [VALIDATION, TEST])
-            if not self._missing(full) and settings.served != "none":
-                self._speed(held[TEST][: settings.timed])
+            if self._missing(full):
+                return
+        if (settings.full or settings.distilled) and settings.served != "none":
+            self._speed(held[TEST][: settings.timed])
 
     # -- cells --------------------------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
         """Raises ConfigurationError if the folder was begun with other settings."""
-        ignored = {"cells", "losses", "shares", "seeds", "timed", "repeats", "served", "threads"}
+        ignored = {"cells", "distilled", "losses", "shares", "seeds", "timed", "repeats", "served", "threads"}
         path = self.settings.work / "settings.json"
         mine = {name: value for name, value in plain(asdict_without_places(self.settings)).items() if name not in ignored}
         self.settings.work.mkdir(parents=True, exist_ok=True)
@@ -289,10 +295,10 @@ class Distill(Suite[Settings]):
 
     def _speed(self, given: Sequence[Sequence[int]]) -> None:
         """Both drafts under the planner in bfloat16, in turns."""
-        settings, best = self.settings, self.best(FULL)[0]
-        folder = next(settings.work / each.slug for each in self._full() if each.name == best and each.seed == 0)
+        settings, (best, _) = self.settings, self._chosen()
+        runs = [settings.work / each.slug for each in self._full() if each.name == best and each.seed == 0]
         sides = {}
-        for name, draft in ((BEGUN, settings.draft), (best, str(folder))):
+        for name, draft in ((BEGUN, settings.draft), (best, settings.distilled or str(runs[0]))):
             target, drafter = (load_model(each, dtype="bfloat16", device=settings.device) for each in (settings.served, draft))
             sides[name] = Speculator(target, DraftModel(drafter), reuse_prefix=False)
         for repeat in range(-1, settings.repeats):  # the first is a warm-up
@@ -304,6 +310,10 @@ class Distill(Suite[Settings]):
                             self.timings.append(Timed(name, temperature, index, repeat, made, seconds))
         for side in sides.values():
             side.close()
+
+    def _chosen(self) -> tuple[str, str]:
+        """The draft that the figures of acceptance and speed are of, and its stage."""
+        return (GIVEN, "") if self.settings.distilled else (next(iter(self.best(FULL)), ""), FULL)
 
     def _full(self) -> list[Cell]:
         return [Cell(FULL, *read(each.cell), each.seed) for each in self.trained if each.length == FULL]
@@ -334,20 +344,19 @@ class Distill(Suite[Settings]):
         return sorted(found, key=lambda name: -found[name])
 
     def figures(self) -> list[Figure]:
-        chosen = next(iter(self.best(FULL)), None)
+        (judged, stage), chosen = self._chosen(), next(iter(self.best(FULL)), None)
         found = []
         for temperature, least, what in ((GREEDY, 1.12, "greedy"), (SAMPLED, 1.2, "temperature 1, rule rejection")):
-            after = self.lengths(chosen or "", FULL, TEST, temperature)
+            after = self.lengths(judged, stage, TEST, temperature)
             before = self.lengths(BEGUN, "", TEST, temperature)
             spread = (after / before).spread if after and before else None
-            found.append(
-                Figure(f"acceptance length - 1, chain of {CHAIN}, {what}: {chosen or 'distilled'} over {BEGUN}", spread, low=least)
-            )
+            found.append(Figure(f"acceptance length - 1, chain of {CHAIN}, {what}: {judged or GIVEN} over {BEGUN}", spread, low=least))
         mine, theirs = self.both(chosen or "", FULL, TEST), self.both(REFERENCE, FULL, TEST)
         spread = (mine / theirs).spread if mine and theirs else None
         found.append(Figure(f"acceptance length - 1, {chosen or 'the chosen cell'} over {REFERENCE}, test prompts", spread, low=1.02))
         speed = self.speed()
-        found.append(Figure(f"tokens/s with {self.settings.served}, planner on, over {BEGUN}", speed.spread if speed else None, low=1.05))
+        name = f"tokens/s with {self.settings.served}, planner on, {judged or GIVEN} over {BEGUN}"
+        found.append(Figure(name, speed.spread if speed else None, low=1.05))
         return found
 
     def speed(self) -> Estimate | None:
@@ -370,14 +379,16 @@ class Distill(Suite[Settings]):
             )
         ]
         for length, half in ((SHORT, VALIDATION), (FULL, VALIDATION), (FULL, TEST)):
-            rows = [self._row(name, length, half) for name in ([BEGUN, *self.best(length)] if self.best(length) else [])]
+            given = [GIVEN] if self.settings.distilled and length == FULL else []
+            names = [BEGUN, *given, *self.best(length)]
+            rows = [self._row(name, length, half) for name in (names if len(names) > 1 else [])]
             if rows:
-                columns = ("draft", "greedy", "temperature 1", "mean over as embedded", "α", "greedy agreement")
+                columns = ("draft", "greedy", "temperature 1", "mean over that at the beginning", "α", "greedy agreement")
                 found.append(Table(f"{length.capitalize()} runs: acceptance length - 1, {half} prompts", columns, rows))
         return found
 
     def _row(self, name: str, length: str, half: str) -> tuple[str, ...]:
-        stage = "" if name == BEGUN else length
+        stage = "" if name in (BEGUN, GIVEN) else length
         each = [self.lengths(name, stage, half, temperature) for temperature in (GREEDY, SAMPLED)]
         ours, begun = self.both(name, stage, half), self.both(BEGUN, "", half)
         kept = [run for run in self.trained if (run.cell, run.length) == (name, length)]
@@ -396,6 +407,7 @@ class Distill(Suite[Settings]):
             f"{settings.judged} prompts × {settings.tokens} tokens, chains of {CHAIN}. Cells are chosen on validation prompts, by "
             "what p and q say rounds would keep of the target's own answers; test prompts are answered in rounds. Intervals "
             "are bootstraps over prompts, shared by all drafts. α and greedy agreement are those of the run's own held-out texts.",
+            f"The distilled draft is {settings.distilled}." if settings.distilled else "",
             f"No cell is better than {REFERENCE} on validation prompts." if best and best[0] == REFERENCE else "",
             instrument([settings.served]) if self.timings else "",
         ]

@@ -150,12 +150,12 @@ def evaluate(out: Out) -> None:
     """Measure bits per byte on the held-out packages, with bfloat16 weights; float32 ones, and early exits, on a sample (minutes)."""
     import torch
 
-    from recipes.zoo import evaluation, fit
+    from recipes.zoo import evaluation, heads
 
     _keep_freed_memory()
     _, held_out = _tokens(out)
     for name in [each for each in ("target", "draft", "deep", "deep-plain") if (out / each).exists()]:
-        model = fit.load_weights(_needed(out / name, name))
+        model = heads.weights(out, name)
         sample = held_out.sample(evaluation.ROUNDING_SAMPLE)
         scores: dict[str, Any] = {"sample": {"float32": asdict(evaluation.score_model(model, sample))}}
         model.to(torch.bfloat16)
@@ -174,7 +174,7 @@ def package(out: Out) -> None:
 
     from foredraft.drafters.ngram_model import NGramModel
     from foredraft.zoo import DEEP, DRAFT, TARGET
-    from recipes.zoo import fit, packaging
+    from recipes.zoo import heads, packaging
 
     manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
     learnt = PreTrainedTokenizerFast.from_pretrained(_needed(out / "tokenizer", "tokenizer"))
@@ -189,14 +189,16 @@ def package(out: Out) -> None:
         }
         if run == "deep" and (out / "deep-plain" / "scores.json").exists():
             figures["plain"] = _read(out / "deep-plain" / "scores.json")
-        typer.echo(packaging.package_model(name, fit.load_weights(out / run), learnt, figures, manifest))
+        if run == "draft" and (found := heads.distilled(out)):
+            figures["distilled"] = found
+        typer.echo(packaging.package_model(name, heads.weights(out, run), learnt, figures, manifest))
     table = NGramModel.load(out / "ngram" / "ngram.safetensors")
     typer.echo(packaging.package_ngram(table, ngram_figures, manifest))
 
 
 @app.command()
 def texts(out: Out) -> None:
-    """Let the embedded target write the texts that heads learn from (a quarter of an hour)."""
+    """Let the embedded target write the texts that heads and the draft learn from (most of an hour, 5 GB)."""
     from recipes.zoo import heads
 
     _needed(out / "corpus", "corpus")
@@ -217,12 +219,19 @@ def eagle3(out: Out, resume: Resume = False) -> None:
 
 
 @app.command()
+def distill(out: Out, resume: Resume = False) -> None:
+    """Train the draft on from the embedded target (an hour); `evaluate` and `package` then take the distilled draft."""
+    _needed(out / "draft", "draft")
+    _head(out, "draft", resume)
+
+
+@app.command()
 def package_heads(out: Out) -> None:
     """Write the heads that were trained, with figures and model cards, into the package."""
     from recipes.zoo import heads
 
     manifest = _read(_needed(out / "corpus", "corpus") / "manifest.json")
-    for kind in recipe.HEADS:
+    for kind in recipe.HEADS.keys() - {heads.DISTILLED}:
         if (heads.folder(out, kind) / "config.json").exists():
             typer.echo(heads.package(out, kind, manifest))
 
@@ -231,6 +240,8 @@ def package_heads(out: Out) -> None:
 def everything(out: Out) -> None:
     """All steps in order, with the budgets of the recipe."""
     for step in (corpus, tokenizer, ngram, target, draft, deep, deep_plain, evaluate, package, texts, medusa, eagle3, package_heads):
+        step(out)
+    for step in (distill, evaluate, package):  # again, with the distilled draft
         step(out)
 
 

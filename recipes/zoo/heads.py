@@ -1,4 +1,4 @@
-"""The embedded heads: the texts they learn from, their training, and their folders in ``foredraft_zoo``."""
+"""What learns from the embedded target: the texts, the training of heads and of the draft, and the heads' folders in ``foredraft_zoo``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from foredraft.drafters.medusa import Medusa
 from foredraft.heads import checkpoints
@@ -23,7 +24,9 @@ from foredraft.training.journal import Journal
 from foredraft.training.options import Options
 from foredraft.training.runs import RUN, run
 from foredraft.zoo import CATALOGUE, PREFIX, TARGET, load, load_tokenizer
-from recipes.zoo import packaging, recipe
+from recipes.zoo import fit, packaging, recipe
+
+DISTILLED = "draft"  # a kind of what is trained, as heads are
 
 Figures = dict[str, Any]
 
@@ -40,24 +43,62 @@ def write_texts(out: Path) -> Iterator[str]:
         source = out / "corpus" / f"{texts.half}.jsonl"
         entries = list(prompts.read_entries([source]))
         windows = prompts.windows(tokenizer, entries, count=texts.windows, tokens=texts.tokens, seed=texts.seed)
-        answering = generation.Answering(texts.answer, texts.temperatures, seed=texts.seed, execution="auto")
+        answering = generation.Answering(texts.answer, texts.temperatures, seed=texts.seed, top=texts.top, execution="auto")
         about = {"files": [source.name], "windows": texts.windows, "prompt_tokens": texts.tokens}
         made = generation.generate(load(TARGET), windows, answering, folder(out, name), source=about, per_shard=texts.per_shard)
         yield f"{name}: {made.rows:,} texts, {made.tokens:,} tokens, {made.seconds:.0f} s"
 
 
 def train(out: Path, kind: str, *, resume: bool, report: Callable[[Mapping[str, Any]], None]) -> list[str] | None:
-    """The head of ``kind`` by the recipe; None if it was stopped."""
+    """The head of ``kind`` by the recipe, or the draft, which begins with what it learnt from the corpus; None if it was stopped."""
+    options = dict(recipe.HEADS[kind])
+    if kind == DISTILLED:
+        options["head"] = {**options["head"], "draft": str(begun(out))}
     return run(
         PREFIX + TARGET,
         [folder(out, name) for name in recipe.TEXTS[kind]],
         folder(out, kind),
-        Options(**recipe.HEADS[kind]),  # type: ignore[arg-type]
+        Options(**options),
         held_out_data=folder(out, "held_out"),
         tree_nodes=recipe.TREE_NODES,
         resume=resume,
         report=report,
     )
+
+
+def begun(out: Path) -> Path:
+    """The draft as it comes from the corpus, as a checkpoint."""
+    path = folder(out, "draft-begun")
+    if not path.exists():
+        fit.load_weights(out / "draft").to(torch.bfloat16).save_pretrained(path)
+        load_tokenizer(TARGET).save_pretrained(path)
+    return path
+
+
+def weights(out: Path, name: str) -> LlamaForCausalLM:
+    """Of a model; the distilled draft's, if there is one."""
+    if name == "draft" and (folder(out, DISTILLED) / "config.json").exists():
+        return LlamaForCausalLM.from_pretrained(folder(out, DISTILLED), dtype=torch.float32).eval()
+    return fit.load_weights(out / name)
+
+
+def distilled(out: Path) -> Figures:
+    """What the draft's card says of its second training; nothing if there was none."""
+    path = folder(out, DISTILLED)
+    if not (path / "config.json").exists():
+        return {}
+    journal = list(Journal.read(path / RUN))
+    measured = [line for line in journal if "alpha" in line and "alphas" in line]
+    kept = ("step", "alpha", "agreement", "greedy_length", "sampled_length")
+    chosen = max(measured, key=lambda line: line["acceptance_length"])
+    facts = {"before": measured[0], "after": chosen}
+    last = [line for line in journal if "loss" in line][-1]
+    return {
+        **{name: {each: line[each] for each in kept if each in line} for name, line in facts.items()},
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "options": recipe.HEADS[DISTILLED],
+    }
 
 
 def package(out: Path, kind: str, manifest: Figures) -> Path:

@@ -120,12 +120,34 @@ How often the most likely token behind so many layers is that of the last layer,
 """
 
 
+def _distilled_section(distilled: Figures) -> str:
+    rows = "\n".join(
+        f"| {name} | {each['alpha']:.3f} | {each['agreement']:.1%} | {each['greedy_length']:.3f} | {each['sampled_length']:.3f} |"
+        for name, each in (("before", distilled["before"]), ("after", distilled["after"]))
+    )
+    head, options = distilled["options"]["head"], distilled["options"]
+    return f"""## Distilled
+
+After the corpus it was distilled from `{TARGET}` (`foredraft train draft`): loss `{head["loss"]}`, on texts that the target wrote at
+temperature 1 after windows of the corpus; {distilled["steps"]:,} steps of {options["batch_tokens"]:,} tokens at a rate of \
+{options["learning_rate"]:g}; step {distilled["after"]["step"]:,} was the best and is kept. On {options["held_out"]} held-out prompts, \
+chains of 5:
+
+| | α | greedy agreement | tokens per pass, greedy | at temperature 1 |
+| --- | --- | --- | --- | --- |
+{rows}
+
+"""
+
+
 def _model_card(name: str, config: LlamaConfig, figures: Figures, manifest: Figures) -> str:
     held_out, trained, baseline = figures["held_out"], figures["training"], figures["baseline"]
     sample = held_out["sample"]
+    distilling = "python -m recipes.zoo texts --out RUN\npython -m recipes.zoo distill --out RUN\n" if "distilled" in figures else ""
     role = {
         TARGET: "A small language model of Python source, for demonstrations, tests and benchmarks of speculative decoding: the target.",
-        DRAFT: f"The draft model for `{TARGET}`: same tokenizer, an eighth of the parameters, trained on the same corpus.",
+        DRAFT: f"The draft model for `{TARGET}`: same tokenizer, an eighth of the parameters, trained on the same corpus"
+        f"{' and then distilled from it' if 'distilled' in figures else ''}.",
         DEEP: "A deep and narrow language model of Python source whose lower layers were trained to predict too (LayerSkip, Elhoushi et "
         "al. 2024), for demonstrations, tests and benchmarks of drafting with part of the target.",
     }[name]
@@ -159,13 +181,16 @@ The baseline is an {baseline["what"]}. This model is {1 - held_out["bfloat16"]["
 Rounding the weights: on every {ROUNDING_SAMPLE}th document {sample["float32"]["bits_per_byte"]:.4f} bits per byte with float32 weights, \
 {sample["bfloat16"]["bits_per_byte"]:.4f} with bfloat16.
 
-{_exits_section(held_out, figures.get("plain")) if "exits" in held_out else ""}{_data_section(manifest)}
+{_exits_section(held_out, figures.get("plain")) if "exits" in held_out else ""}\
+{_distilled_section(figures["distilled"]) if distilling else ""}\
+{_data_section(manifest)}
 ## Recipe
 
 ```
 python -m recipes.zoo corpus --out RUN
 python -m recipes.zoo tokenizer --out RUN
 python -m recipes.zoo {command} --out RUN
+{distilling}\
 python -m recipes.zoo evaluate --out RUN
 python -m recipes.zoo package --out RUN
 ```

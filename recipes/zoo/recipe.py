@@ -105,19 +105,32 @@ class TextSet:
     temperatures: tuple[float, ...]  # window i is continued at the (i mod n)-th
     seed: int
     per_shard: int = 1024
+    top: int = 0  # probabilities that are kept of each place
 
 
 TEXT_SETS = {
     "data": TextSet("train", 20_000, 64, 192, (0.0, 1.0), seed=1),
     "held_out": TextSet("held_out", 256, 64, 64, (0.0,), seed=2),
     "corpus_texts": TextSet("train", 60_000, 256, 0, (0.0,), seed=3, per_shard=4096),
+    "probabilities": TextSet("train", 40_960, 64, 192, (1.0,), seed=21, top=64),  # 4 GB
 }
-TEXTS = {"medusa": ("data", "corpus_texts"), "eagle3": ("data",)}  # what heads of a kind learn from
+TEXTS = {"medusa": ("data", "corpus_texts"), "eagle3": ("data",), "draft": ("probabilities",)}  # what each kind learns from
 _HEADS = {"count_prompts": True, "batch_tokens": 2048, "warmup": 100}
 _MEDUSA = {"kind": "medusa", "head": {"heads": 4, "layers": 2, "labels": "target"}}
 _EAGLE3 = {"kind": "eagle3", "head": {"steps": 5, "aux_layers": [2, 5, 7]}}
 HEADS = {  # the options of their training
     "medusa": {**_HEADS, **_MEDUSA, "accumulate": 2, "learning_rate": 2e-3, "evaluate_every": 500, "save_every": 250},
     "eagle3": {**_HEADS, **_EAGLE3, "epochs": 1.2, "learning_rate": 1e-3, "evaluate_every": 250},
+    "draft": {
+        "kind": "draft",
+        "backbone": "full",
+        "head": {"loss": "lk(3)", "stored_probabilities": True},
+        "steps": 12_000,
+        "batch_tokens": 2048,
+        "learning_rate": 1e-3,
+        "warmup": 50,
+        "held_out": 64,
+        "evaluate_every": 1000,
+    },
 }
 TREE_NODES = 16  # of the tree that is stored with a head that has one

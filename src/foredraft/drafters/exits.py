@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foredraft.target import Target
 
 MOST = 8  # layers that are looked at
-SHARE, IDLE = 0.01, 0.003  # of the time that looks may take; the latter where nothing is drafted, and a look sees one node
+SHARE, IDLE = 0.01, 0.001  # of the time that looks may take; the latter where nothing is drafted, and a look sees one node
 STATES = 24  # that the LM head reads in one look, at most
 MEMORY = 0.995  # of what was known that a node leaves
 ENOUGH = 24.0  # nodes looked at, until which nothing is said

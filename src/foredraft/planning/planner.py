@@ -241,6 +241,8 @@ class AutomaticPlanner:
             self._credit(SHARE * plain, plain)
             return
         cost = verify + (draft if grown else self.costs.draft_seconds(count, levels, behind))
+        if self._trying:  # with cold caches, which the costs of rounds one after the other do not show
+            cost = max(cost, done.draft + done.target + done.rest)
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
         self._credit(gain, plain)
         self._alike = (done.shape, plain, cost, 0) if any(done.drafted) and not self._trying else (None, 0.0, 0.0, 0)
