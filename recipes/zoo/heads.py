@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -97,7 +97,7 @@ def distilled(out: Path) -> Figures:
         **{name: {each: line[each] for each in kept if each in line} for name, line in facts.items()},
         "steps": last["step"],
         "tokens": last["tokens"],
-        "options": recipe.HEADS[DISTILLED],
+        "options": asdict(Options(**recipe.HEADS[DISTILLED])),  # type: ignore[arg-type]
     }
 
 

@@ -112,7 +112,7 @@ TEXT_SETS = {
     "data": TextSet("train", 20_000, 64, 192, (0.0, 1.0), seed=1),
     "held_out": TextSet("held_out", 256, 64, 64, (0.0,), seed=2),
     "corpus_texts": TextSet("train", 60_000, 256, 0, (0.0,), seed=3, per_shard=4096),
-    "probabilities": TextSet("train", 40_960, 64, 192, (1.0,), seed=21, top=64),  # 4 GB
+    "probabilities": TextSet("train", 34_816, 64, 192, (1.0,), seed=21, top=64),  # 3.4 GB
 }
 TEXTS = {"medusa": ("data", "corpus_texts"), "eagle3": ("data",), "draft": ("probabilities",)}  # what each kind learns from
 _HEADS = {"count_prompts": True, "batch_tokens": 2048, "warmup": 100}
@@ -124,8 +124,8 @@ HEADS = {  # the options of their training
     "draft": {
         "kind": "draft",
         "backbone": "full",
-        "head": {"loss": "lk(3)", "stored_probabilities": True},
-        "steps": 12_000,
+        "head": {"loss": "jsd(0.5)", "stored_probabilities": True},
+        "steps": 9000,
         "batch_tokens": 2048,
         "learning_rate": 1e-3,
         "warmup": 50,
