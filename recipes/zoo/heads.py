@@ -51,7 +51,7 @@ def write_texts(out: Path) -> Iterator[str]:
 
 def train(out: Path, kind: str, *, resume: bool, report: Callable[[Mapping[str, Any]], None]) -> list[str] | None:
     """The head of ``kind`` by the recipe, or the draft, which begins with what it learnt from the corpus; None if it was stopped."""
-    options = dict(recipe.HEADS[kind])
+    options: Figures = dict(recipe.HEADS[kind])
     if kind == DISTILLED:
         options["head"] = {**options["head"], "draft": str(begun(out))}
     return run(

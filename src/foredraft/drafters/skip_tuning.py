@@ -1,8 +1,9 @@
 """Finds out while texts are written which sublayers a draft can do without (SWIFT, Xia et al. 2025).
 
 A set is judged by a pass over the last tokens of a row without these sublayers: how often its likeliest token is that of a whole pass over
-the same tokens. First come sets that leave out the sublayers which change the residual stream least, and sets that leave out all layers from one on;
-then neighbours of the best set. All passes together take 2 % of the time at most. They stand beside the cache and change nothing in it.
+the same tokens. First come sets that leave out the sublayers which change the residual stream least, more and more of them, and sets that
+leave out the last layers; then neighbours of the best set. All passes together take 2 % of the time at most. They stand beside the cache
+and change nothing in it.
 """
 
 from __future__ import annotations
