@@ -17,6 +17,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.grammars import Grammar, Kind
 from foredraft.logits.noise import Seed, row_seeds
 from foredraft.logits.processors import row_pipelines
+from foredraft.models.encoder_decoder import encoder_arguments, sources_of, without_encoding
 from foredraft.rows import RowParameters, read_lengths
 
 # Arguments of generate that name another way to decode, or something this loop does not produce.
@@ -47,13 +48,21 @@ REFUSED_CONFIG = {
     "guidance_scale": "classifier-free guidance is not supported",
     "watermarking_config": "a watermark keys on its own call order",
 }
+# Likewise of models with an encoder.
+REFUSED_WITH_ENCODER = {
+    "inputs_embeds": "sources must be token ids, or features of sound",
+    "decoder_inputs_embeds": "prompts must be token ids",
+    "decoder_position_ids": REFUSED_ARGUMENTS["position_ids"],
+    "past_key_values": "Foredraft keeps its own cache",
+}
 # What transformers itself puts into the model's arguments, and this loop replaces.
 EXPECTED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "cache_params"}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One call: ``input_ids`` ``[B, L]`` as given, ``prompts`` unpadded, ``parameters`` per row."""
+    """One call: ``input_ids`` ``[B, L]`` as given, ``prompts`` unpadded, ``parameters`` per row. Of a model with an encoder, which is
+    ``sourced``, these are the decoder's."""
 
     input_ids: Tensor
     prompts: list[list[int]]
@@ -64,6 +73,7 @@ class Prepared:
     repeatable: bool
     streamer: Any = None
     as_dictionary: bool = True
+    sourced: bool = False
 
     def as_asked(self) -> Prepared:
         """For a caller who returns what ``model.generate`` returns: nothing is recorded for somebody who gets the sequences alone."""
@@ -85,6 +95,7 @@ class Prepared:
         streamer: Any,
         output_logprobs: int | None,
         repeatable: bool | None = None,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Prepared:
         """From what transformers hands to a custom decoding function.
@@ -94,8 +105,12 @@ class Prepared:
         """
         config = generation_config
         refuse_arguments(model, config, model_kwargs)
-        mask = model_kwargs.get("attention_mask")
+        sourced = bool(model.config.is_encoder_decoder)
+        mask = model_kwargs.get("decoder_attention_mask" if sourced else "attention_mask")
         prompts, paddings = unpad(input_ids, mask)
+        sources: list[Any] = [None] * len(prompts)
+        if sourced:
+            sources = sources_of(model, inputs_tensor, len(prompts), model_kwargs)
         check_positions(model_kwargs.get("position_ids"), mask)
         if streamer is not None and len(prompts) > 1:
             raise ConfigurationError("a streamer works for one row only; use Speculator.stream for a batch")
@@ -108,6 +123,7 @@ class Prepared:
             prompts=[torch.tensor(prompt) for prompt in prompts],
             paddings=paddings,
             device=input_ids.device if model.device.type == "meta" else model.device,
+            sourced=sourced,
         )
         limit, others = read_lengths(stopping_criteria, width)
         eos, criteria = split_criteria(others)
@@ -122,8 +138,9 @@ class Prepared:
                 criteria=[of_one_row(criterion) for criterion in criteria],
                 logprobs=output_logprobs,
                 padding=padding,
+                source=source,
             )
-            for pipeline, pair, padding in zip(pipelines, seeds, paddings)
+            for pipeline, pair, padding, source in zip(pipelines, seeds, paddings, sources)
         ]
         pad = getattr(config, "_pad_token_tensor", None)
         asked = {"scores": config.output_scores, "logits": config.output_logits}
@@ -131,7 +148,7 @@ class Prepared:
         as_dictionary = bool(config.return_dict_in_generate)
         repeatable = seed is not None if repeatable is None else repeatable
         pad_token_id = 0 if pad is None else int(pad)
-        return Prepared(input_ids, prompts, parameters, pad_token_id, record, reported, repeatable, streamer, as_dictionary)
+        return Prepared(input_ids, prompts, parameters, pad_token_id, record, reported, repeatable, streamer, as_dictionary, sourced)
 
 
 def prepare(
@@ -146,7 +163,8 @@ def prepare(
     **arguments: Any,
 ) -> Prepared:
     """Let transformers prepare a call of ``model.generate`` and stop it before the first pass."""
-    for name, why in REFUSED_ARGUMENTS.items():
+    sourced = bool(model.config.is_encoder_decoder)
+    for name, why in (REFUSED_ARGUMENTS | (REFUSED_WITH_ENCODER if sourced else {})).items():
         if arguments.get(name) is not None and arguments[name] is not False:
             raise ConfigurationError(f"{name} is not supported: {why}")
     if arguments.get("synced_gpus") is None and is_sharded(model):
@@ -154,12 +172,15 @@ def prepare(
             "the model is sharded over processes, where transformers sets synced_gpus=True; that is not supported. If every process holds "
             "the whole weights during this call, pass synced_gpus=False"
         )
-    check_shape(arguments.get("input_ids") if inputs is None else inputs)
+    if model.main_input_name == "input_ids":
+        check_shape(arguments.get("input_ids") if inputs is None else inputs)
+    if sourced:
+        arguments = without_encoding(model, inputs, arguments)
     arguments = with_stop_strings(model, arguments, tokenizer)
 
-    def stop(model: Any, input_ids: Tensor, **given: Any) -> Prepared:
+    def stop(model: Any, input_ids: Tensor, inputs_tensor: Tensor, **given: Any) -> Prepared:
         own = {"seed": seed, "streamer": streamer, "output_logprobs": output_logprobs, "repeatable": repeatable}
-        return Prepared.of(model, input_ids, **own, **given)
+        return Prepared.of(model, input_ids, inputs_tensor=inputs_tensor, **own, **given)
 
     return type(model).generate(model, inputs, custom_generate=stop, **arguments)  # the class's: the object's own may be ours
 
@@ -180,7 +201,11 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
     defaults = GenerationConfig()
     defaults.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
     if (config.num_beams or 1) > 1:
-        raise ConfigurationError(f"num_beams={config.num_beams}: beam search is not speculative decoding; use model.generate")
+        own = " (the model's generation config asks for it)" if model.generation_config.num_beams == config.num_beams else ""
+        raise ConfigurationError(
+            f"num_beams={config.num_beams}{own}: beam search is not speculative decoding; pass num_beams=1 for greedy decoding, or use "
+            "model.generate"
+        )
     for name, why in REFUSED_CONFIG.items():
         value = getattr(config, name, None)
         if name.startswith(("cache_", "compile_")) and value == getattr(model.generation_config, name, None):
@@ -194,9 +219,10 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
         raise ConfigurationError("use_cache=False is not supported: Foredraft verifies drafts against its cache")
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         raise ConfigurationError(f"past_key_values is not supported: {REFUSED_ARGUMENTS['past_key_values']}")
-    odd = sorted(name for name, value in model_kwargs.items() if name not in EXPECTED_KWARGS and value is not None and value is not False)
+    expected = EXPECTED_KWARGS | encoder_arguments(model)
+    odd = sorted(name for name, value in model_kwargs.items() if name not in expected and value is not None and value is not False)
     if odd:
-        why = REFUSED_ARGUMENTS.get(odd[0], "it would have to reach every pass of the model")
+        why = (REFUSED_ARGUMENTS | REFUSED_WITH_ENCODER).get(odd[0], "it would have to reach every pass of the model")
         raise ConfigurationError(f"{', '.join(odd)} is not supported: {why}")
 
 

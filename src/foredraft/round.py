@@ -95,7 +95,8 @@ class Loop:
 
     def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int) -> Tensor:
         room = self.planner.shape.nodes + self.drafter.info.extra_nodes + 1
-        self.target.open([row.ids for row in rows], reserve=[row.capacity + room for row in rows])
+        reserve, sources = [row.capacity + room for row in rows], [row.source for row in rows]
+        self.target.open([row.ids for row in rows], reserve=reserve, sources=sources)
         return self.target.prefill(prompts, first=first)
 
     def _begin(self, rows: Sequence[SessionRow]) -> None:

@@ -14,6 +14,7 @@ from transformers import MaxLengthCriteria
 from foredraft.device import to_device
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
+from foredraft.models.encoder_decoder import Source
 from foredraft.stats import RowStats
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class RowParameters:
         criteria: further stopping criteria, called after every committed token with the row's ids, ``[1, L]``, and with its scores so far,
             one ``[1, V]`` per new token, or None where these are not recorded.
         padding: ids that the criteria see in front of the row.
+        source: what the encoder reads for the row; None where the model has no encoder.
         logprobs: k, to record the log-probabilities of the row's tokens and of the k most likely tokens at each position; None for none.
     """
 
@@ -47,6 +49,7 @@ class RowParameters:
     criteria: Sequence[StoppingCriteria] = ()
     logprobs: int | None = None
     padding: Sequence[int] = ()
+    source: Source | None = None
 
 
 @dataclass(eq=False)
@@ -64,6 +67,10 @@ class SessionRow:
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
+
+    @property
+    def source(self) -> Source | None:
+        return self.parameters.source
 
     @property
     def remaining(self) -> int:

@@ -100,6 +100,12 @@ class Session:
         if not 0 <= min(ids) <= max(ids) < self.target.vocab_size:
             wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
             raise ConfigurationError(f"prompt token {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
+        if self.target.sourced != (parameters.source is not None):
+            raise ConfigurationError(
+                "the model has an encoder: give what it reads as RowParameters(source=Source.of(ids))"
+                if self.target.sourced
+                else "the model has no encoder, so a row has no source; leave RowParameters(source=...) out"
+            )
         if context is not None and len(ids) >= context:
             raise ConfigurationError(f"the prompt has {len(ids)} tokens, but the model's context holds only {context}; shorten the prompt")
         check_logprobs(parameters.logprobs, self.target.vocab_size)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from foredraft import drafters, verification
 from foredraft.describing import Described
@@ -58,6 +58,11 @@ class SpeculativeOutput(Described, GenerateDecoderOnlyOutput):
             return dict(self)
         summary = {} if self.stats is None else {"new_tokens": self.stats.new_tokens, "summary": self.stats.summary()}
         return {"sequences": list(self.sequences.shape), **summary}
+
+
+@dataclass(repr=False)
+class SpeculativeEncoderDecoderOutput(SpeculativeOutput, GenerateEncoderDecoderOutput):
+    """The same of a model with an encoder."""
 
 
 class Tokens(list[int]):
@@ -322,7 +327,8 @@ class Run:
         sequences = torch.cat([prompts, torch.tensor(tail, dtype=torch.long, device=prompts.device).reshape(len(new), width)], 1)
         vectors = {name: self._stacked(name, width) for name in self.prepared.record}
         logprobs = tuple(LogProbs.joined(row.logprobs) for row in self.rows) if all(row.logprobs for row in self.rows) else None
-        return SpeculativeOutput(sequences=sequences, stats=self.stats, logprobs=logprobs, **vectors)
+        kind = SpeculativeEncoderDecoderOutput if self.prepared.sourced else SpeculativeOutput
+        return kind(sequences=sequences, stats=self.stats, logprobs=logprobs, **vectors)
 
     def _stacked(self, name: str, width: int) -> tuple[Tensor, ...]:
         """Per step ``[B, V]``, as transformers has them."""
@@ -398,10 +404,16 @@ def custom_generate(
     speculator: Speculator | None = None
 
     def decode(
-        model: Any, input_ids: Tensor, seed: Seed | Sequence[Seed] | None = seed, output_logprobs: int | None = None, **given: Any
+        model: Any,
+        input_ids: Tensor,
+        inputs_tensor: Tensor,
+        seed: Seed | Sequence[Seed] | None = seed,
+        output_logprobs: int | None = None,
+        **given: Any,
     ) -> Any:
         nonlocal speculator
-        prepared = Prepared.of(model, input_ids, seed=seed, streamer=streamer, output_logprobs=output_logprobs, **given).as_asked()
+        given |= {"inputs_tensor": inputs_tensor, "streamer": streamer, "output_logprobs": output_logprobs}
+        prepared = Prepared.of(model, input_ids, seed=seed, **given).as_asked()
         if speculator is None or speculator.model is not model:
             speculator = Speculator(model, drafter, **options)
         return Run(speculator, prepared).finish_as_asked()

@@ -107,7 +107,7 @@ class TableTarget:
         self.device = torch.device("cpu")
         self.passes = 0
         self.chains_only: str | None = None
-        self.ragged = False
+        self.ragged = self.sourced = False
         self.owner: object = None
         self.tokenizer: object = None
         self.version = 0
@@ -129,11 +129,14 @@ class TableTarget:
     def follow(self) -> None:
         """A table does not change."""
 
+    def some_sources(self, rows: int) -> list[None]:
+        return [None] * rows
+
     @property
     def lengths(self) -> list[int]:
         return [len(row) for row in self.cached]
 
-    def open(self, texts: Sequence[Sequence[int]], *, reserve: Sequence[int] = ()) -> None:
+    def open(self, texts: Sequence[Sequence[int]], *, reserve: Sequence[int] = (), sources: Sequence[object] = ()) -> None:
         self.cached += [[] for _ in texts]
 
     def prefill(self, prompts: Sequence[Sequence[int]], *, first: int) -> Tensor:

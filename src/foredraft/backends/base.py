@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from foredraft.models.features import Features
 from foredraft.models.skips import SkipSet
 from foredraft.models.support import ModelFacts, is_half, tolerance
 from foredraft.tree import TokenTree
+
+if TYPE_CHECKING:
+    from foredraft.models.encoder_decoder import Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +135,10 @@ class Backend:
     def hints(self) -> Sequence[int]:
         """As :attr:`Overrides.hints`."""
         return () if self.overrides is None else self.overrides.hints
+
+    def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
+        """Append rows that hold ``lengths`` tokens already, each behind one of ``sources`` where the model has an encoder."""
+        self.cache.open(lengths)
 
     def forward(self, given: ForwardPass) -> PassOutput:
         """Make one pass."""

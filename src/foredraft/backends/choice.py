@@ -29,6 +29,7 @@ from foredraft.tree import TokenTree
 EXECUTIONS = ("auto", "eager", "packed", "native", "compiled", "graphs")
 ATTENTIONS = ("auto", "model", "flex")
 SAMPLE = 7  # tokens of the pass that packed weights are compared on
+ENCODER = "the model has an encoder, and passes of such models are eager"
 UNPROVEN = "no report from a GPU shows that it is equal and faster there; {} uses it all the same"
 
 
@@ -50,7 +51,9 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         if asked not in known:
             raise ConfigurationError(f"unknown {what} {asked!r}; choose {', '.join(known)}")
     reasons: dict[str, str] = {}
-    why_no_flex = flex.refusal(facts, execution)
+    why_no_flex = ENCODER if facts.sourced else flex.refusal(facts, execution)
+    if facts.sourced and execution not in ("auto", "eager"):
+        raise ConfigurationError(f"passes of {describe(facts.model)} cannot be {execution}: {ENCODER}; use execution='auto'")
     if attention == "flex" and why_no_flex is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why_no_flex}; use attention='auto'")
     overrides = _pack(facts, execution, attention, owned, reasons) or _compile(facts, execution, reasons)
@@ -58,7 +61,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         if overrides is not None:
             undo.callback(overrides.undo)
         backend: Backend = Eager(facts, overrides, reasons)
-        if facts.chains_only is not None:
+        if facts.chains_only is not None and not facts.sourced:
             backend = Rollback(facts, overrides, reasons, chunk)
         if test:
             with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
@@ -79,7 +82,9 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
 
 def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reasons: dict[str, str]) -> Overrides | None:
     """Packed weights, if they are asked for or can be had without holding weights twice."""
-    if execution not in ("auto", "packed", "native"):
+    if facts.sourced:
+        reasons["packed"] = ENCODER
+    elif execution not in ("auto", "packed", "native"):
         reasons["packed"] = f"execution={execution!r} was asked for"
     elif attention == "flex":
         reasons["packed"] = "attention='flex' was asked for, and the packed layers attend by themselves"
@@ -149,6 +154,9 @@ def every_kind(backend: Backend) -> list[Tensor]:
 
 def _record(facts: ModelFacts, execution: str, attention: str, test: bool, reasons: dict[str, str]) -> Backend | None:
     """Recorded passes, if they are asked for."""
+    if facts.sourced:
+        reasons["graphs"] = ENCODER
+        return None
     if execution not in ("auto", "graphs"):
         reasons["graphs"] = f"execution={execution!r} was asked for"
         return None

@@ -18,6 +18,7 @@ from foredraft.backends.base import Backend, ForwardPass, Overrides, Part, PassO
 from foredraft.backends.kernel_pass import Direct
 from foredraft.device import to_device
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.encoder_decoder import Decoder, SourcedCache
 from foredraft.models.features import picked
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
@@ -27,22 +28,27 @@ from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from foredraft.models.encoder_decoder import Source
     from foredraft.models.features import Features
 
 
 class ModelCall:
-    """Calls of one model, with the overrides that positions of our own need."""
+    """Calls of one model, with the overrides that positions of our own need.
 
-    def __init__(self, model: PreTrainedModel):
+    Attributes:
+        decoder: stands between these calls and a model with an encoder; None for other models.
+    """
+
+    def __init__(self, facts: ModelFacts):
+        self.model = model = facts.model
         config = model.config.get_text_config()
         parameters = inspect.signature(model.forward).parameters
-        self.model = model
+        self.decoder = Decoder(model, facts.context) if facts.sourced else None
+        self._called: Any = self.decoder or model
         self.masks = MaskBuilder(config, config._attn_implementation, model.dtype)
         self.uses_alibi = uses_alibi(model)
         self.tuned = tuned_layers(model)
-        self._takes_positions = "position_ids" in parameters
+        self._takes_positions = "position_ids" in parameters if self.decoder is None else self.decoder.takes_positions
         self._ranges: LayerRanges | None = None
         self._sublayers: Sublayers | None = None
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -106,8 +112,10 @@ class ModelCall:
                 called = self.model if part.logits else self.model.base_model
                 output = called(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments)
                 return PassOutput(output.logits if part.logits else output[0], passing.found)
+            if self.decoder is not None:
+                overrides.enter_context(self.decoder.positioned(positions, None if where is None else where.keys, width))
             caught = None if features is None else overrides.enter_context(features.catching())
-            logits: Tensor = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments).logits
+            logits: Tensor = self._called(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments).logits
         hidden = None if caught is None or features is None else caught.hidden(None if features.whole else keep)
         return PassOutput(logits if keep is None else self._pick(logits, keep), hidden)
 
@@ -122,10 +130,15 @@ class Eager(Backend):
 
     def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):
         super().__init__(facts, overrides, reasons)
-        self.cache = TreeCache()
-        self.call = ModelCall(facts.model)
+        self.cache = SourcedCache() if facts.sourced else TreeCache()
+        self.call = ModelCall(facts)
         self._called: tuple[object, Direct | None] = (None, None)
         self._counting = torch.arange(1024, device=facts.device)[None]
+
+    def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
+        if self.call.decoder is not None and isinstance(self.cache, SourcedCache):
+            self.cache.sources += self.call.decoder.encode(sources, self.cache.sources)
+        self.cache.open(lengths)
 
     def forward(self, given: ForwardPass) -> PassOutput:
         part = given.part  # of drafts, which do not count

@@ -11,6 +11,7 @@ from torch import Tensor
 from foredraft.backends.base import Backend, ForwardPass, tree_window
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.cache import Window
+from foredraft.models.encoder_decoder import Source, some_source
 from foredraft.models.support import ModelFacts, describe, tolerance
 from foredraft.tree import TokenTree
 
@@ -26,12 +27,12 @@ PATH = (0, 2, 5)  # what is kept of it: nodes that have to move
 
 
 class Trial:
-    """A few rows over ``backend``, behind ``texts``, which are read at once."""
+    """A few rows over ``backend``, behind ``texts``, which are read at once, and ``sources`` where the model has an encoder."""
 
-    def __init__(self, backend: Backend, texts: Sequence[Sequence[int]]):
-        self.backend, self.device = backend, backend.facts.device
+    def __init__(self, backend: Backend, texts: Sequence[Sequence[int]], sources: Sequence[Source] = ()):
+        self.backend, self.device, self.sources = backend, backend.facts.device, list(sources)
         lengths = [len(text) for text in texts]
-        backend.cache.open([0] * len(texts))
+        backend.open([0] * len(texts), sources)
         tokens = torch.tensor([[*text, *[0] * (max(lengths) - len(text))] for text in texts], device=self.device)
         window = Window(0, len(texts), (0,) * len(texts), max(lengths), counts=tuple(lengths))
         backend.forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=[length - 1 for length in lengths]))
@@ -55,7 +56,8 @@ class Trial:
 def self_test(backend: Backend) -> str | None:
     """Score drafts behind two prefixes of unequal length, keep part of them, score on, and compare with fresh passes.
 
-    First a chain, then a tree that branches, then what is cached after a path of the tree was kept. One prefix is longer
+    First a chain, then a tree that branches, then what is cached after a path of the tree was kept; where the model has an encoder, also
+    after the first row has left. One prefix is longer
     than the model's window, if that is at most ``WINDOW`` tokens wide. Wider ones are not exceeded: a handful of passes over
     4096 tokens would take minutes on a CPU, and a wide window is made by the same code of the model as a narrow one. A context
     of fewer than ``SMALLEST`` tokens has no room for the test, and there is none.
@@ -71,7 +73,7 @@ def self_test(backend: Backend) -> str | None:
         return facts.chains_only
     texts = texts_of_test(facts)
     try:
-        trial = Trial(backend, texts)
+        trial = Trial(backend, texts, sources_of_test(facts))
         difference = _chain_error(trial, texts, (1, 2))
         if difference is not None:
             raise UnsupportedModelError(
@@ -80,7 +82,7 @@ def self_test(backend: Backend) -> str | None:
             )
         if facts.chains_only is not None:
             return facts.chains_only
-        difference = _tree_error(trial, texts) or _chain_error(trial, texts, (3, 0))
+        difference = _tree_error(trial, texts) or _chain_error(trial, texts, (3, 0)) or _left_error(trial, texts)
         if difference is not None:
             return f"in the self-test of {describe(facts.model)} a branching tree's logits differed from a plain pass by {difference}"
         return None
@@ -91,6 +93,14 @@ def self_test(backend: Backend) -> str | None:
 def texts_of_test(facts: ModelFacts) -> list[list[int]]:
     """Two texts, one of them so long that its beginning is out of sight."""
     return [some_text(facts, _beyond_window(facts.model), 3), some_text(facts, 3, 1)]
+
+
+def sources_of_test(facts: ModelFacts) -> list[Source]:
+    """Two sources of unequal lengths, one of them beyond the last distance that the model tells from others; none without an encoder."""
+    if not facts.sourced:
+        return []
+    furthest = getattr(facts.model.config, "relative_attention_max_distance", 0)
+    return [some_source(facts.model, 5, 1), some_source(facts.model, min(furthest, WINDOW) + 7, 2)]
 
 
 def some_text(facts: ModelFacts, length: int, seed: int) -> list[int]:
@@ -108,16 +118,25 @@ def _beyond_window(model: PreTrainedModel) -> int:
 def _chain_error(trial: Trial, texts: list[list[int]], kept: Sequence[int]) -> str | None:
     """Score a chain and keep ``kept[r]`` of it; the rows that keep some are compared."""
     facts = trial.backend.facts
-    drafted = torch.tensor([some_text(facts, 3, 11), some_text(facts, 3, 17)], device=facts.device)
+    drafted = torch.tensor([some_text(facts, 3, 11 + 6 * row) for row in range(len(texts))], device=facts.device)
     logits = trial.score(TokenTree.from_chain(drafted))
     trial.commit(None, kept)
     errors = []
     for row, count in enumerate(kept):
         tokens = drafted[row].tolist()
         if count:
-            errors.append(_error(facts, logits[row], texts[row], tokens))
+            errors.append(_error(trial, row, logits[row], texts[row], tokens))
         texts[row] += tokens[:count]
     return next((error for error in errors if error), None)
+
+
+def _left_error(trial: Trial, texts: list[list[int]]) -> str | None:
+    """The first row leaves, and the other one moves into its place with the keys of its source."""
+    if not trial.sources:
+        return None
+    trial.backend.cache.compact([1])
+    del trial.sources[0], texts[0]
+    return _chain_error(trial, texts, (1,))
 
 
 def _tree_error(trial: Trial, texts: list[list[int]]) -> str | None:
@@ -129,15 +148,19 @@ def _tree_error(trial: Trial, texts: list[list[int]]) -> str | None:
     for row, count in enumerate((len(PATH), 1)):
         for leaf in LEAVES[row]:
             path = tree.path(row, leaf)
-            errors.append(_error(facts, logits[row, path], texts[row], tree.tokens[row, path].tolist()))
+            errors.append(_error(trial, row, logits[row, path], texts[row], tree.tokens[row, path].tolist()))
         texts[row] += tree.tokens[row, list(PATH[:count])].tolist()
     return next((error for error in errors if error), None)
 
 
-def _error(facts: ModelFacts, cached: Tensor, text: list[int], drafted: list[int]) -> str | None:
+def _error(trial: Trial, row: int, cached: Tensor, text: list[int], drafted: list[int]) -> str | None:
     """How far ``cached`` ``[D, V]`` lies from the logits of a plain pass at ``drafted`` ``[D]`` behind ``text``, if that is too far."""
+    facts = trial.backend.facts
     ids = torch.tensor([text + drafted], device=facts.device)
-    fresh = facts.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -len(drafted) :]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if trial.sources:
+        given = {**{name: each.to(facts.device) for name, each in trial.sources[row].inputs.items()}, "decoder_input_ids": ids}
+    fresh = facts.model(**given, use_cache=False).logits[0, -len(drafted) :]
     difference = (cached.float() - fresh.float().to(cached.device)).abs().max()
     scale = fresh.float().abs().max().clamp(min=1e-6)
     allowed = tolerance(facts.model)

@@ -39,7 +39,7 @@ class StaticPass:
 
     def __init__(self, facts: ModelFacts, cache: TreeCache, grouped: Grouped | None):
         self.facts, self.cache, self.grouped = facts, cache, grouped
-        self.call = ModelCall(facts.model)
+        self.call = ModelCall(facts)
         self.features: Features | None = None
 
     def __call__(self, tokens: Tensor, roots: Tensor, first: Tensor, depths: Tensor, ancestors: Tensor, span: int) -> PassOutput:

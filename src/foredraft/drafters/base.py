@@ -24,6 +24,7 @@ from foredraft.shapes import StaticShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
+    from foredraft.models.encoder_decoder import Source
     from foredraft.target import Target
 
 
@@ -44,6 +45,10 @@ class Row(Protocol):
     @property
     def capacity(self) -> int:
         """Tokens that the row will hold at most."""
+
+    @property
+    def source(self) -> Source | None:
+        """What the encoder reads for the row; None where the target has no encoder."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,7 @@ class Row:
     forced_bos: bool
     prompt: Tensor | None  # [length]
     shown: tuple[int, ...] | None  # ids in place of the padding
+    sourced: bool = False  # the encoder_* penalties hold another text than the prompt
 
     def source(self, batch: int) -> int:
         """The index of this row in data held for ``batch`` rows, before `num_return_sequences` repeated them."""
@@ -129,7 +130,7 @@ def ignored_prompt(processor: Any, row: Row) -> dict[str, Any]:
 def encoder_ids(processor: Any, row: Row) -> dict[str, Any]:
     """The row's own prompt; ids that are not the padded prompt are the user's own and stay."""
     ids = processor.encoder_input_ids[row.source(processor.encoder_input_ids.shape[0])]  # [L]
-    if row.padding and len(ids) == row.length + row.padding:
+    if row.padding and not row.sourced and len(ids) == row.length + row.padding:
         prompt = row.own_prompt(processor).to(ids.device)
         if torch.equal(ids[row.padding :], prompt) or torch.equal(ids[: row.length], prompt):
             ids = prompt
@@ -139,7 +140,7 @@ def encoder_ids(processor: Any, row: Row) -> dict[str, Any]:
 def encoder_ngrams(processor: Any, row: Row) -> dict[str, Any]:
     """The n-grams of the row's own prompt; those that are not of the padded prompt are the user's own and stay."""
     ngrams = processor.generated_ngrams[row.source(processor.batch_size)]
-    if row.padding and sum(map(len, ngrams.values())) == row.length + row.padding - processor.ngram_size + 1:
+    if row.padding and not row.sourced and sum(map(len, ngrams.values())) == row.length + row.padding - processor.ngram_size + 1:
         own = type(processor)(processor.ngram_size, row.own_prompt(processor)[None]).generated_ngrams[0]
         if all(set(last) <= set(ngrams.get(prefix, ())) for prefix, last in own.items()):
             ngrams = own

@@ -131,6 +131,7 @@ def row_pipelines(
     prompts: Sequence[Tensor] | None = None,
     paddings: Sequence[Sequence[int]] | None = None,
     device: torch.device | None = None,
+    sourced: bool = False,
 ) -> list[Pipeline]:
     """One pipeline per row from the list that `transformers` prepared for the padded batch.
 
@@ -148,6 +149,7 @@ def row_pipelines(
         min_new_tokens: as in the GenerationConfig. It tells a min_length derived from it, which counts padding, from the user's own.
         prompts: ``[length]`` int64 ids per row, unpadded; needed by the encoder_* penalties in a padded batch.
         paddings: ids of every row's padding; needed by the user's own code in a padded batch.
+        sourced: the encoder_* penalties hold what an encoder has read, not the prompts.
         device: where scores will be; the tensors of `transformers`' processors are moved there. None leaves them.
 
     Raises:
@@ -171,7 +173,7 @@ def row_pipelines(
     for index, length in enumerate(prompt_lengths):
         prompt = None if prompts is None else prompts[index]
         shown = None if paddings is None else tuple(paddings[index])
-        row = Row(index, rows, length, padded_length - length, min_new_tokens, forced_bos, prompt, shown)
+        row = Row(index, rows, length, padded_length - length, min_new_tokens, forced_bos, prompt, shown, sourced)
         stages = tuple(row_stage(processor, kind, row, shared) for processor, kind in moved)
         result.append(pipelines.setdefault(stages, Pipeline(stages)))
     return result

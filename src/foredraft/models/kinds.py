@@ -9,3 +9,4 @@ RECURRENT_IN_STEPS = {  # recurrent, and able to read several tokens from a stat
 }  # fmt: skip
 RECURRENT = {"falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "xlstm", "zamba"}
 SLOT_POSITIONS = {"gpt_neo": "its local attention mask", "mpt": "its position bias"}
+REFUSED_WITH_ENCODER: dict[str, str] = {}  # encoder-decoder models, and why they cannot be verified

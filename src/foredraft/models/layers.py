@@ -28,6 +28,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in found if any(isinstance(vars(each).get("layer_idx"), int) for each in layer.modules())]
 
 
+def layer_count(model: PreTrainedModel) -> int:
+    """How many layers the decoder has."""
+    if model.config.is_encoder_decoder:
+        return len(decoder_layers(model.get_decoder()))
+    count: int = model.config.get_text_config().num_hidden_layers
+    return count
+
+
 @dataclass(eq=False)
 class Passing:
     """A pass of some layers under way: ``given`` goes into the first of them in place of what the model made, ``found`` came out of the

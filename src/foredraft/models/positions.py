@@ -1,7 +1,8 @@
 """Overrides, for the length of one pass, where a model would compute positions from cache slots.
 
 Models with linear biases (bloom) derive them from a padding mask of two dimensions; an attention temperature that grows with the position
-(llama4) is derived from the length of the cache. Both are given the positions of the nodes.
+(llama4) is derived from the length of the cache. Decoders with an encoder (t5, bart and their like) derive a bias or an embedding from
+it. All are given the positions of the nodes.
 """
 
 from __future__ import annotations
@@ -70,3 +71,50 @@ def temperature_from(layers: Sequence[Any], positions: Tensor) -> Iterator[None]
             layer.attn_temperature_tuning = False
             undo.callback(setattr, layer, "attn_temperature_tuning", True)
         yield
+
+
+@contextmanager
+def bias_from(layers: Sequence[Any], positions: Tensor, keys: Tensor, reach: int) -> Iterator[None]:
+    """For one pass, have attention ``layers`` bias scores by the distance from ``positions`` ``[R, N]`` of nodes to those of ``keys``
+    ``[R, W]``, all below ``reach``.
+
+    The layer's own function says what each distance is worth. Keys behind a node are hidden by the mask.
+    """
+    distances = (positions[:, :, None] - keys[:, None]).clamp(min=0)  # [R, N, W]
+    with ExitStack() as undo:
+        for layer in layers:
+
+            def bias(query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0, layer: Any = layer) -> Tensor:
+                along = type(layer).compute_bias(layer, 1, reach, device=device, past_seen_tokens=reach - 1)[0, :, 0]  # [H, reach]
+                found: Tensor = along.flip(-1)[:, distances].transpose(0, 1)  # [R, H, N, W]
+                return found
+
+            layer.compute_bias = bias
+            undo.callback(delattr, layer, "compute_bias")
+        yield
+
+
+@contextmanager
+def embedded_from(table: nn.Module, positions: Tensor, reach: int) -> Iterator[None]:
+    """For one pass, have ``table`` embed ``positions`` ``[R, N]``, all below ``reach``, whatever it would count.
+
+    It is asked what it makes of a plain text, and of padding where it does not count that.
+    """
+    original, padding, before = table.forward, getattr(table, "padding_idx", None), vars(table).get("forward")
+
+    def embed(given: Any, *others: Any, **named: Any) -> Tensor:
+        if not isinstance(given, Tensor):
+            return original(torch.Size((1, reach))).reshape(reach, -1)[positions]
+        line = given.new_full((1, reach, *given.shape[2:]), 0 if padding != 0 else 1)
+        embedded: Tensor = original(line).reshape(reach, -1)[positions]
+        if padding is None or given.is_floating_point():
+            return embedded
+        return torch.where((given == padding)[..., None], original(given.new_full((1, 1), padding)).reshape(-1), embedded)
+
+    table.forward = embed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del table.forward
+        if before is not None:  # a hook of accelerate
+            table.forward = before

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.errors import UnsupportedModelError
-from foredraft.models.kinds import RECURRENT, RECURRENT_IN_STEPS, ROLLS_BACK, SLOT_POSITIONS
+from foredraft.models.kinds import RECURRENT, RECURRENT_IN_STEPS, REFUSED_WITH_ENCODER, ROLLS_BACK, SLOT_POSITIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -32,6 +32,7 @@ class ModelFacts:
         context: most tokens that a row may hold; None if the model sets no limit.
         trained: tokens that the model was made for; with rotary positions, rows go on beyond. None if the model does not say.
         chains_only: why it can verify chains but no branching trees; None if it takes trees.
+        sourced: it has an encoder, which reads a source for every row (:mod:`foredraft.models.encoder_decoder`).
     """
 
     model: PreTrainedModel
@@ -40,6 +41,7 @@ class ModelFacts:
     context: int | None
     trained: int | None
     chains_only: str | None
+    sourced: bool
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelFacts:
@@ -50,7 +52,8 @@ class ModelFacts:
         check_model(model)
         config = model.config.get_text_config()
         vocab_size: int = getattr(model.get_output_embeddings(), "out_features", None) or config.vocab_size
-        return ModelFacts(model, input_device(model), vocab_size, *context_of(config), chains_only(model))
+        sourced = bool(model.config.is_encoder_decoder)
+        return ModelFacts(model, input_device(model), vocab_size, *context_of(config), chains_only(model), sourced)
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -95,10 +98,11 @@ def check_model(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config()
     name = describe(model)
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; Foredraft speeds up decoder-only language models")
+    if model.config.is_encoder_decoder and (why := REFUSED_WITH_ENCODER.get(model.config.model_type)):
+        raise UnsupportedModelError(f"{name} {why}; use model.generate")
     if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{name} has no language-modelling head; load it with AutoModelForCausalLM")
+        loader = "AutoModelForSeq2SeqLM" if model.config.is_encoder_decoder else "AutoModelForCausalLM"
+        raise UnsupportedModelError(f"{name} has no language-modelling head; load it with {loader}")
     kinds = set(getattr(config, "layer_types", None) or ())
     recurrent = config.model_type in RECURRENT or getattr(model, "_is_stateful", False) or kinds - ROLLS_BACK
     if recurrent and config.model_type not in RECURRENT_IN_STEPS:

@@ -24,6 +24,8 @@ from foredraft.tree import TokenTree
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from foredraft.models.encoder_decoder import Source
+
 BUDGET = 2.0  # seconds that a first measurement may take
 PROMPT = 16  # tokens in the cache while it is made; too few to be found again as the beginning of another text
 LONGER = 8  # times as many, to see what a longer context costs
@@ -202,6 +204,7 @@ class StandIn:
     slot: int
     ids: list[int]
     capacity: int
+    source: Source | None = None
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -322,7 +325,8 @@ class Measurement:
         self.target.reset()
 
     def drafts(self, deadline: float) -> None:
-        rows = [StandIn(slot, list(text), self.prompt + self.largest.nodes + 1) for slot, text in enumerate(self.texts)]
+        sources = self.target.some_sources(self.rows)
+        rows = [StandIn(slot, list(text), self.prompt + self.largest.nodes + 1, sources[slot]) for slot, text in enumerate(self.texts)]
         self._begin(rows)
         deep = min(4, self.largest.depth)
         shapes: dict[str, TreeShape] = {"one": TreeShape.chain(1), "deep": TreeShape.chain(deep)}
@@ -389,7 +393,8 @@ class Measurement:
 
     def _open(self, texts: list[list[int]]) -> None:
         length = len(texts[0])
-        self.target.open(texts, reserve=[length + self.largest.nodes + 1] * self.rows)
+        reserve, sources = [length + self.largest.nodes + 1] * self.rows, self.target.some_sources(self.rows)
+        self.target.open(texts, reserve=reserve, sources=sources)
         self.timed(("prefill", length), lambda: self.target.prefill(texts, first=0))
 
     def _chain(self, size: int) -> TokenTree:

@@ -22,7 +22,8 @@ from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.models.cache import Window
 from foredraft.models.changes import STRUCTURE, ModelState
 from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
-from foredraft.models.layers import LayerRanges
+from foredraft.models.encoder_decoder import Source, some_source
+from foredraft.models.layers import LayerRanges, layer_count
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.prefixes import shared_beginnings
@@ -44,17 +45,18 @@ class Early:
 
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
+SOURCE = 64  # tokens of a source that a model is timed behind
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
 
 
 class Target:
-    """A causal language model with a cache that can forget.
+    """A language model, causal or with an encoder, whose cache can forget.
 
     Rows are physical: ``open`` appends them, ``compact`` drops some and moves later ones forward, and every call takes
     or returns them in that order.
 
     Args:
-        model: a decoder-only ``PreTrainedModel`` with sdpa or eager attention; PEFT adapters and device maps are fine.
+        model: a ``PreTrainedModel`` with sdpa or eager attention; PEFT adapters and device maps are fine.
         test: run the self-test (a few passes over a handful of tokens).
         prefill_chunk: most tokens of a row in one prefill pass; bounds the memory of a long prompt.
         reuse_prefix: keep the cache of finished rows for prompts that begin alike.
@@ -72,6 +74,7 @@ class Target:
         backend: what makes the passes.
         kept: by layer, ``[R, N, d]`` what came out of it at the nodes of the last tree that was scored, see :meth:`keep`.
         tokenizer: of the model, where the user has given one.
+        sourced: the model has an encoder, so that every row has a source.
         layer_tokens: per decoder layer, the tokens that passes have led through it so far, filler of ragged rows included.
         version: grows whenever the model was found changed; rows from before are gone then.
         prompt_hidden: hidden states of the prompts that were just prefilled, see :meth:`read`.
@@ -100,7 +103,7 @@ class Target:
         self.tokenizer: Any = None
         facts = ModelFacts.of(self.model)
         self.vocab_size, self.context, self.device = facts.vocab_size, facts.context, facts.device
-        self.trained, self.outgrown = facts.trained, False
+        self.trained, self.outgrown, self.sourced = facts.trained, False, facts.sourced
         self.prefill_chunk = prefill_chunk
         self.owner: object = None  # a token of the session whose rows these are
         self.reuse_prefix = reuse_prefix
@@ -111,7 +114,7 @@ class Target:
         self._reused_prefix = reuse_prefix  # before somebody read whole texts
         self.hidden: Tensor | None = None
         self.prompt_hidden: list[Tensor] | None = None
-        self.layer_tokens = [0] * self.model.config.get_text_config().num_hidden_layers
+        self.layer_tokens = [0] * layer_count(self.model)
         self._early: Early | None = None  # the tree of this round as far as lower layers have read it
         self._keeping: tuple[int, ...] = ()
         self.kept: dict[int, Tensor] = {}
@@ -172,7 +175,7 @@ class Target:
         before = self.backend.features
         self.backend.close()
         self._dtype, self.context, self.trained, self._taps = self.model.dtype, facts.context, facts.trained, []
-        layers = self.model.config.get_text_config().num_hidden_layers
+        layers = layer_count(self.model)
         self.layer_tokens = [*self.layer_tokens, *[0] * layers][:layers]  # who counts on from before must not lose any
         self.backend = choose(facts, **self._how)
         if before is not None:
@@ -196,21 +199,26 @@ class Target:
         lengths: list[int] = self.cache.lengths
         return lengths
 
-    def open(self, texts: Sequence[Sequence[int]], *, reserve: Sequence[int] = ()) -> None:
+    def open(self, texts: Sequence[Sequence[int]], *, reserve: Sequence[int] = (), sources: Sequence[Source | None] = ()) -> None:
         """Append a row for each text. What a row shares with the beginning of another row, live or recently dropped, is copied.
 
         Args:
             texts: the prompts; a list that its owner extends as tokens are committed.
             reserve: tokens each row will hold in the end, as far as that is known, so that the cache need not grow.
+            sources: what the encoder reads for each row, where the model has one. It reads equal sources once.
         """
         self.follow()
         first = len(self.lengths)
-        sources = self._shared_beginnings(texts, first)
-        self.cache.open([length for _, length in sources])
+        beginnings = self._shared_beginnings(texts, first)
+        self.backend.open([length for _, length in beginnings], [source for source in sources if source is not None])
         self.cache.reserve(self.backend.roomy(min(max(reserve, default=0), RESERVE)))
-        self.cache.gather([row for row, _ in sources], [length for _, length in sources], first)
+        self.cache.gather([row for row, _ in beginnings], [length for _, length in beginnings], first)
         self._texts += texts
         self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.lengths)}
+
+    def some_sources(self, rows: int) -> list[Source | None]:
+        """Sources to try ``rows`` rows with; None for each where the model has no encoder."""
+        return [some_source(self.model, SOURCE) if self.sourced else None] * rows
 
     def compact(self, keep: Sequence[int]) -> None:
         """Drop every row not in ``keep``, ascending physical indices."""
@@ -295,6 +303,8 @@ class Target:
             UnsupportedModelError: a hidden state that cannot be handed out.
         """
         found: Features | None = None
+        if features and self.sourced:
+            raise UnsupportedModelError(f"hidden states of {describe(self.model)}, which has an encoder, are not read yet; use another drafter")
         if features:
             if not self._taps:
                 ids = torch.arange(min(SAMPLE, self.context or SAMPLE), device=self.device)[None] % self.vocab_size
@@ -440,6 +450,10 @@ class Target:
 
     @property
     def _ranges(self) -> LayerRanges:
+        if self.sourced:
+            raise UnsupportedModelError(
+                f"the decoder layers of {describe(self.model)}, which has an encoder, are not run in part yet; use another drafter"
+            )
         if type(self.backend) is not Eager or self.chains_only:
             passes = f"{type(self.backend).__name__} makes whole passes; use execution='auto' and attention='auto', or another drafter"
             why = f"{self.chains_only}; use another drafter" if self.chains_only else passes

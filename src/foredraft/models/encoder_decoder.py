@@ -1,0 +1,393 @@
+"""Models with an encoder: what a row's encoder reads, what is kept of it, and how the decoder is called.
+
+The encoder reads each source once. The keys and values that the decoder's cross-attention makes of it are kept beside the row's
+:class:`~foredraft.models.cache.TreeCache`, at the source's own length, and shared by rows with equal sources. A pass sees them as the
+cross-attention half of transformers' ``EncoderDecoderCache``. Everything else of a pass is as for a decoder-only model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
+from foredraft.models.cache import TreeCache
+from foredraft.models.positions import bias_from, embedded_from
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+AUDIO = 8000  # samples of sound that a test reads
+READ = ("input_ids", "input_features", "input_values")  # what encoders may read
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What the encoder reads for one row. Sources are equal if they hold the same numbers.
+
+    Attributes:
+        inputs: the encoder's arguments, ``[1, ...]`` each, padding included: ``input_ids`` or ``input_features``, ``attention_mask``.
+        states: ``[1, S, d]`` what the encoder made of it, where that is known already.
+        ids: its tokens without padding, for drafters that copy from it; none where it is sound, or not known.
+    """
+
+    inputs: Mapping[str, Tensor]
+    states: Tensor | None = None
+    ids: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(ids: Sequence[int]) -> Source:
+        """A text, without padding."""
+        line = torch.tensor([list(ids)])
+        return Source({"input_ids": line, "attention_mask": torch.ones_like(line)}, ids=tuple(ids))
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        parts = {**self.inputs, "states": self.states}
+        return tuple((name, each.dtype, each.shape, _digest(each)) for name, each in sorted(parts.items()) if each is not None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def read_anew(self) -> Source:
+        """As another model's encoder is to read it.
+
+        Raises:
+            ConfigurationError: only the states of this model's encoder are known.
+        """
+        if not self.inputs.keys() & set(READ):
+            raise ConfigurationError("the draft model has an encoder of its own, which cannot read encoder_outputs; pass input_ids as well")
+        return replace(self, states=None)
+
+
+@dataclass(eq=False)
+class Encoded:
+    """What is kept of a source: ``states`` ``[S, d]`` of the encoder without padding, and by layer the keys and values ``[heads, S, size]``
+    that the decoder makes of them."""
+
+    source: Source
+    states: Tensor
+    keys: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class CrossLayer:
+    """Keys and values ``[R, heads, S, size]`` of one layer, as the rows of a pass read them."""
+
+    keys: Tensor
+    values: Tensor
+    is_sliding = False
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[-2]
+
+
+class CrossKeys(Cache):
+    """The cross-attention half of a cache, for the rows of one pass.
+
+    The rows of most passes are those of the last one. When they change, their keys are brought together anew, and each source keeps
+    a view of its own, so that nothing is held twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.layers: list[CrossLayer]
+        self.rows: list[Encoded] = []
+
+    def enter(self, rows: Sequence[Encoded]) -> None:
+        """The next pass is over ``rows``, all of which have keys, or none, and then it makes them."""
+        if len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows)) and self.layers:
+            return
+        self.rows = list(rows)
+        self.layers = [self._together(layer) for layer in range(len(rows[0].keys))]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values that a layer has made of each row's states."""
+        if layer_idx != len(self.layers):
+            raise RuntimeError(f"cross-attention of layer {layer_idx} comes after {len(self.layers)} others")
+        self.layers.append(CrossLayer(key_states, value_states))
+        for row, keys, values in zip(self.rows, key_states, value_states):
+            length = len(row.states)
+            row.keys.append((keys[:, :length], values[:, :length]))
+        return key_states, value_states
+
+    def _together(self, layer: int) -> CrossLayer:
+        """Keys and values of all rows, those behind a shorter source zero."""
+        first, *others = (row.keys[layer] for row in self.rows)
+        if all(row is self.rows[0] for row in self.rows):
+            return CrossLayer(*(each.expand(len(self.rows), *each.shape) for each in first))
+        longest = max(len(row.states) for row in self.rows)
+        stores = [each.new_zeros(len(self.rows), each.shape[0], longest, each.shape[2]) for each in first]
+        for index, (keys, values) in enumerate([first, *others]):
+            for store, held in zip(stores, (keys, values)):
+                store[index, :, : held.shape[1]] = held
+        for index, row in enumerate(self.rows):
+            length = len(row.states)
+            row.keys[layer] = stores[0][index, :, :length], stores[1][index, :, :length]
+        return CrossLayer(*stores)
+
+
+class SourcedCache(TreeCache):
+    """A :class:`TreeCache` whose rows have a source each."""
+
+    shares = False  # what a row holds depends on its source as well
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: list[Encoded] = []
+        self.cross = CrossKeys()
+        self.both = EncoderDecoderCache(self, self.cross)
+
+    def compact(self, keep: Sequence[int]) -> None:
+        super().compact(keep)
+        self.sources = [self.sources[row] for row in keep]
+        if not keep:
+            self.cross.rows, self.cross.layers = [], []
+
+    def forget(self) -> None:
+        super().forget()
+        self.compact([])
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + sum(each.nbytes for source in set(self.sources) for pair in source.keys for each in pair)
+
+
+class Decoder:
+    """An encoder–decoder model behind the call of a decoder-only one; and its encoder.
+
+    Args:
+        model: takes ``encoder_outputs``, ``decoder_input_ids`` and an ``EncoderDecoderCache``.
+        context: most tokens that its decoder has positions for; None for no limit.
+    """
+
+    def __init__(self, model: PreTrainedModel, context: int | None):
+        self.model, self.context = model, context
+        parameters, decoder = inspect.signature(model.forward).parameters, model.get_decoder()
+        self.takes_positions = "decoder_position_ids" in parameters
+        self._biased = [each for each in decoder.modules() if getattr(each, "has_relative_attention_bias", False)]
+        self._embedded = None if self.takes_positions else getattr(decoder, "embed_positions", None)
+        self._additive = decoder.config._attn_implementation == "eager"
+        self._output: type[Any] | None = None  # what the encoder returns
+
+    # -- the encoder ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def encode(self, sources: Sequence[Source], held: Sequence[Encoded]) -> list[Encoded]:
+        """What the encoder makes of ``sources``, of equal ones once, and of those that are ``held`` not again.
+
+        Raises:
+            ConfigurationError: the encoder cannot read one; the message says why.
+        """
+        known = {each.source: each for each in held}
+        groups: dict[tuple[object, ...], list[Source]] = {}
+        for source in dict.fromkeys(sources):
+            if source not in known:
+                parts = {**source.inputs, "states": source.states}
+                key = tuple((name, None if each is None else each.shape) for name, each in sorted(parts.items()))
+                groups.setdefault(key, []).append(source)
+        for group in groups.values():
+            states, counted = self._read(group)
+            for source, line, counts in zip(group, states, counted):
+                known[source] = Encoded(source, line if counts is None else line[counts])
+        return [known[source] for source in sources]
+
+    def _read(self, group: Sequence[Source]) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """``[n, S, d]`` states of sources of one shape, and which of each count."""
+        device, encoder = self.model.device, self.model.get_encoder()
+        given = {name: torch.cat([source.inputs[name] for source in group]).to(device) for name in group[0].inputs}
+        mask = given.get("attention_mask")
+        if group[0].states is not None:
+            states = torch.cat([source.states for source in group if source.states is not None]).to(device)
+        else:
+            taken = inspect.signature(encoder.forward).parameters
+            anything = "kwargs" in taken or "model_kwargs" in taken
+            try:
+                output = encoder(**{name: each for name, each in given.items() if anything or name in taken}, return_dict=True)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise ConfigurationError(f"the encoder of {type(self.model).__name__} cannot read the source: {first_line(error)}") from error
+            states, mask, self._output = output.last_hidden_state, getattr(output, "attention_mask", None), type(output)
+            mask = given.get("attention_mask") if mask is None else mask
+        if mask is None or mask.shape != states.shape[:2]:
+            return states, [None] * len(states)
+        return states, list(mask.bool())
+
+    # -- the decoder ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *, input_ids: Tensor, past_key_values: SourcedCache, **arguments: Any) -> Any:
+        """A pass over the rows of the cache's window."""
+        cache, window = past_key_values, past_key_values.window
+        assert window is not None
+        rows = cache.sources[window.first : window.last]
+        fresh = list(dict.fromkeys(row for row in rows if not row.keys))
+        if fresh and len(fresh) < len(rows):
+            self._make_keys(fresh)
+            fresh = []
+        cache.cross.enter(rows)
+        cache.both.is_updated = {} if fresh else dict.fromkeys(range(len(rows[0].keys)), True)
+        for ours, theirs in (("attention_mask", "decoder_attention_mask"), ("position_ids", "decoder_position_ids")):
+            if ours in arguments:
+                arguments[theirs] = arguments.pop(ours)
+        return self.model(decoder_input_ids=input_ids, past_key_values=cache.both, **self._encoder_side(rows, input_ids), **arguments)
+
+    def _make_keys(self, fresh: Sequence[Encoded]) -> None:
+        """Cross keys of sources, by a pass over one token each, which is thrown away."""
+        cross = CrossKeys()
+        cross.enter(fresh)
+        tokens = torch.zeros(len(fresh), 1, dtype=torch.long, device=self.model.device)
+        both = EncoderDecoderCache(DynamicCache(), cross)
+        self.model(decoder_input_ids=tokens, past_key_values=both, use_cache=True, **self._encoder_side(fresh, tokens))
+
+    def _encoder_side(self, rows: Sequence[Encoded], tokens: Tensor) -> dict[str, Any]:
+        """What a pass over ``tokens`` ``[R, N]`` takes for the encoder's: its states, of which only the shape counts once there are keys;
+        and the mask of the sources' lengths."""
+        lengths = [len(row.states) for row in rows]
+        longest, like = max(lengths), rows[0].states
+        if rows[0].keys:
+            states = like.new_zeros(1, 1, 1).expand(len(rows), longest, like.shape[1])
+        else:
+            states = like.new_zeros(len(rows), longest, like.shape[1])
+            for line, row in zip(states, rows):
+                line[: len(row.states)] = row.states
+        mask = None if min(lengths) == longest else self._mask(lengths, tokens, like.dtype)
+        output: dict[str, Any] = {"last_hidden_state": states}
+        if self._output is not None and "attention_mask" in self._output.__dataclass_fields__:
+            output["attention_mask"] = mask
+        return {"encoder_outputs": (self._output or _plain_output())(**output), "attention_mask": mask}
+
+    def _mask(self, lengths: Sequence[int], tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[R, 1, N, S]`` which states each row sees."""
+        ends = torch.tensor(lengths, device=tokens.device)[:, None]
+        mask = (torch.arange(max(lengths), device=tokens.device) < ends)[:, None, None].expand(-1, 1, tokens.shape[1], -1)
+        if not self._additive:
+            return mask
+        return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+
+    def positioned(self, positions: Tensor, keys: Tensor | None, width: int) -> AbstractContextManager[object]:
+        """Inside, the decoder takes ``positions`` ``[R, N]`` of its nodes for those of the slots, of which there are ``width``, and ``keys``
+        ``[R, width]`` for those of what the nodes see, None where slots are positions."""
+        overrides, reach = ExitStack(), width if self.context is None else min(width, self.context)
+        if keys is not None and self._biased:
+            overrides.enter_context(bias_from(self._biased, positions, keys, reach))
+        counts = getattr(self._embedded, "padding_idx", None) is not None  # tokens that are not padding, in place of slots
+        if self._embedded is not None and (keys is not None or (counts and positions.shape[1] > 1)):
+            overrides.enter_context(embedded_from(self._embedded, positions, reach))
+        return overrides
+
+
+def _plain_output() -> type[Any]:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+
+
+# -- what a call gives ----------------------------------------------------------------------------------------------------
+
+
+def encoder_arguments(model: Any) -> set[str]:
+    """What a call of ``generate`` may hold for the encoder, and for the decoder's prompt; nothing where the model has no encoder."""
+    if not model.config.is_encoder_decoder:
+        return set()
+    taken = set(inspect.signature(model.get_encoder().forward).parameters) - {"kwargs", "inputs_embeds"}
+    return taken | {"encoder_outputs", "decoder_attention_mask"}
+
+
+def without_encoding(model: Any, inputs: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``arguments`` of ``generate`` that keep transformers from running the encoder, which is left to the session.
+
+    Raises:
+        ConfigurationError: there is nothing to encode.
+    """
+    if arguments.get("encoder_outputs") is not None:
+        return dict(arguments)
+    name = model.main_input_name
+    if inputs is None and arguments.get(name) is None:
+        raise ConfigurationError(f"{type(model).__name__} has an encoder, and there is nothing for it to read: pass {name}=")
+    return {**arguments, "encoder_outputs": _plain_output()()}
+
+
+def sources_of(model: Any, inputs: Tensor, rows: int, given: Mapping[str, Any]) -> list[Source]:
+    """The sources of ``rows`` rows, from what transformers has prepared.
+
+    Args:
+        inputs: the encoder's main input, of one row for each that ``num_return_sequences`` has made several of.
+        given: ``attention_mask``, ``encoder_outputs`` and whatever else the encoder takes, of every row.
+
+    Raises:
+        ConfigurationError: an id outside the vocabulary, or a source longer than the encoder's table of positions.
+    """
+    name, outputs = model.main_input_name, given.get("encoder_outputs")
+    copies = rows // len(inputs)
+    taken = inspect.signature(model.get_encoder().forward).parameters
+    parts = {key: each for key, each in given.items() if isinstance(each, Tensor) and key in taken and len(each) == rows}
+    states = None if outputs is None or not len(outputs) else outputs[0]
+    known = name != "input_ids" or bool((inputs >= 0).all())  # transformers writes -100 where it got the encoder's output alone
+    mask = parts.get("attention_mask")
+    if known and name == "input_ids":
+        check_ids(model, inputs)
+    found: dict[Source, Source] = {}
+    sources = []
+    for row in range(rows):
+        own = {key: each[row : row + 1] for key, each in parts.items()}
+        ids: tuple[int, ...] = ()
+        if known:
+            own[name] = inputs[row // copies : row // copies + 1]
+            if name == "input_ids":
+                line = own[name][0] if mask is None else own[name][0][mask[row].bool()]
+                ids = tuple(line.tolist())
+        source = Source(own, None if states is None else states[row : row + 1], ids)
+        sources.append(found.setdefault(source, source))
+    return sources
+
+
+def check_ids(model: Any, ids: Tensor) -> None:
+    """Refuse a source that the encoder has no embeddings for."""
+    encoder = model.get_encoder()
+    table, positions = encoder.get_input_embeddings(), getattr(encoder, "embed_positions", None)
+    if isinstance(table, torch.nn.Embedding) and bool((ids >= table.num_embeddings).any()):
+        wrong = int(ids.max())
+        raise ConfigurationError(f"source token {wrong} is outside the encoder's vocabulary of {table.num_embeddings}")
+    if isinstance(positions, torch.nn.Embedding):
+        longest = positions.num_embeddings - int(getattr(positions, "offset", 0))
+        if ids.shape[1] > longest:
+            raise ConfigurationError(f"the source has {ids.shape[1]} tokens, but the encoder's table of positions holds {longest}; shorten it")
+
+
+def some_source(model: Any, length: int, seed: int = 0) -> Source:
+    """A source to try a model with: ``length`` tokens, or noise where it reads sound.
+
+    Raises:
+        UnsupportedModelError: the encoder reads something else.
+    """
+    encoder, name = model.get_encoder(), model.main_input_name
+    if name == "input_ids":
+        size = encoder.get_input_embeddings().num_embeddings
+        positions = getattr(encoder, "embed_positions", None)
+        if isinstance(positions, torch.nn.Embedding):
+            length = min(length, positions.num_embeddings - int(getattr(positions, "offset", 0)))
+        return Source.of([(seed + 3 + 7 * place + place * place) % (size - 4) + 4 for place in range(length)])
+    generator = torch.Generator().manual_seed(seed)
+    if name == "input_features":
+        frames = 2 * getattr(model.config, "max_source_positions", length)
+        return Source({name: torch.randn(1, model.config.num_mel_bins, frames, generator=generator).to(model.dtype)})
+    if name == "input_values":
+        samples = AUDIO + 64 * length
+        mask = torch.ones(1, samples, dtype=torch.long)
+        return Source({name: torch.randn(1, samples, generator=generator).to(model.dtype), "attention_mask": mask})
+    raise UnsupportedModelError(f"{type(model).__name__} reads {name}, which is not supported; use model.generate")
