@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from foredraft.grammars import Grammar
     from foredraft.inflation import inflate
     from foredraft.logits.logprobs import LogProbs
+    from foredraft.models.encoder_decoder import Source
     from foredraft.rows import Commit, RowParameters
     from foredraft.session import Session
     from foredraft.shapes import TreeShape
@@ -54,6 +55,7 @@ _NAMES = {
     "grammars": ("Grammar",),
     "inflation": ("inflate",),
     "logits.logprobs": ("LogProbs",),
+    "models.encoder_decoder": ("Source",),
     "rows": ("Commit", "RowParameters"),
     "session": ("Session",),
     "shapes": ("TreeShape",),
@@ -91,6 +93,7 @@ __all__ = [
     "Rule",
     "ScriptedDrafter",
     "Session",
+    "Source",
     "SpeculativeOutput",
     "Speculator",
     "Stats",

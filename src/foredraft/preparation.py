@@ -182,7 +182,8 @@ def prepare(
         own = {"seed": seed, "streamer": streamer, "output_logprobs": output_logprobs, "repeatable": repeatable}
         return Prepared.of(model, input_ids, inputs_tensor=inputs_tensor, **own, **given)
 
-    return type(model).generate(model, inputs, custom_generate=stop, **arguments)  # the class's: the object's own may be ours
+    given = () if inputs is None else (inputs,)
+    return type(model).generate(model, *given, custom_generate=stop, **arguments)  # the class's: the object's own may be ours
 
 
 def is_sharded(model: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from foredraft.backends.base import Backend, ForwardPass, tree_window
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.cache import Window
-from foredraft.models.encoder_decoder import Source, some_source
+from foredraft.models.encoder_decoder import Source, some_source, uncounted
 from foredraft.models.support import ModelFacts, describe, tolerance
 from foredraft.tree import TokenTree
 
@@ -160,7 +161,8 @@ def _error(trial: Trial, row: int, cached: Tensor, text: list[int], drafted: lis
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if trial.sources:
         given = {**{name: each.to(facts.device) for name, each in trial.sources[row].inputs.items()}, "decoder_input_ids": ids}
-    fresh = facts.model(**given, use_cache=False).logits[0, -len(drafted) :]
+    with uncounted(facts.model.get_decoder()) if facts.sourced else nullcontext():
+        fresh = facts.model(**given, use_cache=False).logits[0, -len(drafted) :]
     difference = (cached.float() - fresh.float().to(cached.device)).abs().max()
     scale = fresh.float().abs().max().clamp(min=1e-6)
     allowed = tolerance(facts.model)

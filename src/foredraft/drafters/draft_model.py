@@ -117,7 +117,10 @@ class DraftModel(LearningDrafter):
         if isinstance(draft, str):
             dtype, device = self.dtype or target.model.dtype, self.device or target.device
             draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization)
+        self._check_encoders(target, unwrap(draft))
         self._foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary)
+        if self._foreign is not None and target.sourced:
+            raise ConfigurationError("a draft for a model with an encoder needs the target's tokenizer: it is to read the same source")
         owned = isinstance(self.source, str)
         if self.learn is not None and self._foreign is not None:
             raise ConfigurationError("a draft with another tokenizer than the target's cannot learn from it: leave learn out")
@@ -133,6 +136,21 @@ class DraftModel(LearningDrafter):
                 self.info = replace(self.info, proposals=self.offer.chains, branches=False, grows=False)
         self._loops = () if self._foreign is not None else draft_loops(self._target)
         self._smaller = self._target.vocab_size < target.vocab_size
+
+    def _check_encoders(self, target: Target, draft: PreTrainedModel) -> None:
+        encoder = bool(draft.config.is_encoder_decoder)
+        if encoder and not target.sourced:
+            raise ConfigurationError(f"the draft {name_of(draft)} has an encoder and the target has none; give a decoder-only draft")
+        if target.sourced and not encoder:
+            raise ConfigurationError(
+                f"the draft {name_of(draft)} has no encoder to read the target's source with; give a smaller model with an encoder"
+            )
+        if target.sourced and draft.main_input_name != target.model.main_input_name:
+            raise ConfigurationError(
+                f"the encoder of the draft {name_of(draft)} reads {draft.main_input_name}, and the target's {target.model.main_input_name}"
+            )
+        if target.sourced and self.learn is not None:
+            raise ConfigurationError("a draft with an encoder cannot learn while it serves yet: leave learn out")
 
     def facts(self, *, all: bool = False) -> dict[str, Any]:
         facts = super().facts(all=all)
@@ -155,7 +173,8 @@ class DraftModel(LearningDrafter):
 
     def begin(self, rows: Sequence[Row]) -> None:
         own = rows if self._foreign is None else self._foreign.begin(rows)
-        self.model.open([row.ids for row in own], reserve=[row.capacity for row in rows])
+        sources = [row.source.read_anew() if row.source is not None else None for row in rows] if self.model.sourced else []
+        self.model.open([row.ids for row in own], reserve=[row.capacity for row in rows], sources=sources)
         self._slots += [row.slot for row in rows]
         if self.learning is not None:
             self.learning.begin(rows)

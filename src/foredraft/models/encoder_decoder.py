@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 AUDIO = 8000  # samples of sound that a test reads
+ENDLESS = 1 << 30  # tokens
 READ = ("input_ids", "input_features", "input_values")  # what encoders may read
 
 
@@ -176,8 +177,10 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, context: int | None):
         self.model, self.context = model, context
         parameters, decoder = inspect.signature(model.forward).parameters, model.get_decoder()
-        self.takes_positions = "decoder_position_ids" in parameters
+        handed_on = inspect.signature(decoder.forward).parameters if model.config.model_type == "encoder-decoder" else {}
+        self.takes_positions = "decoder_position_ids" in parameters or "position_ids" in handed_on
         self._biased = [each for each in decoder.modules() if getattr(each, "has_relative_attention_bias", False)]
+        self._decoder, self._routers = decoder, routers(decoder)
         self._embedded = None if self.takes_positions else getattr(decoder, "embed_positions", None)
         self._additive = decoder.config._attn_implementation == "eager"
         self._output: type[Any] | None = None  # what the encoder returns
@@ -275,16 +278,38 @@ class Decoder:
             return mask
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
 
-    def positioned(self, positions: Tensor, keys: Tensor | None, width: int) -> AbstractContextManager[object]:
+    def positioned(self, positions: Tensor, keys: Tensor | None, width: int, *, drafted: bool) -> AbstractContextManager[object]:
         """Inside, the decoder takes ``positions`` ``[R, N]`` of its nodes for those of the slots, of which there are ``width``, and ``keys``
-        ``[R, width]`` for those of what the nodes see, None where slots are positions."""
+        ``[R, width]`` for those of what the nodes see, None where slots are positions. Where they are ``drafted``, an expert's capacity
+        counts each as if it was alone, which it is in plain decoding."""
         overrides, reach = ExitStack(), width if self.context is None else min(width, self.context)
+        if drafted and self._routers:
+            overrides.enter_context(uncounted(self._decoder))
         if keys is not None and self._biased:
             overrides.enter_context(bias_from(self._biased, positions, keys, reach))
         counts = getattr(self._embedded, "padding_idx", None) is not None  # tokens that are not padding, in place of slots
         if self._embedded is not None and (keys is not None or (counts and positions.shape[1] > 1)):
             overrides.enter_context(embedded_from(self._embedded, positions, reach))
         return overrides
+
+
+def routers(model: torch.nn.Module) -> list[Any]:
+    """What sends tokens to experts that take no more than so many of a pass."""
+    return [each for each in model.modules() if isinstance(getattr(each, "expert_capacity", None), int)]
+
+
+@contextmanager
+def uncounted(decoder: torch.nn.Module) -> Iterator[None]:
+    """Inside, no expert is full."""
+    found = routers(decoder)
+    before = [router.expert_capacity for router in found]
+    for router in found:
+        router.expert_capacity = ENDLESS
+    try:
+        yield
+    finally:
+        for router, capacity in zip(found, before):
+            router.expert_capacity = capacity
 
 
 def _plain_output() -> type[Any]:
@@ -383,7 +408,7 @@ def some_source(model: Any, length: int, seed: int = 0) -> Source:
             length = min(length, positions.num_embeddings - int(getattr(positions, "offset", 0)))
         return Source.of([(seed + 3 + 7 * place + place * place) % (size - 4) + 4 for place in range(length)])
     generator = torch.Generator().manual_seed(seed)
-    if name == "input_features":
+    if name == "input_features" and hasattr(model.config, "num_mel_bins"):
         frames = 2 * getattr(model.config, "max_source_positions", length)
         return Source({name: torch.randn(1, model.config.num_mel_bins, frames, generator=generator).to(model.dtype)})
     if name == "input_values":

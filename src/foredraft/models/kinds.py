@@ -9,4 +9,9 @@ RECURRENT_IN_STEPS = {  # recurrent, and able to read several tokens from a stat
 }  # fmt: skip
 RECURRENT = {"falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "xlstm", "zamba"}
 SLOT_POSITIONS = {"gpt_neo": "its local attention mask", "mpt": "its position bias"}
-REFUSED_WITH_ENCODER: dict[str, str] = {}  # encoder-decoder models, and why they cannot be verified
+REFUSED_WITH_ENCODER = {  # encoder-decoder models, and why they cannot be verified
+    "prophetnet": "predicts several tokens from streams of their own, whose positions are slots",
+    "xlm-prophetnet": "predicts several tokens from streams of their own, whose positions are slots",
+    "speech_to_text": "reads features in a layout of its own",
+    "t5gemma2": "attends to its source and its text in one attention",
+}

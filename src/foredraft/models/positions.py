@@ -103,11 +103,11 @@ def embedded_from(table: nn.Module, positions: Tensor, reach: int) -> Iterator[N
     original, padding, before = table.forward, getattr(table, "padding_idx", None), vars(table).get("forward")
 
     def embed(given: Any, *others: Any, **named: Any) -> Tensor:
-        if not isinstance(given, Tensor):
-            return original(torch.Size((1, reach))).reshape(reach, -1)[positions]
-        line = given.new_full((1, reach, *given.shape[2:]), 0 if padding != 0 else 1)
-        embedded: Tensor = original(line).reshape(reach, -1)[positions]
-        if padding is None or given.is_floating_point():
+        tokens = isinstance(given, Tensor)
+        line = given.new_full((1, reach, *given.shape[2:]), 0 if padding != 0 else 1) if tokens else torch.Size((1, reach))
+        counted = {"position_ids": torch.arange(reach, device=positions.device)} if "position_ids" in named else {}
+        embedded: Tensor = original(line, **counted).reshape(reach, -1)[positions]
+        if padding is None or not tokens or given.is_floating_point():
             return embedded
         return torch.where((given == padding)[..., None], original(given.new_full((1, 1), padding)).reshape(-1), embedded)
 

@@ -1,0 +1,354 @@
+"""Models with an encoder: greedy text equals transformers', keyed text equals plain decoding's, and what is read once is read once."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+from cover import nightly_but
+from encoder_decoders import CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, sources, texts
+from helpers import random_tree
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import BaseModelOutput
+
+import foredraft
+from foredraft import ConfigurationError, RowParameters, Source, Speculator, UnsupportedModelError
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.models import encoder_decoder
+from foredraft.target import Target
+
+NEW = 14
+SHAPES = ("chain(4)", "product(2,2)", "dynamic(depth=4,k=3,total=8)")
+DRAFTERS = [(name,) for name in ("prompt-lookup", "lookahead", "suffix", "ngram", "token-recycling", "several:prompt-lookup,ngram")]
+NAMES = [name for name, family in FAMILIES.items() if family.support == "tree" and family.reads != "features"]
+PADDED = [(name, side) for name in NAMES for side in ("left", "right")]
+SHAPED = [(name, shape) for name in NAMES for shape in SHAPES]
+MODELS = [(name, how) for name in NAMES for how in FAMILIES[name].implementations]
+ALWAYS = ("t5", "umt5", "bart", "m2m_100", "switch")  # the others run every night
+TURNS = {(name, FAMILIES[name].implementations[turn % len(FAMILIES[name].implementations)]) for turn, name in enumerate(ALWAYS)}
+OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "repetition_penalty": 1.6}
+SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.2, "seed": 5}
+
+
+@cache
+def drafting(name, shape="chain(4)", how=None):
+    """A speculator with a draft that is wrong now and then."""
+    return Speculator(build(name, how), DraftModel(perturbed(name, how)), shape=shape, rule="match")
+
+
+@pytest.mark.parametrize(("name", "how"), nightly_but(TURNS, MODELS))
+def test_greedy_text_is_that_of_transformers(name, how):
+    model, side = build(name, how), "left" if how == "eager" else "right"
+    given = sources(name, side)
+    expected = model.generate(**given, **OPTIONS)
+    for shape in SHAPES[:2]:
+        speculator = drafting(name, shape, how)
+        assert speculator.target.chains_only is None
+        output = speculator.generate(**given, **OPTIONS)
+        assert torch.equal(output.sequences, expected)
+        assert 0 < output.stats.accepted < output.stats.drafted
+        assert torch.equal(speculator.generate(**rows_of(given, 1), **OPTIONS).sequences[0], expected[1])
+
+
+@pytest.mark.parametrize(("name", "side"), nightly_but({("t5", "left"), ("bart", "right"), ("m2m_100", "left")}, PADDED))
+def test_prompts_of_unequal_lengths_count_their_own_tokens(name, side):
+    model, given = build(name), sources(name)
+    prompts = [[START, *text] for text in texts((4, 1, 6), seed=7)]
+    alone = [
+        model.generate(**rows_of(given, row), decoder_input_ids=torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
+        for row, prompt in enumerate(prompts)
+    ]
+    for shape in SHAPES[:2]:
+        output = drafting(name, shape).generate(**given, **padded(prompts, side, "decoder_"), **OPTIONS)
+        assert output.sequences[:, 7:].tolist() == alone
+
+
+@pytest.mark.parametrize(("name", "shape"), nightly_but({("t5", SHAPES[2]), ("bart", SHAPES[1]), ("m2m_100", SHAPES[0])}, SHAPED))
+def test_the_text_of_a_seed_is_that_of_plain_decoding(name, shape):
+    model, given = build(name), sources(name)
+    expected = Speculator(model, "none").generate(**given, **SAMPLED).sequences
+    assert torch.equal(drafting(name, shape).generate(**given, **SAMPLED).sequences, expected)
+
+
+@pytest.mark.parametrize(("drafter",), nightly_but({("prompt-lookup",), ("lookahead",)}, DRAFTERS))
+def test_every_drafter_leaves_the_text_of_a_seed_alone(drafter):
+    model, given = build("t5"), sources("t5")
+    expected = Speculator(model, "none").generate(**given, **SAMPLED).sequences
+    assert torch.equal(Speculator(model, drafter, shape="chain(4)").generate(**given, **SAMPLED).sequences, expected)
+
+
+@pytest.mark.parametrize("name", ["t5", "m2m_100"])
+def test_tree_logits_are_those_of_the_paths(name):
+    model, target = build(name), Target(build(name))
+    prompts, read = [[START, 5, 9, 11], [START, 8]], [texts((40,))[0], texts((7,))[0]]
+    target.open(prompts, sources=[Source.of(text) for text in read])
+    target.prefill(prompts, first=0)
+    tree = random_tree(2, 9, seed=4)
+    logits = target.score(tree)
+    for row, node in ((0, 8), (1, 8), (0, 5)):
+        path = tree.path(row, node)
+        ids = torch.tensor([[*prompts[row], *tree.tokens[row, path].tolist()]])
+        expected = model(input_ids=torch.tensor([read[row]]), decoder_input_ids=ids).logits[0, -len(path) :]
+        torch.testing.assert_close(logits[row, path], expected, rtol=1e-4, atol=1e-4)
+
+
+# -- what the self-test finds -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "fault"),
+    [
+        ("t5", "bias_from", lambda *given: nullcontext()),
+        ("umt5", "bias_from", lambda *given: nullcontext()),
+        ("bart", "embedded_from", lambda *given: nullcontext()),
+        ("m2m_100", "embedded_from", lambda *given: nullcontext()),
+    ],
+)
+def test_positions_from_slots_are_found(name, what, fault, monkeypatch):
+    monkeypatch.setattr(encoder_decoder, what, fault)
+    with pytest.raises(UnsupportedModelError, match="differ from a plain pass"):
+        Target(build(name))
+
+
+def test_the_cross_keys_of_another_row_are_found(monkeypatch):
+    class Staying(encoder_decoder.SourcedCache):
+        def compact(self, keep):
+            stay = self.sources[: len(keep)]
+            super().compact(keep)
+            self.sources = stay
+
+    monkeypatch.setattr("foredraft.backends.eager.SourcedCache", Staying)
+    assert "differed from a plain pass" in Target(build("t5")).chains_only
+
+
+def test_padding_of_a_source_that_is_seen_is_found(monkeypatch):
+    monkeypatch.setattr(encoder_decoder.Decoder, "_mask", lambda self, *given: None)
+    with pytest.raises(UnsupportedModelError, match="differ from a plain pass"):
+        Target(build("bart"))
+
+
+def test_experts_take_drafted_tokens_as_plain_decoding_does(monkeypatch):
+    model, given = copy.deepcopy(build("switch")), sources("switch")
+    expected = model.generate(**given, **OPTIONS)
+    assert torch.equal(drafting("switch", SHAPES[1]).generate(**given, **OPTIONS).sequences, expected)
+    positioned = encoder_decoder.Decoder.positioned
+    counting = lambda self, *given, drafted: positioned(self, *given, drafted=False)  # noqa: E731
+    monkeypatch.setattr(encoder_decoder.Decoder, "positioned", counting)
+    with pytest.raises(UnsupportedModelError, match="differ from a plain pass"):
+        Target(model)
+
+
+# -- what is read, and how often --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted():
+    """A model, and how many rows its encoder has read."""
+    model, read = copy.deepcopy(build("bart")), []
+    model.get_encoder().register_forward_hook(lambda module, given, named, output: read.append(len(output[0])), with_kwargs=True)
+    return model, read
+
+
+def test_the_encoder_reads_every_source_once(counted):
+    model, read = counted
+    speculator = Speculator(model, "ngram", shape="chain(3)")
+    given = rows_of(sources("bart"), 0, 1, 0, 2)
+    del read[:]
+    output = speculator.generate(**given, **OPTIONS)
+    assert read == [3]
+    assert torch.equal(output.sequences[0], output.sequences[2])
+    several = speculator.generate(**rows_of(given, 0), **SAMPLED, num_return_sequences=5)
+    assert read == [3, 1]
+    assert len({tuple(line) for line in several.sequences.tolist()}) > 1
+
+
+def test_rows_with_one_source_share_its_keys():
+    target, ids = Target(build("t5")), texts((30,))[0]
+    target.open([[START]] * 4, sources=[Source.of(ids) for _ in range(4)])
+    target.prefill([[START]] * 4, first=0)
+    shared = target.cache.bytes
+    target.reset()
+    target.open([[START]], sources=[Source.of(ids)])
+    target.prefill([[START]], first=0)
+    alone = target.cache
+    keys = sum(each.nbytes for pair in alone.sources[0].keys for each in pair)
+    assert keys == 2 * 2 * 30 * 32 * 4 and alone.cross.layers[0].keys.shape == (1, 4, 30, 8)
+    assert shared - keys == super(type(alone), alone).bytes
+
+
+def test_encoder_outputs_are_taken_as_they_are(counted):
+    model, read = counted
+    given = sources("bart", "left")
+    expected = model.generate(**given, **OPTIONS)
+    states = model.get_encoder()(**given)
+    speculator = Speculator(model, "ngram", shape="product(2,2)")
+    del read[:]
+    for outputs in (states, BaseModelOutput(last_hidden_state=states[0])):
+        output = speculator.generate(encoder_outputs=outputs, attention_mask=given["attention_mask"], **OPTIONS)
+        assert torch.equal(output.sequences, expected)
+    assert read == []
+
+
+def test_rows_join_and_leave_with_their_sources():
+    model, read = build("t5"), texts((12, 5, 30, 8))
+    speculator = drafting("t5")
+    session, found = speculator.session(), {}
+    lengths = (9, 3, 14, 6)
+    expected = [
+        model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=length)[0, 1:].tolist() for ids, length in zip(read, lengths)
+    ]
+    for ids, length in zip(read, lengths):
+        slot = session.add([START], RowParameters(max_new_tokens=length, source=Source.of(ids)))
+        found[slot] = []
+        for commit in session.step():
+            found[commit.slot] += commit.tokens
+    while session.live:
+        for commit in session.step():
+            found[commit.slot] += commit.tokens
+    assert list(found.values()) == expected
+
+
+def test_a_model_that_changes_reads_its_sources_again(counted):
+    model, read = counted
+    given = rows_of(sources("bart"), 0)
+    speculator = Speculator(model, "none")
+    stream = speculator.stream(**given, **OPTIONS)
+    next(stream)
+    with torch.no_grad():
+        model.get_encoder().layers[0].fc1.weight.mul_(1.5)
+    before = len(read)
+    for _ in stream:
+        pass
+    assert len(read) == before + 1
+
+
+# -- entry points -----------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_those_of_transformers():
+    model, given = build("bart"), sources("bart")
+    asked = {**OPTIONS, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected = model.generate(**given, **asked)
+    custom = model.generate(**given, **asked, custom_generate=foredraft.custom_generate("ngram", shape="chain(3)"))
+    for output in (drafting("bart").generate(**given, **asked), custom):
+        assert isinstance(output, GenerateEncoderDecoderOutput) and torch.equal(output.sequences, expected.sequences)
+        for ours, theirs in zip((*output.scores, *output.logits), (*expected.scores, *expected.logits)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_attached_models_return_sequences():
+    model, given = copy.deepcopy(build("t5")), sources("t5")
+    expected = model.generate(**given, **OPTIONS)
+    foredraft.attach(model, "prompt-lookup", shape="chain(3)")
+    assert torch.equal(model.generate(**given, **OPTIONS), expected)
+    foredraft.detach(model)
+
+
+class Heard(BaseStreamer):
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        pass
+
+
+def test_a_stream_and_a_streamer_get_every_token():
+    model, given = build("t5"), rows_of(sources("t5"), 0)
+    expected = model.generate(**given, **OPTIONS)[0].tolist()
+    heard = Heard()
+    drafting("t5").generate(**given, **OPTIONS, streamer=heard)
+    streamed = [token for tokens in drafting("t5").stream(**given, **OPTIONS) for token in tokens]
+    assert heard.tokens == expected == [START, *streamed]
+
+
+PROCESSED = {
+    "forced BOS and EOS": {"forced_bos_token_id": 9, "forced_eos_token_id": 11},
+    "encoder repetition": {"encoder_repetition_penalty": 1.8},
+    "encoder n-grams": {"encoder_no_repeat_ngram_size": 2},
+    "suppressed": {"suppress_tokens": [17, 50], "begin_suppress_tokens": [30, 31]},
+    "least lengths": {"min_new_tokens": 6, "eos_token_id": list(range(60, 110))},
+    "bad words": {"bad_words_ids": [[7, 8], [12]], "no_repeat_ngram_size": 2},
+}
+
+
+@pytest.mark.parametrize("options", PROCESSED.values(), ids=PROCESSED)
+def test_processors_see_every_node(options):
+    name = "bart"
+    model, given = build(name), sources(name)
+    expected = model.generate(**given, **(OPTIONS | options))
+    for shape in SHAPES[:2]:
+        assert torch.equal(drafting(name, shape).generate(**given, **(OPTIONS | options)).sequences, expected)
+
+
+def test_the_source_of_a_padded_batch_is_not_its_prompt():
+    """Encoder penalties hold the source; here it is as long as the padded prompts."""
+    model, given = build("t5"), padded(texts((4, 4)))
+    prompts, options = [[START, 8], [START, 8, 9, 5]], {**OPTIONS, "encoder_no_repeat_ngram_size": 3, "encoder_repetition_penalty": 1.8}
+    alone = [
+        model.generate(**rows_of(given, row), decoder_input_ids=torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        for row, prompt in enumerate(prompts)
+    ]
+    output = drafting("t5").generate(**given, **padded(prompts, "left", "decoder_"), **options)
+    assert output.sequences[:, 4:].tolist() == alone
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.support == "refused"])
+def test_what_cannot_be_verified_is_refused_by_name(name):
+    with pytest.raises(UnsupportedModelError, match=rf"{FAMILIES[name].model}.*use model.generate"):
+        Speculator(build(name), "none")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"nothing for it to read: pass input_ids="),
+        ({"input_ids": [[5, 6]], "num_beams": 4}, "pass num_beams=1 for greedy decoding"),
+        ({"input_ids": [[5, 4000]]}, "source token 4000 is outside the encoder's vocabulary"),
+        ({"input_ids": [[5] * (CONTEXT + 1)]}, f"the source has {CONTEXT + 1} tokens"),
+        ({"input_ids": [[5, 6]], "decoder_input_ids": [[START] * CONTEXT]}, f"the prompt has {CONTEXT} tokens"),
+        ({"input_ids": [[5, 6]], "decoder_position_ids": [[0]]}, "decoder_position_ids is not supported"),
+        ({"input_ids": [[5, 6]], "decoder_input_ids": [[8, 9]], "decoder_attention_mask": [[0, 1]]}, "leaves a hole inside the prompt"),
+    ],
+)
+def test_bad_calls(given, message):
+    given = {name: torch.tensor(each) if isinstance(each, list) else each for name, each in given.items()}
+    with pytest.raises(ConfigurationError, match=message):
+        Speculator(build("bart"), "none").generate(**given, max_new_tokens=3)
+
+
+def test_rows_without_a_source():
+    session = Speculator(build("t5"), "none").session()
+    with pytest.raises(ConfigurationError, match=r"RowParameters\(source=Source.of\(ids\)\)"):
+        session.add([START], RowParameters(max_new_tokens=3))
+
+
+@pytest.mark.parametrize("drafter", ["draft-verify:2", "layer-skip:1"])
+def test_drafters_that_read_layers_are_refused(drafter):
+    with pytest.raises((UnsupportedModelError, ConfigurationError), match="another drafter|encoder"):
+        Speculator(build("t5"), drafter, shape="chain(2)")
+
+
+def test_drafts_of_another_kind():
+    from helpers import tiny
+
+    with pytest.raises(ConfigurationError, match="has no encoder to read the target's source with"):
+        Speculator(build("t5"), DraftModel(tiny()))
+    with pytest.raises(ConfigurationError, match="has an encoder and the target has none"):
+        Speculator(tiny(), DraftModel(build("t5")))
+
+
+def test_passes_are_eager():
+    with pytest.raises(ConfigurationError, match="cannot be packed: the model has an encoder"):
+        Speculator(build("t5"), "none", execution="packed")
+    assert "encoder" in Speculator(build("t5"), "none").target.reasons["packed"]
+    assert PAD != START
