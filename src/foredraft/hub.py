@@ -119,4 +119,6 @@ def check_decoder(source: str, config: dict[str, Any]) -> None:
     """
     if config.get("is_encoder_decoder"):
         kind = config.get("model_type", "unknown")
-        raise UnsupportedModelError(f"{source!r} ({kind}) is an encoder-decoder model; Foredraft speeds up decoder-only language models")
+        raise UnsupportedModelError(
+            f"{source!r} ({kind}) is an encoder-decoder model, which is not taken here; foredraft.Speculator takes it"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +20,25 @@ PADDING = 1024  # vocabularies that differ by less are taken for one vocabulary 
 
 
 def load_model(
-    source: str | Path, *, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None, quantization: str | None = None
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    quantization: str | None = None,
+    encoders: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model at ``source``, in evaluation mode.
+    """The language model at ``source``, in evaluation mode.
 
     Args:
         source: a path, a hub id or ``zoo:NAME``.
         dtype: a torch dtype, its name, or None for the checkpoint's own.
         device: where to put it; ``"auto"`` spreads it over what there is (accelerate), None means the CPU.
         quantization: ``"int8"`` makes the weights of linear layers eight bits wide (torchao); see :mod:`foredraft.quantization`.
+        encoders: take models with an encoder as well.
 
     Raises:
         ConfigurationError: ``source`` is no model; the message says what was tried.
+        UnsupportedModelError: it has an encoder, and is to have none.
     """
     source = str(hub.named(source))
     check_quantization(quantization, source)
@@ -41,20 +49,33 @@ def load_model(
         embedded = zoo.load(source, dtype=parse_dtype(dtype))
         quantize(embedded)
         return embedded.to(device)
-    hub.check_decoder(source, hub.config_of(source))
-    from transformers import AutoModelForCausalLM
-
+    config = hub.config_of(source)
+    if not encoders:
+        hub.check_decoder(source, config)
+    loader, kind = loader_for(config)
     how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
     how["local_files_only"] = hub.on_this_machine(source)
     if quantization is not None:
         how["quantization_config"] = config_for_loading(quantization)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
+        model = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{source!r} cannot be loaded as a causal language model: {first_line(error)}") from error
+        raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}") from error
     if quantization is not None:
         check_quantized(model, source)
     return model.eval() if device in (None, "auto") else model.to(device).eval()
+
+
+def loader_for(config: Mapping[str, Any]) -> tuple[Any, str]:
+    """The class that loads a model with this ``config``, and what that is."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+    if not config.get("is_encoder_decoder"):
+        return AutoModelForCausalLM, "a causal language model"
+    if config.get("model_type") in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return AutoModelForSpeechSeq2Seq, "a model that writes down speech"
+    return AutoModelForSeq2SeqLM, "an encoder-decoder language model"
 
 
 def load_tokenizer(source: str | Path, *, local: bool = False) -> Any:

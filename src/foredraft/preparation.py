@@ -275,12 +275,14 @@ def with_stop_strings(model: Any, arguments: dict[str, Any], tokenizer: Any) -> 
     return arguments
 
 
-def pad(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0) -> dict[str, Any]:
-    """Arguments of ``generate`` for prompts of several lengths: ``input_ids`` and ``attention_mask`` ``[B, L]``, padded on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[token] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return {"input_ids": ids, "attention_mask": mask, "pad_token_id": token}
+def pad(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0, side: str = "left") -> dict[str, Any]:
+    """Arguments of ``generate`` for prompts of several lengths: ``input_ids`` and ``attention_mask`` ``[B, L]``, padded on one ``side``."""
+    lengths, width = [len(prompt) for prompt in prompts], max(map(len, prompts))
+    ids, mask = torch.full((len(prompts), width), token), torch.zeros(len(prompts), width, dtype=torch.long)
+    for line, real, prompt, length in zip(ids, mask, prompts, lengths):
+        where = slice(width - length, width) if side == "left" else slice(length)
+        line[where], real[where] = torch.tensor(list(prompt)), 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "pad_token_id": token}
 
 
 def unpad(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[list[int]]]:

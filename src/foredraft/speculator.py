@@ -85,7 +85,8 @@ class Speculator(TextInterface, Described):
     """Generates text from an unmodified model in fewer forward passes, with the same output distribution.
 
     Args:
-        model: the target: a causal ``PreTrainedModel``, a path, a hub id, or ``"zoo:NAME"``.
+        model: the target: a causal ``PreTrainedModel``, or one with an encoder (docs/encoder-decoder.md), a path, a hub id, or
+            ``"zoo:NAME"``.
         drafter: a name, ``"NAME:SOURCE"``, a :class:`~foredraft.drafters.base.Drafter`, or a model object, which becomes a draft model.
         drafter_options: keyword arguments of a drafter given by name.
         rule: ``"auto"``, a name, or a :class:`~foredraft.verification.Rule`. ``"auto"`` is ``match`` in calls with a seed, and otherwise
@@ -145,7 +146,7 @@ class Speculator(TextInterface, Described):
         wait: bool = False,
         tokenizer: Any = None,
     ):
-        model, self._tokenizer = named(model), tokenizer
+        model, self._tokenizer, owned = named(model), tokenizer, False
         wanted = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
             raise ConfigurationError("dtype and device say how to load a model by name; a model object is used as it is")
@@ -155,7 +156,9 @@ class Speculator(TextInterface, Described):
         if wanted is None and self.drafter.name == NoDrafter.name:
             wanted = TreeShape.chain(0)
         self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)
-        self.model = load_model(model, dtype=dtype, device=device, quantization=quantization) if isinstance(model, str) else model
+        if isinstance(model, str):
+            model, owned = load_model(model, dtype=dtype, device=device, quantization=quantization, encoders=True), True
+        self.model = model
         # models that were handed in are left as they were if something below is refused
         with Turn([self.drafter], [unwrap(self.model)], wait=wait), ExitStack() as undo:
             self.target = Target(
@@ -164,7 +167,7 @@ class Speculator(TextInterface, Described):
                 prefill_chunk=prefill_chunk,
                 reuse_prefix=reuse_prefix,
                 execution=execution,
-                owned=isinstance(model, str),
+                owned=owned,
                 attention=attention,
                 wait=wait,
             )

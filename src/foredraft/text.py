@@ -137,7 +137,7 @@ class TextInterface:
         return self._tokenizer
 
     def __call__(self, prompts: Prompt | Sequence[Prompt], **arguments: Any) -> Text | list[Text]:
-        """Continue a text, or answer a conversation.
+        """Continue a text, or answer a conversation; a model with an encoder reads the text and writes another.
 
         Args:
             prompts: a text; a conversation, as a list of messages such as ``{"role": "user", "content": "Hello"}``, which goes through the
@@ -158,10 +158,10 @@ class TextInterface:
         if not rows:
             raise ConfigurationError("no prompts; give at least one")
         output = self.generate(**self._arguments(rows, arguments))  # type: ignore[attr-defined]
-        copies = len(output.sequences) // len(rows)
-        width, texts = max(map(len, rows)), []
-        for index, (line, row) in enumerate(zip(output.sequences.tolist(), output.stats.rows)):
-            text = decoded(self.tokenizer, rows[index // copies], line[width : width + row.tokens])
+        copies, lines, texts = len(output.sequences) // len(rows), output.sequences.tolist(), []
+        width = len(lines[0]) - max(row.tokens for row in output.stats.rows)
+        for index, (line, row) in enumerate(zip(lines, output.stats.rows)):
+            text = decoded(self.tokenizer, self._before(rows[index // copies]), line[width : width + row.tokens])
             text.finish_reason, text.stats = row.finish_reason, output.stats
             text.logprobs = output.logprobs[index] if output.logprobs else None
             texts.append(text)
@@ -172,8 +172,16 @@ class TextInterface:
         if is_batch(prompt):
             raise ConfigurationError("stream_text takes one prompt; use stream for a batch")
         ids = encode(self.tokenizer, prompt, name_of(self.model))
-        return TextStream(self.stream(**self._arguments([ids], arguments)), Detokenizer(self.tokenizer, ids))  # type: ignore[attr-defined]
+        detokenizer = Detokenizer(self.tokenizer, self._before(ids))
+        return TextStream(self.stream(**self._arguments([ids], arguments)), detokenizer)  # type: ignore[attr-defined]
+
+    def _before(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What the new text follows: nothing where the prompt is what an encoder reads."""
+        return () if self.model.config.is_encoder_decoder else prompt
 
     def _arguments(self, rows: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
-        padded = pad(rows, self.model.device, padding_token(self.tokenizer))
+        side = "right" if self.model.config.is_encoder_decoder else "left"  # where encoders count from the first slot
+        padded = pad(rows, self.model.device, padding_token(self.tokenizer), side)
+        if side == "right":
+            del padded["pad_token_id"]  # the model's own, which the decoder often begins with
         return {**padded, "tokenizer": self.tokenizer, **with_limit(self.model.generation_config, given)}

@@ -175,7 +175,7 @@ FAULTS = [
     Fault("attachment.py", "base.generation_config = self._model.generation_config", "pass", ATTACH),
     Fault("changes.py", "isinstance(value, float) and value > 0", "isinstance(value, float) and value > 1", ATTACH),
     Fault("preparation.py", "criterion.done_tracker = [False]", "pass", ATTACH),
-    Fault("preparation.py", "type(model).generate(model, inputs,", "model.generate(inputs,", ATTACH),
+    Fault("preparation.py", "type(model).generate(model, *given,", "model.generate(*given,", ATTACH),
     Fault(
         "preparation.py",
         "return replace(self, record=frozenset())",

@@ -602,22 +602,6 @@ _REFUSED = (
     ),
     _refused("deepseek_v32", "DeepseekV32ForCausalLM", _INDEXED, note="learned key selection"),
     _refused("glm_moe_dsa", "GlmMoeDsaForCausalLM", _INDEXED, note="learned key selection"),
-    _refused(
-        "t5",
-        "T5ForConditionalGeneration",
-        _IDS,
-        _UNTIED,
-        std=0.5,
-        pad_token_id=0,
-        decoder_start_token_id=0,
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        note="encoder and decoder",
-    ),
 )
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -115,9 +115,13 @@ FAMILIES = {
     "marian": Family("MarianMTModel", _BART),
     "m2m_100": Family("M2M100ForConditionalGeneration", _BART),
     "blenderbot-small": Family("BlenderbotSmallForConditionalGeneration", _BART),
-    "pegasus_x": Family("PegasusXForConditionalGeneration", {**_BART, "block_size": 16, "num_global_tokens": 4}, implementations=("eager",)),
+    "pegasus_x": Family(
+        "PegasusXForConditionalGeneration", {**_BART, "block_size": 16, "num_global_tokens": 4}, implementations=("eager",)
+    ),
     "led": Family("LEDForConditionalGeneration", {**_BART, **_LED}, implementations=("eager",)),
-    "bigbird_pegasus": Family("BigBirdPegasusForConditionalGeneration", {**_BART, "attention_type": "original_full"}, implementations=("eager",)),
+    "bigbird_pegasus": Family(
+        "BigBirdPegasusForConditionalGeneration", {**_BART, "attention_type": "original_full"}, implementations=("eager",)
+    ),
     "nllb-moe": Family("NllbMoeForConditionalGeneration", {**_BART, "num_experts": 4, "expert_capacity": 1}, implementations=("eager",)),
     "switch": Family("SwitchTransformersForConditionalGeneration", {**_T5, **_SPARSE}, implementations=("eager",)),
     "prophetnet": Family("ProphetNetForConditionalGeneration", _PROPHET, support="refused", implementations=("eager",)),

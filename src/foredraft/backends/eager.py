@@ -113,7 +113,8 @@ class ModelCall:
                 output = called(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments)
                 return PassOutput(output.logits if part.logits else output[0], passing.found)
             if self.decoder is not None:
-                overrides.enter_context(self.decoder.positioned(positions, None if where is None else where.keys, width, drafted=keep is None))
+                seen = None if where is None else where.keys
+                overrides.enter_context(self.decoder.positioned(positions, seen, width, drafted=keep is None))
             caught = None if features is None else overrides.enter_context(features.catching())
             logits: Tensor = self._called(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments).logits
         hidden = None if caught is None or features is None else caught.hidden(None if features.whole else keep)

@@ -46,7 +46,8 @@ FEW = 16  # tokens that are read in one pass with these
 class DraftModel(LearningDrafter):
     """Options:
 
-    source: a causal language model: a ``PreTrainedModel``, a path, a hub id or ``zoo:NAME``.
+    source: a causal language model, or for a target with an encoder a smaller model with an encoder of its own: a ``PreTrainedModel``, a
+        path, a hub id or ``zoo:NAME``.
     vocabulary: how it drafts if its tokenizer is not the target's. ``intersection``: the tokens that both know, by their bytes; its
         logits count at these alone. ``text``: what it writes is tokenised again as the target would; chains, with rule match. ``auto``:
         ``intersection`` if the draft gives these tokens enough of its probability, else ``text``.
@@ -116,7 +117,7 @@ class DraftModel(LearningDrafter):
         draft = self.source
         if isinstance(draft, str):
             dtype, device = self.dtype or target.model.dtype, self.device or target.device
-            draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization)
+            draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization, encoders=target.sourced)
         self._check_encoders(target, unwrap(draft))
         self._foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary)
         if self._foreign is not None and target.sourced:

@@ -252,6 +252,7 @@ class Reading:
 
     def __init__(self, vocabularies: Vocabularies, row: Row):
         self._words, self.slot, self.capacity, self.prompt_length = vocabularies, row.slot, row.capacity, row.prompt_length
+        self.source = row.source
         self.ids: list[int] = []
         self.cached: list[int] = []
         self._begin()

@@ -220,7 +220,9 @@ class Decoder:
             try:
                 output = encoder(**{name: each for name, each in given.items() if anything or name in taken}, return_dict=True)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise ConfigurationError(f"the encoder of {type(self.model).__name__} cannot read the source: {first_line(error)}") from error
+                raise ConfigurationError(
+                    f"the encoder of {type(self.model).__name__} cannot read the source: {first_line(error)}"
+                ) from error
             states, mask, self._output = output.last_hidden_state, getattr(output, "attention_mask", None), type(output)
             mask = given.get("attention_mask") if mask is None else mask
         if mask is None or mask.shape != states.shape[:2]:
@@ -279,9 +281,9 @@ class Decoder:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
 
     def positioned(self, positions: Tensor, keys: Tensor | None, width: int, *, drafted: bool) -> AbstractContextManager[object]:
-        """Inside, the decoder takes ``positions`` ``[R, N]`` of its nodes for those of the slots, of which there are ``width``, and ``keys``
-        ``[R, width]`` for those of what the nodes see, None where slots are positions. Where they are ``drafted``, an expert's capacity
-        counts each as if it was alone, which it is in plain decoding."""
+        """Inside, the decoder takes ``positions`` ``[R, N]`` of its nodes for those of their slots, of which there are ``width``, and
+        ``keys`` ``[R, width]`` for those of what the nodes see, None where slots are positions. Where the nodes are ``drafted``, an
+        expert's capacity counts each as if it was alone, which it is in plain decoding."""
         overrides, reach = ExitStack(), width if self.context is None else min(width, self.context)
         if drafted and self._routers:
             overrides.enter_context(uncounted(self._decoder))
@@ -391,7 +393,9 @@ def check_ids(model: Any, ids: Tensor) -> None:
     if isinstance(positions, torch.nn.Embedding):
         longest = positions.num_embeddings - int(getattr(positions, "offset", 0))
         if ids.shape[1] > longest:
-            raise ConfigurationError(f"the source has {ids.shape[1]} tokens, but the encoder's table of positions holds {longest}; shorten it")
+            raise ConfigurationError(
+                f"the source has {ids.shape[1]} tokens, but the encoder's table of positions holds {longest}; shorten it"
+            )
 
 
 def some_source(model: Any, length: int, seed: int = 0) -> Source:

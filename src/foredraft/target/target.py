@@ -21,8 +21,8 @@ from foredraft.device import to_device
 from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.models.cache import Window
 from foredraft.models.changes import STRUCTURE, ModelState
-from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
 from foredraft.models.encoder_decoder import Source, some_source
+from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
 from foredraft.models.layers import LayerRanges, layer_count
 from foredraft.models.skips import SkipSet, Sublayers
 from foredraft.models.support import ModelFacts, describe, unwrap
@@ -304,7 +304,9 @@ class Target:
         """
         found: Features | None = None
         if features and self.sourced:
-            raise UnsupportedModelError(f"hidden states of {describe(self.model)}, which has an encoder, are not read yet; use another drafter")
+            raise UnsupportedModelError(
+                f"hidden states of {describe(self.model)}, which has an encoder, are not read yet; use another drafter"
+            )
         if features:
             if not self._taps:
                 ids = torch.arange(min(SAMPLE, self.context or SAMPLE), device=self.device)[None] % self.vocab_size
