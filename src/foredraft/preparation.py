@@ -109,7 +109,7 @@ class Prepared:
         mask = model_kwargs.get("decoder_attention_mask" if sourced else "attention_mask")
         prompts, paddings = unpad(input_ids, mask)
         sources: list[Any] = [None] * len(prompts)
-        if sourced:
+        if sourced and inputs_tensor is not None:
             sources = sources_of(model, inputs_tensor, len(prompts), model_kwargs)
         check_positions(model_kwargs.get("position_ids"), mask)
         if streamer is not None and len(prompts) > 1:

@@ -6,11 +6,14 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from architectures import SEED, VOCABULARY, _widen
+from architectures import EAGER, SEED, VOCABULARY, _widen
+
+import foredraft.zoo
 
 PAD, START, CONTEXT = 1, 2, 256
 _LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -106,7 +109,7 @@ FAMILIES = {
     "t5 v1.1": Family("T5ForConditionalGeneration", {**_T5, **_GATED}),
     "mt5": Family("MT5ForConditionalGeneration", {**_T5, **_GATED}),
     "umt5": Family("UMT5ForConditionalGeneration", {**_T5, **_GATED}),
-    "longt5": Family("LongT5ForConditionalGeneration", {**_T5, **_GATED, "local_radius": 4}, implementations=("eager",)),
+    "longt5": Family("LongT5ForConditionalGeneration", {**_T5, **_GATED, "local_radius": 4}, implementations=EAGER),
     "bart": Family("BartForConditionalGeneration", _BART),
     "mbart": Family("MBartForConditionalGeneration", _BART),
     "plbart": Family("PLBartForConditionalGeneration", _BART),
@@ -115,22 +118,20 @@ FAMILIES = {
     "marian": Family("MarianMTModel", _BART),
     "m2m_100": Family("M2M100ForConditionalGeneration", _BART),
     "blenderbot-small": Family("BlenderbotSmallForConditionalGeneration", _BART),
-    "pegasus_x": Family(
-        "PegasusXForConditionalGeneration", {**_BART, "block_size": 16, "num_global_tokens": 4}, implementations=("eager",)
-    ),
-    "led": Family("LEDForConditionalGeneration", {**_BART, **_LED}, implementations=("eager",)),
+    "pegasus_x": Family("PegasusXForConditionalGeneration", {**_BART, "block_size": 16, "num_global_tokens": 4}, implementations=EAGER),
+    "led": Family("LEDForConditionalGeneration", {**_BART, **_LED}, implementations=EAGER),
     "bigbird_pegasus": Family(
-        "BigBirdPegasusForConditionalGeneration", {**_BART, "attention_type": "original_full"}, implementations=("eager",)
+        "BigBirdPegasusForConditionalGeneration", {**_BART, "attention_type": "original_full"}, implementations=EAGER
     ),
-    "nllb-moe": Family("NllbMoeForConditionalGeneration", {**_BART, "num_experts": 4, "expert_capacity": 1}, implementations=("eager",)),
-    "switch": Family("SwitchTransformersForConditionalGeneration", {**_T5, **_SPARSE}, implementations=("eager",)),
-    "prophetnet": Family("ProphetNetForConditionalGeneration", _PROPHET, support="refused", implementations=("eager",)),
-    "t5gemma": Family("T5GemmaForConditionalGeneration", {}, make=_t5gemma, implementations=("eager",)),
+    "nllb-moe": Family("NllbMoeForConditionalGeneration", {**_BART, "num_experts": 4, "expert_capacity": 1}, implementations=EAGER),
+    "switch": Family("SwitchTransformersForConditionalGeneration", {**_T5, **_SPARSE}, implementations=EAGER),
+    "prophetnet": Family("ProphetNetForConditionalGeneration", _PROPHET, support="refused", implementations=EAGER),
+    "t5gemma": Family("T5GemmaForConditionalGeneration", {}, make=_t5gemma, implementations=EAGER),
     "bert2bert": Family("EncoderDecoderModel", {}, make=_pair("bert", "bert")),
     "bert2gpt2": Family("EncoderDecoderModel", {}, make=_pair("bert", "gpt2")),
     "whisper": Family("WhisperForConditionalGeneration", _WHISPER, reads="features"),
     "moonshine": Family("MoonshineForConditionalGeneration", _MOONSHINE, reads="samples"),
-    "speech_to_text": Family("Speech2TextForConditionalGeneration", _S2T, support="refused", reads="features", implementations=("eager",)),
+    "speech_to_text": Family("Speech2TextForConditionalGeneration", _S2T, support="refused", reads="features", implementations=EAGER),
 }
 
 
@@ -193,3 +194,15 @@ def sources(name: str, side: str = "right", rows: int = 3) -> dict[str, torch.Te
 
 def rows_of(given: dict[str, torch.Tensor], *rows: int) -> dict[str, torch.Tensor]:
     return {name: each[list(rows)] for name, each in given.items()}
+
+
+def save_t5(folder: Path) -> None:
+    """A tiny T5 with a tokenizer, as a checkpoint."""
+    tokenizer = foredraft.zoo.load_tokenizer("zoo:python-8m")
+    end = tokenizer.eos_token_id
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": end}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**{**_T5, **ids}))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -74,7 +74,7 @@ def test_the_text_of_a_seed_is_that_of_plain_decoding(name, shape):
     assert torch.equal(drafting(name, shape).generate(**given, **SAMPLED).sequences, expected)
 
 
-@pytest.mark.parametrize(("drafter",), nightly_but({("prompt-lookup",), ("lookahead",)}, DRAFTERS))
+@pytest.mark.parametrize("drafter", nightly_but({("prompt-lookup",), ("lookahead",)}, DRAFTERS))
 def test_every_drafter_leaves_the_text_of_a_seed_alone(drafter):
     model, given = build("t5"), sources("t5")
     expected = Speculator(model, "none").generate(**given, **SAMPLED).sequences
@@ -334,7 +334,7 @@ def test_rows_without_a_source():
 
 @pytest.mark.parametrize("drafter", ["draft-verify:2", "layer-skip:1"])
 def test_drafters_that_read_layers_are_refused(drafter):
-    with pytest.raises((UnsupportedModelError, ConfigurationError), match="another drafter|encoder"):
+    with pytest.raises((UnsupportedModelError, ConfigurationError), match="which has an encoder"):
         Speculator(build("t5"), drafter, shape="chain(2)")
 
 
