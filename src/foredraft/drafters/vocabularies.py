@@ -27,6 +27,7 @@ from foredraft.loading import name_of, tokenizer_of, vocabulary_difference
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foredraft.models.encoder_decoder import Source
     from foredraft.target import Target
 
 VOCABULARIES = ("auto", "intersection", "text")
@@ -250,9 +251,10 @@ class Reading:
         behind: the draft has no tokens for the end of the text.
     """
 
+    source: Source | None = None  # what an encoder reads is not read in other tokens
+
     def __init__(self, vocabularies: Vocabularies, row: Row):
         self._words, self.slot, self.capacity, self.prompt_length = vocabularies, row.slot, row.capacity, row.prompt_length
-        self.source = row.source
         self.ids: list[int] = []
         self.cached: list[int] = []
         self._begin()
