@@ -93,6 +93,7 @@ class Cell:
     """One line of the table.
 
     Attributes:
+        c: seconds of a draft of γ tokens, over γ passes of the target.
         c_operations: ĉ, by weights; c where the target's own layers draft.
         tokens_per_pass, speedup, operations: measured; speed-up and operations are against plain decoding.
         predicted: of the speed-up, by the formula with c.
@@ -192,7 +193,7 @@ def cell_of(way: Way, plain: Way, costs: CostModel, target: str, task: str, temp
     complete(costs, drafter, [each for own in plain.rounds for each in own], rounds)
     alpha = acceptance(way.rounds)
     kept, passes, drafted = (sum(getattr(each, name) for each in way.stats) for name in ("kept", "row_passes", "drafted"))
-    c = costs.level.at(1, 1) / costs.pass_seconds(1, 1, context_of(rounds))
+    c = costs.draft_seconds(1, (1,) * gamma) / (gamma * costs.pass_seconds(1, 1, context_of(rounds)))
     of_draft = c if drafter.info.shares_target else drafted_weights(drafter.info) / weights_of(way.speculator.model)
     below = theory.below_one(alpha.value)
     return Cell(
