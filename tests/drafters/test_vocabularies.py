@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from vocabularies import TEXTS, letters, model, tokenizer
 
 from foredraft import ConfigurationError, DrafterError, Speculator
-from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.draft_model import BACK, DraftModel
 from foredraft.drafters.several import Several
 from foredraft.drafters.vocabularies import Foreign, Intersection, Reading, Vocabularies, Words
 from foredraft.logits.sampler import Sampler
@@ -435,11 +435,12 @@ def test_what_is_written_is_what_the_draft_says_after_what_it_reads(monkeypatch)
 
     def watched(self, rows, texts, backs):
         for row, text, back in zip(rows, texts, backs):
-            read = self.readings[row.slot].ids
-            read = read[: len(read) - back]
+            whole = self.readings[row.slot].ids
+            read = whole[: len(whole) - back]
             with torch.no_grad():
-                said = draft(torch.tensor([[*read, *text[:-1]]])).logits[0, len(read) - 1 :].argmax(-1).tolist()
-            assert text[1:] == said[1:] and (back or text[0] == said[0])
+                scores, below = (draft(torch.tensor([each])).logits[0] for each in (whole, [*read, *text[:-1]]))
+            assert (text[0], back) in (self.first(row, scores[-1 - BACK :]), self.first(row, scores))
+            assert text[1:] == below[len(read) :].argmax(-1).tolist()
             found.append(back)
         return written(self, rows, texts, backs)
 
