@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
+from transformers import EosTokenCriteria, GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
@@ -74,6 +74,7 @@ class Prepared:
     streamer: Any = None
     as_dictionary: bool = True
     sourced: bool = False
+    inside: bool = False  # a generate of the model's own
 
     def as_asked(self) -> Prepared:
         """For a caller who returns what ``model.generate`` returns: nothing is recorded for somebody who gets the sequences alone."""
@@ -148,7 +149,8 @@ class Prepared:
         as_dictionary = bool(config.return_dict_in_generate)
         repeatable = seed is not None if repeatable is None else repeatable
         pad_token_id = 0 if pad is None else int(pad)
-        return Prepared(input_ids, prompts, parameters, pad_token_id, record, reported, repeatable, streamer, as_dictionary, sourced)
+        how = {"streamer": streamer, "as_dictionary": as_dictionary, "sourced": sourced, "inside": own_generate(model)}
+        return Prepared(input_ids, prompts, parameters, pad_token_id, record, reported, repeatable, **how)
 
 
 def prepare(
@@ -172,6 +174,11 @@ def prepare(
             "the model is sharded over processes, where transformers sets synced_gpus=True; that is not supported. If every process holds "
             "the whole weights during this call, pass synced_gpus=False"
         )
+    if own_generate(model):
+        raise ConfigurationError(
+            f"{type(model).__name__} generates in a way of its own; call its generate with custom_generate=foredraft.custom_generate(...), "
+            "and what that decodes is speculative"
+        )
     if model.main_input_name == "input_ids":
         check_shape(arguments.get("input_ids") if inputs is None else inputs)
     if sourced:
@@ -184,6 +191,11 @@ def prepare(
 
     given = () if inputs is None else (inputs,)
     return type(model).generate(model, *given, custom_generate=stop, **arguments)  # the class's: the object's own may be ours
+
+
+def own_generate(model: Any) -> bool:
+    """Whether a model with an encoder, such as Whisper, has a ``generate`` around that of transformers."""
+    return bool(model.config.is_encoder_decoder) and type(model).generate is not GenerationMixin.generate
 
 
 def is_sharded(model: Any) -> bool:

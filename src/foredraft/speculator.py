@@ -316,9 +316,12 @@ class Run:
             raise Interrupted(self.output()) from None
         return self.output()
 
-    def finish_as_asked(self) -> Tensor | SpeculativeOutput:
-        """As ``model.generate`` returns it: the sequences alone, unless ``return_dict_in_generate`` was asked for."""
+    def finish_as_asked(self) -> Tensor | SpeculativeOutput | GenerateEncoderDecoderOutput:
+        """As ``model.generate`` returns it: the sequences alone, unless ``return_dict_in_generate`` was asked for. A model that generates
+        in a way of its own gets nothing that transformers would not return."""
         output = self.finish()
+        if self.prepared.as_dictionary and self.prepared.inside:
+            return GenerateEncoderDecoderOutput(sequences=output.sequences, scores=output.scores, logits=output.logits)
         return output if self.prepared.as_dictionary else output.sequences
 
     def output(self) -> SpeculativeOutput:

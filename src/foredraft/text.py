@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foredraft.detokenizer import Detokenizer
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_tokenizer, name_of
+from foredraft.models.support import input_device, unwrap
 from foredraft.preparation import pad
 
 if TYPE_CHECKING:
@@ -82,6 +83,21 @@ def decoded(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tex
 
 def padding_token(tokenizer: Any) -> int:
     return next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
+
+
+def text_before(model: Any, prompt: Sequence[int]) -> Sequence[int]:
+    """What the new text follows: nothing where the prompt is what an encoder reads."""
+    return () if model.config.is_encoder_decoder else prompt
+
+
+def padded(model: Any, rows: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, Any]:
+    """Arguments of ``generate`` for texts, as ``model`` reads them."""
+    token, device = padding_token(tokenizer), input_device(unwrap(model))
+    if not model.config.is_encoder_decoder:
+        return pad(rows, device, token)
+    found = pad(rows, device, token, "right")  # encoders count from the first slot
+    del found["pad_token_id"]  # the model has its own, with which the decoder may begin
+    return found
 
 
 def with_limit(config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +177,7 @@ class TextInterface:
         copies, lines, texts = len(output.sequences) // len(rows), output.sequences.tolist(), []
         width = len(lines[0]) - max(row.tokens for row in output.stats.rows)
         for index, (line, row) in enumerate(zip(lines, output.stats.rows)):
-            text = decoded(self.tokenizer, self._before(rows[index // copies]), line[width : width + row.tokens])
+            text = decoded(self.tokenizer, text_before(self.model, rows[index // copies]), line[width : width + row.tokens])
             text.finish_reason, text.stats = row.finish_reason, output.stats
             text.logprobs = output.logprobs[index] if output.logprobs else None
             texts.append(text)
@@ -172,16 +188,8 @@ class TextInterface:
         if is_batch(prompt):
             raise ConfigurationError("stream_text takes one prompt; use stream for a batch")
         ids = encode(self.tokenizer, prompt, name_of(self.model))
-        detokenizer = Detokenizer(self.tokenizer, self._before(ids))
+        detokenizer = Detokenizer(self.tokenizer, text_before(self.model, ids))
         return TextStream(self.stream(**self._arguments([ids], arguments)), detokenizer)  # type: ignore[attr-defined]
 
-    def _before(self, prompt: Sequence[int]) -> Sequence[int]:
-        """What the new text follows: nothing where the prompt is what an encoder reads."""
-        return () if self.model.config.is_encoder_decoder else prompt
-
     def _arguments(self, rows: Sequence[Sequence[int]], given: Mapping[str, Any]) -> dict[str, Any]:
-        side = "right" if self.model.config.is_encoder_decoder else "left"  # where encoders count from the first slot
-        padded = pad(rows, self.model.device, padding_token(self.tokenizer), side)
-        if side == "right":
-            del padded["pad_token_id"]  # the model's own, which the decoder often begins with
-        return {**padded, "tokenizer": self.tokenizer, **with_limit(self.model.generation_config, given)}
+        return {**padded(self.model, rows, self.tokenizer), "tokenizer": self.tokenizer, **with_limit(self.model.generation_config, given)}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
 from cover import nightly_but
-from encoder_decoders import CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, sources, texts
+from encoder_decoders import CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, save_t5, sources, texts
 from helpers import random_tree
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput
+from typer.testing import CliRunner
 
 import foredraft
 from foredraft import ConfigurationError, RowParameters, Source, Speculator, UnsupportedModelError
+from foredraft.cli import app
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import encoder_decoder
 from foredraft.target import Target
@@ -352,3 +355,126 @@ def test_passes_are_eager():
         Speculator(build("t5"), "none", execution="packed")
     assert "encoder" in Speculator(build("t5"), "none").target.reasons["packed"]
     assert PAD != START
+
+
+# -- Whisper ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whisper():
+    model = copy.deepcopy(build("whisper"))
+    settings = {"eos_token_id": 3, "no_timestamps_token_id": 100, "is_multilingual": False, "suppress_tokens": [50, 60]}
+    for name, value in {**settings, "begin_suppress_tokens": [30], "prev_sot_token_id": 4, "return_timestamps": False}.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+LONG = {"return_timestamps": True, "condition_on_prev_tokens": True, "return_segments": True}
+HEARD = {
+    "short": {},
+    "timestamps": {"return_timestamps": True},
+    "scores": {"return_dict_in_generate": True, "output_scores": True},
+    "prompt": {"prompt_ids": torch.tensor([4, 70, 71])},
+    "long": LONG,
+    "fallback": {**LONG, "temperature": (0.0, 0.7), "logprob_threshold": -3.0, "compression_ratio_threshold": 2.0},
+}
+
+
+@pytest.mark.parametrize("case", nightly_but({("long",), ("scores",)}, [(name,) for name in HEARD]))
+def test_whisper_in_its_own_generate(whisper, case):
+    options = {**HEARD[case], "max_new_tokens": 16}
+    frames, generator = 200 if case in ("long", "fallback") else 60, torch.Generator().manual_seed(1)
+    given = {"input_features": torch.randn(2, 8, frames, generator=generator), "attention_mask": torch.ones(2, frames, dtype=torch.long)}
+    given["attention_mask"][1, 3 * frames // 4 :] = 0
+    expected = whisper.generate(**given, **options)
+    draft = DraftModel(perturbed("whisper"))
+    for drafter, shape in (("prompt-lookup", SHAPES[0]), (draft, SHAPES[1])):
+        speculating = foredraft.custom_generate(drafter, shape=shape, seed=3)
+        output = whisper.generate(**given, **options, custom_generate=speculating)
+        assert type(output) is type(expected)
+        if case == "fallback":  # which samples
+            continue
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(output, expected)
+            continue
+        assert torch.equal(output["sequences"], expected["sequences"])
+        for ours, theirs in zip(output.get("scores") or (), expected.get("scores") or ()):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_whisper_is_sent_to_its_own_generate(whisper):
+    with pytest.raises(ConfigurationError, match=r"custom_generate=foredraft.custom_generate\(...\)"):
+        Speculator(whisper, "none").generate(input_features=torch.randn(1, 8, 60))
+
+
+# -- copying from the source ------------------------------------------------------------------------------------------------
+
+
+def copying(drafter, **options):
+    """What is drafted first where the text begins with the fourth token of its source, and what follows there."""
+    speculator = Speculator(build("t5"), drafter, shape="chain(4)", drafter_options=options)
+    source, drafted, score = texts((12,))[0], [], speculator.target.score
+    speculator.target.score = lambda tree, **given: drafted.append(tree.tokens[0].tolist()) or score(tree, **given)
+    speculator.generate(torch.tensor([source]), forced_bos_token_id=source[3], max_new_tokens=8)
+    return drafted[0][1:], source[4:8]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "off"), [("prompt-lookup", {"source": "off"}), ("suffix", {"read_source": False}), ("several:prompt-lookup,ngram", None)]
+)
+def test_copies_go_on_as_the_source_does(drafter, off):
+    found, expected = copying(drafter)
+    assert found == expected
+    if off is not None:
+        found, expected = copying(drafter, **off)
+        assert found != expected
+
+
+def test_a_source_in_another_vocabulary_is_not_copied():
+    speculator = Speculator(build("t5"), "prompt-lookup", shape="chain(4)")
+    session = speculator.session()
+    source = Source({"input_ids": torch.tensor([[9, 8, 7]])}, ids=(9, 8, 4000))
+    session.add([START, 9, 8], RowParameters(max_new_tokens=6, source=source))
+    while session.live:
+        session.step()
+
+
+def test_other_values_of_source():
+    with pytest.raises(ConfigurationError, match="source is on"):
+        Speculator(build("t5"), "prompt-lookup:somewhere")
+
+
+# -- text and the command line ------------------------------------------------------------------------------------------------
+
+
+def test_text_is_read_by_the_encoder(tmp_path):
+    save_t5(tmp_path)
+    speculator = Speculator(tmp_path, "prompt-lookup", shape="chain(2)")
+    tokenizer = speculator.tokenizer
+    expected = []
+    for text in ("def first(x):", "while True"):
+        ids = speculator.model.generate(**tokenizer(text, return_tensors="pt", return_token_type_ids=False), max_new_tokens=6)
+        expected.append(tokenizer.decode(ids[0], skip_special_tokens=True))
+    assert speculator(["def first(x):", "while True"], max_new_tokens=6) == expected
+    assert "".join(speculator.stream_text("while True", max_new_tokens=6)) == expected[1]
+
+
+def test_the_command_line_reads_a_source(tmp_path, capsys):
+    save_t5(tmp_path)
+    given = ["generate", "--target", str(tmp_path), "--max-new-tokens", "4", "--dtype", "float32"]
+    runner = CliRunner()
+    done = runner.invoke(app, [*given, "--source", "def first(x):", "--json", "--shape", "chain(2)"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["prompt"] == "def first(x):"
+    for more, message in (
+        (["def first(x):"], "give what it reads as --source TEXT"),
+        (["--source", "x", "def first(x):"], "give --source TEXT alone"),
+    ):
+        refused = runner.invoke(app, [*given, *more])
+        assert refused.exit_code == 2 and message in refused.stderr
+    tuned = runner.invoke(app, ["tune", "--target", str(tmp_path)])
+    assert tuned.exit_code != 0 and "is an encoder-decoder model" in tuned.stderr
+
+
+def test_audit_says_that_it_cannot():
+    with pytest.raises(ConfigurationError, match="audit does not check such models yet"):
+        foredraft.audit(Speculator(build("t5"), "none"), prompts=[[5]])

@@ -93,6 +93,8 @@ def audit(
         raise ConfigurationError("a Speculator already has a drafter, rule, shape, dtype and device; leave them out")
     else:
         speculator = target
+    if speculator.target.sourced:
+        raise ConfigurationError(f"{name_of(speculator.model)} has an encoder, and audit does not check such models yet")
     return run(
         speculator,
         token_ids(speculator.model, prompts),

@@ -20,16 +20,16 @@ QUANTIZATIONS = ("int8",)
 TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "Path": (str,), "None": (type(None),)}
 
 
-def check(configuration: Configuration, candidates: Sequence[str] = ()) -> None:
-    """Refuse what cannot work, before anything is loaded; ``candidates`` are further drafters.
+def check(configuration: Configuration, candidates: Sequence[str] = (), *, encoders: bool = False) -> None:
+    """Refuse what cannot work, before anything is loaded; ``candidates`` are further drafters, and models may have ``encoders``.
 
     Raises:
         ConfigurationError: names the option and what to write instead.
         UnsupportedModelError: the target is known not to work.
     """
-    check_model(configuration.target, configuration.dtype, configuration.device, configuration.quantization)
+    check_model(configuration.target, configuration.dtype, configuration.device, configuration.quantization, encoders=encoders)
     options = configuration.drafter_options
-    check_drafter(configuration.drafter_name, options)
+    check_drafter(configuration.drafter_name, options, encoders=encoders)
     for each in candidates:
         check_drafter(each, {})
     shape = None if configuration.shape in (None, "auto") else TreeShape.parse(configuration.shape)
@@ -39,7 +39,9 @@ def check(configuration: Configuration, candidates: Sequence[str] = ()) -> None:
         check_rule(configuration, shape)
 
 
-def check_model(target: str, dtype: str = "auto", device: str | None = None, quantization: str | None = None) -> None:
+def check_model(
+    target: str, dtype: str = "auto", device: str | None = None, quantization: str | None = None, *, encoders: bool = False
+) -> None:
     """A model's name and how it is to be loaded."""
     if dtype not in DTYPES:
         raise unknown("unknown dtype", dtype, DTYPES[:4])
@@ -49,18 +51,37 @@ def check_model(target: str, dtype: str = "auto", device: str | None = None, qua
         check_extra("torchao", "int8", "--quantization int8")
     if device == "auto" and not target.startswith(zoo.PREFIX):
         check_extra("accelerate", "device-map", "--device auto")
-    check_source(target)
+    check_source(target, encoders=encoders)
 
 
-def check_source(source: str) -> None:
+def check_source(source: str, *, encoders: bool = False) -> None:
     """A model by name, target or draft."""
     if source.startswith(zoo.PREFIX):
         zoo.find_model(source)
+    elif not encoders:
+        hub.check_decoder(source, config_here(source))
     else:
-        hub.check_decoder(source, hub.config_of(source) if hub.on_this_machine(source) else {})
+        hub.on_this_machine(source)
 
 
-def check_drafter(spec: str, options: Mapping[str, Any]) -> None:
+def config_here(source: str) -> dict[str, Any]:
+    """That of a model that is on this machine; what is elsewhere is asked when it is loaded."""
+    return hub.config_of(source) if hub.on_this_machine(source) else {}
+
+
+def check_source_text(target: str, prompt: str | None, source: str | None, file: Path | None) -> None:
+    """Refuse what an encoder is to read where there is none, and a text to continue where there is one."""
+    if source is not None and (prompt is not None or file is not None):
+        raise ConfigurationError("give --source TEXT alone, without PROMPT or --prompts FILE")
+    if not (config := {} if target.startswith(zoo.PREFIX) else config_here(target)):
+        return
+    if source is not None and not config.get("is_encoder_decoder"):
+        raise ConfigurationError(f"{target!r} has no encoder to read --source; give the text as PROMPT")
+    if prompt is not None and config.get("is_encoder_decoder"):
+        raise ConfigurationError(f"{target!r} has an encoder: give what it reads as --source TEXT, and leave PROMPT out")
+
+
+def check_drafter(spec: str, options: Mapping[str, Any], *, encoders: bool = False) -> None:
     """A drafter, its options and its source."""
     given = drafters.check(spec, dict(options))
     name = spec.partition(":")[0]
@@ -73,11 +94,11 @@ def check_drafter(spec: str, options: Mapping[str, Any]) -> None:
         return
     if name == "several":
         for part in filter(None, map(str.strip, source.split(","))):
-            check_drafter(part, {})
+            check_drafter(part, {}, encoders=encoders)
     elif source.startswith(zoo.PREFIX):
         zoo.find(source)
     elif "PreTrainedModel" in kinds:
-        check_source(source)
+        check_source(source, encoders=encoders)
     elif "Head" in kinds:
         hub.on_this_machine(source)
     elif not (path := Path(source).expanduser()).exists() and (

@@ -121,6 +121,14 @@ def generate(
     ] = None,
     prompts: Annotated[Path | None, PROMPTS(metavar="FILE", show_default=False, help=LINES)] = None,
     batch_size: Annotated[int, PROMPTS(min=1, help="Most prompts per batch.")] = 8,
+    source: Annotated[
+        str | None,
+        PROMPTS(
+            metavar="TEXT",
+            show_default=False,
+            help="What an encoder-decoder model reads, in place of PROMPT; - is stdin. For such a model, each line of --prompts is one.",
+        ),
+    ] = None,
     chat: Annotated[bool, PROMPTS("--chat", help="Each prompt is a user's message; apply the chat template.")] = False,
     system: System = None,
     target: Target = "zoo:python-8m",
@@ -152,14 +160,15 @@ def generate(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C (what was generated is printed).
     """
-    from foredraft.cli.checks import check, check_grammar
+    from foredraft.cli.checks import check, check_grammar, check_source_text
     from foredraft.cli.printers import make_printer
     from foredraft.cli.progress import Progress
     from foredraft.cli.prompts import read_prompts
 
     with exit_codes():
-        texts = read_prompts(prompt, prompts)
-        check(configuration)
+        texts = read_prompts(prompt if source is None else source, prompts)
+        check(configuration, encoders=True)
+        check_source_text(target, prompt, source, prompts)
         if system is not None and not chat:
             raise ConfigurationError("--system needs --chat")
         decoding = replace(decoding, matched=check_grammar(json_schema, regex, grammar, grammar_backend))

@@ -19,10 +19,9 @@ from foredraft.errors import ConfigurationError, first_line
 from foredraft.loading import load_tokenizer, parse_device
 from foredraft.planning import FixedPlanner
 from foredraft.planning.costs import BUDGET
-from foredraft.preparation import pad
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
-from foredraft.text import padding_token
+from foredraft.text import padded, text_before
 
 if TYPE_CHECKING:
     from foredraft.cli.printers import Printer
@@ -33,8 +32,9 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     quiet()
     tokenizer = load_tokenizer(configuration.target)
     rows = encode(tokenizer, prompts, chat=decoding.chat, target=configuration.target, system=decoding.system)
-    results = [Result(index, prompt, ids, Detokenizer(tokenizer, ids)) for index, (prompt, ids) in enumerate(zip(prompts, rows))]
     speculator = load_speculator(configuration, tokenizer)
+    detokenizers = [Detokenizer(tokenizer, text_before(speculator.model, ids)) for ids in rows]
+    results = [Result(index, *each) for index, each in enumerate(zip(prompts, rows, detokenizers))]
     seed = decoding.seed if decoding.seed is not None else secrets.randbits(32)
     sampled = decoding.sampled(speculator.model.generation_config)
     if decoding.filters() and not sampled:
@@ -47,7 +47,7 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     interrupted = False
     for start in range(0, len(results), decoding.batch_size):
         batch = results[start : start + decoding.batch_size]
-        ids = pad([result.ids for result in batch], speculator.target.device, padding_token(tokenizer))
+        ids = padded(speculator.model, [result.ids for result in batch], tokenizer)
         seeds, repeatable = [(seed, result.index) for result in batch], decoding.seed is not None
         stream = speculator.stream(**ids, seed=seeds, repeatable=repeatable, **arguments)
         stats.append(stream.stats)

@@ -2,7 +2,7 @@
 
 The longest match wins, n from ``max_ngram`` down to ``min_ngram``, and among equally long ones the most recent. A copy may
 run into itself, so that a text in a loop is proposed to go round again. Good where the output repeats the input:
-summaries, edits, code. Costs no model.
+summaries, edits, code. Costs no model. Behind an encoder, the text is that of the source and then that of the decoder.
 
 Where a tree is wanted, what followed other occurrences branches off that first chain.
 """
@@ -22,44 +22,70 @@ class PromptLookup(Drafter):
 
     max_ngram, min_ngram: the longest and shortest match that is tried.
     occurrences: of a match, so many are looked at where a tree is wanted, the most recent ones.
+    source: ``on`` copies from what an encoder has read as well as from the text; ``off`` from the text alone.
     """
 
     name = "prompt-lookup"
     summary = "copies what followed the last few tokens earlier in the text; chains and trees"
     info = LOOKS_UP
 
-    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1, occurrences: int = 4):
+    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1, occurrences: int = 4, source: str = "on"):
         if not 1 <= min_ngram <= max_ngram:
             raise ConfigurationError(f"prompt-lookup needs 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
         if occurrences < 1:
             raise ConfigurationError(f"prompt-lookup needs occurrences of at least 1, got {occurrences}")
-        self.sizes, self.occurrences = range(max_ngram, min_ngram - 1, -1), occurrences
+        if source not in ("on", "off"):
+            raise ConfigurationError(f"source is on, to copy from what an encoder has read as well, or off, got {source!r}")
+        self.sizes, self.occurrences, self.source = range(max_ngram, min_ngram - 1, -1), occurrences, source
         self._indices: dict[int, SuffixIndex] = {}
+        self._texts: dict[int, SourcedText] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._indices[row.slot] = SuffixIndex(self.sizes)
+            self._texts[row.slot] = SourcedText(row, read=self.source == "on")
 
     def draft(self, request: DraftRequest) -> TokenTree:
+        texts = [self._texts[row.slot].of(row, request.vocab_size) for row in request.rows]
+        rows = list(zip((self._indices[row.slot] for row in request.rows), texts, request.limits))
         if request.shape.is_chain:
-            return request.chains([self._indices[row.slot].lookup(row.ids, limit) for row, limit in zip(request.rows, request.limits)])
-        budget = request.shape.nodes
-        return tree_of(request, [self._trie(row, limit, budget) for row, limit in zip(request.rows, request.limits)])
+            return request.chains([index.lookup(ids, limit) for index, ids, limit in rows])
+        return tree_of(request, [self._trie(index, ids, limit, request.shape.nodes) for index, ids, limit in rows])
 
     def end(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._indices.pop(row.slot, None)
+            self._texts.pop(row.slot, None)
 
     def reset(self) -> None:
         self._indices.clear()
+        self._texts.clear()
 
-    def _trie(self, row: Row, depth: int, budget: int) -> Trie:
+    def _trie(self, index: SuffixIndex, ids: Sequence[int], depth: int, budget: int) -> Trie:
         trie = Trie()
         if depth < 1:
             return trie
-        found = self._indices[row.slot].occurrences(row.ids, self.occurrences)
-        merge_copies(trie, [_copy(row.ids, end, depth) for end in found], budget)
+        found = index.occurrences(ids, self.occurrences)
+        merge_copies(trie, [_copy(ids, end, depth) for end in found], budget)
         return trie
+
+
+class SourcedText:
+    """What a row can be copied from: what its encoder has read, if ``read``, and then its text as it grows."""
+
+    def __init__(self, row: Row, *, read: bool):
+        source = row.source
+        self._source = source.ids if read and source is not None else ()
+        self._ids = list(self._source)
+
+    def of(self, row: Row, vocab_size: int) -> Sequence[int]:
+        """Both, one behind the other. A source in another vocabulary than the text's is left out."""
+        if self._source and max(self._source) >= vocab_size:
+            self._source, self._ids = (), []
+        if not self._source:
+            return row.ids
+        self._ids += row.ids[len(self._ids) - len(self._source) :]
+        return self._ids
 
 
 def merge_copies(trie: Trie, copies: Sequence[Sequence[int]], budget: int) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from foredraft.drafters.base import Drafter, DraftRequest, Row
 from foredraft.drafters.copy_strategies import CopyStrategies, Place, Source
+from foredraft.drafters.prompt_lookup import SourcedText
 from foredraft.drafters.stores import Tokenizer, name_of, tokens_of
 from foredraft.drafters.suffix_store import END, REACH, SuffixStore
 from foredraft.drafters.tries import LOOKS_UP, Trie, tree_of
@@ -40,6 +41,7 @@ class Suffix(Drafter):
     """Options:
 
     source: past texts to draft from: a file written by ``save``, a text file (with ``tokenizer``), or a ``SuffixStore``.
+    read_source: copy from what an encoder has read as well as from the text.
     learn: keep the output of every row that ends, with the last tokens of its prompt, in the store.
     capacity: tokens that the store holds at most; the oldest texts go first. A SuffixStore has its own.
     max_match, min_match: longest and shortest suffix that is looked for.
@@ -60,6 +62,7 @@ class Suffix(Drafter):
         self,
         *,
         source: str | Path | SuffixStore | None = None,
+        read_source: bool = True,
         learn: bool = False,
         capacity: int | None = None,
         max_match: int = REACH,
@@ -85,11 +88,12 @@ class Suffix(Drafter):
             raise ConfigurationError(f"min_probability must be from 0 to below 1, got {min_probability}")
         self.max_match, self.min_match, self.short_match, self.memory = max_match, min_match, short_match, memory
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
-        self.learn = learn
+        self.learn, self.read_source = learn, read_source
         self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
         self._known = self.store.tokenizer is not None and self.store.tokenizer == name_of(tokenizer)
-        self._texts: dict[int, CopyStrategies] = {}
+        self._texts: dict[int, tuple[SourcedText, CopyStrategies]] = {}
+        self._vocab_size = 0
 
     def save(self, path: str | Path) -> None:
         """Write the store, what was learned included; ``source=path`` loads it again. Texts that other processes saved there stay."""
@@ -97,6 +101,7 @@ class Suffix(Drafter):
 
     def bind(self, target: Target) -> None:
         self.store.bind(target.vocab_size, known=self._known)
+        self._vocab_size = target.vocab_size
 
     def begin(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -140,11 +145,12 @@ class Suffix(Drafter):
     # -- drafting -------------------------------------------------------------------------------------------------------
 
     def _read(self, row: Row) -> CopyStrategies:
-        text = self._texts.get(row.slot)
-        if text is None:
-            text = self._texts[row.slot] = CopyStrategies(self.max_match, self.short_match, self.memory)
-        text.read(row.ids)
-        return text
+        if row.slot not in self._texts:
+            strategies = CopyStrategies(self.max_match, self.short_match, self.memory)
+            self._texts[row.slot] = SourcedText(row, read=self.read_source), strategies
+        text, strategies = self._texts[row.slot]
+        strategies.read(text.of(row, self._vocab_size))
+        return strategies
 
     def _past(self, row: Row, depth: int) -> list[PastTexts]:
         """Where the longest suffix of the row's text occurs in the store, if any does."""

@@ -209,6 +209,7 @@ KNOWN: dict[str, Kind] = {
     "EncoderNoRepeatNGramLogitsProcessor": Kind("tokens", encoder_ngrams, padding=ngrams),
     "SequenceBiasLogitsProcessor": BIASED,
     "NoBadWordsLogitsProcessor": BIASED,
+    "WhisperTimeStampLogitsProcessor": Kind("tokens", shifted("begin_index")),
     "PrefixConstrainedLogitsProcessor": Kind("tokens", row_prefix, guarded=True),
 }
 FOREIGN = Kind("tokens", guarded=True)
@@ -218,7 +219,6 @@ SPEECH = "it belongs to a speech or audio model; use that model's own generate, 
 GUIDANCE = "guidance needs a second pass of the model for every token; leave guidance_scale unset, or generate without Foredraft"
 WATERMARK = "a watermark is drawn token by token, in the order of the calls; leave watermarking_config unset, or generate without Foredraft"
 REFUSED: dict[str, str] = {
-    "WhisperTimeStampLogitsProcessor": SPEECH,
     "WhisperNoSpeechDetection": SPEECH,
     "BarkEosPrioritizerLogitsProcessor": SPEECH,
     "AlternatingCodebooksLogitsProcessor": SPEECH,
