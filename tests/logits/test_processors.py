@@ -76,6 +76,7 @@ def test_the_case_table_covers_every_known_class(name):
 def test_every_class_of_transformers_is_tested_or_refused():
     tested = {type(p).__name__ for case in CASES.values() for p in prepared(*padded_batch(random_prompts()), **case)[0]}
     tested.add("InfNanRemoveLogitsProcessor")  # has its own test below
+    tested.add("WhisperTimeStampLogitsProcessor")  # in tests/target/test_encoder_decoder.py
     assert set(KNOWN) <= tested
     here = {
         name

@@ -74,7 +74,7 @@ class SourcedText:
     """What a row can be copied from: what its encoder has read, if ``read``, and then its text as it grows."""
 
     def __init__(self, row: Row, *, read: bool):
-        source = row.source
+        source = getattr(row, "source", None)  # other programs' rows may have none
         self._source = source.ids if read and source is not None else ()
         self._ids = list(self._source)
 
