@@ -36,14 +36,14 @@ class PromptLookup(Drafter):
             raise ConfigurationError(f"prompt-lookup needs occurrences of at least 1, got {occurrences}")
         if source not in ("on", "off"):
             raise ConfigurationError(f"source is on, to copy from what an encoder has read as well, or off, got {source!r}")
-        self.sizes, self.occurrences, self.source = range(max_ngram, min_ngram - 1, -1), occurrences, source
+        self.sizes, self.occurrences, self._reads = range(max_ngram, min_ngram - 1, -1), occurrences, source == "on"
         self._indices: dict[int, SuffixIndex] = {}
         self._texts: dict[int, SourcedText] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._indices[row.slot] = SuffixIndex(self.sizes)
-            self._texts[row.slot] = SourcedText(row, read=self.source == "on")
+            self._texts[row.slot] = SourcedText(row, read=self._reads)
 
     def draft(self, request: DraftRequest) -> TokenTree:
         texts = [self._texts[row.slot].of(row, request.vocab_size) for row in request.rows]
