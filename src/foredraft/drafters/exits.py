@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from foredraft.target import Target
 
 MOST = 8  # layers that are looked at
-SHARE, IDLE = 0.01, 0.001  # of the time that looks may take; the latter where nothing is drafted, and a look sees one node
+SHARE, IDLE = 0.01, 0.002  # of the time that looks may take; the latter where nothing is drafted, and a look sees one node
 STATES = 24  # that the LM head reads in one look, at most
 MEMORY = 0.995  # of what was known that a node leaves
 ENOUGH = 24.0  # nodes looked at, until which nothing is said
+PASSAGE, NODES = 128, 8  # rounds of a text that are alike, and nodes that looks at them count for at most: texts differ more than nodes
 DOUBT = 1.0  # standard errors by which the rates of layers that are not in use are lowered: the best of many looks better than it is
 USUAL = 0.2  # of the seconds of a round without a look that come from the newest one
 
@@ -36,6 +37,7 @@ class Exits:
         self._usual: dict[int, float] = {}  # seconds of a round without a look, by nodes
         self._debt = 0.0  # seconds that looks took and rounds have not paid for
         self._looks = 0
+        self._rounds = 0  # of the passage
         self.forget()
 
     @staticmethod
@@ -50,14 +52,15 @@ class Exits:
     def forget(self) -> None:
         """What looks have shown."""
         self._seen: dict[bool, float] = {True: 0.0, False: 0.0}
+        self._passages, self._new = 0, True  # that were looked at, and whether the present one was not
         self._right = {greedy: torch.zeros(len(self.layers), dtype=torch.float64) for greedy in (True, False)}
 
     def odds(self, *, greedy: bool) -> dict[int, float]:
         """By layer, the odds that its guess is accepted over those of the layer in use; empty where too little is known."""
-        seen = self._seen[greedy]
+        seen = min(self._seen[greedy], NODES * self._passages)
         if seen < ENOUGH or self.layer not in self.layers:
             return {}
-        rates = ((self._right[greedy] + 0.5) / (seen + 1)).tolist()
+        rates = ((self._right[greedy] + 0.5) / (self._seen[greedy] + 1)).tolist()
         low = [rate - DOUBT * (rate * (1 - rate) / seen) ** 0.5 for rate in rates]
         used = self.layers.index(self.layer)
         low[used] = rates[used]
@@ -68,7 +71,7 @@ class Exits:
 
     def begin(self) -> None:
         """A round begins that says nothing of the ones before it, such as the first of new rows."""
-        self._begun = self.clock()
+        self._begun, self._rounds, self._new = self.clock(), 0, True
 
     def observe(self, target: Target, logits: Tensor, accepted: Sequence[int], path: Tensor | None) -> None:
         """A round is over: look at it, if its states were kept, and have those of the next one kept, if there is time for a look.
@@ -78,6 +81,9 @@ class Exits:
             accepted, path: as in :class:`~foredraft.drafters.base.Feedback`.
         """
         now, nodes = self.clock(), logits.shape[1]
+        self._rounds += 1
+        if self._rounds % PASSAGE == 0:
+            self._new = True
         took = 0.0 if self._begun is None else now - self._begun
         usual = self._usual.get(nodes, took)
         if target.kept:
@@ -93,7 +99,7 @@ class Exits:
         paths = [list(range(count + 1)) for count in accepted] if path is None else path.tolist()
         places = [(row, node) for row, (count, nodes) in enumerate(zip(accepted, paths)) for node in nodes[: count + 1]]
         count = min(max(1, STATES // len(self.layers)), len(places))
-        self._looks += 1
+        self._looks, self._passages, self._new = self._looks + 1, self._passages + self._new, False
         places = [places[(index * len(places) // count + self._looks) % len(places)] for index in range(count)]
         rows, nodes = (torch.tensor(each, device=logits.device) for each in zip(*places))
         states = torch.cat(
