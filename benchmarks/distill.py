@@ -203,9 +203,9 @@ class Distill(Suite[Settings]):
             full = [Cell(FULL, each.loss, each.share, seed) for seed in range(settings.seeds) for each in chosen]
             for cell in full:
                 self._cell(cell, target, [VALIDATION, TEST])
-            if self._missing(full):
-                return
-        if (settings.full or settings.distilled) and settings.served != "none":
+        else:
+            full = []
+        if (settings.distilled or (full and not self._missing(full))) and settings.served != "none":
             self._speed(held[TEST][: settings.timed])
 
     # -- cells --------------------------------------------------------------------------------------------------------------

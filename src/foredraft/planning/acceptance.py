@@ -19,6 +19,7 @@ PRIOR, WEIGHT = 0.4, 2.0  # of the first token, and trials that it counts for
 DEEPER = 4.0  # trials that the level above counts for at each depth
 LATER, LATER_WEIGHT = 0.15, 3.0  # the same of siblings after the first
 KNOWN = 8.0  # trials that rates which were measured beforehand count for
+FORMER, TEXTS = 6.0, 0.8  # trials that former texts count for when one begins, and of what they showed that another one leaves
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Acceptance:
         self.first[:1] = [Tally(PRIOR * WEIGHT, WEIGHT)] if depth else []
         self.later = [Tally() for _ in range(siblings - 1)]
         self.offered = Tally(2.0, 2.0)
+        self.former = [Tally() for _ in self.first]  # texts count as trials
         self.rounds = 0
         self._begin(known)
 
@@ -88,12 +90,20 @@ class Acceptance:
             table.append(line)
         return table
 
+    def begin_text(self) -> None:
+        """Another text begins: from here on the last one counts as one of many."""
+        for tally, former in zip(self.first, self.former):
+            if tally.trials > FORMER:
+                former.hits, former.trials = TEXTS * former.hits + tally.hits / tally.trials, TEXTS * former.trials + 1
+                tally.hits, tally.trials = FORMER * former.hits / former.trials, FORMER
+
     def shift(self, odds: float) -> None:
         """From here on drafts are made otherwise, with so many times these ``odds``, as far as that is known beforehand."""
         for tally in self.first:
             if tally.trials:
                 rate, tally.trials = tally.hits / tally.trials, min(tally.trials, KNOWN)
                 tally.hits = tally.trials * shifted(rate, odds)
+        self.former = [Tally() for _ in self.first]
 
     def observe(
         self,

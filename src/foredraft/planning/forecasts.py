@@ -27,6 +27,7 @@ GROWN_MEMORY = 0.96  # of what was known of grown trees that a round leaves
 SURER, SURE_OF_IT = 1.5, 8.0  # times as many tokens of a greedy draft are accepted as its probabilities say, and tokens that stand for it
 CALIBRATION_MEMORY = 0.98  # of how far they do that a round leaves
 DOUBT = 4.0  # accepted tokens that were expected and kept before anything was seen
+LEAST = 0.7  # of the tokens that were expected: where still fewer were kept, the text has changed, and acceptance follows it
 FINEST = 0.25  # nodes per row that costs are told apart by, where rows have different numbers of them
 
 
@@ -87,7 +88,7 @@ class PlanRecord:
 
     def of(self, plan: search.Plan) -> search.Plan:
         """``plan`` with its accepted tokens scaled by the share that such plans have kept."""
-        share = min(self.kept / max(self.expected, 1e-9), 1.0)
+        share = max(LEAST, min(self.kept / max(self.expected, 1e-9), 1.0))
         return replace(plan, tokens=1 + (plan.tokens - 1) * share)
 
 
@@ -129,12 +130,16 @@ class Forecaster:
         self._seen: dict[int, int] = {}  # slot: tokens that the drafter has read
         self._records: dict[int, batches.RowRecord] = {}  # by slot
 
-    def begin(self, *, own: bool, catches_up: bool, filler: int = 0) -> None:
-        """Other rows than before. ``filler`` nodes are scored besides those that a draft proposes; rows cannot pay for their own then,
-        as they do in chains alone."""
+    def begin(self, *, own: bool, catches_up: bool, filler: int = 0, text: bool = False) -> None:
+        """Other rows than before, or another ``text`` of a single row. ``filler`` nodes are scored besides those that a draft proposes;
+        rows cannot pay for their own then, as they do in chains alone."""
         self.own, self.catches_up, self._filler = own and not filler, catches_up, filler
         self._seen.clear()
         self._records.clear()
+        if text:
+            self.plan_record = PlanRecord()
+            for each in self.acceptance.values():
+                each.begin_text()
 
     def forecast(self, rows: Sequence[Row], *, greedy: bool, together: bool, growing: bool = False) -> Forecast:
         """The best plan for rows of which no others join them, if they are ``together``; ``growing`` says that a grown tree is in use."""
