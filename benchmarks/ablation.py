@@ -56,7 +56,7 @@ import torch  # noqa: E402
 from benchmarks import datasets, suites  # noqa: E402
 from benchmarks.drafters_plan import library_files  # noqa: E402
 from foredraft import Speculator, drafters, zoo  # noqa: E402
-from foredraft.drafters.base import Drafter, Row  # noqa: E402
+from foredraft.drafters.base import Drafter  # noqa: E402
 from foredraft.drafters.copy_strategies import CopyStrategies, OwnText, Source  # noqa: E402
 from foredraft.drafters.datastore import Datastore  # noqa: E402
 from foredraft.drafters.suffix import Suffix  # noqa: E402
@@ -147,10 +147,7 @@ class LongestAlone(CopyStrategies):
 
 
 class SuffixOfLongest(Suffix):
-    def _read(self, row: Row) -> CopyStrategies:
-        text = self._texts.setdefault(row.slot, LongestAlone(self.max_match, self.short_match, self.memory))
-        text.read(row.ids)
-        return text
+    strategies = LongestAlone
 
 
 def planner_of(made: Speculator) -> AutomaticPlanner:

@@ -343,6 +343,7 @@ class Text:
     slot: int = 0
     prompt_length: int = 0
     capacity: int = 4096
+    source: None = None
 
 
 def rate(calls: Sequence[Call]) -> float:
