@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, TextIteratorStreamer, TextStreame
 
 import foredraft
 
-PROMPTS = ["import os\n\ndef main(", "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"]
+STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self.items"
+PROMPTS = ["import os\n\ndef main(", STACK]
 TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
-TWICE = "str,\n    name: str,"  # what the model goes on with after the first prompt
+TWICE = ", ".join(["ctx"] * 9)  # what the model goes on with after the first prompt
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 

@@ -95,7 +95,7 @@ def test_occurrences_are_the_naive_search(text, most, steps):
 def test_a_tree_of_copies_begins_with_the_chain(text, depth, budget):
     drafter, row = PromptLookup(occurrences=3), Row(text)
     drafter.begin([row])
-    trie = drafter._trie(row, depth, budget)
+    trie = drafter._trie(drafter._indices[row.slot], row.ids, depth, budget)
     said = said_by(trie)
     chain = list(SuffixIndex(range(3, 0, -1)).lookup(text, min(depth, budget)))
     assert [list(each) for each in said[: len(chain)]] == [chain[:count] for count in range(1, len(chain) + 1)]
@@ -457,7 +457,7 @@ def test_every_registered_drafter_can_be_made_by_name_and_lists_its_options():
     ("spec", "options", "message"),
     [
         ("promt-lookup", {}, "prompt-lookup"),
-        ("prompt-lookup:x", {}, "takes no source"),
+        ("prompt-lookup:x", {}, "source is on, .*got 'x'"),
         ("prompt-lookup", {"max_ngrams": 3}, "max_ngrams.*max_ngram"),
         ("draft-model", {}, "draft-model:SOURCE"),
         ("none", {"order": 3}, "no option 'order'.*none"),

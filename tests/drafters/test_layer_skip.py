@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from foredraft import ConfigurationError, Speculator, UnsupportedModelError
+from foredraft.drafters import exits as exits_module
 from foredraft.drafters.base import DraftRequest, Feedback
 from foredraft.drafters.exits import Exits
 from foredraft.drafters.layer_skip import LayerSkip
@@ -462,6 +463,14 @@ def test_looks_are_rarer_where_nothing_is_drafted():
     assert 0.001 < target.looks * 8e-4 / exits.clock() < 0.0025
 
 
+def test_looks_at_one_text_say_nothing_of_exits():
+    exits = Exits((1, 2, 3), 1, clock=Ticking())
+    for text in range(3):
+        assert exits.odds(greedy=True) == {}, text
+        looked(60, {1: 0.5, 2: 0.5, 3: 0.5}, exits)
+    assert exits.odds(greedy=True).keys() == {1, 2, 3}
+
+
 def test_odds_follow_what_was_seen():
     exits = Exits((1, 2, 3), 2, clock=Ticking())
     assert exits.odds(greedy=True) == {}
@@ -519,6 +528,7 @@ def test_auto_finds_the_cheapest_layer_that_is_right(shape: str, options: dict, 
     drafter = LayerSkip(exit="auto")
     speculator = Speculator(subject, drafter, rule="match", shape=shape, execution="eager", reuse_prefix=False)
     exits, planner = drafter.info.exits, speculator.planner
+    monkeypatch.setattr(exits_module, "PASSAGE", 4)  # one text counts for many
     assert exits is not None and exits.layer == 2 and exits.layers == tuple(COSTS)
     exits.clock, drafter.exit = Ticking(), 6  # looks cost nothing
     planner.costs.exits = {1: COSTS}

@@ -343,8 +343,11 @@ def test_promises_that_are_not_kept_count_for_less():
     plan_record, plan = PlanRecord(), Plan(TreeShape.chain(4), 3.0, 1.0)
     assert plan_record.of(plan) == plan
     for _ in range(60):
-        plan_record.observe(1, 2)
-    assert plan_record.of(plan).tokens == pytest.approx(2.0, abs=0.1)
+        plan_record.observe(8, 10)
+    assert plan_record.of(plan).tokens == pytest.approx(2.6, abs=0.1)
+    for _ in range(60):
+        plan_record.observe(0, 10)
+    assert plan_record.of(plan).tokens == pytest.approx(2.4)  # the text has changed, and acceptance follows it
     for _ in range(300):
         plan_record.observe(3, 2)
     assert plan_record.of(plan) == plan  # a promise is never taken for more than it says

@@ -41,7 +41,7 @@ LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that cha
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
 LAZY = 1000  # between two plans lies so many times what a plan takes
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
-PROVEN, BROKEN = 3, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
+PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 HURRY = 50  # instead of LAZY, for such plans
 
 
