@@ -245,11 +245,12 @@ def test_trl(tokenizer, tmp_path, adapter):
     weights, which the next call uses."""
     pytest.importorskip("trl")
     assert len(check(lambda model: grpo(model, tokenizer, tmp_path, adapter=adapter, top_k=1))) == 3
-    model = load()
-    before = model.generate(**inputs(tokenizer), **GREEDY)
+    model, scored = load(), {**GREEDY, "output_scores": True, "return_dict_in_generate": True}
+    before = model.generate(**inputs(tokenizer), **scored)
     attached = attach(model)
     grpo(model, tokenizer, tmp_path, adapter=adapter)
     assert attached.stats.new_tokens == 64 and model.training
-    after = model.generate(**inputs(tokenizer), **GREEDY)
+    after = model.generate(**inputs(tokenizer), **scored)
     foredraft.detach(model)
-    assert torch.equal(model.eval().generate(**inputs(tokenizer), **GREEDY), after) and not torch.equal(before, after)
+    assert torch.equal(model.eval().generate(**inputs(tokenizer), **GREEDY), after.sequences)
+    assert not torch.equal(before.scores[0], after.scores[0])
