@@ -13,7 +13,7 @@ import pytest
 
 from foredraft.parents import depths_of
 from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
-from foredraft.planning.acceptance import family
+from foredraft.planning.acceptance import Acceptance, family
 from foredraft.planning.forecasts import PlanRecord
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
@@ -351,6 +351,17 @@ def test_promises_that_are_not_kept_count_for_less():
     for _ in range(300):
         plan_record.observe(3, 2)
     assert plan_record.of(plan) == plan  # a promise is never taken for more than it says
+
+
+def test_former_texts_count_for_a_few_trials():
+    acceptance = Acceptance(1)
+    for rate in (1, 0):
+        for _ in range(50):
+            acceptance.observe([1], [[1]], [rate])
+        acceptance.begin_text()
+    assert acceptance.by_depth(1)[0] == pytest.approx(0.8 / 1.8, abs=0.1)  # neither the last text's nor the first one's
+    acceptance.observe([1], [[1]], [1])
+    assert acceptance.first[0].trials < 7.1
 
 
 def test_what_the_draft_model_missed_is_part_of_the_price_of_a_try():

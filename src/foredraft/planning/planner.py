@@ -42,7 +42,6 @@ QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine
 LAZY = 1000  # between two plans lies so many times what a plan takes
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
-HURRY = 50  # instead of LAZY, for such plans
 
 
 class AutomaticPlanner:
@@ -91,7 +90,7 @@ class AutomaticPlanner:
         self._forecast_for: tuple[int, bool] | None = None
         self._rounds, self._next, self._drafting = 0, 0, 0
         self._growing, self._trial_after, self._next_trial = False, FIRST_TRIAL, FIRST_TRIAL
-        self._earliest = self._hurried = 0.0
+        self._earliest = 0.0
         self._stalled = False  # the last round with a draft took many times as long as it should
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
         self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
@@ -207,7 +206,7 @@ class AutomaticPlanner:
         self._used = self._kept = 0
         self._next = self._rounds + 4
         end = self.clock()
-        self._earliest, self._hurried = end + LAZY * (end - begin), end + HURRY * (end - begin)
+        self._earliest = end + LAZY * (end - begin)
         return forecast
 
     def passes_over(self, rows: int) -> bool:
@@ -300,7 +299,7 @@ class AutomaticPlanner:
         expected = self._forecast.best.tokens
         self._used, self._kept = self._used + 1, self._kept + 1 + done.accepted[0]
         if self._used >= PROVEN and self._kept < BROKEN * expected * self._used:
-            self._next, self._earliest = 0, min(self._earliest, self._hurried)
+            self._next, self._earliest = 0, 0.0
         return expected
 
     def _check(self) -> None:
