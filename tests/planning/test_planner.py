@@ -27,7 +27,7 @@ from foredraft.planning.curves import Curve, interpolated, monotone
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.profiles import Profile, describe, profile
 from foredraft.planning.search import widths
-from foredraft.shapes import TreeShape
+from foredraft.shapes import TreeShape, likeliest_nodes
 from foredraft.target import Target
 from foredraft.testing import ProbabilityTable, TableTarget
 
@@ -56,34 +56,19 @@ def value(tree: frozenset[tuple[int, ...]], table: Sequence[Sequence[float]]) ->
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_dynamic_program_equals_brute_force(seed: int):
+def test_the_likeliest_nodes_are_the_best_tree(seed: int):
     draw = random.Random(seed)
     depth, siblings, most = draw.choice([(3, 2, 6), (2, 3, 6), (4, 2, 5), (3, 3, 5)])
-    table = [[draw.random() / siblings for _ in range(siblings)] for _ in range(depth)]  # in any order, later siblings may be better
-    program = search.Program.of(table, most)
-    trees = list(all_trees(depth, siblings, most))
-    for nodes in range(1, most + 1):
-        best = max(value(tree, table) for tree in trees if len(tree) <= nodes)
-        assert program.value(nodes) == pytest.approx(best, abs=1e-12)
-        paths = program.paths(nodes)
-        assert len(paths) <= nodes and frozenset(paths) in trees  # it is a tree
-        assert value(frozenset(paths), table) == pytest.approx(best, abs=1e-12)
-        shape = search.shape_of(paths)
-        assert expected(shape.parents, table) == pytest.approx(best, abs=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_likeliest_nodes_are_what_the_dynamic_program_finds(seed: int):
-    draw = random.Random(200 + seed)
-    depth, siblings, most = draw.choice([(3, 2, 9), (5, 3, 16), (12, 4, 31), (2, 1, 4)])
     table = [sorted((draw.choice([0.0, draw.random()]) / siblings for _ in range(siblings)), reverse=True) for _ in range(depth)]
-    program, likeliest = search.Program.of(table, most), search.Likeliest.of(table, most)
-    for nodes in range(most + 1):
-        paths = likeliest.paths(nodes)
-        assert likeliest.value(nodes) == pytest.approx(program.value(nodes), abs=1e-12) == value(frozenset(paths), table)
-        assert len(set(paths)) == len(paths) <= nodes
-        assert all(path[:-1] in paths or len(path) == 1 for path in paths)
-        assert all((*path[:-1], path[-1] - 1) in paths for path in paths if path[-1])
+    trees = list(all_trees(depth, siblings, most))
+    likeliest = list(likeliest_nodes(table, most))
+    for nodes in range(1, most + 1):
+        paths = [path for path, _ in likeliest[:nodes]]
+        best = max(value(tree, table) for tree in trees if len(tree) <= nodes)
+        assert frozenset(paths) in trees  # it is a tree
+        assert sum(chance for _, chance in likeliest[:nodes]) == pytest.approx(best, abs=1e-12)
+        if paths:
+            assert expected(search.shape_of(paths).parents, table) == pytest.approx(best, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,9 +1,9 @@
 """The shape with the most expected tokens per second, zero drafting included.
 
-Chains are tried one by one. Trees are Sequoia's (Chen et al. 2024): by dynamic programming the tree of m nodes and at most d levels
-with the largest expected number of accepted tokens, and then the m and d with the largest rate under measured costs. Unlike there,
-p[b] may differ from depth to depth. Where no sibling promises more than the one before it, the best tree of m nodes is simply that of the
-m likeliest ones, which is found in a quarter of the time. Pure functions of numbers: no model, no clock.
+Chains are tried one by one. Trees are Sequoia's (Chen et al. 2024): the tree of m nodes and at most d levels with the largest expected
+number of accepted tokens, and then the m and d with the largest rate under measured costs. Unlike there, p[b] may differ from depth to
+depth. No sibling promises more than the one before it, so the best tree of m nodes consists of the m likeliest ones. Pure functions of
+numbers: no model, no clock.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
-
-import numpy as np
 
 from foredraft.shapes import DynamicShape, Path, StaticShape, TreeShape, likeliest_nodes
 
@@ -83,34 +80,33 @@ def chains(rates: Sequence[float], costs: Costs) -> list[Plan]:
     return plans
 
 
-def best_tree(table: Sequence[Sequence[float]], costs: Costs, *, most: int | None = None) -> Plan:
-    """Over trees of at most ``most`` drafted nodes, as many levels as ``table`` ``[depth][siblings]`` of p[b] has lines; chains
-    included, and zero drafting."""
-    most = min(len(costs.verify) - 1, most if most is not None else len(costs.verify) - 1)
+def best_tree(table: Sequence[Sequence[float]], costs: Costs) -> Plan:
+    """Over trees of at most as many levels as ``table`` ``[depth][siblings]`` of p[b] has lines; chains included, and zero drafting. No
+    sibling promises more than the one before it."""
+    most = len(costs.verify) - 1
     first = best_chain([line[0] for line in table[:most]], costs)
-    found: tuple[float, int, int] | None = None
-    trees = Likeliest.of if all(line == sorted(line, reverse=True) for line in table) else Program.of
-    programs: dict[int, Trees] = {}
+    found, paths, accepted = first, list[Path](), 0.0
     best, worse = 0.0, 0
     for depth in range(1, len(table) + 1):
         if worse == PATIENCE:
             break
-        programs[depth] = program = trees(table[:depth], most)
+        likeliest = list(likeliest_nodes(table[:depth], most))
+        sums = list(accumulate((chance for _, chance in likeliest), initial=0.0))
         deepest = 0.0
         for nodes in SIZES:
             if not depth <= nodes <= most:
                 continue
             level = (1, *(max(1, nodes // depth) for _ in range(depth - 1)))
-            plan = priced(chain(0), program.value(nodes), level, costs, nodes)
+            reached = sums[min(nodes, len(likeliest))]
+            plan = priced(chain(0), reached, level, costs, nodes)
             deepest = max(deepest, plan.rate)
-            if plan.rate > (found[0] if found else first.rate):
-                found = plan.rate, depth, nodes
+            if plan.rate > found.rate:
+                found, paths, accepted = plan, [path for path, _ in likeliest[:nodes]], reached
         best, worse = max(best, deepest), worse + 1 if deepest < best else 0
-    if found is None:
+    if not paths:
         return first
-    _, depth, nodes = found
-    shape = shape_of(programs[depth].paths(nodes))
-    return max(first, priced(shape, programs[depth].value(nodes), widths(shape), costs), key=lambda plan: plan.rate)
+    shape = shape_of(paths)
+    return max(first, priced(shape, accepted, widths(shape), costs), key=lambda plan: plan.rate)
 
 
 def priced(shape: StaticShape, accepted: float, levels: tuple[int, ...], costs: Costs, nodes: int | None = None) -> Plan:
@@ -123,102 +119,6 @@ def priced(shape: StaticShape, accepted: float, levels: tuple[int, ...], costs: 
     else:
         verify = costs.any_row * costs.verify[nodes] + (1 - costs.any_row) * costs.verify[0]
     return Plan(shape, 1 + costs.available * accepted, verify + costs.draft(levels) + costs.once)
-
-
-class Trees(Protocol):
-    """The best trees of each number of nodes."""
-
-    def value(self, nodes: int) -> float:
-        """Accepted tokens to expect of the best tree with ``nodes`` drafted nodes at most."""
-
-    def paths(self, nodes: int) -> list[Path]:
-        """Paths of ranks of such a tree."""
-
-
-@dataclass(frozen=True)
-class Likeliest:
-    """Nodes by how likely they are to be accepted; every parent comes before its children, and every sibling before later ones.
-
-    Attributes:
-        order: paths of ranks.
-        sums: accepted tokens to expect of the first 0, 1, … of them.
-    """
-
-    order: list[Path]
-    sums: list[float]
-
-    @staticmethod
-    def of(table: Sequence[Sequence[float]], most: int) -> Likeliest:
-        """Of a table in which no sibling promises more than the one before it."""
-        nodes = list(likeliest_nodes(table, most))
-        return Likeliest([path for path, _ in nodes], list(accumulate((chance for _, chance in nodes), initial=0.0)))
-
-    def value(self, nodes: int) -> float:
-        return self.sums[min(nodes, len(self.order))]
-
-    def paths(self, nodes: int) -> list[Path]:
-        return self.order[:nodes]
-
-
-@dataclass(frozen=True)
-class Program:
-    """The tables of the dynamic program for one number of levels and up to M nodes.
-
-    Attributes:
-        values: ``values[d]`` ``[M + 1]`` accepted tokens to expect below a node at depth d, from at most so many descendants.
-        splits: ``splits[d][b]`` ``[M + 1]`` how many of them the child of rank b has for itself and what is below it.
-    """
-
-    values: list[np.ndarray]
-    splits: list[list[np.ndarray]]
-
-    @staticmethod
-    def of(table: Sequence[Sequence[float]], most: int) -> Program:
-        """From the leaves up: T[d, m] of rank b and later = max over y of p_d[b] (1 + T[d + 1, y - 1]) + that of rank b + 1 with m - y."""
-        depth = len(table)
-        values = [np.zeros(most + 1) for _ in range(depth + 1)]
-        splits: list[list[np.ndarray]] = [[] for _ in range(depth)]
-        gap, possible = _gaps(most)
-        for level in reversed(range(depth)):
-            rest = np.zeros(most + 1)
-            for chance in reversed(table[level]):
-                own = np.zeros(most + 1)
-                own[1:] = chance * (1 + values[level + 1][:-1])
-                totals = np.where(possible, own[None] + rest[gap], -1.0)  # [m, y]
-                totals[:, 0] = 0.0  # without this child there is none after it
-                choice = totals.argmax(1)
-                splits[level].insert(0, choice)
-                rest = totals[np.arange(most + 1), choice]
-            values[level] = rest
-        return Program(values, splits)
-
-    def value(self, nodes: int) -> float:
-        return float(self.values[0][nodes])
-
-    def paths(self, nodes: int) -> list[Path]:
-        """Paths of ranks of a best tree with ``nodes`` drafted nodes at most."""
-        found: list[Path] = []
-
-        def below(path: Path, left: int) -> None:
-            if len(path) == len(self.splits):
-                return
-            for rank, split in enumerate(self.splits[len(path)]):
-                taken = int(split[left])
-                if taken == 0:
-                    return
-                found.append((*path, rank))
-                below((*path, rank), taken - 1)
-                left -= taken
-
-        below((), nodes)
-        return found
-
-
-@lru_cache(maxsize=8)
-def _gaps(most: int) -> tuple[np.ndarray, np.ndarray]:
-    """``[M + 1, M + 1]`` m - y, and where that is possible."""
-    gap = np.arange(most + 1)[:, None] - np.arange(most + 1)[None]
-    return gap.clip(0), gap >= 0
 
 
 @lru_cache(maxsize=128)
