@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, Feedback, Row
 from foredraft.drafters.draft_loops.eagle3 import Eagle3Growth, Eagle3Step
 from foredraft.drafters.draft_loops.kernels import greedy, grow_by
-from foredraft.drafters.eagle3_cache import LayerCache, root_mask, tree_mask
 from foredraft.drafters.growth import Expand, Growth
 from foredraft.drafters.heads import HeadDrafter
 from foredraft.drafters.siblings import DRAWN, offered
@@ -27,6 +27,8 @@ from foredraft.errors import ConfigurationError
 from foredraft.heads.base import Head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_layer import Layer
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.masks import MaskInputs
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class Eagle3(HeadDrafter):
         self.offer = offered(siblings, DRAWN)
         self.info = replace(self.info, proposals=self.offer.chains, whole_prompt=True, catches_up=True)
         self._layer: Layer | None = None
-        self._cache = LayerCache()
+        self._cache = TreeCache()
         self._rows: list[Unread] = []  # in the order of the cache
         self._prompts: dict[int, Tensor] = {}  # features of prompts whose rows are about to begin
         self._states = torch.empty(0)  # [R, N, d] what the steps of the draft under way hand on
@@ -132,7 +134,7 @@ class Eagle3(HeadDrafter):
         first = len(self._rows)
         if self.learning is not None:
             self.learning.begin(rows, [self._prompts[row.slot][: len(row.ids) - 1] for row in rows])
-        self._cache.open(len(rows))
+        self._cache.open([0] * len(rows))
         for index, row in enumerate(rows, first):
             features, unread = self._prompts.pop(row.slot)[: len(row.ids) - 1], Unread(row.slot)
             last = len(features) - 1
@@ -141,7 +143,8 @@ class Eagle3(HeadDrafter):
                 end = min(begin + AT_ONCE, last)
                 tokens = to_device([row.ids[begin + 1 : end + 1]], features.device)
                 states = self.layer.fused(features[None, begin:end])
-                self._cache.write(*self.layer.keys_values(tokens, states, slice(begin, end)), [begin], row=index)
+                keys, values = self.layer.keys_values(tokens, states, slice(begin, end))
+                self._write(keys, values, Window(index, index + 1, (begin,), end - begin))
             self._cache.lengths[index] = last
             unread.add(features[last:].clone())  # not a view that keeps the whole prompt's
             self._rows.append(unread)
@@ -149,13 +152,13 @@ class Eagle3(HeadDrafter):
     def end(self, rows: Sequence[Row]) -> None:
         gone = {row.slot for row in rows}
         keep = [index for index, row in enumerate(self._rows) if row.slot not in gone]
-        self._cache.keep(keep)
+        self._cache.compact(keep)
         self._rows = [self._rows[index] for index in keep]
         self.learn_to_the_end(rows)
 
     def reset(self) -> None:
         super().reset()
-        self._cache, self._rows, self._prompts = LayerCache(), [], {}
+        self._cache, self._rows, self._prompts = TreeCache(), [], {}
 
     # -- a round --------------------------------------------------------------------------------------------------------------
 
@@ -195,22 +198,23 @@ class Eagle3(HeadDrafter):
         together = torch.stack(features) if even else torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
         padded = to_device([line + [0] * (most - len(line)) for line in tokens], together.device)
         self.layer.rotary.reserve(max(lengths) + most)
-        if even and self._step is not None:
-            positions = self._positions(lengths, most, together.device)
-            states = self._step(padded, self.layer.fused(together), positions, lengths, self._cache, None)[:, -1:]
-            self._cache.lengths = [length + most for length in lengths]
-            self._begins = [length - 1 for length in self._cache.lengths]
-            return states
-        entered = self.layer.enter(padded, self.layer.fused(together), self._positions(lengths, most, together.device))
-        self._cache.add_text(entered, counts)
+        window, positions = Window(0, len(rows), tuple(lengths), most), self._positions(lengths, most, together.device)
+        self._cache.lengths = [length + count for length, count in zip(lengths, counts)]
         self._begins = [length - 1 for length in self._cache.lengths]
-        residual, queries = entered.residual[:, -1:], entered.queries[:, -1:]
+        if even and self._step is not None:
+            return self._step(padded, self.layer.fused(together), positions, window, self._cache, None)[:, -1:]
+        entered = self.layer.enter(padded, self.layer.fused(together), positions)
+        keys, values = self._write(entered.keys, entered.values, window)
+        residual, queries, mask = entered.residual[:, -1:], entered.queries[:, -1:], None
         if not even:
             last = to_device(counts, together.device) - 1
             every = torch.arange(len(counts), device=together.device)
             residual, queries = entered.residual[every, last][:, None], entered.queries[every, last][:, None]
-        mask = root_mask(self._cache.lengths, queries.device)
-        return self.layer.leave(residual, self._cache.attend(queries, max(self._cache.lengths), mask))
+        span = max(self._cache.lengths)
+        if min(self._cache.lengths) < span:
+            ends = to_device(self._cache.lengths, together.device)[:, None]
+            mask = (torch.arange(span, device=together.device) < ends)[:, None, None]
+        return self.layer.leave(residual, attended(queries, keys[:, :, :span], values[:, :, :span], mask))
 
     @staticmethod
     def _positions(begins: Sequence[int], count: int, device: torch.device) -> Tensor | slice:
@@ -228,14 +232,19 @@ class Eagle3(HeadDrafter):
             parents = tree.parents[:, first:, None].expand(tree.rows, count, self._states.shape[-1])
             states = self._states.gather(1, parents)
             positions = tree.depths[:, first:] + to_device(begins, tree.tokens.device)[:, None]
+        window = Window(0, tree.rows, tuple(begin + first for begin in begins), count, before=first)
+        simple = tree.chain and (self._step is not None or (count == 1 and window.uniform))  # then all that is there is seen
+        mask = None if simple else MaskInputs(tree, window, tree.depths).visible[:, None]
         if self._step is not None:
-            mask = None if tree.chain else tree_mask(tree, first, begins)
-            return self._step(tree.tokens[:, first:], states, positions, [begin + first for begin in begins], self._cache, mask)
+            return self._step(tree.tokens[:, first:], states, positions, window, self._cache, mask)
         entered = self.layer.enter(tree.tokens[:, first:], states, positions)
-        self._cache.write(entered.keys, entered.values, [begin + first for begin in begins])
-        return self.layer.leave(
-            entered.residual, self._cache.attend(entered.queries, max(begins) + tree.nodes, tree_mask(tree, first, begins))
-        )
+        keys, values = self._write(entered.keys, entered.values, window)
+        return self.layer.leave(entered.residual, attended(entered.queries, keys, values, mask))
+
+    def _write(self, keys: Tensor, values: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+        """Put ``keys`` and ``values`` ``[R, n, K, h]`` into the cache; what is there up to the window's end, ``[R, K, span, h]``."""
+        self._cache.enter(window)
+        return self._cache.update(keys.transpose(1, 2), values.transpose(1, 2), 0)
 
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         """Takes the target's features along what was kept; they are read when a draft needs them."""
@@ -250,3 +259,16 @@ class Eagle3(HeadDrafter):
             if count > 0:
                 self._rows[index].add(kept[index, :count])
         self.learn_from(rows, feedback)
+
+
+def attended(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """``[R, n, H * h]``: what ``queries`` ``[R, n, H, h]`` see of ``keys`` and ``values`` ``[R, K, span, h]`` under ``mask``
+    ``[R, 1, n, span]``; all of them without one. The heads that share keys become queries of one head."""
+    rows, count, heads, size = queries.shape
+    groups, span = keys.shape[1:3]
+    shared = heads // groups
+    grouped = queries.view(rows, count, groups, shared, size).permute(0, 2, 3, 1, 4).reshape(rows, groups, shared * count, size)
+    if mask is not None and shared > 1:
+        mask = mask[:, :, None].expand(rows, 1, shared, count, span).reshape(rows, 1, shared * count, span)
+    seen = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+    return seen.view(rows, groups, shared, count, size).permute(0, 3, 1, 2, 4).reshape(rows, count, heads * size)

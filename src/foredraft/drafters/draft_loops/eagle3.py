@@ -13,8 +13,8 @@ from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativePass
 from foredraft.backends.native_growth import MISSED, Grower
 from foredraft.backends.packing import UNIT, padded_size
-from foredraft.drafters.eagle3_cache import LayerCache
 from foredraft.heads.eagle3_layer import Layer
+from foredraft.models.cache import TreeCache, Window
 
 WHOLE = ("fc", "qkv", "o", "gate_up", "down")  # products whose outputs the kernels do not pad
 
@@ -79,34 +79,35 @@ class Eagle3Step:
         return None if about is None else Eagle3Step(layer, about)
 
     def __call__(
-        self, tokens: Tensor, states: Tensor, positions: Tensor | slice, begins: Sequence[int], cache: LayerCache, mask: Tensor | None
+        self, tokens: Tensor, states: Tensor, positions: Tensor | slice, window: Window, cache: TreeCache, mask: Tensor | None
     ) -> Tensor:
-        """``[R, n, d]`` what the layer makes of ``tokens`` ``[R, n]`` and ``states`` ``[R, n, d]``; their keys and values go to slots
-        ``begins[r]``... of ``cache``. They see what ``mask`` ``[R, 1, n, span]`` says; without one every slot up to their own."""
+        """``[R, n, d]`` what the layer makes of ``tokens`` ``[R, n]`` and ``states`` ``[R, n, d]``; their keys and values go to the
+        ``window`` of ``cache``. They see what ``mask`` ``[R, 1, n, span]`` says; without one every slot up to their own."""
         layer, config, about = self.layer, self.layer.config, self._pass
         rows, count = tokens.shape
         residual, inputs = layer.inputs(tokens, states)
         x, inputs = residual.clone(memory_format=torch.contiguous_format), inputs.contiguous()
-        most = max(begins) + count
-        buffer = cache.reserve(most, layer.norm.new_empty(0, 0, config.num_key_value_heads, config.head_dim))
-        self._angles.reserve(most)
+        cache.enter(window)
+        keys, values = cache.buffers(0, layer.norm, config.num_key_value_heads, config.head_dim)
+        self._angles.reserve(window.width)
         angles = [each[positions] for each in (self._angles.cosines, self._angles.sines)]
         if isinstance(positions, slice):
             angles = [each.expand(rows, -1, -1) for each in angles]
         cosines, sines = (each.contiguous() for each in angles)
         firsts = torch.arange(rows + 1, dtype=torch.int32) * count
         row_of = torch.arange(rows, dtype=torch.int32).repeat_interleave(count)
-        slots = (torch.tensor(begins, dtype=torch.int32)[:, None] + torch.arange(count, dtype=torch.int32)).contiguous()
+        slots = (torch.tensor(window.starts, dtype=torch.int32)[:, None] + torch.arange(count, dtype=torch.int32)).contiguous()
         about.threads, about.rows, about.tokens, about.nodes, about.own_angles = torch.get_num_threads(), rows, rows * count, count, 1
-        about.width, about.row_stride, about.head_stride = most if mask is None else mask.shape[-1], buffer.stride(1), buffer.stride(2)
+        about.width, about.row_stride, about.head_stride = window.width, keys.stride(0), keys.stride(1)
         if mask is not None:
             about.mask_row_stride, about.mask_stride = mask.stride(0), mask.stride(2)
         scratch = self._scratch.room(self._about, x, rows * count, int(about.threads))
         for name, tensor in zip(native.POINTERS, (cosines, sines, firsts, row_of, slots, *scratch), strict=True):
             setattr(about, name, tensor.data_ptr())
-        keys, values = (each.data_ptr() for each in buffer)
         seen = None if mask is None else mask.data_ptr()
-        self._library.layer_over(self._about, about, seen, x.data_ptr(), inputs.data_ptr(), inputs.shape[-1], keys, values)
+        self._library.layer_over(
+            self._about, about, seen, x.data_ptr(), inputs.data_ptr(), inputs.shape[-1], keys.data_ptr(), values.data_ptr()
+        )
         return x
 
 
@@ -118,7 +119,7 @@ class Eagle3Growth(Grower):
     def __init__(self, layer: Layer, decoder: native.Layer):
         config, products = layer.config, layer.products
         self.layer = layer
-        self.cache, self.features = LayerCache(), layer.embeddings.new_empty(0)
+        self.cache, self.features = TreeCache(), layer.embeddings.new_empty(0)
         self._decoder = decoder
         self._eagle = native.Eagle(
             fuse=products["fc"].matrix,
@@ -155,8 +156,9 @@ class Eagle3Growth(Grower):
         if missed > MISSED or vocab_size < layer.config.target.vocab_size:
             return None
         config, most = layer.config, start + missed + nodes
-        buffer = cache.reserve(most, layer.norm.new_empty(0, 0, config.num_key_value_heads, config.head_dim))
-        if self._make_room(max(MISSED, widest), 1 + nodes, buffer.shape[3]):
+        cache.enter(Window(0, 1, (start,), missed + nodes))
+        keys, values = cache.buffers(0, layer.norm, config.num_key_value_heads, config.head_dim)
+        if self._make_room(max(MISSED, widest), 1 + nodes, cache.capacity):
             tokens, read = self._sizes[:2]
             width = config.target.hidden_size
             self._scratch_steps = layer.norm.new_empty(tokens, 2 * width), layer.norm.new_empty(read, width)
@@ -165,9 +167,9 @@ class Eagle3Growth(Grower):
             about.cos, about.sin = self._angles.cosines.data_ptr(), self._angles.sines.data_ptr()
         self._features = self.features.to(layer.norm.dtype).contiguous()
         eagle.features = self._features.data_ptr()
-        self._places = (ctypes.c_void_p * 1)(buffer[0].data_ptr()), (ctypes.c_void_p * 1)(buffer[1].data_ptr())
+        self._places = (ctypes.c_void_p * 1)(keys.data_ptr()), (ctypes.c_void_p * 1)(values.data_ptr())
         about.keys, about.values = (ctypes.addressof(each) for each in self._places)
-        self._pass.row_stride, self._pass.head_stride = buffer.stride(1), buffer.stride(2)
+        self._pass.row_stride, self._pass.head_stride = keys.stride(0), keys.stride(1)
         about.vocab = self.head.outputs
         about.start, about.missed, about.most = start, missed, most
         return (ctypes.c_int64 * missed)(*ids[start + 1 :])
