@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,9 +21,8 @@ from foredraft.drafters.draft_loops.eagle3 import Eagle3Growth, Eagle3Step
 from foredraft.drafters.draft_loops.kernels import greedy, grow_by
 from foredraft.drafters.growth import Expand, Growth
 from foredraft.drafters.heads import HeadDrafter
-from foredraft.drafters.siblings import DRAWN, offered
+from foredraft.drafters.siblings import DRAWN
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import Head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.models.cache import TreeCache, Window
@@ -57,40 +55,20 @@ class Unread:
 
 
 class Eagle3(HeadDrafter):
-    """Options:
-
-    source: a trained head: a folder, a hub id, ``zoo:NAME`` or a head itself; unless given, the one that is embedded for the target.
-    siblings: how tokens are chosen when sampling: ``iid`` (from q, for the p/q rules), ``without-replacement`` (likewise, all
-        different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
-        use accepts best in the shape in use.
-    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the output distribution stays the target's.
-    learn: whether the head learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
-        folder for what is learnt; or a dictionary of such options. A head object is copied, and stays as it is.
-    """
-
+    __doc__ = HeadDrafter.__doc__
     name = kind = "eagle3"
-    info = replace(HeadDrafter.info, proposals=DRAWN.chains)
+    auto = DRAWN
+    info = replace(HeadDrafter.info, proposals=DRAWN.chains, whole_prompt=True, catches_up=True)
     summary = "a one-layer decoder over the target's hidden states, run autoregressively; chains and trees"
 
-    def __init__(
-        self,
-        source: str | Path | Head | None = None,
-        *,
-        siblings: str = "auto",
-        quantization: str | None = None,
-        learn: bool | str | Path | Mapping[str, Any] = False,
-    ):
-        super().__init__(source, siblings=siblings, quantization=quantization, learn=learn)
-        self.offer = offered(siblings, DRAWN)
-        self.info = replace(self.info, proposals=self.offer.chains, whole_prompt=True, catches_up=True)
-        self._layer: Layer | None = None
-        self._cache = TreeCache()
-        self._rows: list[Unread] = []  # in the order of the cache
-        self._prompts: dict[int, Tensor] = {}  # features of prompts whose rows are about to begin
-        self._states = torch.empty(0)  # [R, N, d] what the steps of the draft under way hand on
-        self._begins: list[int] = []  # slots of its roots
-        self._kernel: Eagle3Growth | None = None  # for whole drafts of greedy rows
-        self._step: Eagle3Step | None = None
+    _layer: Layer | None = None
+    _kernel: Eagle3Growth | None = None  # for whole drafts of greedy rows
+    _step: Eagle3Step | None = None
+    _cache: TreeCache
+    _rows: list[Unread]  # in the order of the cache
+    _prompts: dict[int, Tensor]  # features of prompts whose rows are about to begin
+    _states: Tensor  # [R, N, d] what the steps of the draft under way hand on
+    _begins: list[int]  # slots of its roots
 
     @property
     def layer(self) -> Layer:
@@ -107,6 +85,7 @@ class Eagle3(HeadDrafter):
         self._head, self.info = head, replace(self.info, head=head, features=head.features)
         self._at = target.device, target.model.dtype
         self._packs = bool(target.backend.hints)
+        self._cache, self._rows, self._prompts = TreeCache(), [], {}
         self._lay_out()
         target.read(head.features, whole=True)
 

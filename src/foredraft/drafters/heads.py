@@ -17,7 +17,7 @@ from foredraft.drafters.base import DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.learning.drafter import LearningDrafter
 from foredraft.drafters.learning.serving import LearnOptions, learning_of_head
-from foredraft.drafters.siblings import SHARED, offered
+from foredraft.drafters.siblings import SHARED, Offer, offered
 from foredraft.errors import ConfigurationError
 from foredraft.heads import find
 from foredraft.heads.base import Head, refuse_another_target
@@ -38,13 +38,15 @@ class HeadDrafter(LearningDrafter):
 
     source: a trained head: a folder, a hub id, ``zoo:NAME`` or a head itself; unless given, the one that is embedded for the target.
     siblings: how tokens are chosen when sampling: ``keyed`` (with the target's noise, for match), ``iid`` (from the head's q, for the p/q
-        rules), ``without-replacement`` (likewise, all different), ``top-k`` (the most likely), or ``auto``: keyed where the rule is match.
+        rules), ``without-replacement`` (likewise, all different), ``top-k`` (the most likely), or ``auto``: whichever the rule in use
+        accepts best in the shape in use.
     quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the output distribution stays the target's.
     learn: whether the head learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
         folder for what is learnt; or a dictionary of such options. A head object is copied, and stays as it is.
     """
 
     kind: ClassVar[str]  # of its head
+    auto: ClassVar[Offer] = SHARED  # what the option siblings means by auto
     info = DrafterInfo(proposals=SHARED.chains, branches=True, grows=True, runs_a_model=True)
 
     def __init__(
@@ -63,7 +65,7 @@ class HeadDrafter(LearningDrafter):
         if self.learn is not None and quantization is not None:
             raise ConfigurationError("a quantized head cannot learn: leave quantization out, or learn=False")
         self.source, self.quantization = source, quantization
-        self.offer = offered(siblings, SHARED)
+        self.offer = offered(siblings, self.auto)
         self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
         self._head: Head | None = None
         self._slots: list[int] = []
