@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.backends import native
+from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.stores import FileFormat
 from foredraft.errors import ConfigurationError
@@ -43,8 +44,7 @@ class TokenRecycling(Drafter):
     only the last token's logits are computed.
 
     Attributes:
-        matrix: ``[V + 1, k]`` int32 on the target's device, -1 where nothing is known; the last line takes what nobody reads. None
-            until the drafter is bound.
+        matrix: ``[V, k]`` int32 on the CPU, -1 where nothing is known. None until the drafter is bound.
     """
 
     name = "token-recycling"
@@ -65,15 +65,13 @@ class TokenRecycling(Drafter):
             self.k = self._loaded.shape[1]
 
     def bind(self, target: Target) -> None:
-        known = self._loaded if self.matrix is None else self.matrix[:-1]
+        known = self._loaded if self.matrix is None else self.matrix
         if known is not None and len(known) != target.vocab_size:
             where = "this drafter has learned" if self.source is None else f"{str(self.source)!r} holds"
             raise ConfigurationError(
                 f"{where} successors of {len(known)} tokens and the target has {target.vocab_size}; make one for this target"
             )
-        self.matrix = torch.full((target.vocab_size + 1, self.k), -1, dtype=torch.int32, device=target.device)
-        if known is not None:
-            self.matrix[:-1] = known.to(target.device)
+        self.matrix = torch.full((target.vocab_size, self.k), -1, dtype=torch.int32) if known is None else known.clone()
         self._loaded = None
         dtype = getattr(getattr(target, "model", None), "dtype", None)
         if dtype is not None and target.device.type == "cpu":
@@ -83,38 +81,30 @@ class TokenRecycling(Drafter):
         if self.matrix is not None:
             self.matrix.fill_(-1)
             if self.source is not None:
-                self.matrix[:-1] = load(self.source).to(self.matrix.device)
+                self.matrix.copy_(load(self.source))
 
     def save(self, path: str | Path) -> None:
         """Write the matrix as one safetensors file, which is there whole or not at all; ``source=path`` loads it again."""
-        known = self._loaded if self.matrix is None else self.matrix[:-1]
+        known = self._loaded if self.matrix is None else self.matrix
         if known is None:
             raise ConfigurationError("there is nothing to save: this token-recycling drafter is not bound to a Speculator yet")
-        FILE.write(path, (known.cpu().numpy(),), len(known), k=str(self.k))
+        FILE.write(path, (known.numpy(),), len(known), k=str(self.k))
 
     # -- a round --------------------------------------------------------------------------------------------------------
 
-    def draft(self, request: DraftRequest) -> TokenTree:
-        shape = laid_out(request.shape)
-        return self._on_host(request, shape) if request.device.type == "cpu" else self._on_device(request, shape)
-
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
+        """Waits for the target's device, where that is not the CPU."""
         tree, logits = feedback.tree, feedback.logits
         if logits is None:
             return
         assert self.matrix is not None
-        device = self.matrix.device
-        best = top_k(logits.reshape(-1, logits.shape[-1]), self.k).to(device, torch.int32)  # [R * N, k]
-        tokens = tree.tokens.flatten().to(device)
-        real = None if tree.valid is None else tree.valid.flatten().to(device)
-        if device.type == "cpu":  # of equal indices NumPy lets the last one win
-            kept = slice(None) if real is None else real.numpy()
-            self.matrix.numpy()[tokens.numpy()[kept]] = best.numpy()[kept]
-            return
-        self.matrix[last_of_each(tokens, real, len(self.matrix) - 1)] = best
+        best = top_k(logits.reshape(-1, logits.shape[-1]), self.k).to("cpu", torch.int32)  # [R * N, k]
+        kept = slice(None) if tree.valid is None else tree.valid.flatten().cpu().numpy()
+        self.matrix.numpy()[tree.tokens.flatten().cpu().numpy()[kept]] = best.numpy()[kept]  # of equal indices NumPy lets the last one win
 
-    def _on_host(self, request: DraftRequest, shape: StaticShape) -> TokenTree:
+    def draft(self, request: DraftRequest) -> TokenTree:
         """Nodes that no row has an entry for are left out of the tree."""
+        shape = laid_out(request.shape)
         rows = [self._filled(row.ids[-1], shape, limit) for row, limit in zip(request.rows, request.limits)]
         if shape.is_chain:
             return request.chains([line[1 : line.index(-1) if -1 in line else None] for line in rows])
@@ -123,7 +113,7 @@ class TokenRecycling(Drafter):
             return request.chains([[] for _ in rows])
         number = {node: index for index, node in enumerate(kept)}
         layout = (-1, *(number[shape.parents[node]] for node in kept[1:]))
-        found = torch.tensor(rows) if len(kept) == shape.nodes + 1 else torch.tensor([[line[node] for node in kept] for line in rows])
+        found = to_device([[line[node] for node in kept] for line in rows], request.device)
         whole = not any(line[node] < 0 for line in rows for node in kept)
         return TokenTree.from_parents(found.clamp(min=0), layout, valid=None if whole else found >= 0)
 
@@ -140,30 +130,6 @@ class TokenRecycling(Drafter):
                     line = matrix[token].tolist() if token >= 0 and depth <= limit else []
                 tokens.append(line[rank] if rank < len(line) else -1)
         return tokens
-
-    def _on_device(self, request: DraftRequest, shape: StaticShape) -> TokenTree:
-        """The same without looking at what is found, so that nobody waits for the device: missing nodes are filler."""
-        assert self.matrix is not None
-        roots = request.roots()[:, None]
-        tokens, real = [roots], [torch.ones_like(roots, dtype=torch.bool)]
-        for above, ranks, known in lookups(shape, self.k, request.device):
-            found = self.matrix[tokens[-1][:, above], ranks].long()  # [R, nodes of the level]
-            real.append(real[-1][:, above] & (found >= 0) & known)
-            tokens.append(found.clamp(min=0))
-        drafted, valid = torch.cat(tokens, 1), torch.cat(real, 1)
-        if shape.is_chain:
-            return TokenTree.from_chain(drafted, valid=valid)
-        return TokenTree.from_parents(drafted, shape.parents, valid=valid)
-
-
-@lru_cache(maxsize=64)
-def lookups(shape: StaticShape, k: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each level of ``shape``, of every node: its parent among those of the level above, its rank, and whether that is below k."""
-    made = []
-    for level in shape.levels:
-        ranks = torch.tensor(level.ranks, device=device)
-        made.append((torch.tensor(level.parents, device=device) - level.above, ranks.clamp(max=k - 1), ranks < k))
-    return made
 
 
 @lru_cache(maxsize=256)
@@ -196,15 +162,6 @@ def top_k(logits: Tensor, k: int) -> Tensor:
         return torch.nn.functional.pad(logits.topk(vocab_size, -1).indices, (0, k - vocab_size), value=-1)
     found = native.largest(logits, k) if logits.device.type == "cpu" and logits.numel() >= SMALL else None
     return logits.topk(k, -1).indices if found is None else found
-
-
-def last_of_each(tokens: Tensor, real: Tensor | None, nowhere: int) -> Tensor:
-    """``tokens`` ``[N]`` where no later one is the same, and ``nowhere`` for the others and for those that are not ``real``."""
-    again = tokens[:, None] == tokens
-    if real is not None:
-        again = again & real
-    gone = again.triu(1).any(1)
-    return tokens.masked_fill(gone if real is None else gone | ~real, nowhere)
 
 
 def load(path: str | Path) -> Tensor:
