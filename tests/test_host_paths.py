@@ -231,32 +231,16 @@ def test_dynamic_growth(roots: list[int], text: str, proposal: str, limits: list
     shape = TreeShape.parse(text)
     assert isinstance(shape, DynamicShape)
     request = request_of(roots, shape, proposal, limits[: len(roots)])
-    (ours, asked), (theirs, also_asked) = expanding(seed, spread), expanding(seed, spread)
-    k = min(shape.k, VOCAB)
-    host = growth.grow_on_host(request, shape, k, growth.offered(request, k, ours))
-    device = growth.grow_on_device(request, shape, k, growth.offered(request, k, theirs))
-    assert asked == also_asked and host.seen == device.seen
+    expand, asked = expanding(seed, spread)
+    grown = growth.grow(request, expand)
+    assert grown.seen == len(asked[-1][0])
     for row in range(len(roots)):
-        assert proposed(host, row) == proposed(device, row)
-    assert host.tree.tokens.dtype == host.tree.parents.dtype == torch.long
-    assert (host.tree.proposal, host.tree.pruned) == (device.tree.proposal, device.tree.pruned) == (proposal, True)
-    assert host.tree.parent_lists == host.tree.parents.tolist()
-    host.tree.check(VOCAB)
-
-
-def test_wide_levels_of_many_rows_grow_in_tensors(monkeypatch: pytest.MonkeyPatch):
-    shape = TreeShape.dynamic(depth=2, k=3, total=9)
-    grown: list[str] = []
-
-    def told(name: str, own: Any) -> Any:
-        return lambda *given: (grown.append(name), own(*given))[1]
-
-    for name in ("grow_on_host", "grow_on_device"):
-        monkeypatch.setattr(growth, name, told(name, getattr(growth, name)))
-    monkeypatch.setattr(growth, "SMALL", 2 * 9)
-    for rows in (2, 3):
-        growth.grow(request_of([1] * rows, shape, "deterministic", [2] * rows), expanding(0, 1.0)[0])
-    assert grown == ["grow_on_host", "grow_on_device"]
+        for text, number in proposed(grown, row):  # what the drafter's model saw under a node's number is the node
+            assert number == growth.UNSEEN or asked[-1][row][number] == text[-1]
+    assert grown.tree.tokens.dtype == grown.tree.parents.dtype == torch.long
+    assert (grown.tree.proposal, grown.tree.pruned) == (proposal, True)
+    assert grown.tree.parent_lists == grown.tree.parents.tolist()
+    grown.tree.check(VOCAB)
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------------

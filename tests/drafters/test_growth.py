@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from foredraft import ConfigurationError, Speculator, TreeShape
-from foredraft.drafters import growth
 from foredraft.drafters.base import Drafter, DraftRequest
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import Noise, Purpose
@@ -118,7 +117,7 @@ def test_a_dynamic_tree_keeps_the_best_nodes(seeds: list[int], shape: str, limit
     texts = [[seed % VOCAB, seed % 3] for seed in seeds]
     tree = ScriptedDrafter(q, proposal="deterministic").draft(request(texts, dynamic, "deterministic", limits[: len(texts)]))
     tree.check(VOCAB)
-    assert tree.pruned and tree.nodes <= 1 + dynamic.total  # on the host, filler that no row needs is left out
+    assert tree.pruned and tree.nodes <= 1 + dynamic.total  # filler that no row needs is left out
     for row, (text, limit) in enumerate(zip(texts, limits)):
         by_hand = grown_by_hand(q, text, dynamic, limit)
         assert set(texts_of(tree, row)) == set(by_hand)
@@ -130,13 +129,10 @@ def test_a_dynamic_tree_keeps_the_best_nodes(seeds: list[int], shape: str, limit
     delta=st.sampled_from([0.0, 0.1, 0.3, 0.6]),
     floor=st.sampled_from([0.0, 0.05, 0.2, 0.9]),
     k=st.sampled_from([2, 4]),
-    on_host=st.booleans(),
 )
-def test_opt_grows_while_another_level_is_worth_it(seed: int, delta: float, floor: float, k: int, on_host: bool):
+def test_opt_grows_while_another_level_is_worth_it(seed: int, delta: float, floor: float, k: int):
     q, shape = ProbabilityTable.random(VOCAB, seed=seed, spread=3.0), TreeShape.opt(total=4, depth=5, delta=delta, floor=floor, k=k)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growth, "SMALL", growth.SMALL if on_host else 0)
-        tree = ScriptedDrafter(q, proposal="deterministic").draft(request([[1, 2]], shape, "deterministic"))
+    tree = ScriptedDrafter(q, proposal="deterministic").draft(request([[1, 2]], shape, "deterministic"))
     assert set(texts_of(tree, 0)) == set(grown_by_hand(q, [1, 2], shape, 5))
 
 

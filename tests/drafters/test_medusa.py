@@ -12,7 +12,6 @@ from helpers import alone, batch_of, clone, generate, make_drafter, padded, prom
 from torch.nn.functional import log_softmax, silu
 
 from foredraft import ConfigurationError, Speculator, drafters
-from foredraft.drafters import growth
 from foredraft.drafters.growth import grow
 from foredraft.drafters.medusa import Medusa
 from foredraft.heads import losses
@@ -240,10 +239,8 @@ def test_sampled_text_is_that_of_plain_decoding(siblings, shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 2, "seed": 1}])
-@pytest.mark.parametrize("on_host", [True, False])
-def test_trees_that_are_looked_up_are_those_that_are_grown(shape, sampled, on_host, monkeypatch):
+def test_trees_that_are_looked_up_are_those_that_are_grown(shape, sampled):
     """Where two tokens are left a third sibling cannot be, nor what hangs below it; and rows near their end have less room than others."""
-    monkeypatch.setattr(growth, "SMALL", growth.SMALL if on_host else 0)
     seen = []
 
     class Watched(Medusa):

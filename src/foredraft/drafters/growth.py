@@ -7,7 +7,8 @@ drafter's model per level, for all rows.
 
 Where a request has ``thresholds``, a draft stops below a token that the drafter is unsure of. The token itself stays, and so do its
 siblings: what hangs below a node depends on the path to it alone, so every rule that is exact for the whole tree is exact for this one.
-Whether to stop is read on the host, so a device is waited for at every level.
+
+A dynamic shape and thresholds are read on the host, so a device is waited for at every level.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, pick
+from foredraft.drafters.tries import from_lists
 from foredraft.logits.noise import Purpose, argmax
 from foredraft.logits.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, Level, StaticShape
@@ -31,10 +33,6 @@ Expand = Callable[[TokenTree, int], Tensor]
 """``expand(tree, first)`` gives the draft's logits ``[R, N - first, V]`` after the nodes of ``tree`` from ``first`` on; it has been
 asked about the nodes before ``first`` already, in trees with the same beginning."""
 IMPOSSIBLE = float("-inf")
-Offer = Callable[[TokenTree, int, Tensor, int], tuple[Tensor, Tensor, Tensor | None]]
-"""``offer(tree, first, above, depth)`` gives k children of each node from ``first`` on, at ``depth``, whose paths have log-probability
-``above`` ``[R, n]``: tokens ``[R, n, k]``, the log-probability of their paths likewise, -inf for those that cannot be, and below which of
-them the draft may go on, None for all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,36 +192,28 @@ def places(level: Level, device: torch.device) -> tuple[Tensor, Tensor]:
 
 # -- grown by probability -------------------------------------------------------------------------------------------------
 
-SMALL = 1024  # candidates in a level of all rows, up to which they are told apart on the host where that waits for no device
-UNSEEN = 1 << 30
+UNSEEN = 1 << 30  # the number of a node that the drafter's model did not see
 
 
-def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
-    k = min(shape.k, request.vocab_size)
-    on_host = request.device.type == "cpu" and len(request.rows) * k * k <= SMALL
-    return (grow_on_host if on_host else grow_on_device)(request, shape, k, offered(request, k, expand))
-
-
-def offered(request: DraftRequest, k: int, expand: Expand) -> Offer:
-    """The children that ``expand`` gives."""
-
-    def offer(tree: TokenTree, first: int, above: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        logits, scores = scored(request, expand, tree, first)
-        scores, some = filled(request, scores)
-        tokens, reached = below(request, scores, above, k, first=first, depth=depth)
-        if some is not None:
-            reached = reached.masked_fill(~some[..., None], IMPOSSIBLE)
-        if request.thresholds is None:
-            return tokens, reached, None
-        parents = torch.arange(logits.shape[1], device=tokens.device).repeat_interleave(k)
-        return tokens, reached, request.goes_on(logits, tokens.flatten(1), parents).view(tokens.shape)
-
-    return offer
+def offered(
+    request: DraftRequest, k: int, expand: Expand, tree: TokenTree, first: int, above: Tensor, depth: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """k children of each node from ``first`` on, at ``depth``, whose paths have log-probability ``above`` ``[R, n]``: tokens
+    ``[R, n, k]``, the log-probability of their paths likewise, -inf for those that cannot be, and below which of them the draft may go
+    on, None for all."""
+    logits, scores = scored(request, expand, tree, first)
+    scores, some = filled(request, scores)
+    tokens, reached = below(request, scores, above, k, first=first, depth=depth)
+    if some is not None:
+        reached = reached.masked_fill(~some[..., None], IMPOSSIBLE)
+    if request.thresholds is None:
+        return tokens, reached, None
+    parents = torch.arange(logits.shape[1], device=tokens.device).repeat_interleave(k)
+    return tokens, reached, request.goes_on(logits, tokens.flatten(1), parents).view(tokens.shape)
 
 
 def below(request: DraftRequest, scores: Tensor, above: Tensor, k: int, *, first: int, depth: int) -> tuple[Tensor, Tensor]:
-    """k children of each of n nodes, whose paths have log-probability ``above`` ``[R, n]``: tokens ``[R, n, k]``, and the log-probability
-    of their paths likewise, -inf for those that cannot be."""
+    """The first two of what :func:`offered` gives, by processed ``scores`` ``[R, n, V]``."""
     possible: Tensor | None = None
     if request.proposal == "iid":
         q = request.sampler.distribution(scores)
@@ -241,8 +231,13 @@ def below(request: DraftRequest, scores: Tensor, above: Tensor, k: int, *, first
 
 
 class Found:
-    """What one row may propose, candidate by candidate in the order in which they were found, as :class:`Candidates` has it; and the
-    drafter's own tree."""
+    """What one row may propose, candidate by candidate in the order in which they were found, and the drafter's own tree.
+
+    Attributes:
+        tokens, scores: of each candidate: its token, and the log-probability of its path, -inf for none at all.
+        parents: the candidate that it hangs below, -1 for the root.
+        own: the number under which the drafter's model saw it, ``UNSEEN`` if it did not.
+    """
 
     def __init__(self, root: int):
         self.tokens: list[int] = []
@@ -283,13 +278,14 @@ class Found:
         return own if own != UNSEEN and self.fed_valid[own] else UNSEEN
 
 
-def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
-    """As :func:`grow_on_device`, with Python in place of some thirty tensor calls per level, of which each costs more than its work."""
+def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> Growth:
+    """Candidates are told apart on the host: each of some thirty tensor calls per level would cost more than its work."""
+    k, device = min(shape.k, request.vocab_size), request.device
     found = [Found(row.ids[-1]) for row in request.rows]
     tree = TokenTree.root(request.roots())
-    above, expected, first = torch.zeros(tree.rows, 1), torch.zeros(tree.rows), 0
+    above, expected, first = torch.zeros(tree.rows, 1, device=device), torch.zeros(tree.rows), 0
     for depth in range(shape.depth):
-        tokens, reached, on = offer(tree, first, above, depth)
+        tokens, reached, on = offered(request, k, expand, tree, first, above, depth)
         begin, level = len(found[0].scores), reached[0].numel()
         going = [None] * len(found) if on is None else on.flatten(1).tolist()
         for each, limit, drawn, scores, more in zip(found, request.limits, tokens.flatten(1).tolist(), reached.flatten(1).tolist(), going):
@@ -302,22 +298,26 @@ def grow_on_host(request: DraftRequest, shape: DynamicShape, k: int, offer: Offe
             if not bool((expected - before > shape.delta).any()):
                 break
         first = tree.nodes
-        above = torch.tensor([each.feed(each.best(begin, k, further=True)) for each in found], dtype=reached.dtype)
-        tree = TokenTree.from_lists(
-            [list(each.fed_tokens) for each in found], [list(each.fed_parents) for each in found], [list(each.fed_valid) for each in found]
+        above = torch.tensor([each.feed(each.best(begin, k, further=True)) for each in found], dtype=reached.dtype, device=device)
+        tree = from_lists(
+            [list(each.fed_tokens) for each in found],
+            [list(each.fed_parents) for each in found],
+            [list(each.fed_valid) for each in found],
+            device,
         )
     least = lowest(shape)
     total = max(shape.worthwhile(sorted((score for score in each.scores if score >= least), reverse=True)) for each in found)
     kept = [sorted(each.best(0, total)) for each in found]
     numbered = [{-1: 0, **{number: node for node, number in enumerate(numbers, 1)}} for numbers in kept]
-    proposed = TokenTree.from_lists(
+    proposed = from_lists(
         [[each.fed_tokens[0], *(each.tokens[number] for number in numbers)] for each, numbers in zip(found, kept)],
         [[-1, *(nodes[each.parents[number]] for number in numbers)] for each, numbers, nodes in zip(found, kept, numbered)],
         [[True, *(each.scores[number] >= least for number in numbers)] for each, numbers in zip(found, kept)],
+        device,
         proposal=request.proposal,
         pruned=True,
     )
-    own = torch.tensor([[0, *map(each.seen, numbers)] for each, numbers in zip(found, kept)])
+    own = to_device([[0, *map(each.seen, numbers)] for each, numbers in zip(found, kept)], device)
     likely = [math.exp(each.scores[number]) for each, numbers in zip(found, kept) for number in numbers if each.scores[number] >= least]
     return Growth(proposed, tree.nodes, own, sum(likely) / len(found))
 
@@ -330,85 +330,3 @@ def lowest(shape: DynamicShape) -> float:
 def summed(scores: Tensor, total: int) -> Tensor:
     """``[R]`` the probability of the ``total`` best paths, summed: how many drafted tokens are expected to be accepted."""
     return scores.topk(min(total, scores.shape[1]), -1).values.exp().sum(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class Candidates:
-    """Nodes that may be proposed, level by level, ``[R, C]`` each: ``tokens``, log-probability ``scores`` of their paths (-inf for none
-    at all), the candidate number of their ``parents`` (-1 for the root), and ``own``, the number under which the drafter's model saw
-    them (``UNSEEN`` if it did not)."""
-
-    tokens: Tensor
-    scores: Tensor
-    parents: Tensor
-    own: Tensor
-
-    def joined(self, others: Candidates) -> Candidates:
-        return Candidates(*(torch.cat(pair, 1) for pair in zip(vars(self).values(), vars(others).values())))
-
-
-def grow_on_device(request: DraftRequest, shape: DynamicShape, k: int, offer: Offer) -> Growth:
-    """Waits for the device only where ``delta`` or a threshold asks what was found."""
-    tree = TokenTree.root(request.roots())
-    device = tree.tokens.device
-    limits = to_device(request.limits, device)[:, None]
-    found: Candidates | None = None
-    expected = torch.zeros(tree.rows, device=device)
-    score, numbers, first = torch.zeros(tree.rows, 1, device=device), torch.full((tree.rows, 1), -1, device=device), 0  # newest nodes
-    for depth in range(shape.depth):
-        tokens, reached, on = offer(tree, first, score, depth)
-        flat, scores = tokens.flatten(1), reached.flatten(1).masked_fill(limits <= depth, IMPOSSIBLE)
-        level = Candidates(flat, scores, numbers[..., None].expand_as(tokens).flatten(1), torch.full_like(flat, UNSEEN))
-        begin = 0 if found is None else found.tokens.shape[1]
-        found = level if found is None else found.joined(level)
-        if depth + 1 == shape.depth:
-            break
-        if shape.delta is not None:
-            before, expected = expected, summed(found.scores, shape.total)
-            if not bool((expected - before > shape.delta).any()):
-                break
-        further = scores if on is None else scores.masked_fill(~on.flatten(1), IMPOSSIBLE)
-        if on is not None and not bool((further > IMPOSSIBLE).any()):
-            break
-        best = further.sort(dim=-1, descending=True, stable=True)  # equals go to the earlier
-        score, numbers, first = best.values[:, :k], begin + best.indices[:, :k], tree.nodes
-        tree = beneath(tree, found, numbers, score)
-        found.own.scatter_(1, numbers, torch.arange(first, tree.nodes, device=device).expand_as(numbers))
-    assert found is not None
-    chosen, own = keep_best(found, shape.total)
-    if tree.valid is not None:  # filler is unseen
-        own = own.where(tree.valid.gather(1, own.clamp(max=tree.nodes - 1)), UNSEEN)
-    roots = TokenTree.root(tree.tokens[:, 0])
-    proposed = TokenTree(
-        torch.cat([roots.tokens, chosen.tokens], 1),
-        torch.cat([roots.parents.expand(tree.rows, 1), chosen.parents], 1),
-        torch.cat([torch.ones_like(roots.tokens, dtype=torch.bool), chosen.scores >= lowest(shape)], 1),
-        request.proposal,
-        pruned=True,
-    )
-    return Growth(proposed, tree.nodes, torch.cat([torch.zeros_like(roots.tokens), own], 1))
-
-
-def beneath(tree: TokenTree, found: Candidates, numbers: Tensor, score: Tensor) -> TokenTree:
-    """The drafter's own ``tree`` with the candidates ``numbers`` ``[R, m]`` as its next level; impossible ones are filler."""
-    above = found.parents.gather(1, numbers)
-    parents = torch.where(above < 0, 0, found.own.gather(1, above.clamp(min=0)))
-    known = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
-    return TokenTree(
-        torch.cat([tree.tokens, found.tokens.gather(1, numbers)], 1),
-        torch.cat([tree.parents.expand(tree.rows, tree.nodes), parents], 1),
-        torch.cat([known, score > IMPOSSIBLE], 1),
-    )
-
-
-def keep_best(found: Candidates, total: int) -> tuple[Candidates, Tensor]:
-    """The ``total`` best candidates in order, with parents numbered in the tree they make, and their ``own`` numbers.
-
-    No path is likelier than its beginning, and equals go to the earlier, so whatever is kept has its ancestors kept.
-    """
-    order = found.scores.sort(dim=-1, descending=True, stable=True).indices[:, :total]
-    kept = order.sort(-1).values
-    parents = found.parents.gather(1, kept)
-    numbered = torch.where(parents < 0, 0, 1 + torch.searchsorted(kept, parents.contiguous()))
-    own = found.own.gather(1, kept)
-    return Candidates(found.tokens.gather(1, kept), found.scores.gather(1, kept), numbered, own), own

@@ -63,13 +63,14 @@ def from_lists(
     device: torch.device,
     *,
     proposal: Proposal = "deterministic",
+    pruned: bool = False,
     extra: int = 0,
 ) -> TokenTree:
     """A token tree on ``device``; on a CPU it keeps the lists."""
     if device.type == "cpu":
-        return TokenTree.from_lists(tokens, parents, valid, proposal=proposal, extra=extra)
+        return TokenTree.from_lists(tokens, parents, valid, proposal=proposal, pruned=pruned, extra=extra)
     made = [torch.tensor(each, device=device) for each in (tokens, parents, valid)]
-    return TokenTree(made[0], made[1], made[2], proposal, extra=extra)
+    return TokenTree(made[0], made[1], made[2], proposal, pruned=pruned, extra=extra)
 
 
 def _within(trie: Trie, limit: int) -> tuple[list[int], list[int]]:
