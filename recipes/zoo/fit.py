@@ -175,11 +175,43 @@ class Run:
         self.folder, self.batch, self.rates, self.early = Path(folder), batch, rates, early
         self.folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(self.folder)
-        self.model = build(config)
-        self.optimizers = optimizers(self.model, rates)
+        self.model = self._built(config)
+        self.optimizers = self._optimizers()
         self.progress = Progress()
-        self._compiled: set[tuple[int, int]] = set()  # what the loss was compiled for
+        self._compiled: set[tuple[torch.Size, ...]] = set()  # what the loss was compiled for
         self._stop = False
+
+    # What another kind of model does otherwise.
+
+    def _built(self, config: Any) -> Any:
+        return build(config)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return optimizers(self.model, self.rates)
+
+    def _loss(self) -> Callable[..., Tensor]:
+        """The compiled loss of one part of a step."""
+        for layer in self.model.model.layers:
+            layer.compile(dynamic=False)  # one graph for all of them
+        return partial(early_cross_entropy if self.early else cross_entropy, self.model, behind=torch.compile(behind, dynamic=False))
+
+    def _groups(self, data: Any) -> Iterator[Any]:
+        return groups(data, self.batch.rows, self.progress.groups)
+
+    def _steps(self, group: Any, schedule: Schedule) -> Iterator[Any]:
+        """The steps of a group: ids [rows, S + 1] each."""
+        length = self.batch.length(schedule.cooled(self.progress.tokens))
+        return (group[:, column : column + length + 1] for column in range(0, CONTEXT, length))
+
+    def _parts(self, ids: Tensor, schedule: Schedule) -> tuple[list[tuple[Any, ...]], int]:
+        """The loss's arguments for each part of a step, and the tokens of the step."""
+        length = ids.shape[1] - 1
+        rows = max(1, self.batch.micro_tokens // length)
+        parts: list[tuple[Any, ...]] = [(part.contiguous(),) for part in torch.split(ids, rows)]
+        if self.early:
+            kept, exits, weights = self._early(len(ids), schedule)
+            parts = [(part, keep, exits, weights) for (part,), keep in zip(parts, torch.split(kept, rows, 1))]
+        return parts, ids.shape[0] * length
 
     @property
     def checkpoint(self) -> Path:
@@ -204,8 +236,8 @@ class Run:
 
     def train(
         self,
-        tokens: np.ndarray,
-        validation: np.ndarray,
+        data: Any,
+        validation: Any,
         schedule: Schedule,
         *,
         report_every: float = 20.0,
@@ -215,17 +247,13 @@ class Run:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        loss = partial(early_cross_entropy if self.early else cross_entropy, self.model, behind=torch.compile(behind, dynamic=False))
-        for layer in self.model.model.layers:
-            layer.compile(dynamic=False)  # one graph for all of them
+        loss = self._loss()
         previous = [signal.signal(number, self._request_stop) for number in (signal.SIGTERM, signal.SIGINT)]
         start = reported = saved = time.monotonic()
         already, since, recent = self.progress.seconds, self.progress.tokens, []
         try:
-            for group in groups(tokens, self.batch.rows, self.progress.groups):
-                length = self.batch.length(schedule.cooled(self.progress.tokens))
-                for column in range(0, CONTEXT, length):
-                    recent.append(self._step(pool, loss, group[:, column : column + length + 1], schedule))
+            for group in self._groups(data):
+                recent.extend(self._step(pool, loss, *self._parts(step, schedule), schedule) for step in self._steps(group, schedule))
                 now = time.monotonic()
                 self.progress = replace(self.progress, groups=self.progress.groups + 1, seconds=already + now - start)
                 done = self._stop or self.progress.tokens >= schedule.budget
@@ -245,21 +273,17 @@ class Run:
             for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous):
                 signal.signal(number, handler)
 
-    def _step(self, pool: ThreadPoolExecutor, loss: Callable[..., Tensor], ids: Tensor, schedule: Schedule) -> float:
-        """One optimizer step over ids [rows, S + 1]; returns the mean loss."""
-        length = ids.shape[1] - 1
+    def _step(
+        self, pool: ThreadPoolExecutor, loss: Callable[..., Tensor], parts: list[tuple[Any, ...]], tokens: int, schedule: Schedule
+    ) -> float:
+        """One optimizer step over the mean of the parts' losses; returns it."""
         parameters = list(self.model.parameters())
-        rows = max(1, self.batch.micro_tokens // length)
-        parts: list[tuple[Any, ...]] = [(part.contiguous(),) for part in torch.split(ids, rows)]
-        if self.early:
-            kept, exits, weights = self._early(len(ids), schedule)
-            parts = [(part, keep, exits, weights) for (part,), keep in zip(parts, torch.split(kept, rows, 1))]
 
         def backward(part: tuple[Any, ...]) -> tuple[float, tuple[Tensor, ...]]:
             value = loss(*part)
             return value.item(), torch.autograd.grad(value, parameters)
 
-        graph = length, len(parts[0][-1])
+        graph = tuple(each.shape for each in parts[-1] if isinstance(each, Tensor))
         first = [backward(parts.pop())] if graph not in self._compiled else []  # compilation is not for several threads
         self._compiled.add(graph)
         losses, gradients = zip(*first, *pool.map(backward, parts))
@@ -272,7 +296,7 @@ class Run:
                 group["lr"] = group["peak"] * rate
             optimizer.step()
             optimizer.zero_grad()
-        self.progress = replace(self.progress, tokens=self.progress.tokens + ids.shape[0] * length)
+        self.progress = replace(self.progress, tokens=self.progress.tokens + tokens)
         return float(np.mean(losses))
 
     def _early(self, rows: int, schedule: Schedule) -> tuple[Tensor, list[int], Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import SMALL_IDS, small_llama
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from foredraft import inflate
 
@@ -64,6 +64,44 @@ def test_new_weights_are_numbers_that_cost_what_numbers_cost():
 def test_widths_that_would_lose_exactness_are_refused(hidden_size):
     with pytest.raises(ValueError, match="power of four"):
         inflate(small_llama(), hidden_size=hidden_size, layers=3)
+
+
+def small_t5(**changes) -> T5ForConditionalGeneration:
+    options = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2, "vocab_size": 64, "decoder_start_token_id": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = T5ForConditionalGeneration(T5Config(**{**options, "feed_forward_proj": "gated-gelu", **changes})).eval()
+        for weight in model.parameters():
+            if weight.ndim == 1:  # a norm
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("ratio", [4, 16])
+@pytest.mark.parametrize("changes", [{}, {"feed_forward_proj": "relu"}, {"tie_word_embeddings": False}])  # False: no scale before the head
+def test_t5_grows_in_width_with_the_same_logits(ratio, changes):
+    model = small_t5(**changes)
+    inflated = inflate(model, hidden_size=32 * ratio)
+    assert (inflated.config.d_ff, inflated.config.num_heads, inflated.config.num_decoder_layers) == (48 * ratio, 4 * ratio, 2)
+    source, text = SMALL_IDS % 60 + 2, SMALL_IDS[:, :7] % 60 + 2
+    mask = torch.ones_like(source)
+    mask[:, 5:8] = 0
+    with torch.no_grad():
+        found = [each(input_ids=source, attention_mask=mask, decoder_input_ids=text).logits for each in (model, inflated)]
+    assert found[0].std() > 0.1
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=0)
+    assert not any(weight.is_meta for weight in [*inflated.parameters(), *inflated.buffers()])
+    assert inflated.lm_head.weight is inflated.shared.weight is inflated.decoder.embed_tokens.weight
+
+
+def test_inflated_t5_generates_the_same_and_is_exact_in_bfloat16():
+    model = small_t5().to(torch.bfloat16)
+    inflated = inflate(model, hidden_size=128)
+    assert inflated.dtype == torch.bfloat16
+    options = {"input_ids": SMALL_IDS % 60 + 2, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.float().generate(**options), inflated.float().generate(**options))
+    with pytest.raises(ValueError, match="width alone: layers must be its own 3, not 4"):
+        inflate(model, hidden_size=128, layers=4)
 
 
 def test_other_refusals():
