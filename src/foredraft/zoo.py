@@ -11,6 +11,9 @@ Wherever Foredraft takes a model, ``"zoo:python-8m"`` means the same. The ``READ
 million parameters, with the same function: an instrument that shows real acceptance at a realistic price on any machine.
 ``python-deep-100m`` is ``python-deep`` at four times the width, with no layer added: for drafts that leave layers out.
 
+``t5-ast`` has an encoder: it reads a statement of Python and writes its syntax tree, or reads ``rename A B: STATEMENT`` and writes the
+statement with the variable renamed. ``t5-ast-1m`` drafts for it, and ``t5-ast-130m`` is it at four times the width.
+
 Draft heads for ``python-8m`` are included (``python-8m-medusa``, ``python-8m-eagle3``); :func:`foredraft.heads.checkpoints.load` loads
 them, and inflates them where the target is ``python-300m``.
 """
@@ -34,6 +37,7 @@ __all__ = ["Embedded", "describe", "find", "head_for", "is_inflated", "load", "l
 PREFIX = "zoo:"
 TARGET, DRAFT, NGRAM, INFLATED = "python-8m", "python-1m", "python-ngram", "python-300m"
 DEEP, WIDE = "python-deep", "python-deep-100m"
+T5, T5_DRAFT, T5_INFLATED = "t5-ast", "t5-ast-1m", "t5-ast-130m"
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,11 @@ class Embedded:
     @property
     def path(self) -> Path:
         return root() / self.folder
+
+    @property
+    def encoder(self) -> bool:
+        """Whether it has one, and reads a source."""
+        return self.folder.startswith(T5)
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -105,6 +114,11 @@ CATALOGUE = {
         Embedded(DEEP, "target", "target: sixteen narrow layers, the lower ones trained to draft for the others", DEEP),
         Embedded(
             WIDE, "inflated", f"benchmark instrument: {DEEP} at the cost of 100 M parameters", DEEP, inflated=Inflated(768, 16, 103_834_368)
+        ),
+        Embedded(T5, "target", "target with an encoder: a statement of Python to its syntax tree, or with a variable renamed", T5),
+        Embedded(T5_DRAFT, "draft", f"draft for {T5}: same pairs, same tokenizer", T5_DRAFT),
+        Embedded(
+            T5_INFLATED, "inflated", f"benchmark instrument: {T5} at the cost of 130 M parameters", T5, inflated=Inflated(1024, 4, 130_043_904)
         ),
         Embedded(NGRAM, "ngram", "n-gram table of the same corpus, for the ngram drafter", NGRAM, "ngram"),
         Embedded(f"{TARGET}-medusa", "head", f"Medusa heads for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-medusa", "medusa"),
@@ -188,10 +202,11 @@ def load(
         ConfigurationError: an unknown name, or that of a head or an n-gram table; the message says how to use it.
     """
     found = find_model(name)
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    kind = AutoModelForSeq2SeqLM if found.encoder else AutoModelForCausalLM
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(found.path, local_files_only=True, dtype=dtype or "auto", **options)
+    model: PreTrainedModel = kind.from_pretrained(found.path, local_files_only=True, dtype=dtype or "auto", **options)
     if found.inflated:
         from foredraft.inflation import inflate
 
@@ -201,15 +216,17 @@ def load(
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of an embedded model; all of them share one."""
+    """The tokenizer of an embedded model. Those with an encoder share one, and so do all the others."""
     from transformers import AutoTokenizer
 
-    find(name)
-    return AutoTokenizer.from_pretrained(path(TARGET), local_files_only=True, padding_side="left")
+    encoder = find(name).encoder
+    side = "right" if encoder else "left"
+    return AutoTokenizer.from_pretrained(path(T5 if encoder else TARGET), local_files_only=True, padding_side=side)
 
 
 def prompts(name: str) -> list[str]:
-    """Beginnings of Python files that the embedded models have not seen: "audit", "demo" or "benchmarks"."""
+    """What the embedded models have not seen: beginnings of Python files ("audit", "demo" or "benchmarks"), and sources for a model with
+    an encoder ("ast" or "rename")."""
     lines = (root() / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
