@@ -10,18 +10,24 @@ goes on with --resume.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import random
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foredraft import zoo
 from recipes.t5 import recipe
 from recipes.zoo.__main__ import Out, Resume, _keep_freed_memory, _needed, _read, _write
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -43,10 +49,6 @@ TaskName = Annotated[Named, typer.Option("--task", help="What the models learn."
 @app.command()
 def pairs(out: Out, task: TaskName = Named.ast) -> None:
     """Make pairs from the corpus, learn the tokenizer from those of `ast`, and encode them (minutes)."""
-    import json
-
-    from transformers import PreTrainedTokenizerFast
-
     from recipes.t5 import tokenization
     from recipes.t5.pairs import Pair, of_file, variables
     from recipes.zoo.corpus import Corpus
@@ -65,7 +67,7 @@ def pairs(out: Out, task: TaskName = Named.ast) -> None:
     if task is Named.ast:
         sample = halves["train"][:: max(1, len(halves["train"]) // 60_000)]
         tokenization.train(text for pair in sample for text in (pair.source, pair.text)).save_pretrained(out / "t5-tokenizer")
-    learnt = PreTrainedTokenizerFast.from_pretrained(_needed(out / "t5-tokenizer", "pairs --task ast"))
+    learnt = _tokenizer(out)
     for half, found in halves.items():
         encoded, kept = tokenization.encode(learnt, found, limits)
         encoded.save(folder / "pairs" / f"{half}.npz")
@@ -110,6 +112,62 @@ def train(
         "machine": f"{os.cpu_count()} cores ({platform.machine()})",
     }
     _write(folder / "training.json", account)
+
+
+@app.command()
+def evaluate(out: Out, task: TaskName = Named.ast) -> None:
+    """Measure exact match and nats per token on held-out packages, with bfloat16 weights, and of both baselines (minutes)."""
+    import torch
+
+    from recipes.t5 import evaluation, fit
+    from recipes.t5.tokenization import Encoded
+
+    base, limits = out / f"t5-{task.value}", recipe.TASKS[task.value]
+    train, held_out = (Encoded.load(_needed(base / "pairs", "pairs") / f"{half}.npz") for half in ("train", "held_out"))
+    chosen = evaluation.sample([json.loads(line)["task"] for line in open(base / "pairs" / "held_out.jsonl", encoding="utf-8")])
+
+    def measured(name: str, score: Callable[[list[int]], evaluation.Score]) -> None:
+        scores = {kind: asdict(score(indices)) for kind, indices in chosen.items()}
+        for kind, each in scores.items():
+            typer.echo(f"{name}, {kind}: {each['exact_match']:.1%} exact, {each['nats_per_token']:.4f} nats per token")
+        _write(base / f"scores-{name}.json", scores)
+
+    for name in [each for each in recipe.MODELS if (base / each / fit.CHECKPOINT).exists()]:
+        model = fit.load_weights(base / name).to(torch.bfloat16)
+        measured(name, lambda indices, model=model: evaluation.score_model(model, held_out, indices, limits.text))
+    measured("copy", lambda indices: evaluation.score_copy(train, held_out, indices))
+    table = evaluation.ngram_model(train)
+    measured("n-gram", lambda indices: evaluation.score_ngram(table, held_out, indices, limits.text))
+
+
+@app.command()
+def package(out: Out) -> None:
+    """Write the target and the 1 M draft of `ast`, with tokenizer, figures, model cards and held-out sources, into the package."""
+    from recipes.t5 import fit, packaging
+
+    base, manifest = out / "t5-ast", _read(_needed(out / "corpus", "corpus") / "manifest.json")
+    baselines = {name: _read(_needed(base / f"scores-{name}.json", "evaluate")) for name in ("copy", "n-gram")}
+    for name, run in ((zoo.T5, "target"), (zoo.T5_DRAFT, "1m")):
+        figures = {"training": _read(base / run / "training.json"), "held_out": _read(base / f"scores-{run}.json"), "baselines": baselines}
+        typer.echo(packaging.package_model(name, fit.load_weights(base / run), _tokenizer(out), figures, manifest))
+    for line in packaging.package_prompts(base / "pairs", _tokenizer(out)):
+        typer.echo(line)
+
+
+@app.command(name="all")
+def everything(out: Out) -> None:
+    """All steps of `ast` in order, with the budgets of the recipe; `doc` and the 3 M draft take `pairs` and `train` by hand."""
+    pairs(out)
+    for model in (Sized.target, Sized.small):
+        train(out, model=model)
+    evaluate(out)
+    package(out)
+
+
+def _tokenizer(out: Path) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(_needed(out / "t5-tokenizer", "pairs --task ast"))
 
 
 if __name__ == "__main__":

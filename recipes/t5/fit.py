@@ -25,6 +25,7 @@ from recipes.zoo.fit import CHECKPOINT, Schedule
 
 POOL = 8192  # pairs that are sorted by length together
 VALIDATED = 200  # held-out pairs, while it trains
+NEIGHBOUR = 5.0  # the bias of heads that begin by looking at one
 EMBEDDING_SCALE = 0.5  # of the library's initial embeddings, whose logits are large for a tied head
 
 
@@ -33,6 +34,12 @@ def build(config: T5Config) -> T5ForConditionalGeneration:
         torch.manual_seed(SEED)
         model = T5ForConditionalGeneration(config)
     model.shared.weight.data.mul_(EMBEDDING_SCALE)
+    for stack in (model.encoder, model.decoder):  # a quarter of the heads begins by looking at each neighbour: copying needs such heads
+        first = stack.block[0].layer[0].SelfAttention
+        for place, offset in enumerate((-1,) if stack.is_decoder else (-1, 1)):
+            bucket = first._relative_position_bucket(torch.tensor(offset), not stack.is_decoder).item()
+            share = max(1, config.num_heads // 4)
+            first.relative_attention_bias.weight.data[bucket, place * share : (place + 1) * share] = NEIGHBOUR
     for stack, branches in ((model.encoder, 2), (model.decoder, 3)):
         for name, weight in stack.named_parameters():
             if name.endswith((".o.weight", ".wo.weight")):  # residual branches start small (GPT-2)
@@ -135,13 +142,13 @@ class Run(fit.Run):
         named = list(self.model.named_parameters())
         matrices = [p for name, p in named if p.ndim == 2 and not name.endswith((".q.weight", "_bias.weight", "shared.weight"))]
         queries = [p for name, p in named if name.endswith(".q.weight")]
-        tables = [p for name, p in named if name.endswith(("_bias.weight", "shared.weight"))]
+        biases = [p for name, p in named if name.endswith("_bias.weight")]
         norms = [p for _, p in named if p.ndim == 1]
         muon = [
             {"params": matrices, "lr": rates.matrices, "weight_decay": rates.weight_decay},
             {"params": queries, "lr": rates.matrices * scale, "weight_decay": rates.weight_decay / scale},
         ]
-        adam = [{"params": tables, "lr": rates.rest}, {"params": norms, "lr": rates.rest / 3}]
+        adam = [{"params": [self.model.shared.weight], "lr": rates.rest}, {"params": biases, "lr": rates.rest * 5}, {"params": norms, "lr": rates.rest / 3}]
         made = [torch.optim.Muon(muon), torch.optim.AdamW(adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
         for optimizer in made:
             for group in optimizer.param_groups:
@@ -149,10 +156,7 @@ class Run(fit.Run):
         return made
 
     def _loss(self) -> Callable[..., Tensor]:
-        for stack in (self.model.encoder, self.model.decoder):
-            for block in stack.block:
-                block.compile(dynamic=True)  # one graph for all of a stack's, and for all lengths
-        return partial(cross_entropy, self.model)
+        return partial(cross_entropy, self.model)  # compiled layers were not faster: lengths differ from step to step
 
     def _groups(self, data: Encoded) -> Iterator[list[tuple[Tensor, Tensor]]]:
         for batches in groups(data, self.recipe.step_tokens, self.recipe.micro_tokens, self.progress.groups):

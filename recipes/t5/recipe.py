@@ -52,7 +52,7 @@ class Recipe:
     rates: Rates
     budget: float
     cooldown: float
-    step_tokens: int = 5400
+    step_tokens: int = 3600
     micro_tokens: int = 2048
 
     def config(self) -> T5Config:
@@ -76,8 +76,8 @@ class Recipe:
 
 
 MODELS = {
-    "target": Recipe(256, 768, 4, 4, Rates(matrices=0.01, rest=1e-2), 12.0, 0.25),
-    "1m": Recipe(128, 192, 2, 2, Rates(matrices=0.015, rest=1e-2), 12.0, 0.3),
-    "3m": Recipe(192, 384, 3, 2, Rates(matrices=0.015, rest=1e-2), 12.0, 0.3),
+    "target": Recipe(256, 768, 4, 4, Rates(matrices=0.02, rest=1e-2), 12.0, 0.25),
+    "1m": Recipe(128, 192, 2, 2, Rates(matrices=0.02, rest=1e-2), 12.0, 0.3),
+    "3m": Recipe(192, 384, 3, 2, Rates(matrices=0.02, rest=1e-2), 12.0, 0.3),
 }
 NGRAM_ORDER = 4  # of the baseline

@@ -76,7 +76,7 @@ def finish(folder: Path, card: str, figures: Figures, manifest: Figures) -> None
             file.chmod(0o644)  # safetensors makes its files private
 
 
-def _data_section(manifest: Figures) -> str:
+def data_section(manifest: Figures) -> str:
     def names(half: str) -> str:
         packages = manifest[half]["packages"]
         distributions = [f"{name} {entry['version']}" for name, entry in packages.items() if "version" in entry]
@@ -183,7 +183,7 @@ Rounding the weights: on every {ROUNDING_SAMPLE}th document {sample["float32"]["
 
 {_exits_section(held_out, figures.get("plain")) if "exits" in held_out else ""}\
 {_distilled_section(figures["distilled"]) if distilling else ""}\
-{_data_section(manifest)}
+{data_section(manifest)}
 ## Recipe
 
 ```
@@ -218,7 +218,7 @@ On the held-out packages the most likely next token is right {figures["held_out"
 {figures["baseline"]["accuracy"]:.1%}, and as a probability model (interpolated Witten-Bell) the whole table needed \
 {figures["baseline"]["bits_per_byte"]:.4f} bits per byte. The pruned one is for ranking, not for probabilities.
 
-{_data_section(manifest)}
+{data_section(manifest)}
 ## Recipe
 
 ```

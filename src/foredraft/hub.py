@@ -35,12 +35,14 @@ def check_path(source: str) -> None:
 
 
 def on_this_machine(source: str) -> bool:
-    """Whether ``source``, a path or a hub id, is to be read without asking the hub: it is a path, or it was downloaded before and the hub
+    """Whether ``source`` is to be read without asking the hub: it is embedded, a path, or was downloaded before and the hub
     cannot be reached.
 
     Raises:
         ConfigurationError: no such path; or a hub id that was not downloaded before, and the hub cannot be reached.
     """
+    if source.startswith(zoo.PREFIX):
+        return zoo.find(source).path.exists()
     check_path(source)
     if Path(source).expanduser().exists():
         return True

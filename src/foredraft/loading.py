@@ -43,15 +43,15 @@ def load_model(
     source = str(hub.named(source))
     check_quantization(quantization, source)
     device = parse_device(device)
+    config = hub.config_of(source)
+    if not encoders:
+        hub.check_decoder(source, config)
     if source.startswith(zoo.PREFIX):
         if quantization is None:
             return zoo.load(source, dtype=parse_dtype(dtype), device=device)
         embedded = zoo.load(source, dtype=parse_dtype(dtype))
         quantize(embedded)
         return embedded.to(device)
-    config = hub.config_of(source)
-    if not encoders:
-        hub.check_decoder(source, config)
     loader, kind = loader_for(config)
     how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
     how["local_files_only"] = hub.on_this_machine(source)

@@ -115,14 +115,14 @@ CATALOGUE = {
         Embedded(
             WIDE, "inflated", f"benchmark instrument: {DEEP} at the cost of 100 M parameters", DEEP, inflated=Inflated(768, 16, 103_834_368)
         ),
+        Embedded(NGRAM, "ngram", "n-gram table of the same corpus, for the ngram drafter", NGRAM, "ngram"),
+        Embedded(f"{TARGET}-medusa", "head", f"Medusa heads for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-medusa", "medusa"),
+        Embedded(f"{TARGET}-eagle3", "head", f"EAGLE-3 head for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-eagle3", "eagle3"),
         Embedded(T5, "target", "target with an encoder: a statement of Python to its syntax tree, or with a variable renamed", T5),
         Embedded(T5_DRAFT, "draft", f"draft for {T5}: same pairs, same tokenizer", T5_DRAFT),
         Embedded(
             T5_INFLATED, "inflated", f"benchmark instrument: {T5} at the cost of 130 M parameters", T5, inflated=Inflated(1024, 4, 130_043_904)
         ),
-        Embedded(NGRAM, "ngram", "n-gram table of the same corpus, for the ngram drafter", NGRAM, "ngram"),
-        Embedded(f"{TARGET}-medusa", "head", f"Medusa heads for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-medusa", "medusa"),
-        Embedded(f"{TARGET}-eagle3", "head", f"EAGLE-3 head for {TARGET}, and inflated for {INFLATED}", f"{TARGET}-eagle3", "eagle3"),
     )
 }
 

@@ -58,7 +58,7 @@ def check_source(source: str, *, encoders: bool = False) -> None:
     """A model by name, target or draft."""
     if source.startswith(zoo.PREFIX):
         zoo.find_model(source)
-    elif not encoders:
+    if not encoders:
         hub.check_decoder(source, config_here(source))
     else:
         hub.on_this_machine(source)
@@ -73,7 +73,7 @@ def check_source_text(target: str, prompt: str | None, source: str | None, file:
     """Refuse what an encoder is to read where there is none, and a text to continue where there is one."""
     if source is not None and (prompt is not None or file is not None):
         raise ConfigurationError("give --source TEXT alone, without PROMPT or --prompts FILE")
-    if not (config := {} if target.startswith(zoo.PREFIX) else config_here(target)):
+    if not (config := config_here(target)):
         return
     if source is not None and not config.get("is_encoder_decoder"):
         raise ConfigurationError(f"{target!r} has no encoder to read --source; give the text as PROMPT")

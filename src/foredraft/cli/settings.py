@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from foredraft.logits.logprobs import LogProbs
     from foredraft.stats import RowStats, Stats
 
-PAIRED = {"zoo:python-300m": "draft-model:zoo:python-1m"}  # targets whose passes are dear enough for this drafter to pay
+PAIRED = {  # targets whose passes are dear enough for this drafter to pay
+    "zoo:python-300m": "draft-model:zoo:python-1m",
+    "zoo:t5-ast-130m": "draft-model:zoo:t5-ast-1m",
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""Turns a finished run into a folder of the package: weights, tokenizer, figures and model card; and held-out sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+from foredraft import zoo
+from recipes.zoo.packaging import Figures, data_section, finish, fresh, save_tokenizer
+
+PROMPTS = 48  # of each kind
+SHORTEST = 32  # tokens of the texts that these ask for
+AS = {"ast": "syntax tree", "rename": "renamed statement"}
+EXAMPLE = """x = f(a, b=1)                  (Assign x (Call f a (Keyword b 1)))
+rename f load: x = f(a, b=1)   x = load(a, b=1)"""
+
+
+def package_model(name: str, model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, figures: Figures, manifest: Figures) -> Path:
+    """Writes bfloat16 weights and what belongs beside them."""
+    folder = fresh(name)
+    model = model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(folder)
+    if name == zoo.T5:
+        save_tokenizer(tokenizer, folder)
+    figures = {"parameters": model.num_parameters(), **figures}
+    finish(folder, _card(name, model.config, figures, manifest), figures, manifest)
+    return folder
+
+
+def package_prompts(pairs: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[Path]:
+    """The last held-out sources whose texts are not short; figures of held-out pairs are of the first ones."""
+    found: Mapping[str, list[str]] = {kind: [] for kind in AS}
+    for line in reversed((pairs / "held_out.jsonl").read_text(encoding="utf-8").splitlines()):
+        pair = json.loads(line)
+        chosen = found[pair["task"]]
+        if len(chosen) < PROMPTS and len(tokenizer(pair["text"]).input_ids) >= SHORTEST:
+            chosen.append(pair["source"])
+    for kind, chosen in found.items():
+        file = zoo.root() / "prompts" / f"{kind}.jsonl"
+        file.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in chosen), encoding="utf-8")
+        yield file
+
+
+def _card(name: str, config: T5Config, figures: Figures, manifest: Figures) -> str:
+    trained, held_out = figures["training"], figures["held_out"]
+    role = {
+        zoo.T5: "A small encoder-decoder model of Python statements, for demonstrations, tests and benchmarks of speculative decoding: the target.",
+        zoo.T5_DRAFT: f"The draft model for `{zoo.T5}`: same tokenizer, trained on the same pairs.",
+    }[name]
+    what = {"this model, bfloat16 weights as packaged": held_out, **{f"{each} baseline": of for each, of in figures["baselines"].items()}}
+    rows = "\n".join(
+        f"| {label} | {AS[kind]} | {each['exact_match']:.1%} | {each['nats_per_token']:.4f} | {each['accuracy']:.1%} |"
+        for label, scores in what.items()
+        for kind, each in scores.items()
+    )
+    stopped = ", stopped there by hand" if trained["tokens"] < trained["budget"] else ""
+    note = f" {trained['note']}" if "note" in trained else ""  # what the command alone does not tell, written by hand
+    model = "target" if name == zoo.T5 else name.rpartition("-")[2]
+    return f"""# {name}
+
+{role} It has seen nothing but statements of Python and is good for nothing else.
+
+It reads a statement and writes its syntax tree, or reads `rename A B: STATEMENT` and writes the statement with the variable A called B:
+
+```
+{EXAMPLE}
+```
+
+T5 v1.1 architecture, {figures["parameters"]:,} parameters: {config.num_layers} encoder and {config.num_decoder_layers} decoder layers, width \
+{config.d_model}, {config.num_heads} heads of {config.d_kv}, gated GELU of {config.d_ff}, a tied head, byte-level BPE of {config.vocab_size} \
+tokens whose names have no spaces, so that a name is the same tokens in source and text. Weights in bfloat16.
+
+## Held-out figures
+
+The first {held_out["ast"]["pairs"]} held-out pairs of each kind. Exact match is of greedy texts; nats are per token of the true text.
+
+| | text | exact match | nats per token | next token right |
+| --- | --- | --- | --- | --- |
+{rows}
+
+The copy baseline takes the token that stands in the source behind the token just written, and the source's statement as its text. The n-gram
+baseline is an interpolated Witten-Bell model of the texts of the training half; it knows no source.
+
+{data_section(manifest)}
+Statements of at most 400 characters without comments, as they stand there; of short ones a share. A variable is renamed to a name from
+another place of the same half. A source that is held out is in no training pair.
+
+## Recipe
+
+```
+python -m recipes.zoo corpus --out RUN
+python -m recipes.t5 pairs --out RUN
+python -m recipes.t5 train --model {model} --budget {trained["budget"] / 1e6:g} --cooldown {trained["cooldown"]:g} --out RUN
+python -m recipes.t5 evaluate --out RUN
+python -m recipes.t5 package --out RUN
+```
+
+{trained["tokens"]:,} tokens of sources and texts ({trained["epochs"]:.2f} epochs) in {trained["seconds"] / 60:.0f} minutes on \
+{trained["machine"]}{stopped}.{note}
+Cross-entropy of the texts; Muon and AdamW; warm-up, stable and decay over the last {trained["cooldown"]:.0%}; bfloat16 autocast over float32
+weights.
+
+## Limits
+
+Long names, long strings and deep nesting go wrong first. The training data holds names of people and projects, as source code does.
+"""
