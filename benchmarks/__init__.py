@@ -25,6 +25,7 @@ SUITES = {
     "busy": "busy:Busy",
     "grammars": "grammars:Grammars",
     "self": "self_speculation:SelfSpeculation",
+    "encdec": "encdec:EncDec",
     "online": "online:Online",
     "distill": "distill:Distill",
     "tokenizers": "tokenizers:Tokenizers",

@@ -49,7 +49,7 @@ def written(source: str, work: Path) -> Checkpoint:
         return Checkpoint(source, path.absolute(), slug)
     path = (work / slug / "hf").absolute()
     if not (path / DONE).exists():
-        model = load_model(source, dtype="float32")
+        model = load_model(source, dtype="float32", encoders=True)
         told_apart(model)
         save(model, source, path)
     return Checkpoint(source, path, slug)
@@ -99,6 +99,7 @@ def pass_bytes(path: Path, dtype: str) -> int | None:
         sizes |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     if not sizes:
         return None
+    sizes = {name: size for name, size in sizes.items() if not name.startswith("encoder.")}
     gathered = [name for name in sizes if "embed_tokens" in name or name.endswith("wte.weight")]
     untied = any("lm_head" in name for name in sizes)
     return SIZES[dtype] * (sum(sizes.values()) - (sum(sizes[name] for name in gathered) if untied else 0))

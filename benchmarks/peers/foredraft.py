@@ -52,7 +52,8 @@ class Engine:
         else:
             speculator = Speculator(checkpoint, drafter, dtype=dtype, device=self.device, execution=options.get("execution", "auto"), **how)
             self.execution = getattr(speculator.target, "execution", None)
-            speculator.model.generation_config.eos_token_id = None
+            if not speculator.model.config.is_encoder_decoder:
+                speculator.model.generation_config.eos_token_id = None
             self.models[key] = speculator.model
         self.speculators[name] = speculator
         return {"note": f"{self.execution} passes, rule {speculator.rule.name}, shape {speculator.shape}"}
@@ -85,7 +86,8 @@ class Engine:
         padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=self.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=self.device)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
-        predicted = self._predicted(speculator, ids, tokens) if len(ids) == 1 and not temperature else None
+        encoder = speculator.model.config.is_encoder_decoder
+        predicted = self._predicted(speculator, ids, tokens) if len(ids) == 1 and not temperature and not encoder else None
         begin = time.perf_counter()
         out = speculator.generate(
             padded, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, seed=seed, repeatable=False, **sampling
@@ -93,7 +95,7 @@ class Engine:
         end = time.perf_counter()
         stats = out.stats
         return {
-            "ids": out.sequences[:, width:].tolist(),
+            "ids": self._written(out.sequences, speculator.model, width),
             "seconds": end - begin,
             "times": [moment + max(0.0, end - begin - stats.seconds["total"]) for moment in stats.rows[0].token_times],
             "passes": stats.target_passes,
@@ -106,6 +108,14 @@ class Engine:
             "planning": stats.seconds.get("planning", 0.0),
             "predicted": predicted,
         }
+
+    @staticmethod
+    def _written(sequences: Any, model: Any, width: int) -> list[list[int]]:
+        """The new tokens of each row; a model with an encoder writes behind its start token, up to its end."""
+        if not model.config.is_encoder_decoder:
+            return list(sequences[:, width:].tolist())
+        rows, end = sequences[:, 1:].tolist(), model.generation_config.eos_token_id
+        return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
     @staticmethod
     def _predicted(speculator: Any, ids: list[list[int]], tokens: int) -> float | None:

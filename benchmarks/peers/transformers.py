@@ -43,11 +43,13 @@ class Engine:
         return {}
 
     def model(self, path: str, dtype: str) -> Any:
-        """Loaded once for all methods; without end-of-sequence ids, so that every text is as long as asked."""
+        """Loaded once for all methods; without end-of-sequence ids, so that every text is as long as asked, unless it has an encoder."""
         if (path, dtype) not in self.models:
-            kind = getattr(self.torch, dtype)
-            model = self.library.AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True).to(self.device).eval()
-            model.generation_config.eos_token_id = None
+            encoder = self.library.AutoConfig.from_pretrained(path, local_files_only=True).is_encoder_decoder
+            kind = self.library.AutoModelForSeq2SeqLM if encoder else self.library.AutoModelForCausalLM
+            model = kind.from_pretrained(path, dtype=getattr(self.torch, dtype), local_files_only=True).to(self.device).eval()
+            if not encoder:
+                model.generation_config.eos_token_id = None
             self.models[path, dtype] = model
         return self.models[path, dtype]
 
@@ -71,7 +73,8 @@ class Engine:
             )
         self.wait()
         end = time.perf_counter()
-        found: dict[str, Any] = {"ids": out[:, width:].tolist(), "seconds": end - begin, "passes": len(watch.target)}
+        rows = written(out, target, width)
+        found: dict[str, Any] = {"ids": rows, "seconds": end - begin, "passes": len(watch.target)}
         if watch.target:
             prefill = watch.target[0]
             spent, drafts = sum(watch.target[1:]), sum(watch.draft)
@@ -79,12 +82,20 @@ class Engine:
             found["rounds"] = (len(watch.target) - 1) * len(ids)
         if arrivals is not None and arrivals.counts:
             found["times"] = arrivals.times(begin)
-            found["kept"] = tokens - arrivals.counts[0]
+            found["kept"] = len(rows[0]) - arrivals.counts[0]
         return found
 
     def wait(self) -> None:
         if self.device != "cpu":
             self.torch.cuda.synchronize()
+
+
+def written(out: Any, model: Any, width: int) -> list[list[int]]:
+    """The new tokens of each row behind a prompt of so many; a model with an encoder writes behind its start token, up to its end."""
+    if not model.config.is_encoder_decoder:
+        return list(out[:, width:].tolist())
+    rows, end = out[:, 1:].tolist(), model.generation_config.eos_token_id
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
 class Watch:

@@ -124,7 +124,8 @@ def evaluate(out: Out, task: TaskName = Named.ast) -> None:
 
     base, limits = out / f"t5-{task.value}", recipe.TASKS[task.value]
     train, held_out = (Encoded.load(_needed(base / "pairs", "pairs") / f"{half}.npz") for half in ("train", "held_out"))
-    chosen = evaluation.sample([json.loads(line)["task"] for line in open(base / "pairs" / "held_out.jsonl", encoding="utf-8")])
+    lines = (base / "pairs" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    chosen = evaluation.sample([json.loads(line)["task"] for line in lines])
 
     def measured(name: str, score: Callable[[list[int]], evaluation.Score]) -> None:
         scores = {kind: asdict(score(indices)) for kind, indices in chosen.items()}

@@ -111,5 +111,3 @@ def _nats(found: Sequence[tuple[float, int, int]], anything: np.ndarray, share: 
 
 def _begun(text: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], text])
-
-

@@ -137,7 +137,7 @@ class Run(fit.Run):
         return build(config)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """T5 does not divide attention scores by the root of a head's size: its queries are that much smaller, and learn that much slower."""
+        """T5 does not divide scores by the root of a head's size: its queries are that much smaller, and learn that much slower."""
         rates, scale = self.rates, self.model.config.d_kv**-0.5
         named = list(self.model.named_parameters())
         matrices = [p for name, p in named if p.ndim == 2 and not name.endswith((".q.weight", "_bias.weight", "shared.weight"))]
@@ -148,7 +148,11 @@ class Run(fit.Run):
             {"params": matrices, "lr": rates.matrices, "weight_decay": rates.weight_decay},
             {"params": queries, "lr": rates.matrices * scale, "weight_decay": rates.weight_decay / scale},
         ]
-        adam = [{"params": [self.model.shared.weight], "lr": rates.rest}, {"params": biases, "lr": rates.rest * 5}, {"params": norms, "lr": rates.rest / 3}]
+        adam = [
+            {"params": [self.model.shared.weight], "lr": rates.rest},
+            {"params": biases, "lr": rates.rest * 5},
+            {"params": norms, "lr": rates.rest / 3},
+        ]
         made = [torch.optim.Muon(muon), torch.optim.AdamW(adam, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
         for optimizer in made:
             for group in optimizer.param_groups:

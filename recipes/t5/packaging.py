@@ -19,7 +19,9 @@ EXAMPLE = """x = f(a, b=1)                  (Assign x (Call f a (Keyword b 1)))
 rename f load: x = f(a, b=1)   x = load(a, b=1)"""
 
 
-def package_model(name: str, model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, figures: Figures, manifest: Figures) -> Path:
+def package_model(
+    name: str, model: T5ForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, figures: Figures, manifest: Figures
+) -> Path:
     """Writes bfloat16 weights and what belongs beside them."""
     folder = fresh(name)
     model = model.to(torch.bfloat16)
@@ -49,7 +51,7 @@ def package_prompts(pairs: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator
 def _card(name: str, config: T5Config, figures: Figures, manifest: Figures) -> str:
     trained, held_out = figures["training"], figures["held_out"]
     role = {
-        zoo.T5: "A small encoder-decoder model of Python statements, for demonstrations, tests and benchmarks of speculative decoding: the target.",
+        zoo.T5: "A small encoder-decoder model of Python statements, for demonstrations, tests and benchmarks: the target.",
         zoo.T5_DRAFT: f"The draft model for `{zoo.T5}`: same tokenizer, trained on the same pairs.",
     }[name]
     what = {"this model, bfloat16 weights as packaged": held_out, **{f"{each} baseline": of for each, of in figures["baselines"].items()}}
@@ -71,9 +73,9 @@ It reads a statement and writes its syntax tree, or reads `rename A B: STATEMENT
 {EXAMPLE}
 ```
 
-T5 v1.1 architecture, {figures["parameters"]:,} parameters: {config.num_layers} encoder and {config.num_decoder_layers} decoder layers, width \
-{config.d_model}, {config.num_heads} heads of {config.d_kv}, gated GELU of {config.d_ff}, a tied head, byte-level BPE of {config.vocab_size} \
-tokens whose names have no spaces, so that a name is the same tokens in source and text. Weights in bfloat16.
+T5 v1.1 architecture, {figures["parameters"]:,} parameters: {config.num_layers} encoder and {config.num_decoder_layers} decoder layers, \
+width {config.d_model}, {config.num_heads} heads of {config.d_kv}, gated GELU of {config.d_ff}, a tied head, byte-level BPE of \
+{config.vocab_size} tokens whose names have no spaces, so that a name is the same tokens in source and text. Weights in bfloat16.
 
 ## Held-out figures
 
@@ -83,8 +85,8 @@ The first {held_out["ast"]["pairs"]} held-out pairs of each kind. Exact match is
 | --- | --- | --- | --- | --- |
 {rows}
 
-The copy baseline takes the token that stands in the source behind the token just written, and the source's statement as its text. The n-gram
-baseline is an interpolated Witten-Bell model of the texts of the training half; it knows no source.
+The copy baseline takes the token that stands in the source behind the token just written, and the source's statement as its text.
+The n-gram baseline is an interpolated Witten-Bell model of the texts of the training half; it knows no source.
 
 {data_section(manifest)}
 Statements of at most 400 characters without comments, as they stand there; of short ones a share. A variable is renamed to a name from
@@ -102,8 +104,8 @@ python -m recipes.t5 package --out RUN
 
 {trained["tokens"]:,} tokens of sources and texts ({trained["epochs"]:.2f} epochs) in {trained["seconds"] / 60:.0f} minutes on \
 {trained["machine"]}{stopped}.{note}
-Cross-entropy of the texts; Muon and AdamW; warm-up, stable and decay over the last {trained["cooldown"]:.0%}; bfloat16 autocast over float32
-weights.
+Cross-entropy of the texts; Muon and AdamW; warm-up, stable and decay over the last {trained["cooldown"]:.0%}; bfloat16 autocast over
+float32 weights.
 
 ## Limits
 

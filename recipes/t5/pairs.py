@@ -23,7 +23,17 @@ LIKELY = 60  # characters from which on every statement counts; of shorter ones 
 COMPOUND = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LEFT_OUT = frozenset({"ctx", "kind", "type_comment", "type_params", "type_ignores", "simple"})  # fields that say nothing about the source
 HEADLESS = (ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
-SPLICED = (ast.Call, ast.Tuple, ast.List, ast.Set, ast.Assign, ast.Delete, ast.Import, ast.Global, ast.Nonlocal)  # their lists need no brackets
+SPLICED = (
+    ast.Call,
+    ast.Tuple,
+    ast.List,
+    ast.Set,
+    ast.Assign,
+    ast.Delete,
+    ast.Import,
+    ast.Global,
+    ast.Nonlocal,
+)  # their lists need no brackets
 
 
 class Pair(NamedTuple):

@@ -31,7 +31,20 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 SILENT = ("embed_tokens", "lm_head", "o_proj", "down_proj", "shared", "o", "wo")  # outside the old corner these must be zero
-FREE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q", "k", "v", "wi", "wi_0", "wi_1", "relative_attention_bias")  # any number will do
+FREE = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "q",
+    "k",
+    "v",
+    "wi",
+    "wi_0",
+    "wi_1",
+    "relative_attention_bias",
+)  # any number will do
 NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "layer_norm", "final_layer_norm")
 
 

@@ -121,7 +121,11 @@ CATALOGUE = {
         Embedded(T5, "target", "target with an encoder: a statement of Python to its syntax tree, or with a variable renamed", T5),
         Embedded(T5_DRAFT, "draft", f"draft for {T5}: same pairs, same tokenizer", T5_DRAFT),
         Embedded(
-            T5_INFLATED, "inflated", f"benchmark instrument: {T5} at the cost of 130 M parameters", T5, inflated=Inflated(1024, 4, 130_043_904)
+            T5_INFLATED,
+            "inflated",
+            f"benchmark instrument: {T5} at the cost of 130 M parameters",
+            T5,
+            inflated=Inflated(1024, 4, 130_043_904),
         ),
     )
 }

@@ -32,7 +32,10 @@ def encoded() -> tokenization.Encoded:
     [
         ("x = f(a, b=1)", "(Assign x (Call f a (Keyword b 1)))"),
         ("return -a.b[1:] + 'c' \"d\"", "(Return (Add (USub (Subscript (Attribute a b) (Slice 1))) 'c' \"d\"))"),
-        ("if not a < b <= c or d:\n    e, f = g\nelse:\n    pass", "(If (Or (Not (Compare a [Lt LtE] [b c])) d) [(Assign (Tuple e f) g)] [(Pass)])"),
+        (
+            "if not a < b <= c or d:\n    e, f = g\nelse:\n    pass",
+            "(If (Or (Not (Compare a [Lt LtE] [b c])) d) [(Assign (Tuple e f) g)] [(Pass)])",
+        ),
         ("from ..a import b as c, d", "(ImportFrom a [(As b c) d] 2)"),
         ("x: int", "(AnnAssign x int)"),
         ("print(*a, **b)", "(Call print (Starred a) (Keyword None b))"),
@@ -55,7 +58,8 @@ def test_variables_are_renamed_and_other_words_are_not():
 
 
 def test_pairs_of_a_file():
-    text = 'class A:\n    def f(self):\n        """Says what it is worth. And more."""\n        value = self.compute(1)\n        return value  # no\n\n    limit = 1\n'
+    body = '        """Says what it is worth. And more."""\n        value = self.compute(1)\n        return value  # no\n'
+    text = f"class A:\n    def f(self):\n{body}\n    limit = 1\n"
     file = SourceFile("p", "p/a.py", text)
     found = [each for each in pairs.of_file(file, "ast", recipe.TASKS["ast"], ["b"], both=True) if "value" in each.source]
     assert {each.task for each in found} <= {"ast", "rename"}

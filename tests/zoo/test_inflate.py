@@ -67,7 +67,16 @@ def test_widths_that_would_lose_exactness_are_refused(hidden_size):
 
 
 def small_t5(**changes) -> T5ForConditionalGeneration:
-    options = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 3, "num_decoder_layers": 2, "vocab_size": 64, "decoder_start_token_id": 0}
+    options = {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_heads": 4,
+        "num_layers": 3,
+        "num_decoder_layers": 2,
+        "vocab_size": 64,
+        "decoder_start_token_id": 0,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = T5ForConditionalGeneration(T5Config(**{**options, "feed_forward_proj": "gated-gelu", **changes})).eval()
