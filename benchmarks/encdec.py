@@ -25,7 +25,7 @@ from benchmarks.suite import option
 from foredraft import zoo
 from foredraft.estimates import LEVEL, RESAMPLES, Estimate
 
-EMBEDDED = ("ast", "rename", "doc")
+EMBEDDED = ("ast", "rename")
 GREEDY, SAMPLED = "greedy", "temperature 1"
 TEMPERATURES = {GREEDY: 0.0, SAMPLED: 1.0}
 SUFFIX, BIGRAM, BIGRAM_LENGTH = "suffix", "bigram", 3

@@ -103,7 +103,7 @@ def test_a_run_learns_stops_resumes_and_beats_both_baselines(encoded, tmp_path):
     assert 3_000 <= run(3_000, resume=False).progress.tokens < 3_800
     assert 8_000 <= run(8_000, resume=True).progress.tokens < 8_800
     losses = [json.loads(line)["held_out_nats_per_token"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
-    assert losses[-1] < 0.6 * losses[0]
+    assert losses[-1] < losses[0] - 0.5
     some = range(0, 400, 40)
     scores = [
         evaluation.score_model(fit.load_weights(tmp_path), encoded, some, 40),
