@@ -43,6 +43,7 @@ class Sized(str, Enum):
     small = "1m"
 
 
+ModelName = Annotated[Sized, typer.Option("--model", help="Which one.")]
 TaskName = Annotated[Named, typer.Option("--task", help="What the models learn.")]
 
 
@@ -80,7 +81,7 @@ def pairs(out: Out, task: TaskName = Named.ast) -> None:
 def train(
     out: Out,
     task: TaskName = Named.ast,
-    model: Annotated[Sized, typer.Option("--model", help="Which one.")] = Sized.target,
+    model: ModelName = Sized.target,
     budget: Annotated[float | None, typer.Option("--budget", help="Million tokens; the recipe's unless given.")] = None,
     cooldown: Annotated[float | None, typer.Option("--cooldown", help="Share of them over which the rate falls to zero.")] = None,
     resume: Resume = False,
@@ -151,8 +152,29 @@ def package(out: Out) -> None:
     for name, run in ((zoo.T5, "target"), (zoo.T5_DRAFT, "1m")):
         figures = {"training": _read(base / run / "training.json"), "held_out": _read(base / f"scores-{run}.json"), "baselines": baselines}
         typer.echo(packaging.package_model(name, fit.load_weights(base / run), _tokenizer(out), figures, manifest))
-    for line in packaging.package_prompts(base / "pairs", _tokenizer(out)):
-        typer.echo(line)
+    for kind in ("ast", "rename"):
+        typer.echo(packaging.write_prompts(base / "pairs", _tokenizer(out), kind, zoo.root() / "prompts" / f"{kind}.jsonl"))
+
+
+@app.command()
+def checkpoint(
+    out: Out,
+    task: TaskName = Named.ast,
+    model: ModelName = Sized.target,
+    width: Annotated[int, typer.Option("--width", help="Inflate it to so many times its width.")] = 1,
+) -> None:
+    """Write a trained model as a checkpoint into OUT/t5-TASK/MODEL-WIDTHx, and held-out sources into OUT/t5-TASK/TASK.jsonl."""
+    import torch
+
+    from foredraft import inflate
+    from recipes.t5 import fit, packaging
+
+    base = out / f"t5-{task.value}"
+    trained = fit.load_weights(_needed(base / model.value / fit.CHECKPOINT, "train").parent).to(torch.bfloat16)
+    folder = base / f"{model.value}-{width}x"
+    packaging.save(inflate(trained, hidden_size=trained.config.d_model * width), _tokenizer(out), folder)
+    typer.echo(folder)
+    typer.echo(packaging.write_prompts(base / "pairs", _tokenizer(out), task.value, base / f"{task.value}.jsonl"))
 
 
 @app.command(name="all")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from foredraft import zoo
 from recipes.zoo.packaging import Figures, data_section, finish, fresh, save_tokenizer
 
 PROMPTS = 48  # of each kind
-SHORTEST = 32  # tokens of the texts that these ask for
+SHORTEST = {"ast": 32, "rename": 32, "doc": 8}  # tokens of the texts that these ask for
 AS = {"ast": "syntax tree", "rename": "renamed statement"}
 EXAMPLE = """x = f(a, b=1)                  (Assign x (Call f a (Keyword b 1)))
 rename f load: x = f(a, b=1)   x = load(a, b=1)"""
@@ -24,28 +23,28 @@ def package_model(
 ) -> Path:
     """Writes bfloat16 weights and what belongs beside them."""
     folder = fresh(name)
-    model = model.to(torch.bfloat16)
-    model.generation_config = GenerationConfig(decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
-    model.save_pretrained(folder)
-    if name == zoo.T5:
-        save_tokenizer(tokenizer, folder)
+    save(model.to(torch.bfloat16), tokenizer if name == zoo.T5 else None, folder)
     figures = {"parameters": model.num_parameters(), **figures}
     finish(folder, _card(name, model.config, figures, manifest), figures, manifest)
     return folder
 
 
-def package_prompts(pairs: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[Path]:
-    """The last held-out sources whose texts are not short; figures of held-out pairs are of the first ones."""
-    found: Mapping[str, list[str]] = {kind: [] for kind in AS}
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast | None, folder: Path) -> None:
+    model.generation_config = GenerationConfig(decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
+
+
+def write_prompts(pairs: Path, tokenizer: PreTrainedTokenizerFast, kind: str, file: Path) -> Path:
+    """The last held-out sources of a kind whose texts are not short; figures of held-out pairs are of the first ones."""
+    chosen: list[str] = []
     for line in reversed((pairs / "held_out.jsonl").read_text(encoding="utf-8").splitlines()):
         pair = json.loads(line)
-        chosen = found[pair["task"]]
-        if len(chosen) < PROMPTS and len(tokenizer(pair["text"]).input_ids) >= SHORTEST:
+        if len(chosen) < PROMPTS and pair["task"] == kind and len(tokenizer(pair["text"]).input_ids) >= SHORTEST[kind]:
             chosen.append(pair["source"])
-    for kind, chosen in found.items():
-        file = zoo.root() / "prompts" / f"{kind}.jsonl"
-        file.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in chosen), encoding="utf-8")
-        yield file
+    file.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in chosen), encoding="utf-8")
+    return file
 
 
 def _card(name: str, config: T5Config, figures: Figures, manifest: Figures) -> str:
