@@ -12,6 +12,7 @@ import torch
 from cover import nightly_but
 from encoder_decoders import CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, save_t5, sources, texts
 from helpers import random_tree
+from kernel_cases import always as always  # a fixture
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import BaseModelOutput
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 import foredraft
 from foredraft import ConfigurationError, RowParameters, Source, Speculator, UnsupportedModelError
+from foredraft.backends.packing import PackedForward
 from foredraft.cli import app
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import encoder_decoder
@@ -350,10 +352,31 @@ def test_drafts_of_another_kind():
         Speculator(tiny(), DraftModel(build("t5")))
 
 
-def test_passes_are_eager():
-    with pytest.raises(ConfigurationError, match="cannot be packed: the model has an encoder"):
-        Speculator(build("t5"), "none", execution="packed")
-    assert "encoder" in Speculator(build("t5"), "none").target.reasons["packed"]
+PACKED = ("t5", "t5 v1.1", "bart", "marian", "umt5", "m2m_100")
+
+
+@pytest.mark.parametrize("name", nightly_but({("t5 v1.1",)}, [(name,) for name in PACKED]))
+def test_packed_decoders_give_the_same_text(name, always):
+    model, given = copy.deepcopy(build(name)), sources(name, "left")
+    expected = model.generate(**given, **OPTIONS)
+    speculator = Speculator(model, DraftModel(perturbed(name)), shape=SHAPES[1], rule="match", execution="packed")
+    assert speculator.target.execution == "packed" and isinstance(vars(model.lm_head)["forward"], PackedForward)
+    assert not any("forward" in vars(each) for each in model.get_encoder().modules())
+    assert torch.equal(speculator.generate(**given, **OPTIONS).sequences, expected)
+    speculator.close()
+    assert torch.equal(model.generate(**given, **OPTIONS), expected) and "forward" not in vars(model.lm_head)
+
+
+def test_packed_decoders_are_chosen_for_models_loaded_by_name(tmp_path, monkeypatch):
+    save_t5(tmp_path)
+    assert "handed in" in Target(build("t5")).reasons["packed"]
+    assert Speculator(tmp_path, "none").target.execution in ("packed", "native")
+    monkeypatch.setattr("foredraft.backends.kernels.difference", lambda logits, expected: 0.5)
+    other = Speculator(tmp_path, "none").target
+    assert other.execution == "eager" and "differ by 5.0e-01" in other.reasons["packed"]
+    for execution in ("compiled", "graphs"):
+        with pytest.raises(ConfigurationError, match=f"cannot be {execution}: the model has an encoder"):
+            Target(build("t5"), execution=execution)
     assert PAD != START
 
 

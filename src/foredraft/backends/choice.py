@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ from foredraft.backends.packing import HINTS, NATIVE
 from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
 from foredraft.errors import ConfigurationError
+from foredraft.models.encoder_decoder import some_encoding
 from foredraft.models.support import ModelFacts, describe
 from foredraft.tree import TokenTree
 
 EXECUTIONS = ("auto", "eager", "packed", "native", "compiled", "graphs")
 ATTENTIONS = ("auto", "model", "flex")
 SAMPLE = 7  # tokens of the pass that packed weights are compared on
-ENCODER = "the model has an encoder, and passes of such models are eager"
+ENCODER = "the model has an encoder, and passes of such models are packed or eager"
 UNPROVEN = "no report from a GPU shows that it is equal and faster there; {} uses it all the same"
 
 
@@ -52,7 +54,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
             raise ConfigurationError(f"unknown {what} {asked!r}; choose {', '.join(known)}")
     reasons: dict[str, str] = {}
     why_no_flex = ENCODER if facts.sourced else flex.refusal(facts, execution)
-    if facts.sourced and execution not in ("auto", "eager"):
+    if facts.sourced and execution in ("compiled", "graphs"):
         raise ConfigurationError(f"passes of {describe(facts.model)} cannot be {execution}: {ENCODER}; use execution='auto'")
     if attention == "flex" and why_no_flex is not None:
         raise ConfigurationError(f"{describe(facts.model)} cannot attend through FlexAttention: {why_no_flex}; use attention='auto'")
@@ -82,9 +84,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
 
 def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reasons: dict[str, str]) -> Overrides | None:
     """Packed weights, if they are asked for or can be had without holding weights twice."""
-    if facts.sourced:
-        reasons["packed"] = ENCODER
-    elif execution not in ("auto", "packed", "native"):
+    if execution not in ("auto", "packed", "native"):
         reasons["packed"] = f"execution={execution!r} was asked for"
     elif attention == "flex":
         reasons["packed"] = "attention='flex' was asked for, and the packed layers attend by themselves"
@@ -116,12 +116,15 @@ def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:
 
 
 def sample_of(facts: ModelFacts) -> Callable[[], Tensor]:
-    """A pass over a few tokens, without a cache, that returns the logits."""
+    """A pass over a few tokens, without a cache, that returns the logits. Where the model has an encoder, its states are given."""
+    ids = torch.arange(min(SAMPLE, facts.context or SAMPLE), device=facts.device)[None] % facts.vocab_size
+    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if facts.sourced:
+        given = {"encoder_outputs": some_encoding(facts.model, SAMPLE), "decoder_input_ids": ids}
 
     @torch.inference_mode()
     def sample() -> Tensor:
-        ids = torch.arange(min(SAMPLE, facts.context or SAMPLE), device=facts.device)[None] % facts.vocab_size
-        logits: Tensor = facts.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        logits: Tensor = facts.model(**given, use_cache=False).logits
         return logits
 
     return sample

@@ -420,3 +420,10 @@ def some_source(model: Any, length: int, seed: int = 0) -> Source:
         mask = torch.ones(1, samples, dtype=torch.long)
         return Source({name: torch.randn(1, samples, generator=generator).to(model.dtype), "attention_mask": mask})
     raise UnsupportedModelError(f"{type(model).__name__} reads {name}, which is not supported; use model.generate")
+
+
+@torch.inference_mode()
+def some_encoding(model: Any, length: int) -> Any:
+    """What the encoder makes of :func:`some_source`."""
+    given = {name: each.to(model.device) for name, each in some_source(model, length).inputs.items()}
+    return model.get_encoder()(**given, return_dict=True)
