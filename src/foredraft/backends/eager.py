@@ -133,6 +133,7 @@ class Eager(Backend):
         super().__init__(facts, overrides, reasons)
         self.cache = SourcedCache() if facts.sourced else TreeCache()
         self.call = ModelCall(facts)
+        self._decoder = facts.model.get_decoder() if facts.sourced else getattr(facts.model, "model", facts.model)
         self._called: tuple[object, Direct | None] = (None, None)
         self._counting = torch.arange(1024, device=facts.device)[None]
 
@@ -173,7 +174,7 @@ class Eager(Backend):
     @property
     def direct(self) -> Direct | None:  # type: ignore[override]
         """The model in one call of a kernel, where its weights are laid out for that and nobody watches."""
-        decoder = vars(getattr(self.facts.model, "model", self.facts.model)).get("forward")
+        decoder = vars(self._decoder).get("forward")
         if decoder is None:
             return None
         if decoder is not self._called[0]:
@@ -181,13 +182,13 @@ class Eager(Backend):
         direct = self._called[1]
         return direct if direct is not None and direct.ready else None
 
-    def _masked(self, given: ForwardPass) -> tuple[Tensor, Tensor] | None:
-        """Positions of the nodes of this pass, and their mask; None for a chain, where slots say both."""
+    def _masked(self, given: ForwardPass) -> tuple[MaskInputs, Tensor] | None:
+        """Where the nodes of this pass stand, and their mask; None for a chain, where slots say both."""
         if given.tree.chain:
             return None
         where = MaskInputs(given.tree, given.window, self.positions(given.tree, given.window))
         mask = self.call.masks(where, self.cache)
-        return where.queries, mask if isinstance(mask, Tensor) else mask["full_attention"]
+        return where, mask if isinstance(mask, Tensor) else mask["full_attention"]
 
     def positions(self, tree: TokenTree, window: Window) -> Tensor:
         """``[R, N]`` positions of the tree's nodes (of a uniform chain those of this pass only), filler kept inside the context

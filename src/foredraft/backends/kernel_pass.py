@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,10 +24,14 @@ from foredraft.models.layers import Aside
 if TYPE_CHECKING:
     from foredraft.backends.base import Part
     from foredraft.models.features import Features
+    from foredraft.models.masks import MaskInputs
     from foredraft.models.skips import SkipSet
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-HEADS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+HEADS = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration"),
+)
 BY_POSITION = ("default", "linear", "llama3", "yarn")
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 COUNTED = 32768  # slots that are not counted anew
@@ -81,8 +85,9 @@ class NativePass:
         self.about, self.shared = native.Pass(), shared
         self.buffers: tuple[int, Any, Any] = (-1, None, None)  # the cache's ``allocations``, pointers to every layer's keys and values
         self._given: tuple[object, object] = (None, None)
-        self._held: list[Tensor] = []  # what the pointers point to
+        self._held: list[Tensor | None] = []  # what the pointers point to
         self._scratch: dict[tuple[int, int], list[Tensor]] = {}
+        self.positions: Tensor | None = None  # of what is in each slot
 
     @staticmethod
     def over(cache: TreeCache, shared: object) -> NativePass:
@@ -92,21 +97,23 @@ class NativePass:
         found: NativePass = cache.scratch
         return found
 
-    def of(self, layer: NativeLayer, x: Tensor, window: Window, angles: tuple[Tensor, Tensor], places: Places | None = None) -> native.Pass:
+    def of(
+        self, layer: Kernel, x: Tensor, window: Window, angles: tuple[Tensor, Tensor] | None, places: Places | None = None
+    ) -> native.Pass:
         """For ``x`` ``[rows, nodes, hidden]`` with ``angles`` ``[rows or 1, nodes, D]``, or ``[1, tokens, hidden]`` and
-        ``[1, tokens, D]`` in ``places``."""
+        ``[1, tokens, D]`` in ``places``; None where nothing is turned by its position."""
         about = self.about
         if angles is self._given[0] and window is self._given[1]:
             return about
-        own = places is not None or angles[0].shape[0] > 1
+        own = places is not None or (angles is not None and angles[0].shape[0] > 1)
         places = places or Places(window, ragged=False)
-        cos, sin = (each.contiguous() for each in angles)
+        cos, sin = (None, None) if angles is None else (each.contiguous() for each in angles)
         about.threads, about.rows, about.width = torch.get_num_threads(), window.rows, window.width
         about.tokens, about.nodes, about.own_angles = places.count, places.nodes, int(own)
         scratch = self.room(layer.about, x, places.count, int(about.threads))
         held = [cos, sin, places.begins, places.rows, places.slots, *scratch]
         for name, tensor in zip(native.POINTERS, held, strict=True):
-            setattr(about, name, tensor.data_ptr())
+            setattr(about, name, None if tensor is None else tensor.data_ptr())
         self._held, self._given = held, (angles, window)
         return about
 
@@ -174,12 +181,25 @@ class NativeLayer:
         return out
 
 
-class NativeModel(Override):
-    """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them."""
+class Kernel(Protocol):
+    """A decoder layer as the kernels see it: ``about`` it, its ``index``, and what all layers of the model ``shared``."""
 
-    def __init__(self, base: Any, kernels: list[NativeLayer]):
+    about: native.Layer
+    index: int
+    library: Any
+    shared: Any
+
+
+class NativeModel(Override):
+    """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them.
+
+    Attributes:
+        norm, eps: of the norm behind the last layer.
+    """
+
+    def __init__(self, base: Any, layers: Sequence[nn.Module], kernels: Sequence[Kernel], norm: Tensor, eps: float):
         self.base = self.layer = base
-        self.kernels, self.shared = kernels, kernels[0].shared
+        self.layers, self.kernels, self.shared, self.norm, self.eps = layers, kernels, kernels[0].shared, norm, eps
         self.run = kernels[0].library.model
         self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
@@ -203,7 +223,7 @@ class NativeModel(Override):
             return None
         if type(base.embed_tokens) is not nn.Embedding or base.norm.weight.dtype != base.embed_tokens.weight.dtype:
             return None
-        return NativeModel(base, kernels)
+        return NativeModel(base, layers, kernels, base.norm.weight, base.norm.variance_epsilon)
 
     def __call__(
         self,
@@ -218,13 +238,14 @@ class NativeModel(Override):
             return type(self.base).forward(self.base, input_ids, **given, **others)
         assert input_ids is not None and position_ids is not None
         x = self.base.embed_tokens(input_ids)
-        out = self.run_over(x, position_ids, attention_mask, past_key_values)
+        out = self.run_over(x, position_ids, None, attention_mask, past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values)
 
     def run_over(
         self,
         x: Tensor,
         positions: Tensor,
+        where: MaskInputs | None,
         mask: Tensor | None,
         cache: TreeCache,
         places: Places | None = None,
@@ -232,16 +253,17 @@ class NativeModel(Override):
         part: Part | None = None,
     ) -> Tensor:
         """The last hidden states for embeddings ``x``, behind the final norm; ``x`` is left with what it was made from. Shapes as
-        :meth:`NativePass.of` has them. ``states`` says what else to write where, ``part`` which layers to run."""
-        window, norm = cache.window, self.base.norm
+        :meth:`NativePass.of` has them. ``where`` says of a tree what is in each slot, ``states`` what else to write where, ``part`` which
+        layers to run."""
+        window = cache.window
         assert window is not None
         keys, values, row_stride, head_stride = self.held(cache, x)
-        about = NativePass.over(cache, self.shared).of(self.kernels[0], x, window, self._angles(x, positions, window.width), places)
+        about = self.about(x, positions, where, cache, window, places)
         about.row_stride, about.head_stride = row_stride, head_stride
         if mask is not None:
             about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
         out, offset = torch.empty_like(x), window.first * row_stride
-        where = norm.weight.data_ptr(), norm.variance_epsilon, out.data_ptr()
+        behind = self.norm.data_ptr(), self.eps, out.data_ptr()
         seen = None if mask is None else mask.data_ptr()
         begin, end = (0, len(self.kernels)) if part is None else (part.begin, part.end)
         parts = None if part is None or part.skip is None else sublayers(part.skip, begin, end)
@@ -250,15 +272,28 @@ class NativeModel(Override):
             abouts, keys, values = (some.from_buffer(each, begin * POINTER) for each in (self.abouts, keys, values))
         else:
             abouts = self.abouts
-        self.run(abouts, end - begin, about, seen, x.data_ptr(), keys, values, offset, *where, states, parts)
+        self.run(abouts, end - begin, about, seen, x.data_ptr(), keys, values, offset, *behind, states, parts)
         return out
+
+    def about(
+        self, x: Tensor, positions: Tensor, where: MaskInputs | None, cache: TreeCache, window: Window, places: Places | None
+    ) -> native.Pass:
+        """What the kernels need to know about a pass; arguments as :meth:`run_over` has them."""
+        return NativePass.over(cache, self.shared).of(self.kernels[0], x, window, self._angles(x, positions, window.width), places)
+
+    def place(self, about: native.Growth, given: native.Pass, cache: TreeCache, like: Tensor, most: int) -> bool:
+        """Say where a draft for the only row finds what depends on positions, all below ``most``; False where that is not known."""
+        angles = self.angles_by_position(like, most)
+        if angles is not None:
+            about.cos, about.sin = angles[0].data_ptr(), angles[1].data_ptr()
+        return angles is not None
 
     @property
     def watched(self) -> bool:
         """Somebody wants to see what happens inside, or runs only some of the layers."""
         config = self.base.config
         asked = config.output_attentions or config.output_hidden_states
-        return bool(asked) or any(self._hooks) or any(isinstance(layer, Aside) for layer in self.base.layers)
+        return bool(asked) or any(self._hooks) or any(isinstance(layer, Aside) for layer in self.layers)
 
     def _serves(self, ids: Tensor | None, mask: Any, positions: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
         return (
@@ -321,7 +356,7 @@ class Direct:
         """Of ``model``, or None if it is no such model."""
         if type(model).__name__ not in HEADS or not type(model).__module__.startswith("transformers.models."):
             return None
-        decoder = vars(model.model).get("forward")
+        decoder = vars(model.get_decoder()).get("forward")
         return Direct(model, decoder) if isinstance(decoder, NativeModel) else None
 
     @property
@@ -335,7 +370,7 @@ class Direct:
         window: Window,
         cache: TreeCache,
         context: int | None,
-        tree: tuple[Tensor, Tensor] | None,
+        tree: tuple[MaskInputs, Tensor] | None,
         keep: Sequence[int] | None,
         features: Features | None = None,
         part: Part | None = None,
@@ -345,7 +380,7 @@ class Direct:
 
         Args:
             context: positions that the model knows.
-            tree: positions ``[R or 1, nodes]`` of the nodes and their mask ``[R or 1, 1, nodes, width]``; None for chains.
+            tree: where its nodes stand, and their mask ``[R or 1, 1, nodes, width]``; None for chains.
             part: the layers that are run; the hidden states are then those of :class:`~foredraft.backends.base.PassOutput`.
         """
         places = Places(window, ragged=tree is None)
@@ -355,16 +390,16 @@ class Direct:
             index = places.rows.long() * window.nodes + torch.arange(places.count) - places.begins[places.rows.long()]
             ids = ids[index]
         if part is None or part.states is None:
-            x = nn.functional.embedding(ids[None], self.model.model.embed_tokens.weight)
+            x = nn.functional.embedding(ids[None], self.decoder.base.embed_tokens.weight)
         else:
             x = part.states.reshape(1, len(tokens) * window.nodes, -1)
             x = x.clone() if whole else x[:, index]
         if tree is None:
-            mask, positions = None, places.positions
+            where, mask, positions = None, None, places.positions
             if context is not None and window.width > context:
                 positions = positions.clamp(max=context - 1)
         else:
-            positions, mask = tree[0].expand(window.rows, -1).reshape(-1), tree[1]
+            (where, mask), positions = tree, tree[0].queries.expand(window.rows, -1).reshape(-1)
         states, read, wanted = None, None, features.numbers if features is not None and part is None else ()
         if part is not None and part.skip is not None:
             wanted = (part.skip.first,)
@@ -372,7 +407,7 @@ class Direct:
             states = x.new_empty(places.count, len(wanted) * x.shape[-1])
             numbers = (ctypes.c_int64 * len(wanted))(*wanted)
             read = native.States(len(wanted), ctypes.addressof(numbers), states.data_ptr())
-        hidden = self.decoder.run_over(x, positions[None], mask, cache, places, read, part)[0]
+        hidden = self.decoder.run_over(x, positions[None], where, mask, cache, places, read, part)[0]
         last = None if keep is None else [begin + node for begin, node in zip(places.begins.tolist(), keep)]
 
         def spread(found: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ class Kernels:
         self.fused, self.native = len(self._fusion.layers), self._fusion.native
         self.refused: str | None = None
         if not self.fused and (found := difference(self._sample(), expected)) is not None:
+            self._fusion.undo()
             self._packing.undo()
             self.refused = f"packed weights gave logits that differ by {found:.1e} of their scale"
 

@@ -154,14 +154,11 @@ class NativeGrowth(Grower):
 
     def __init__(self, direct: Direct, head: Product, cache: TreeCache, context: int | None):
         self.direct, self.cache, self.context = direct, cache, context
-        base, first = direct.decoder.base, direct.decoder.kernels[0]
+        decoder, first = direct.decoder, direct.decoder.kernels[0]
         about = native.Growth(
-            layers=ctypes.addressof(direct.decoder.abouts),
-            count=len(direct.decoder.kernels),
-            norm=base.norm.weight.data_ptr(),
-            eps=base.norm.variance_epsilon,
+            layers=ctypes.addressof(decoder.abouts), count=len(decoder.kernels), norm=decoder.norm.data_ptr(), eps=decoder.eps
         )
-        super().__init__(first.library, first.about, head, base.embed_tokens.weight.new_empty(0), about)
+        super().__init__(first.library, first.about, head, decoder.base.embed_tokens.weight.new_empty(0), about)
 
     @staticmethod
     def of(direct: Direct, cache: TreeCache, context: int | None) -> NativeGrowth | None:
@@ -182,14 +179,12 @@ class NativeGrowth(Grower):
         if not 1 <= missed <= MISSED or (self.context is not None and most > self.context):
             return None
         decoder, about = self.direct.decoder, self._about
-        angles = decoder.angles_by_position(self._like, most)
-        if angles is None:
-            return None
         cache.enter(Window(0, 1, (start,), most - start))
+        if not decoder.place(about, self._pass, cache, self._like, most):
+            return None
         keys, values, self._pass.row_stride, self._pass.head_stride = decoder.held(cache, self._like)
         self._make_room(max(MISSED, widest), 1 + nodes, cache.capacity)
         about.embeddings = decoder.base.embed_tokens.weight.data_ptr()
-        about.cos, about.sin = angles[0].data_ptr(), angles[1].data_ptr()
         about.keys, about.values = ctypes.addressof(keys), ctypes.addressof(values)
         about.vocab = min(vocab_size, self.head.outputs, decoder.base.embed_tokens.num_embeddings)
         about.start, about.missed, about.most = start, missed, most

@@ -106,18 +106,20 @@ class CrossKeys(Cache):
         super().__init__(layers=[])
         self.layers: list[CrossLayer]
         self.rows: list[Encoded] = []
+        self.pointers: Any = None  # that kernels have made of the layers
 
     def enter(self, rows: Sequence[Encoded]) -> None:
         """The next pass is over ``rows``, all of which have keys, or none, and then it makes them."""
         if len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows)) and self.layers:
             return
-        self.rows = list(rows)
+        self.rows, self.pointers = list(rows), None
         self.layers = [self._together(layer) for layer in range(len(rows[0].keys))]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The keys and values that a layer has made of each row's states."""
         if layer_idx != len(self.layers):
             raise RuntimeError(f"cross-attention of layer {layer_idx} comes after {len(self.layers)} others")
+        key_states, value_states = key_states.contiguous(), value_states.contiguous()
         self.layers.append(CrossLayer(key_states, value_states))
         for row, keys, values in zip(self.rows, key_states, value_states):
             length = len(row.states)

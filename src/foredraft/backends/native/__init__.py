@@ -56,7 +56,9 @@ class Layer(ctypes.Structure):
         [(name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")]
         + [(name, ctypes.c_double) for name in ("eps", "head_eps", "scaling")]
         + [(name, Matrix) for name in ("qkv", "output", "gate_up", "down")]
-        + [(name, ctypes.c_void_p) for name in ("before", "after", "query_norm", "key_norm")]
+        + [(name, ctypes.c_void_p) for name in ("before", "after", "query_norm", "key_norm", "between")]
+        + [(name, Matrix) for name in ("cross_query", "cross_output")]
+        + [("bias", ctypes.c_void_p), ("reach", ctypes.c_int64), ("activation", ctypes.c_int64)]
     )
 
 
@@ -66,7 +68,8 @@ class Pass(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("threads", "rows", "tokens", "nodes", "width", "row_stride", "head_stride", "own_angles")]
         + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
-        + [(name, ctypes.c_void_p) for name in POINTERS]
+        + [(name, ctypes.c_void_p) for name in (*POINTERS, "positions", "ends", "cross_keys", "cross_values")]
+        + [(name, ctypes.c_int64) for name in ("cross_row_stride", "cross_head_stride")]
     )
 
 
@@ -227,6 +230,7 @@ def _advise() -> Callable[[int, int, int], int]:
 
 
 ATTENTION, MLP = 1, 2  # of ``layer.c``
+SILU, GELU, RELU = 0, 1, 2  # likewise
 MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
 
 

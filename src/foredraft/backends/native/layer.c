@@ -1,4 +1,4 @@
-/* Decoder layers of the llama family over a few tokens, for CPUs with AVX-512.
+/* Decoder layers of the llama family and of T5 over a few tokens, for CPUs with AVX-512.
  *
  * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
  * cache line, used for all tokens at once while it is in a register. The threads are those of crew.h. Sums are in float32; results are rounded to the model's dtype at the
@@ -35,6 +35,8 @@
 #define WHOLE 256 /* tokens of a product that a thread takes at a time: its weights are read once from memory */
 #define ATTENTION 1 /* sublayers of a layer that are not left out */
 #define MLP 2
+#define GELU 1 /* activations: 0 is silu, and RELU has no `up` beside it */
+#define RELU 2
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
@@ -340,14 +342,25 @@ INLINE void rotated(const value *x, const value *cos, const value *sin, value *o
     }
 }
 
-INLINE __m512 silu(__m512 x) {
+INLINE __m512 sigmoid(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x))); /* e^-|x| */
     const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    return rounded(_mm512_mul_ps(x, _mm512_div_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_add_ps(one, e))));
+    return _mm512_div_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_add_ps(one, e));
 }
 
-INLINE void gated(const value *gate, const value *up, value *out, int size) {
-    for (int i = 0; i < size; i += 16) store(out + i, _mm512_mul_ps(silu(load(gate + i)), load(up + i)));
+INLINE __m512 silu(__m512 x) { return rounded(_mm512_mul_ps(x, sigmoid(x))); }
+
+INLINE __m512 gelu(__m512 x) { /* x (1 + tanh(y)) / 2 with y = sqrt(2 / pi) (x + 0.044715 x^3) is x sigmoid(2 y) */
+    const __m512 slope = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.071354816f), _mm512_set1_ps(1.5957691f));
+    return rounded(_mm512_mul_ps(x, sigmoid(_mm512_mul_ps(x, slope))));
+}
+
+INLINE void gated(const value *gate, const value *up, value *out, int size, int activation) {
+    for (int i = 0; i < size; i += 16)
+        if (activation == RELU)
+            store(out + i, _mm512_max_ps(load(gate + i), _mm512_setzero_ps()));
+        else
+            store(out + i, _mm512_mul_ps(activation == GELU ? gelu(load(gate + i)) : silu(load(gate + i)), load(up + i)));
 }
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
@@ -448,6 +461,10 @@ typedef struct {
     double eps, head_eps, scaling;
     Matrix qkv, output, gate_up, down;
     const value *before, *after, *query_norm, *key_norm; /* norms; the last two or null */
+    const value *between;                  /* of a layer with cross-attention: the norm in front of it, */
+    Matrix cross_query, cross_output;      /* and its products; values null for other layers */
+    const float *bias;                     /* [heads, reach] of scores, by the distance of query and key; null for none */
+    int64_t reach, activation;             /* further keys are as the last one */
 } Layer;
 
 typedef struct {
@@ -461,7 +478,21 @@ typedef struct {
     const int32_t *slots;                  /* [tokens] where each one's keys go */
     value *states, *projected, *attended, *wide, *thin; /* scratch: [T, hidden], [T, qkv], [T, heads * size], [T, 2 inner], [T, inner] */
     float *scratch;                        /* [threads, QUERIES * KEYS + (KEYS + 2 * QUERIES) * size] */
+    int32_t *positions;                    /* [rows, width] of what is in each slot, where a bias reads them; null: its number */
+    const int32_t *ends;                   /* [rows] the last slot of each one's source, whose keys each layer has here */
+    const value *const *cross_keys, *const *cross_values;
+    int64_t cross_row_stride, cross_head_stride;
 } Pass;
+
+/* What queries are asked about: the text so far, or the source */
+typedef struct {
+    const value *keys, *values;
+    int64_t row_stride, head_stride, columns; /* the last from the queries of one token to those of the next */
+    const int32_t *slots;                     /* up to which a token sees all, without a mask; `by_row` that of each row */
+    int by_row;
+    const uint8_t *mask;
+    const float *bias;
+} Asked;
 
 /* Which of the 16 slots from `first` on a query sees: those in `seen`, or all up to its own */
 INLINE __mmask16 visible(const uint8_t *seen, int slot, int first, int width) {
@@ -476,13 +507,22 @@ INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
     return p->scratch + (size_t)w->number * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * l->size);
 }
 
+/* What is added to the scores of the 16 slots from `first` on, of which there are `there`, for a head of a query in `slot` */
+INLINE __m512 by_distance(const Layer *l, const Pass *p, const float *bias, int row, int head, int slot, int first, __mmask16 there) {
+    const int32_t *positions = p->positions ? p->positions + (size_t)row * p->width : 0;
+    const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i at = positions ? _mm512_maskz_loadu_epi32(there, positions + first) : _mm512_add_epi32(count, _mm512_set1_epi32(first));
+    __m512i distance = _mm512_sub_epi32(_mm512_set1_epi32(positions ? positions[slot] : slot), at);
+    distance = _mm512_max_epi32(_mm512_min_epi32(distance, _mm512_set1_epi32(l->reach - 1)), _mm512_setzero_si512());
+    return _mm512_i32gather_ps(distance, bias + (size_t)head * l->reach, 4);
+}
+
 /* A chunk: queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. Keys are taken
  * KEYS at a time, with the largest score and the sum so far. */
-static void attend(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values, int row, int head,
-                   int first, int n) {
+static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     const int size = l->size, begin = p->begins[row], width = p->width, group = l->heads / l->key_heads;
-    const int all = (l->heads + 2 * l->key_heads) * size;
-    const size_t place = (size_t)row * p->row_stride + (size_t)head * p->head_stride;
+    const uint8_t *mask = a->mask;
+    const size_t place = (size_t)row * a->row_stride + (size_t)head * a->head_stride;
     float *scores = own_scratch(w, l, p), *sums = scores + QUERIES * KEYS;
     value *packed = (value *)(sums + QUERIES * size), *queries = packed + KEYS * size;
     float most[QUERIES], total[QUERIES];
@@ -490,12 +530,12 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask
     int slots[QUERIES], reach = 0;
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
-        const value *q = p->projected + ((size_t)begin + node) * all + (size_t)which * size;
+        const value *q = p->projected + ((size_t)begin + node) * a->columns + (size_t)which * size;
         for (int d = 0; d < size; d += 16) store(queries + i * size + d, load(q + d));
         for (int d = 0; d < size; d += 16) _mm512_storeu_ps(sums + i * size + d, _mm512_setzero_ps());
         most[i] = -__builtin_inff(), total[i] = 0.0f;
         seen[i] = mask ? mask + row * p->mask_row_stride + node * p->mask_stride : 0;
-        slots[i] = p->slots[begin + node];
+        slots[i] = a->slots[a->by_row ? row : begin + node];
         if (slots[i] >= reach) reach = slots[i] + 1;
     }
     if (mask) reach = width;
@@ -510,7 +550,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask
                 if (last > count) count = last;
             }
         if (count == 0) continue;
-        packed_keys(keys + place + (size_t)start * size, count, size, packed);
+        packed_keys(a->keys + place + (size_t)start * size, count, size, packed);
         for (int t = 0; t < n; t += TOKENS)
             some_scored(packed, queries + t * size, scores + t * KEYS, size, n - t < TOKENS ? n - t : TOKENS);
         for (int i = 0; i < n; i++) {
@@ -518,6 +558,8 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask
             __m512 each[KEYS / 16], largest = _mm512_set1_ps(most[i]), sum = _mm512_setzero_ps();
             for (int b = 0; b < KEYS / 16; b++) {
                 each[b] = _mm512_mask_mul_ps(none, sees[i][b], _mm512_loadu_ps(s + b * 16), _mm512_set1_ps(l->scaling));
+                if (a->bias && sees[i][b])
+                    each[b] = _mm512_add_ps(each[b], by_distance(l, p, a->bias, row, head * group + (first + i) % group, slots[i], start + b * 16, sees[i][b]));
                 largest = _mm512_max_ps(largest, each[b]);
             }
             const float before = most[i], now = _mm512_reduce_max_ps(largest);
@@ -538,7 +580,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask
             most[i] = now, total[i] += _mm512_reduce_add_ps(sum);
         }
         for (int t = 0; t < n; t += TOKENS)
-            some_gathered(scores + t * KEYS, values + place + (size_t)start * size, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS);
+            some_gathered(scores + t * KEYS, a->values + place + (size_t)start * size, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS);
     }
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
@@ -559,7 +601,10 @@ static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *v
             const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[p->row_of[t]]) * size;
             const value *x = p->projected + ((size_t)t * (turning + l->key_heads) + head) * size, *norm = head < queries ? l->query_norm : l->key_norm;
             if (norm) normed(x, norm, behind, size, l->head_eps);
-            rotated(norm ? behind : x, p->cos + angle, p->sin + angle, out + (item - from) * size, size);
+            if (p->cos)
+                rotated(norm ? behind : x, p->cos + angle, p->sin + angle, out + (item - from) * size, size);
+            else
+                copied(norm ? behind : x, out + (item - from) * size, size);
         }
         for (int item = from; mine(w) && item < to; item++) {
             const int t = item / turning, head = item % turning;
@@ -576,28 +621,29 @@ static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *v
 }
 
 /* A phase: every query over the keys that it sees */
-static void attention(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values) {
+static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) {
     const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group;
     int share = QUERIES, parts; /* of the queries of a head of keys that a thread takes at a time */
     while ((parts = (asked + share - 1) / share) * p->rows * heads < p->threads && share > 1) share /= 2;
     for (int i = first(w, p->rows * heads * parts); i >= 0; i = next(w)) {
         const int begin = i % parts * share, row = i / parts / heads, left = (p->begins[row + 1] - p->begins[row]) * group - begin;
         if (left > 0)
-            attend(w, l, p, mask, keys, values, row, i / parts % heads, begin, left < share ? left : share);
+            attend(w, l, p, a, row, i / parts % heads, begin, left < share ? left : share);
         else
             mine(w);
     }
 }
 
 /* A phase: the gate's outputs beside those of `up` become one */
-static void gates(Worker *w, const value *wide, value *thin, int T, int size) {
+static void gates(Worker *w, const value *wide, value *thin, int T, int size, int activation) {
     const Cut c = cut(T, size);
+    const int columns = activation == RELU ? size : 2 * size;
     for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
         const int from = i % c.parts * c.columns, n = size - from < c.columns ? size - from : c.columns, begin = i / c.parts * c.tokens;
         value part[TAKEN];
         for (int t = begin; t < T && t < begin + c.tokens; t++) {
-            const value *gate = wide + (size_t)t * 2 * size + from;
-            gated(gate, gate + size, part + (t - begin) * c.columns, n);
+            const value *gate = wide + (size_t)t * columns + from;
+            gated(gate, gate + size, part + (t - begin) * c.columns, n, activation);
         }
         for (int t = begin; mine(w) && t < T && t < begin + c.tokens; t++) copied(part + (t - begin) * c.columns, thin + (size_t)t * size + from, n);
     }
@@ -605,21 +651,28 @@ static void gates(Worker *w, const value *wide, value *thin, int T, int size) {
 
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
  * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own.
- * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. Only the sublayers `parts` are run. */
+ * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. Only the sublayers `parts` are run;
+ * cross-attention, where there is any, as layer `number` of the decoder. */
 static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys,
-                    value *values, int parts) {
-    const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size;
+                    value *values, int parts, int number) {
+    const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, heads = l->heads * size, all = heads + 2 * l->key_heads * size;
     if (parts & ATTENTION) {
         if (!inputs) norms(w, x, l->before, p->states, T, H, l->eps);
-        product(w, &l->qkv, inputs ? inputs : p->states, p->projected, T, inputs ? K : H, (l->heads + 2 * l->key_heads) * size, 0);
+        product(w, &l->qkv, inputs ? inputs : p->states, p->projected, T, inputs ? K : H, all, 0);
         turn(w, l, p, keys, values);
-        attention(w, l, p, mask, keys, values);
-        product(w, &l->output, p->attended, x, T, l->heads * size, H, 1);
+        attention(w, l, p, &(Asked){keys, values, p->row_stride, p->head_stride, all, p->slots, 0, mask, l->bias});
+        product(w, &l->output, p->attended, x, T, heads, H, 1);
+    }
+    if (l->cross_query.values) {
+        norms(w, x, l->between, p->states, T, H, l->eps);
+        product(w, &l->cross_query, p->states, p->projected, T, H, heads, 0);
+        attention(w, l, p, &(Asked){p->cross_keys[number], p->cross_values[number], p->cross_row_stride, p->cross_head_stride, heads, p->ends, 1});
+        product(w, &l->cross_output, p->attended, x, T, heads, H, 1);
     }
     if (!(parts & MLP)) return;
     norms(w, x, l->after, p->states, T, H, l->eps);
-    product(w, &l->gate_up, p->states, p->wide, T, H, 2 * I, 0);
-    gates(w, p->wide, p->thin, T, I);
+    product(w, &l->gate_up, p->states, p->wide, T, H, l->activation == RELU ? I : 2 * I, 0);
+    gates(w, p->wide, p->thin, T, I, l->activation);
     product(w, &l->down, p->thin, x, T, I, H, 1);
 }
 
@@ -636,7 +689,7 @@ typedef struct {
 
 static void do_layer(Worker *w, const void *job) {
     const OneLayer *o = job;
-    through(w, o->layer, o->pass, o->mask, o->x, o->inputs, o->K, o->keys, o->values, o->parts);
+    through(w, o->layer, o->pass, o->mask, o->x, o->inputs, o->K, o->keys, o->values, o->parts, 0);
 }
 
 void layer_over(const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys, value *values) {
@@ -683,7 +736,7 @@ static void do_model(Worker *w, const void *job) {
     for (int i = 0; i < m->count; i++) {
         hand_out(w, m->states, i, m->x, T, H);
         through(w, m->layers[i], m->pass, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + m->offset,
-                m->parts ? m->parts[i] : ATTENTION | MLP);
+                m->parts ? m->parts[i] : ATTENTION | MLP, i);
     }
     norms(w, m->x, m->norm, m->out, T, H, m->eps);
     hand_out(w, m->states, -1, m->out, T, H);
@@ -738,7 +791,7 @@ typedef struct {
 
 typedef struct {
     const Layer *const *layers;
-    const value *embeddings, *norm, *cos, *sin; /* [V, hidden], [hidden], by position [.., size] */
+    const value *embeddings, *norm, *cos, *sin; /* [V, hidden], [hidden], by position [.., size] or null */
     const Matrix *head;
     value *const *keys, *const *values;
     int64_t count, vocab, columns;             /* of layers, of tokens that may be drafted, of the head's padded outputs */
@@ -954,13 +1007,14 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
     const int H = g->layers[0]->hidden, size = g->layers[0]->size;
     for (int t = 0; t < T; t++) {
         const int64_t position = positions[t] < g->most ? positions[t] : g->most - 1;
-        for (int i = 0; i < size; i += 16) {
+        if (p->positions) p->positions[g->slots[t]] = position;
+        for (int i = 0; g->cos && i < size; i += 16) {
             store(g->angles + (size_t)t * size + i, load(g->cos + (size_t)position * size + i));
             store(g->angles + (size_t)(T + t) * size + i, load(g->sin + (size_t)position * size + i));
         }
     }
     g->begins[0] = 0, g->begins[1] = p->tokens = p->nodes = T;
-    p->cos = g->angles, p->sin = g->angles + (size_t)T * size;
+    p->cos = g->cos ? g->angles : 0, p->sin = g->angles + (size_t)T * size;
     if (g->eagle)
         steps(g, p, tokens, above, T, n, first, mask);
     else {
