@@ -443,7 +443,7 @@ def copying(drafter, **options):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "off"), [("prompt-lookup", {"source": "off"}), ("suffix", {"read_source": False}), ("several:prompt-lookup,ngram", None)]
+    ("drafter", "off"), [("prompt-lookup", {"source": "off"}), ("suffix", {"source": "off"}), ("several:prompt-lookup,ngram", None)]
 )
 def test_copies_go_on_as_the_source_does(drafter, off):
     found, expected = copying(drafter)

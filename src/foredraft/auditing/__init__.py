@@ -68,7 +68,7 @@ def audit(
         target: a :class:`~foredraft.Speculator` as it is in use, or what one is made of: then ``drafter``, ``rule``, ``shape``,
             ``drafter_options``, ``dtype`` and ``device`` are those of the Speculator. A model by name is loaded in float32 unless told
             otherwise: in half precision rounding alone changes the distribution.
-        prompts: texts or lists of token ids; None for built-in ones.
+        prompts: texts or lists of token ids; None for built-in ones. A model with an encoder reads them as sources.
         seed: of everything that is drawn.
         max_new_tokens: tokens per prompt in the keyed part.
         samples: continuations in the statistical part; None for as many as find a bias of ``bias`` with probability 0.9.
@@ -93,8 +93,8 @@ def audit(
         raise ConfigurationError("a Speculator already has a drafter, rule, shape, dtype and device; leave them out")
     else:
         speculator = target
-    if speculator.target.sourced:
-        raise ConfigurationError(f"{name_of(speculator.model)} has an encoder, and audit does not check such models yet")
+    if speculator.target.sourced and speculator.model.main_input_name != "input_ids":
+        raise ConfigurationError(f"{name_of(speculator.model)} reads {speculator.model.main_input_name}, and audit gives models text")
     return run(
         speculator,
         token_ids(speculator.model, prompts),
@@ -160,7 +160,7 @@ def keyed_parts(
 ) -> list[KeyedPart]:
     """Greedily in any case; and sampled, where the text is a function of the seed."""
     greedy = {**{name: value for name, value in sampling.items() if name not in SAMPLERS}, "do_sample": False}
-    runs = [([Reference.of(speculator.model, each.prompt, greedy) for each in as_asked], greedy)]
+    runs = [([Reference.of(speculator.model, each.inputs, greedy) for each in as_asked], greedy)]
     if as_asked[0].sampled and isinstance(speculator.rule, Match):
         runs.append((list(as_asked), sampling))
     nodes = speculator.shape.nodes + 1

@@ -79,11 +79,14 @@ def generate(
     They are made twice, because keeping the logits takes another way through the loop; where the two differ, the text made without counts.
     """
     seeds = [(seed, index) for index in range(len(references))]
-    batch = pad([reference.prompt for reference in references], speculator.model.device)
+    sourced = speculator.target.sourced
+    batch = pad([reference.inputs for reference in references], speculator.model.device, side="right" if sourced else "left")
+    width = len(references[0].prompt) if sourced else batch["input_ids"].shape[1]
+    if sourced:
+        del batch["pad_token_id"]  # the model has its own
     options = {"max_new_tokens": count, "seed": seeds, **batch, **arguments}
     output = speculator.generate(**options)
     recorded = speculator.generate(output_logits=True, return_dict_in_generate=True, **options)
-    width = batch["input_ids"].shape[1]
     assert output.stats is not None and recorded.stats is not None and recorded.logits is not None
     texts = []
     for row in range(len(references)):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Noise, Purpose, row_key
@@ -22,21 +23,24 @@ class Reference:
     """One prompt as transformers would continue it.
 
     Attributes:
-        model: a causal ``PreTrainedModel``.
-        prompt: token ids, unpadded.
+        model: a ``PreTrainedModel``.
+        inputs: token ids that ``model.generate`` is given, unpadded: the prompt, or what an encoder reads.
+        prompt: token ids that the text goes on from.
         processors: what ``model.generate`` would apply, warpers included.
         sampled: whether it would sample.
         eos: tokens that end the text.
     """
 
     model: Any
+    inputs: list[int]
     prompt: list[int]
     processors: Any
     sampled: bool
     eos: frozenset[int]
+    _read: dict[Any, Tensor] = field(default_factory=dict)  # by model, what its encoder makes of the inputs
 
     @staticmethod
-    def of(model: Any, prompt: Sequence[int], arguments: dict[str, Any]) -> Reference:
+    def of(model: Any, inputs: Sequence[int], arguments: dict[str, Any]) -> Reference:
         """Let ``model.generate`` prepare the call and stop it before the first pass.
 
         Raises:
@@ -48,9 +52,9 @@ class Reference:
             if others:
                 name = type(others[0]).__name__
                 raise ConfigurationError(f"audit does not support stopping criteria ({name}); leave them out")
-            return Reference(model, list(prompt), logits_processor, bool(generation_config.do_sample), eos)
+            return Reference(model, list(inputs), input_ids[0].tolist(), logits_processor, bool(generation_config.do_sample), eos)
 
-        ids = torch.tensor([list(prompt)], device=model.device)
+        ids = torch.tensor([list(inputs)], device=model.device)
         found: Reference = type(model).generate(
             model, ids, attention_mask=torch.ones_like(ids), custom_generate=capture, **{"max_new_tokens": 1, **arguments}
         )
@@ -65,7 +69,7 @@ class Reference:
         model = self.model if model is None else model
         ids = torch.cat([torch.tensor(self.prompt, device=texts.device).expand(len(texts), -1), texts[:, :-1]], 1).to(model.device)
         keep = {"logits_to_keep": texts.shape[1]} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        logits: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **keep).logits
+        logits: Tensor = model(**self._given(model, ids), use_cache=False, **keep).logits
         return logits[:, -texts.shape[1] :]
 
     @torch.inference_mode()
@@ -128,5 +132,13 @@ class Reference:
 
     def _step(self, ids: Tensor, begin: int, end: int, cache: Any) -> Any:
         """A pass over ``ids[:, begin:end]`` behind what the cache holds."""
-        mask = torch.ones_like(ids[:, :end])
-        return self.model(input_ids=ids[:, begin:end], attention_mask=mask, past_key_values=cache, use_cache=True)
+        return self.model(**self._given(self.model, ids[:, :end], begin), past_key_values=cache, use_cache=True)
+
+    def _given(self, model: Any, ids: Tensor, begin: int = 0) -> dict[str, Any]:
+        """What ``model`` takes for a pass over ``ids[:, begin:]``."""
+        if not model.config.is_encoder_decoder:
+            return {"input_ids": ids[:, begin:], "attention_mask": torch.ones_like(ids)}
+        if model not in self._read:
+            self._read[model] = model.get_encoder()(torch.tensor([self.inputs], device=ids.device)).last_hidden_state
+        states = self._read[model].expand(len(ids), -1, -1)
+        return {"decoder_input_ids": ids[:, begin:], "encoder_outputs": BaseModelOutput(last_hidden_state=states)}

@@ -109,8 +109,10 @@ def sample(
     speculator: Speculator, reference: Reference, length: int, seeds: Sequence[tuple[int, int]], sums: Sums, arguments: dict[str, Any]
 ) -> Batch:
     """One continuation per seed through the audited loop."""
-    prompt = torch.tensor([reference.prompt], device=speculator.model.device).expand(len(seeds), -1)
-    options = {"pad_token_id": 0, **arguments, "max_new_tokens": length, "seed": list(seeds), "repeatable": False}
+    prompt = torch.tensor([reference.inputs], device=speculator.model.device).expand(len(seeds), -1)
+    options = {**arguments, "max_new_tokens": length, "seed": list(seeds), "repeatable": False}
+    if not speculator.target.sourced:
+        options = {"pad_token_id": 0, **options}
     texts: list[list[int]] = [[] for _ in seeds]
     begins = torch.zeros(len(seeds), length, dtype=torch.bool)
     with closing(speculator.stream(prompt, attention_mask=torch.ones_like(prompt), **options)) as stream:

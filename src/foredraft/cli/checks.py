@@ -31,7 +31,7 @@ def check(configuration: Configuration, candidates: Sequence[str] = (), *, encod
     options = configuration.drafter_options
     check_drafter(configuration.drafter_name, options, encoders=encoders)
     for each in candidates:
-        check_drafter(each, {})
+        check_drafter(each, {}, encoders=encoders)
     shape = None if configuration.shape in (None, "auto") else TreeShape.parse(configuration.shape)
     if shape is not None and configuration.draft_length is not None:
         raise ConfigurationError(f"--draft-length {configuration.draft_length} is --shape 'chain({configuration.draft_length})'; pass one")

@@ -249,7 +249,7 @@ def audit(
 
     with exit_codes():
         configuration = replace(configuration, lossy=True)
-        check(configuration)
+        check(configuration, encoders=True)
         check_output(as_json)
         texts = None if prompts is None else read_prompts(None, prompts)
         with Progress(f"auditing {target}"):
@@ -439,7 +439,7 @@ def table(
 
     with exit_codes():
         for each in target:
-            check(replace(contest, target=each).plain, contest.drafters or ())
+            check(replace(contest, target=each).plain, contest.drafters or (), encoders=True)
         if rule not in (None, "auto") and not verification.describe(rule).lossless:
             raise ConfigurationError(f"rule {rule!r} is lossy: it changes the output distribution; name another with --rule")
         tasks = read_tasks(task or (), limit)

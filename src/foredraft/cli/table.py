@@ -34,10 +34,10 @@ from foredraft.loading import load_tokenizer
 from foredraft.planning import CostModel, FixedPlanner, Round, search
 from foredraft.planning.costs import timed_beforehand
 from foredraft.planning.teacher_forced import Share
-from foredraft.preparation import pad
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
+from foredraft.text import padded
 
 BIGRAM = "bigram"
 PAPERS = "rejection"  # the rule of the paper
@@ -144,12 +144,12 @@ def on_target(contest: Contest, setting: Setting, progress: Progress) -> list[Ce
         costs[name] = measured(speculator, longest)
     cells = list[Cell]()
     for task, prompts in rows.items():
-        padded = [pad([row], plain.target.device) for row in prompts]
+        given = [padded(plain.model, [row], tokenizer) for row in prompts]
         for temperature in setting.temperatures:
             progress.show(f"{contest.target}: {task}, temperature {temperature:g}")
             ways = [Way(name, gamma, each) for name, each in speculators.items() for gamma in setting.gammas]
             way = Way("plain", 0, plain)
-            take_turns([way, *ways], padded, setting, temperature)
+            take_turns([way, *ways], given, setting, temperature)
             cells += starred([cell_of(each, way, costs[each.draft], contest.target, task, temperature) for each in ways])
     return cells
 
@@ -252,10 +252,11 @@ def drafted_weights(info: Any) -> int:
 
 
 def weights_of(model: nn.Module) -> int:
-    """Weights that a token is multiplied with; of an embedding it reads one line."""
-    return sum(
-        weight.numel() for module in model.modules() if not isinstance(module, nn.Embedding) for weight in module.parameters(recurse=False)
-    )
+    """Weights that a token is multiplied with; of an embedding it reads one line, and nothing of an encoder."""
+    config = getattr(model, "config", None)
+    apart = set(model.get_encoder().modules()) if getattr(config, "is_encoder_decoder", False) else set()  # type: ignore[operator]
+    multiplied = [each for each in model.modules() if each not in apart and not isinstance(each, nn.Embedding)]
+    return sum(weight.numel() for module in multiplied for weight in module.parameters(recurse=False))
 
 
 def starred(cells: Sequence[Cell]) -> list[Cell]:

@@ -40,8 +40,8 @@ CAPACITY = 1 << 20
 class Suffix(Drafter):
     """Options:
 
-    source: past texts to draft from: a file written by ``save``, a text file (with ``tokenizer``), or a ``SuffixStore``.
-    read_source: copy from what an encoder has read as well as from the text.
+    source: past texts to draft from: a file written by ``save``, a text file (with ``tokenizer``), or a ``SuffixStore``. ``on`` is without
+        any; so is ``off``, which leaves out what an encoder has read as well.
     learn: keep the output of every row that ends, with the last tokens of its prompt, in the store.
     capacity: tokens that the store holds at most; the oldest texts go first. A SuffixStore has its own.
     max_match, min_match: longest and shortest suffix that is looked for.
@@ -63,7 +63,6 @@ class Suffix(Drafter):
         self,
         *,
         source: str | Path | SuffixStore | None = None,
-        read_source: bool = True,
         learn: bool = False,
         capacity: int | None = None,
         max_match: int = REACH,
@@ -89,7 +88,8 @@ class Suffix(Drafter):
             raise ConfigurationError(f"min_probability must be from 0 to below 1, got {min_probability}")
         self.max_match, self.min_match, self.short_match, self.memory = max_match, min_match, short_match, memory
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
-        self.learn, self.read_source = learn, read_source
+        self.learn, self._reads = learn, source != "off"
+        source = None if source in ("on", "off") else source
         self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
         self._known = self.store.tokenizer is not None and self.store.tokenizer == name_of(tokenizer)
@@ -148,7 +148,7 @@ class Suffix(Drafter):
     def _read(self, row: Row) -> CopyStrategies:
         if row.slot not in self._texts:
             strategies = self.strategies(self.max_match, self.short_match, self.memory)
-            self._texts[row.slot] = SourcedText(row, read=self.read_source), strategies
+            self._texts[row.slot] = SourcedText(row, read=self._reads), strategies
         text, strategies = self._texts[row.slot]
         strategies.read(text.of(row, self._vocab_size))
         return strategies
