@@ -9,6 +9,8 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
+import vocabularies
 from cover import nightly_but
 from encoder_decoders import CONTEXT, FAMILIES, PAD, START, build, padded, perturbed, rows_of, save_t5, sources, texts
 from helpers import random_tree
@@ -380,6 +382,50 @@ def test_packed_decoders_are_chosen_for_models_loaded_by_name(tmp_path, monkeypa
     assert PAD != START
 
 
+def test_a_draft_reads_the_states_of_the_targets_encoder():
+    model, given, read = build("bart"), sources("bart"), []
+    draft = copy.deepcopy(perturbed("bart"))
+    draft.get_encoder().load_state_dict(model.get_encoder().state_dict())
+    shared, own = (Speculator(model, DraftModel(draft, encoder=which), shape="chain(4)") for which in ("target", "own"))
+    expected = own.generate(**given, **OPTIONS)
+    draft.get_encoder().register_forward_hook(lambda *given: read.append(given))
+    output = shared.generate(**given, **OPTIONS)
+    assert read == [] and torch.equal(output.sequences, expected.sequences) and output.stats.accepted == expected.stats.accepted > 0
+    narrow = transformers.BartForConditionalGeneration(transformers.BartConfig(**{**draft.config.to_dict(), "d_model": 16})).eval()
+    with pytest.raises(ConfigurationError, match="whose states have the same width"):
+        Speculator(model, DraftModel(narrow, encoder="target"))
+    with pytest.raises(ConfigurationError, match="unknown encoder 'targets'"):
+        DraftModel(draft, encoder="targets")
+
+
+@pytest.mark.parametrize("vocabulary", nightly_but({("intersection",)}, [("intersection",), ("text",), ("auto",)]))
+def test_drafts_with_another_tokenizer_read_the_source_as_text(vocabulary, monkeypatch):
+    text, tokenizers, models = "def area(width): caf\u00e9", [vocabularies.tokenizer(kind) for kind in ("byte-level", "unigram")], []
+    for start, tokenizer in enumerate(tokenizers):
+        config = copy.deepcopy(build("t5").config)
+        config.vocab_size, config.decoder_start_token_id, config.eos_token_id = len(tokenizer), start, None
+        models.append(transformers.T5ForConditionalGeneration(config).eval())
+        models[-1].generation_config.pad_token_id = start
+    ids = tokenizers[0](text, return_tensors="pt").input_ids
+    plain = Speculator(models[0], "none").generate(ids, max_new_tokens=8, do_sample=False)
+    drafter = DraftModel(models[1], tokenizer=tokenizers[1], vocabulary=vocabulary)
+    speculator = Speculator(models[0], drafter, tokenizer=tokenizers[0], shape="chain(3)", rule="match")
+    opened, open_rows = [], drafter.model.open
+    monkeypatch.setattr(drafter.model, "open", lambda rows, **given: opened.append((rows, given["sources"])) or open_rows(rows, **given))
+    assert torch.equal(speculator.generate(ids, max_new_tokens=8, do_sample=False).sequences, plain.sequences)
+    (((row,), (source,)),) = opened
+    assert source.ids == tuple(tokenizers[1](text).input_ids) and row[0] == 1 != row[-1]
+    with pytest.raises(ConfigurationError, match="reads the source as text, and there is none"):
+        speculator.generate(encoder_outputs=models[0].get_encoder()(ids), max_new_tokens=8)
+
+
+def test_texts_that_start_with_another_token_are_refused():
+    other = copy.deepcopy(build("t5"))
+    other.generation_config.decoder_start_token_id = 5
+    with pytest.raises(ConfigurationError, match=f"texts start with token {START}, and those of the draft .* with 5"):
+        Speculator(build("t5"), DraftModel(other))
+
+
 # -- Whisper ----------------------------------------------------------------------------------------------------------------
 
 
@@ -428,6 +474,21 @@ def test_whisper_in_its_own_generate(whisper, case):
 def test_whisper_is_sent_to_its_own_generate(whisper):
     with pytest.raises(ConfigurationError, match=r"custom_generate=foredraft.custom_generate\(...\)"):
         Speculator(whisper, "none").generate(input_features=torch.randn(1, 8, 60))
+
+
+def test_a_whisper_without_an_encoder_gets_the_states_of_the_target(whisper):
+    draft, whole = transformers.WhisperForCausalLM(copy.deepcopy(whisper.config)).eval(), perturbed("whisper")
+    draft.model.decoder.load_state_dict(whole.model.decoder.state_dict())
+    draft.proj_out.load_state_dict(whole.proj_out.state_dict())
+    given = {"input_features": torch.randn(2, 8, 60, generator=torch.Generator().manual_seed(1)), "max_new_tokens": 12}
+    read, hook = [], lambda module, inputs, output: read.append(len(output[0]))
+    speculating = foredraft.custom_generate(DraftModel(draft), shape="chain(3)")
+    output = whisper.generate(**given, custom_generate=speculating)
+    handle = whisper.get_encoder().register_forward_hook(hook)
+    assert torch.equal(whisper.generate(**given, custom_generate=speculating), output)
+    handle.remove()
+    assert read == [2]
+    assert torch.equal(whisper.generate(**given), output)
 
 
 # -- copying from the source ------------------------------------------------------------------------------------------------
@@ -498,6 +559,34 @@ def test_the_command_line_reads_a_source(tmp_path, capsys):
     assert tuned.exit_code != 0 and "is an encoder-decoder model" in tuned.stderr
 
 
-def test_audit_says_that_it_cannot():
-    with pytest.raises(ConfigurationError, match="audit does not check such models yet"):
-        foredraft.audit(Speculator(build("t5"), "none"), prompts=[[5]])
+def test_audit_compares_with_transformers(monkeypatch):
+    prompts, given = texts((12, 5), seed=9), {"max_new_tokens": 5, "parts": ["keyed"], "do_sample": True, "temperature": 1.1}
+    report = foredraft.audit(drafting("bart"), prompts=prompts, **given)
+    assert [(part.sampled, part.faults, part.divergences) for part in report.keyed] == [(False, 0, []), (True, 0, [])]
+    monkeypatch.setattr(encoder_decoder.Decoder, "_mask", lambda self, *given: None)  # padding of the shorter source is seen
+    assert any(part.faults for part in foredraft.audit(drafting("bart"), prompts=prompts, **given).keyed)
+    with pytest.raises(ConfigurationError, match="reads input_features, and audit gives models text"):
+        foredraft.audit(Speculator(build("whisper"), "none"), prompts=[[5]])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_audit_of_all_parts(rule):
+    speculator = Speculator(build("t5"), DraftModel(perturbed("t5")), shape="chain(3)", rule=rule)
+    report = foredraft.audit(speculator, prompts=texts((12, 5), seed=9), max_new_tokens=10, samples=512, do_sample=True)
+    assert report.passed, report.summary
+
+
+@pytest.mark.nightly
+def test_the_command_line_audits_and_tabulates(tmp_path):
+    save_t5(tmp_path / "model")
+    (tmp_path / "task.txt").write_text("def first(x):\nwhile True\n")
+    runner, given = CliRunner(), [str(tmp_path / "model"), "--drafter", f"draft-model:{tmp_path / 'model'}"]
+    audited = runner.invoke(app, ["audit", *given, "--prompts", str(tmp_path / "task.txt"), "--max-new-tokens", "6", "--part", "keyed"])
+    assert "all as plain decoding" in " ".join(audited.output.split())
+    files = ["--task", str(tmp_path / "task.txt"), "--json", str(tmp_path / "table.json")]
+    tabled = runner.invoke(app, ["table", "--target", *given, *files, "--gamma", "2", "--max-new-tokens", "8", "--repeats", "1"])
+    assert tabled.exit_code == 0, tabled.output
+    cells = json.loads((tmp_path / "table.json").read_text())["cells"]
+    assert {cell["draft"] for cell in cells} == {"bigram", given[-1]}
+    assert all(cell["alpha"]["value"] == cell["c_operations"] == 1 for cell in cells if cell["draft"] == given[-1])

@@ -28,6 +28,7 @@ from foredraft.drafters.vocabularies import VOCABULARIES, Foreign, Reading, fore
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
+from foredraft.models.encoder_decoder import Source, start_of, with_encoder_of
 from foredraft.parents import depths_of
 from foredraft.quantization import check_quantization
 from foredraft.shapes import DynamicShape, TreeShape
@@ -56,6 +57,8 @@ class DraftModel(LearningDrafter):
         different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: whichever the rule in
         use accepts best in the shape in use.
     execution: how its passes are made, as in :class:`~foredraft.Speculator`.
+    encoder: ``target`` gives it the states of the target's encoder, as suits a draft that was made from the target and kept its encoder;
+        ``own`` has its own encoder read the source. A Whisper without an encoder always gets the target's states.
     dtype, device: where to load it, the target's by default; a model object is used as it is.
     quantization: ``int8`` loads it with weights of eight bits (torchao); the output distribution stays the target's with any draft.
     learn: whether the draft learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
@@ -78,8 +81,13 @@ class DraftModel(LearningDrafter):
         learn: bool | str | Path | Mapping[str, Any] = False,
         vocabulary: str = "auto",
         tokenizer: Any = None,
+        encoder: str = "own",
     ):
         source = named(source)
+        if encoder not in ("own", "target"):
+            raise unknown("unknown encoder", encoder, ("own", "target"))
+        self._states: Target | None = None  # whose encoder's states it reads, where these are not its own
+        self._given_states = encoder == "target"
         check_quantization(quantization, source)
         self.learn = LearnOptions.of(learn)
         if self.learn is not None and quantization is not None:
@@ -118,10 +126,17 @@ class DraftModel(LearningDrafter):
         if isinstance(draft, str):
             dtype, device = self.dtype or target.model.dtype, self.device or target.device
             draft = load_model(draft, dtype=dtype, device=device, quantization=self.quantization, encoders=target.sourced)
+        given_states = self._given_states
+        if target.sourced and type(unwrap(draft)).__name__ == "WhisperForCausalLM":
+            draft, given_states = with_encoder_of(target.model, unwrap(draft)), True
+        self._states = target if given_states else None
         self._check_encoders(target, unwrap(draft))
         self._foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary)
-        if self._foreign is not None and target.sourced:
-            raise ConfigurationError("a draft for a model with an encoder needs the target's tokenizer: it is to read the same source")
+        if self._foreign is None and target.sourced and len({start_of(target.model), start_of(unwrap(draft))} - {None}) > 1:
+            raise ConfigurationError(
+                f"the target's texts start with token {start_of(target.model)}, and those of the draft {name_of(unwrap(draft))} with "
+                f"{start_of(unwrap(draft))}; pass vocabulary='intersection'"
+            )
         owned = isinstance(self.source, str)
         if self.learn is not None and self._foreign is not None:
             raise ConfigurationError("a draft with another tokenizer than the target's cannot learn from it: leave learn out")
@@ -146,7 +161,11 @@ class DraftModel(LearningDrafter):
             raise ConfigurationError(
                 f"the draft {name_of(draft)} has no encoder to read the target's source with; give a smaller model with an encoder"
             )
-        if target.sourced and draft.main_input_name != target.model.main_input_name:
+        if self._states is not None:
+            widths = [model.get_encoder().config.hidden_size for model in (target.model, draft)] if encoder and target.sourced else [0, 1]
+            if len(set(widths)) > 1:
+                raise ConfigurationError("encoder='target' needs a target and a draft with encoders whose states have the same width")
+        elif target.sourced and draft.main_input_name != target.model.main_input_name:
             raise ConfigurationError(
                 f"the encoder of the draft {name_of(draft)} reads {draft.main_input_name}, and the target's {target.model.main_input_name}"
             )
@@ -174,11 +193,18 @@ class DraftModel(LearningDrafter):
 
     def begin(self, rows: Sequence[Row]) -> None:
         own = rows if self._foreign is None else self._foreign.begin(rows)
-        sources = [row.source.read_anew() if row.source is not None else None for row in rows] if self.model.sourced else []
-        self.model.open([row.ids for row in own], reserve=[row.capacity for row in rows], sources=sources)
+        self.model.open([row.ids for row in own], reserve=[row.capacity for row in rows], sources=self._sources(rows))
         self._slots += [row.slot for row in rows]
         if self.learning is not None:
             self.learning.begin(rows)
+
+    def _sources(self, rows: Sequence[Row]) -> list[Source | None]:
+        """What the draft model reads for ``rows``, which the target has just opened, where it has an encoder."""
+        given = [row.source for row in rows if row.source is not None]
+        if self._states is None:
+            return [each.read_anew() if self._foreign is None else self._foreign.source(each) for each in given]
+        encoded, dtype = self._states.cache.sources[-len(rows) :], self.model.model.dtype
+        return [Source({}, each.states[None].to(dtype), each.source.ids) for each in encoded]
 
     def draft(self, request: DraftRequest) -> TokenTree:
         own = self._own(request.rows)

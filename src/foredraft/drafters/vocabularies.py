@@ -23,11 +23,11 @@ from foredraft.drafters.base import Feedback, Row
 from foredraft.errors import ConfigurationError
 from foredraft.grammars import token_bytes
 from foredraft.loading import name_of, tokenizer_of, vocabulary_difference
+from foredraft.models.encoder_decoder import Source, start_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from foredraft.models.encoder_decoder import Source
     from foredraft.target import Target
 
 VOCABULARIES = ("auto", "intersection", "text")
@@ -189,10 +189,13 @@ class Vocabularies:
     Attributes:
         target_of: the target's token for each of the draft's tokens that has one, the likelier way to spell it first.
         share: of the draft's words, special tokens left out, the part that the target has as well.
+        start: the token that the target's texts start with, where they follow a source; the draft's start with one of their own.
     """
 
-    def __init__(self, target: Words, draft: Words, target_size: int, draft_size: int):
+    def __init__(self, target: Words, draft: Words, target_size: int, draft_size: int, starts: tuple[int | None, ...] | None = None):
         self.target, self.draft = target, draft
+        self.start = None if starts is None else starts[0]
+        draft.prefix = draft.prefix if starts is None else [each for each in starts[1:] if each is not None]
         ours = {word: ids[0] for word, ids in target.by_bytes().items()}
         same = {number: ours[word] for word, ids in draft.by_bytes().items() if word in ours for number in ids}
         self.share = len(same) / max(1, len(draft.bytes))
@@ -323,6 +326,8 @@ class Reading:
 
     def _next(self, token: int, *, first: bool) -> None:
         words, target = self._words, self._words.target
+        if first and token == words.start:
+            return
         if token in target.special:
             self._fresh += self._decoder.decode(b"", True)
             self._flush()
@@ -403,7 +408,8 @@ class Foreign:
         ids = to_device([[*self.vocabularies.draft.prefix, *self.vocabularies.draft.encode(SAMPLE)[0]]], draft.device)
         with torch.no_grad():
             known = ids.clamp(max=draft.get_input_embeddings().weight.shape[0] - 1)  # a tokenizer may have grown alone
-            self.mass = self.intersection.mass(draft(input_ids=known, use_cache=False).logits[0])
+            read = {"decoder_input_ids": known} if draft.config.is_encoder_decoder else {}
+            self.mass = self.intersection.mass(draft(input_ids=known, **read, use_cache=False).logits[0])
         self.by = "intersection" if self.mass >= ENOUGH else "text"
 
     def first(self, row: Row, logits: Tensor) -> tuple[int, int]:
@@ -432,6 +438,17 @@ class Foreign:
     def begin(self, rows: Sequence[Row]) -> list[Reading]:
         self.readings.update({row.slot: Reading(self.vocabularies, row) for row in rows})
         return [self.readings[row.slot] for row in rows]
+
+    def source(self, source: Source) -> Source:
+        """The text of ``source`` in the draft's tokens.
+
+        Raises:
+            ConfigurationError: there is no text.
+        """
+        if not source.ids:
+            raise ConfigurationError("a draft with another tokenizer reads the source as text, and there is none; pass input_ids")
+        text = self.vocabularies.target.tokenizer.decode(source.ids, skip_special_tokens=True)
+        return Source.of(self.vocabularies.draft.tokenizer(text)["input_ids"])
 
     def follow(self, rows: Sequence[Row]) -> tuple[list[Reading], list[int]]:
         """The rows in the draft's tokens, and how much of what its cache holds of them stands."""
@@ -468,7 +485,8 @@ def foreign(target: Target, draft: PreTrainedModel, tokenizer: Any, vocabulary: 
                 f"found for {name_of(model)!r}; pass it as {how}"
             )
     sizes = target.vocab_size, int(draft.get_output_embeddings().weight.shape[0])
-    vocabularies = Vocabularies(Words(tokenizers[0]), Words(tokenizers[1]), *sizes)
+    starts = (start_of(target.model), start_of(draft)) if target.sourced else None
+    vocabularies = Vocabularies(Words(tokenizers[0]), Words(tokenizers[1]), *sizes, starts)
     if not vocabularies.target_of and vocabulary == "intersection":
         raise ConfigurationError(
             f"the tokenizer of the draft model {name_of(draft)!r} shares no token with the target's, so it has to draft by text: "

@@ -7,6 +7,7 @@ cross-attention half of transformers' ``EncoderDecoderCache``. Everything else o
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -398,6 +399,24 @@ def check_ids(model: Any, ids: Tensor) -> None:
             raise ConfigurationError(
                 f"the source has {ids.shape[1]} tokens, but the encoder's table of positions holds {longest}; shorten it"
             )
+
+
+def start_of(model: Any) -> int | None:
+    """The token that texts of ``model`` start with, where it says so."""
+    found: int | None = getattr(model.generation_config, "decoder_start_token_id", None)
+    return getattr(model.config, "decoder_start_token_id", None) if found is None else found
+
+
+def with_encoder_of(model: Any, decoder: Any) -> Any:
+    """``decoder``, a Whisper without an encoder, behind the encoder of ``model``."""
+    from transformers import WhisperForConditionalGeneration
+
+    config = copy.deepcopy(decoder.config)
+    config.is_encoder_decoder = True
+    with torch.device("meta"):
+        whole = WhisperForConditionalGeneration(config)
+    whole.model.encoder, whole.model.decoder, whole.proj_out = model.get_encoder(), decoder.model.decoder, decoder.proj_out
+    return whole.eval()
 
 
 def some_source(model: Any, length: int, seed: int = 0) -> Source:
