@@ -74,6 +74,13 @@ def test_sublayers_that_do_nothing_are_found(hasty):
     assert set(tuner.skip.attention) >= {1, 3} and 2 in tuner.skip.mlp
 
 
+def test_sets_that_leave_out_the_last_layers_are_among_the_first(hasty):
+    target = Target(small_llama(num_hidden_layers=8), execution="eager")
+    tuner = tuned(SkipTuner(target, Clock()), 2 * len(skip_tuning.TAILS) + 4, rows())
+    tails = [SkipSet(tuple(range(first, 8)), tuple(range(first, 8))) for first in (2, 4, 6)]
+    assert all(tuner._mask(each) in tuner.judged for each in tails)
+
+
 def test_the_search_takes_two_per_cent_of_the_time_at_most(monkeypatch):
     clock, texts = Clock(), rows()
     tuner, shares = SkipTuner(Target(tiny(), execution="eager"), clock), []

@@ -14,7 +14,7 @@ import pytest
 from foredraft.parents import depths_of
 from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foredraft.planning.acceptance import Acceptance, family
-from foredraft.planning.forecasts import PlanRecord
+from foredraft.planning.forecasts import Forecaster, PlanRecord
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
 from foredraft.planning.search import Plan, widths
@@ -362,6 +362,29 @@ def test_former_texts_count_for_a_few_trials():
     assert acceptance.by_depth(1)[0] == pytest.approx(0.8 / 1.8, abs=0.1)  # neither the last text's nor the first one's
     acceptance.observe([1], [[1]], [1])
     assert acceptance.first[0].trials < 7.1
+
+
+def test_what_plans_promised_on_one_text_does_not_scale_those_of_the_next():
+    forecaster = Forecaster(TreeShape.chain(8), CostModel())
+    for _ in range(50):
+        forecaster.plan_record.observe(1.0, 5.0)
+    wanted = Plan(TreeShape.chain(4), 5.0, 1.0)
+    forecaster.begin(own=True, catches_up=True)
+    assert forecaster.plan_record.of(wanted).tokens < 4.5  # other rows of the same text
+    forecaster.begin(own=True, catches_up=True, text=True)
+    assert forecaster.plan_record.of(wanted).tokens == 5.0
+
+
+def test_what_one_text_has_cost_does_not_keep_the_next_from_drafting():
+    machine = Machine(flat, level=0.3 * MS, rates=(1.0,))
+    run = Run(machine, planner(machine)).go(30)
+    machine.rates = (0.0,)
+    while run.planner.account > LIMIT * machine.target(1):
+        run.go(1)
+    machine.rates = (0.9,)
+    drafter = SimpleNamespace(info=SimpleNamespace(catches_up=False, extra_nodes=0, exits=None, shares_target=False))
+    run.planner.prepare(SimpleNamespace(ragged=True), drafter, 1)  # type: ignore[arg-type]
+    assert run.go(12).last(12)["chain(0)"] < 4
 
 
 def test_what_the_draft_model_missed_is_part_of_the_price_of_a_try():

@@ -39,7 +39,7 @@ SELDOM, SELDOM_PLAIN = 4, 16  # of so many like rounds, drafted and plain, one i
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
 LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
-LAZY = 1000  # between two plans lies so many times what a plan takes
+LAZY = 400  # between two plans lies so many times what a plan takes
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
 
@@ -111,6 +111,8 @@ class AutomaticPlanner:
         begin = self.clock()
         info = drafter.info
         self.forecaster.begin(own=target.ragged, catches_up=info.catches_up, filler=info.extra_nodes, text=rows == 1)
+        if rows == 1 and self.account is not None:
+            self.account = max(self.account, 0.0)  # what another text has cost is no reason against drafts for this one
         if self._forecast is not None and self._forecast.limits is not None:
             self._forecast = None  # it was made for other rows
         elif self._forecast is not None and self._forecast.best.shape.nodes:
