@@ -364,6 +364,18 @@ def test_former_texts_count_for_a_few_trials():
     assert acceptance.first[0].trials < 7.1
 
 
+def test_a_single_former_text_says_little_of_the_next():
+    acceptance = Acceptance(3)
+    for _ in range(50):
+        acceptance.observe([3], [[1, 1, 1]], [3])
+    acceptance.begin_text()
+    assert max(acceptance.by_depth(3)) < 0.9
+    for _ in range(12):
+        acceptance.observe([3], [[1, 1, 1]], [3])
+        acceptance.begin_text()
+    assert min(acceptance.by_depth(3)) > 0.9
+
+
 def test_what_plans_promised_on_one_text_does_not_scale_those_of_the_next():
     forecaster = Forecaster(TreeShape.chain(8), CostModel())
     for _ in range(50):

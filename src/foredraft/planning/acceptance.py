@@ -20,6 +20,7 @@ DEEPER = 4.0  # trials that the level above counts for at each depth
 LATER, LATER_WEIGHT = 0.15, 3.0  # the same of siblings after the first
 KNOWN = 8.0  # trials that rates which were measured beforehand count for
 FORMER, TEXTS = 6.0, 0.8  # trials that former texts count for when one begins, and of what they showed that another one leaves
+USUAL, FEW = 0.6, 0.5  # of any text, and former texts that it counts for: a single one may be of a kind of its own
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Acceptance:
         for tally, former in zip(self.first, self.former):
             if tally.trials > FORMER:
                 former.hits, former.trials = TEXTS * former.hits + tally.hits / tally.trials, TEXTS * former.trials + 1
-                tally.hits, tally.trials = FORMER * former.hits / former.trials, FORMER
+                tally.hits, tally.trials = FORMER * former.rate(USUAL, FEW), FORMER
 
     def shift(self, odds: float) -> None:
         """From here on drafts are made otherwise, with so many times these ``odds``, as far as that is known beforehand."""
