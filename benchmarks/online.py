@@ -54,6 +54,8 @@ class Settings(TargetSettings):
     tokens: int = option(100_000, "Tokens of B that are served.", least=1)
     stationary: int = option(20_000, "Tokens of A that are served to see what learning costs.", least=0)
     seeds: int = option(3, "Runs, each with other prompts.", least=1)
+    later: int = option(20_000, "Tokens of B in the runs after the first.", least=1)
+    compared: int = option(4, "One of so many texts of B is also written by the sides that do not learn.", least=1)
     every: int = option(5_000, "Tokens between two points of the curve.", least=1)
     texts: int = option(48, "Texts of each group that α is measured on.", least=1)
     share: float = option(0.05, "Of the serving speed, for learning.", least=0)
@@ -64,11 +66,12 @@ class Settings(TargetSettings):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a side; ``served`` are tokens of its part before it."""
+    """One call of a side, which writes a ``text`` of its part; ``served`` are tokens of the part before it."""
 
     part: str
     seed: int
     side: str
+    text: int
     served: int
     tokens: int
     seconds: float
@@ -106,7 +109,13 @@ class Online(Suite[Settings]):
     @property
     def steps(self) -> int:
         settings = self.settings
-        return settings.seeds * (3 * -(-settings.tokens // NEW) + 2 * -(-settings.stationary // NEW) + 1) + 1
+        texts = [-(-self._tokens(seed) // NEW) for seed in range(settings.seeds)]
+        shifted = sum(count + 2 * -(-count // settings.compared) for count in texts)
+        return shifted + settings.seeds * (2 * -(-settings.stationary // NEW) + 1) + 1
+
+    def _tokens(self, seed: int) -> int:
+        """Of B that are served in a run."""
+        return self.settings.tokens if seed == 0 else min(self.settings.later, self.settings.tokens)
 
     def run(self) -> None:
         settings = self.settings
@@ -131,7 +140,7 @@ class Online(Suite[Settings]):
             for name in (settings.draft, settings.other):
                 draft = load_model(name, dtype=settings.dtype, device=settings.device)
                 self.alphas += [Alpha(name, seed, 0, group, judge.alpha(draft, group)) for group in texts]
-            self._serve(model, SHIFT, B, prompts[B][settings.texts :], seed, settings.tokens, judge)
+            self._serve(model, SHIFT, B, prompts[B][settings.texts :], seed, self._tokens(seed), judge)
             self._serve(model, HOME, A, prompts[A][settings.texts :], seed, settings.stationary, None)
             self.advance()
 
@@ -151,7 +160,7 @@ class Online(Suite[Settings]):
     def _serve(
         self, model: Any, part: str, group: str, prompts: Sequence[Sequence[int]], seed: int, tokens: int, judge: Judge | None
     ) -> None:
-        """``tokens`` of a group, by all sides in turns; every version that was in use is judged."""
+        """``tokens`` of a group by the side that learns, and texts of them by the others, in turns; every version in use is judged."""
         settings, folder = self.settings, self.settings.work_folder / f"{part}-{seed}-{int(time.time())}"
         learn = {"folder": str(folder), "share": settings.share, "between": False, "keep": 10_000}
         sides = {
@@ -160,13 +169,12 @@ class Online(Suite[Settings]):
             **({PLAIN: NoDrafter} if part == SHIFT else {}),
         }
         made = {name: Speculator(model, make(), rule="auto") for name, make in sides.items()}
-        served, names = dict.fromkeys(made, 0), list(made)
+        every = settings.compared if part == SHIFT else 1
         try:
             for index in range(-(-tokens // NEW)):
-                for name in turned(names, index):
+                for name in turned(list(made), index // every) if index % every == 0 else [LEARNING]:
                     call = called(made[name], prompts[index % len(prompts)], (seed, index))
-                    self.calls.append(replace(call, part=part, side=name, seed=seed, served=served[name]))
-                    served[name] += call.tokens
+                    self.calls.append(replace(call, part=part, side=name, seed=seed, text=index, served=index * NEW))
                     self.advance()
             if judge is not None:
                 self._judge(made[LEARNING], seed, judge)
@@ -222,10 +230,13 @@ class Online(Suite[Settings]):
         return found
 
     def speeds(self, part: str, other: str) -> list[float]:
-        """Of each seed, tokens per second while learning over those of another side."""
+        """Of each seed, tokens per second while learning over those of another side, in the texts that both have written."""
         found = []
         for seed in range(self.settings.seeds):
-            rates = [rate(self._calls(part, seed, side)) for side in (LEARNING, other)]
+            theirs = self._calls(part, seed, other)
+            texts = {each.text for each in theirs}
+            ours = [each for each in self._calls(part, seed, LEARNING) if each.text in texts]
+            rates = [rate(ours), rate(theirs)]
             if all(rates):
                 found.append(rates[0] / rates[1])
         return found
@@ -263,7 +274,12 @@ class Online(Suite[Settings]):
 
     def notes(self, environment: Mapping[str, Any]) -> list[str]:
         packages = "; ".join(f"{name}: {', '.join(each)}" for name, each in GROUPS.items())
-        means = "Values are means over seeds, with the smallest and the largest."
+        settings = self.settings
+        means = (
+            "Values are means over seeds, with the smallest and the largest. The sides that do not learn write one text of B in "
+            f"{settings.compared}; speeds are those in texts that both sides wrote. The first seed serves {self._tokens(0):,} tokens of B, "
+            f"each other one {self._tokens(1):,}."
+        )
         return [f"Groups of packages: {packages}. {means}", instrument([self.settings.target])]
 
 
@@ -302,7 +318,7 @@ def called(speculator: Speculator, prompt: Sequence[int], seed: tuple[int, int])
     stats = speculator.generate(text, seed=[seed], repeatable=False, **arguments).stats
     assert stats is not None
     learnt = stats.learning or {}
-    return Call("", 0, "", 0, stats.new_tokens, stats.seconds["total"], learnt.get("version", 0), learnt.get("steps", 0))
+    return Call("", 0, "", 0, 0, stats.new_tokens, stats.seconds["total"], learnt.get("version", 0), learnt.get("steps", 0))
 
 
 def timed_collecting(layers: int) -> dict[str, list[float]]:

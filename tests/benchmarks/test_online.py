@@ -12,7 +12,11 @@ def run() -> Online:
     for served in range(0, 30_000, 1000):
         version = served // 10_000
         seconds = {LEARNING: 1.0, FROZEN: 1.2, PLAIN: 2.0}
-        suite.calls += [Call(SHIFT, 0, side, served, 1000, each, version if side == LEARNING else 0, 0) for side, each in seconds.items()]
+        text = served // 1000
+        for side, each in seconds.items():
+            if side == LEARNING or text % 4 == 0:
+                slower = 1.0 if text % 4 == 0 else 3.0  # what the others did not write is not compared
+                suite.calls.append(Call(SHIFT, 0, side, text, served, 1000, slower * each, version if side == LEARNING else 0, 0))
     suite.alphas = [Alpha("a", 0, 0, "A", 0.6), Alpha("a", 0, 0, "B", 0.4), Alpha("b", 0, 0, "A", 0.5), Alpha("b", 0, 0, "B", 0.5)]
     suite.alphas += [Alpha(LEARNING, 0, version, "B", 0.4 + 0.03 * version) for version in range(3)]
     suite.alphas.append(Alpha(LEARNING, 0, 2, "A", 0.57))

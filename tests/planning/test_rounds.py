@@ -22,6 +22,8 @@ from foredraft.shapes import DynamicShape, TreeShape
 
 CHAINS, TREES = largest_shape(branches=False), largest_shape(branches=True)
 MS = 1e-3
+ANY_DRAFTER = SimpleNamespace(info=SimpleNamespace(catches_up=False, extra_nodes=0, exits=None, shares_target=False))
+Planned = Callable[["Machine"], AutomaticPlanner | FixedPlanner]
 
 
 @dataclass
@@ -394,9 +396,44 @@ def test_what_one_text_has_cost_does_not_keep_the_next_from_drafting():
     while run.planner.account > LIMIT * machine.target(1):
         run.go(1)
     machine.rates = (0.9,)
-    drafter = SimpleNamespace(info=SimpleNamespace(catches_up=False, extra_nodes=0, exits=None, shares_target=False))
-    run.planner.prepare(SimpleNamespace(ragged=True), drafter, 1)  # type: ignore[arg-type]
+    run.planner.prepare(SimpleNamespace(ragged=True), ANY_DRAFTER, 1)  # type: ignore[arg-type]
     assert run.go(12).last(12)["chain(0)"] < 4
+
+
+def speed_of_texts(machine: Machine, planned: Planned, rates: Sequence[float], seed: int) -> float:
+    """Tokens per second of texts of 64 tokens, one after the other, with ``rates`` of acceptance; a plan takes 0.6 ms."""
+    machine.noise = 0.15
+    run = Run(machine, planned(machine), seed=seed)  # type: ignore[arg-type]
+    if isinstance(run.planner, AutomaticPlanner):
+        run.planner.clock = lambda: run.seconds
+        forecast = run.planner.forecaster.forecast
+
+        def timed(*given, **named):
+            run.seconds += 0.6 * MS
+            return forecast(*given, **named)
+
+        run.planner.forecaster.forecast = timed  # type: ignore[method-assign]
+    for number, rate in enumerate(rates, 1):
+        machine.rates = rate, 0.3 * (1 - rate)
+        if isinstance(run.planner, AutomaticPlanner):
+            run.planner.prepare(SimpleNamespace(ragged=True), ANY_DRAFTER, 1)  # type: ignore[arg-type]
+        while run.tokens < 64 * number:
+            run.go(1)
+    return run.tokens / run.seconds
+
+
+@pytest.mark.parametrize(("rates", "least"), [([1, 1, 0.99, 0.64, 0.92, 0.83, 0.88, 0.92], 0.95), ([0.13] * 8, 0.97)])
+def test_short_texts_that_differ(rates, least):
+    """Repetitive texts do not spoil the ones after them; and where nothing pays, little is lost."""
+
+    def deep() -> Machine:
+        return Machine(lambda tokens: (6.9 + 0.2 * (tokens - 1)) * MS, level=2.2 * MS)
+
+    def mean(planned: Planned) -> float:
+        return sum(speed_of_texts(deep(), planned, rates, seed) for seed in range(6))
+
+    best = max(mean(lambda machine, length=length: FixedPlanner(TreeShape.chain(length))) for length in (0, 3, 5))  # type: ignore[misc]
+    assert mean(lambda machine: planner(machine, shapes=TREES)) > least * best
 
 
 def test_what_the_draft_model_missed_is_part_of_the_price_of_a_try():
