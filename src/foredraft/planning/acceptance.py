@@ -20,7 +20,7 @@ DEEPER = 4.0  # trials that the level above counts for at each depth
 LATER, LATER_WEIGHT = 0.15, 3.0  # the same of siblings after the first
 KNOWN = 8.0  # trials that rates which were measured beforehand count for
 FORMER, TEXTS = 6.0, 0.8  # trials that former texts count for when one begins, and of what they showed that another one leaves
-USUAL, FEW = 0.6, 0.5  # of any text, and former texts that it counts for: a single one may be of a kind of its own
+USUAL, FEW = 0.6, 0.5  # of a text that stands before the first, and texts that it counts for: a single one may be of a kind of its own
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Acceptance:
         self.first[:1] = [Tally(PRIOR * WEIGHT, WEIGHT)] if depth else []
         self.later = [Tally() for _ in range(siblings - 1)]
         self.offered = Tally(2.0, 2.0)
-        self.former = [Tally() for _ in self.first]  # texts count as trials
+        self.former = [Tally(USUAL * FEW, FEW) for _ in self.first]  # texts count as trials
         self.rounds = 0
         self._begin(known)
 
@@ -96,7 +96,7 @@ class Acceptance:
         for tally, former in zip(self.first, self.former):
             if tally.trials > FORMER:
                 former.hits, former.trials = TEXTS * former.hits + tally.hits / tally.trials, TEXTS * former.trials + 1
-                tally.hits, tally.trials = FORMER * former.rate(USUAL, FEW), FORMER
+                tally.hits, tally.trials = FORMER * former.hits / former.trials, FORMER
 
     def shift(self, odds: float) -> None:
         """From here on drafts are made otherwise, with so many times these ``odds``, as far as that is known beforehand."""
@@ -104,7 +104,7 @@ class Acceptance:
             if tally.trials:
                 rate, tally.trials = tally.hits / tally.trials, min(tally.trials, KNOWN)
                 tally.hits = tally.trials * shifted(rate, odds)
-        self.former = [Tally() for _ in self.first]
+        self.former = [Tally(USUAL * FEW, FEW) for _ in self.first]
 
     def observe(
         self,
