@@ -25,7 +25,7 @@ from benchmarks.figures import Figure
 from benchmarks.report import Table
 from benchmarks.suite import Failure, Suite, TargetSettings, instrument, option
 from foredraft import Speculator
-from foredraft.drafters.base import Feedback
+from foredraft.drafters.base import Drafter, Feedback
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.learning.collecting import Collector
 from foredraft.drafters.none import NoDrafter
@@ -43,6 +43,7 @@ SHIFT, HOME, BACK = "shift", "stationary", "back"
 NEW, PROMPT = 256, 64  # tokens of a call and of its prompt
 FIRST, LAST = 15_000, 20_000  # tokens of B over which what was closed is counted
 SERVED = 10  # of so many files one is served
+TOGETHER = 16  # texts that α is measured on and that are written at once
 LEAST_GAP, CLOSED, KEPT, GAIN, STATIONARY, COLLECTING = 0.05, 0.4, 0.97, 1.0, 0.95, 0.02
 VOCABULARY, DRAFTED, TRIALS = 150_000, 5, 20  # of the model that collecting is timed beside
 
@@ -130,18 +131,18 @@ class Online(Suite[Settings]):
         if settings.layers:
             self.collecting = timed_collecting(settings.layers)
         self.advance()
-        model, tokenizer = load_model(settings.target, dtype=settings.dtype, device=settings.device), load_tokenizer(settings.target)
+        tokenizer = load_tokenizer(settings.target)
         for seed in range(settings.seeds):
             prompts = {
                 group: windows(tokenizer, each, count=settings.texts + settings.tokens // NEW + 1, tokens=PROMPT, seed=seed)
                 for group, each in texts.items()
             }
-            judge = Judge(model, {group: each[: settings.texts] for group, each in prompts.items()}, seed)
+            judge = Judge(self._speculator(NoDrafter()), {group: each[: settings.texts] for group, each in prompts.items()}, seed)
             for name in (settings.draft, settings.other):
                 draft = load_model(name, dtype=settings.dtype, device=settings.device)
                 self.alphas += [Alpha(name, seed, 0, group, judge.alpha(draft, group)) for group in texts]
-            self._serve(model, SHIFT, B, prompts[B][settings.texts :], seed, self._tokens(seed), judge)
-            self._serve(model, HOME, A, prompts[A][settings.texts :], seed, settings.stationary, None)
+            self._serve(SHIFT, B, prompts[B][settings.texts :], seed, self._tokens(seed), judge)
+            self._serve(HOME, A, prompts[A][settings.texts :], seed, settings.stationary, None)
             self.advance()
 
     def _texts(self) -> dict[str, list[str]]:
@@ -157,9 +158,10 @@ class Online(Suite[Settings]):
                 (folder / f"{name}.jsonl").write_text("".join(line for index, line in enumerate(lines) if index % SERVED), encoding="utf-8")
         return {name: [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()] for name, path in files.items()}
 
-    def _serve(
-        self, model: Any, part: str, group: str, prompts: Sequence[Sequence[int]], seed: int, tokens: int, judge: Judge | None
-    ) -> None:
+    def _speculator(self, drafter: Drafter) -> Speculator:
+        return Speculator(self.settings.target, drafter, rule="auto", dtype=self.settings.dtype, device=self.settings.device)
+
+    def _serve(self, part: str, group: str, prompts: Sequence[Sequence[int]], seed: int, tokens: int, judge: Judge | None) -> None:
         """``tokens`` of a group by the side that learns, and texts of them by the others, in turns; every version in use is judged."""
         settings, folder = self.settings, self.settings.work_folder / f"{part}-{seed}-{int(time.time())}"
         learn = {"folder": str(folder), "share": settings.share, "between": False, "keep": 10_000}
@@ -168,7 +170,7 @@ class Online(Suite[Settings]):
             FROZEN: lambda: DraftModel(settings.draft),
             **({PLAIN: NoDrafter} if part == SHIFT else {}),
         }
-        made = {name: Speculator(model, make(), rule="auto") for name, make in sides.items()}
+        made = {name: self._speculator(make()) for name, make in sides.items()}
         every = settings.compared if part == SHIFT else 1
         try:
             for index in range(-(-tokens // NEW)):
@@ -284,14 +286,13 @@ class Online(Suite[Settings]):
 
 
 class Judge:
-    """Measures α on texts of the target's own."""
+    """Measures α on texts of the target's own, which ``speculator`` writes; it is closed then."""
 
-    def __init__(self, model: Any, prompts: Mapping[str, Sequence[Sequence[int]]], seed: int):
-        speculator = Speculator(model, "none")
+    def __init__(self, speculator: Speculator, prompts: Mapping[str, Sequence[Sequence[int]]], seed: int):
         self.texts = {group: list(written(speculator, each, seed)) for group, each in prompts.items()}
-        with torch.inference_mode():
-            self.known = {group: [probabilities(model, text) for text in each] for group, each in self.texts.items()}
         speculator.close()
+        with torch.inference_mode():
+            self.known = {group: [probabilities(speculator.model, text) for text in each] for group, each in self.texts.items()}
 
     @torch.inference_mode()
     def alpha(self, draft: Any, group: str) -> float:
@@ -301,9 +302,11 @@ class Judge:
 
 
 def written(speculator: Speculator, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Tensor]:
-    for index, prompt in enumerate(prompts):
-        output = speculator.generate(torch.tensor([list(prompt)]), max_new_tokens=NEW, do_sample=True, top_k=0, seed=[(seed, index)])
-        yield output.sequences
+    for first in range(0, len(prompts), TOGETHER):
+        some = torch.tensor([list(prompt) for prompt in prompts[first : first + TOGETHER]])
+        seeds = [(seed, first + row) for row in range(len(some))]
+        arguments = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "eos_token_id": None}
+        yield from speculator.generate(some, seed=seeds, **arguments).sequences[:, None]
 
 
 def probabilities(model: Any, text: Tensor) -> Tensor:
