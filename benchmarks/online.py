@@ -170,11 +170,11 @@ class Online(Suite[Settings]):
             FROZEN: lambda: DraftModel(settings.draft),
             **({PLAIN: NoDrafter} if part == SHIFT else {}),
         }
-        made = {name: self._speculator(make()) for name, make in sides.items()}
+        made = {name: self._speculator(sides[name]()) for name in turned(list(sides), seed)}  # copies of weights differ by where they lie
         every = settings.compared if part == SHIFT else 1
         try:
             for index in range(-(-tokens // NEW)):
-                for name in turned(list(made), index // every) if index % every == 0 else [LEARNING]:
+                for name in turned(list(sides), index // every) if index % every == 0 else [LEARNING]:
                     call = called(made[name], prompts[index % len(prompts)], (seed, index))
                     self.calls.append(replace(call, part=part, side=name, seed=seed, text=index, served=index * NEW))
                     self.advance()
