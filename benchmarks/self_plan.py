@@ -102,6 +102,11 @@ def methods(settings: Settings, target: str) -> list[Method]:
     return found if plain in found or not found else [plain, *found]
 
 
+def repeats(settings: Settings, target: str) -> int:
+    """Measured calls of each method with each prompt; more where nothing pays, to tell 0.98 from 1."""
+    return settings.repeats * (3 if target == SHALLOW else 1)
+
+
 def pair(exit: int, length: int) -> str:
     return f"exit {exit}, γ={length}"
 

@@ -44,12 +44,13 @@ from benchmarks.self_plan import (
     long_cells,
     methods,
     pair,
+    repeats,
 )
 from benchmarks.speed import ALLOWED, Findings
 from benchmarks.speed_plan import AUTO, EARLY_EXIT, LAYER_SKIP, PLAIN, RANDOM, TEXT, Cell, Method
 from benchmarks.speed_runner import Block, Failure, PeerSuite
 from benchmarks.speed_tables import PLAIN_OF_OURS, equality, failed, figures, quiet, ratio, sides, speed, split
-from foredraft.estimates import LEVEL, RESAMPLES, Estimate, turned
+from foredraft.estimates import RESAMPLES, Estimate, turned
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.training import prompts
 from recipes.zoo.evaluation import WINDOW
@@ -64,6 +65,10 @@ GOALS = {GREEDY: 1.3, AT_ONE: 1.1}
 
 class SelfBlock(Block):
     """Each target has methods of its own."""
+
+    def __init__(self, run: Any, target: Any, draft: Any, dtype: str):
+        super().__init__(run, target, draft, dtype)
+        self.repeats = repeats(self.settings, target.source)
 
     def everyone(self) -> list[Method]:
         return methods(self.settings, self.target.source)
@@ -80,7 +85,7 @@ class SelfBlock(Block):
         super()._curve(repeat, context)
         settings, run = self.settings, self.run_
         assert isinstance(run, SelfSpeculation)
-        if repeat == settings.repeats - 1 and self.target.source == WIDE and settings.includes("auto-search"):
+        if repeat == self.repeats - 1 and self.target.source == WIDE and settings.includes("auto-search"):
             for cell in long_cells(run.windows(settings.searching // LONG)):
                 for name in turned([each for each in cell.methods if each in self.at], cell.index):
                     self._measure(name, cell, 0)
@@ -134,7 +139,7 @@ class SelfSpeculation(PeerSuite[Settings]):
         for target in settings.targets:
             everyone = methods(settings, target)
             calls = cells(settings, [("", [0])] * (settings.limit or 1), everyone, 2)
-            count += len(everyone) + settings.repeats * sum(len(cell.methods) for cell in calls)
+            count += len(everyone) + repeats(settings, target) * sum(len(cell.methods) for cell in calls)
         return count
 
     def run(self) -> None:
@@ -301,10 +306,11 @@ class SelfSpeculation(PeerSuite[Settings]):
             f"{WIDE} is {DEEP}, and {SHALLOW} is {FROZEN}, inflated in width alone, so that every layer counts. A target with a layer "
             "whose attention or MLP writes nothing is refused.",
             f"{settings.limit} windows of {PROMPT} tokens from packages that no model has seen × {settings.tokens} new tokens, end of "
-            f"text ignored, batch 1, {settings.repeats} repeats in turns after a warm-up with each kind of text, {settings.threads} "
-            f"threads. `{TEXT}` is greedy, `{SAMPLED}` at temperature 1; `{RANDOM}`: every token is drawn uniformly; `{LOST}`: random "
-            f"prompts that are continued greedily. `{AUTO}` is what the planner chooses, at exit {settings.exit}.",
-            f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
+            f"text ignored, batch 1, {settings.repeats} repeats in turns ({repeats(settings, SHALLOW)} on {SHALLOW}, to tell 0.98 from 1) "
+            f"after a warm-up with each kind of text, {settings.threads} threads. `{TEXT}` is greedy, `{SAMPLED}` at temperature 1; "
+            f"`{RANDOM}`: every token is drawn uniformly; `{LOST}`: random prompts that are continued greedily. `{AUTO}` is what the "
+            f"planner chooses, at exit {settings.exit}.",
+            "Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
             f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "transformers drafts by a constant schedule without a confidence threshold.",
             f"`{SEARCHING}`: {settings.searching} tokens in texts of {LONG}, one after the other, of which `{LATER}` is the last fifth; "

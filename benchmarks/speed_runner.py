@@ -147,6 +147,7 @@ class Block:
 
     Attributes:
         ends: whether texts end by themselves, with fewer tokens than were asked for.
+        repeats: measured calls of each method with each prompt.
     """
 
     ends = False
@@ -157,7 +158,7 @@ class Block:
         self.at: dict[str, tuple[Method, str]] = {}  # methods that are ready, and the process they are in
         self.done: list[tuple[Cell, Measurement, list[list[int]]]] = []
         self.buffer: torch.Tensor | None = None
-        self._turns = 0
+        self._turns, self.repeats = 0, run.settings.repeats
 
     def run(self) -> None:
         settings = self.settings
@@ -168,7 +169,7 @@ class Block:
             prompts = self._prompts(tokenizer)
             calls = self.cells(prompts, len(tokenizer))
             self._warm_up(calls)
-            for repeat in range(settings.repeats):
+            for repeat in range(self.repeats):
                 self._forget(self.at)  # or else it would know the texts of the repeat before
                 for cell in calls:
                     for name in turned([each for each in cell.methods if each in self.at], self._turns):
