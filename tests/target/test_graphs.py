@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from foredraft import ConfigurationError, Speculator, TokenTree, TreeShape
 from foredraft.backends import graphs as graphs_module
-from foredraft.backends import grouped, packing, recorder
+from foredraft.backends import packing, recorder
 from foredraft.backends.eager import Eager
 from foredraft.backends.graphs import PATIENCE, TRIALS
 from foredraft.backends.static_pass import PassFrame, SlotCache, StaticPass
@@ -250,29 +250,6 @@ def test_chains_of_one_bucket(taped):
             part = TokenTree.from_chain(tree.tokens[:, :last])
             assert_same(target.score(part, first=first), eager.score(part, first=first))
     assert target.backend.recordings.replays >= 8
-
-
-def test_heads_that_share_keys_are_not_repeated(taped, monkeypatch):
-    seen = []
-    real = grouped.scaled_dot_product_attention
-    monkeypatch.setattr(
-        grouped, "scaled_dot_product_attention", lambda q, k, v, **more: seen.append((q.shape, k.shape)) or real(q, k, v, **more)
-    )
-    target = Target(of("llama"), execution="graphs")
-    config = target.model.config
-    assert target.reasons.get("grouped") is None and target.backend.recordings.passes.grouped.calls
-    assert {queries[1] for queries, _ in seen} == {keys[1] for _, keys in seen} == {config.num_key_value_heads}
-    assert config.num_key_value_heads < config.num_attention_heads and config._attn_implementation == "sdpa"
-    assert "foredraft_grouped" not in vars(config)
-    assert Target(of("gpt2"), execution="graphs").backend.recordings.passes.grouped is None
-
-
-def test_grouped_attention_that_differs_is_left_out(taped, monkeypatch):
-    real = grouped.scaled_dot_product_attention
-    monkeypatch.setattr(grouped, "scaled_dot_product_attention", lambda *given, **more: 1.5 * real(*given, **more))
-    target = Target(of("llama"), execution="graphs")
-    assert target.execution == "graphs" and "differ" in target.reasons.get("grouped")
-    assert_alike(target, Target(of("llama"), execution="eager", test=False))
 
 
 @torch.inference_mode()

@@ -19,7 +19,6 @@ import torch
 from foredraft.backends import recorder as recorders
 from foredraft.backends.base import ForwardPass, PassOutput, differs, failure
 from foredraft.backends.eager import Eager
-from foredraft.backends.grouped import Grouped
 from foredraft.backends.recorder import Outputs, Recorder
 from foredraft.backends.self_test import SMALLEST, Trial, some_text
 from foredraft.backends.static_pass import Bucket, PassFrame, StaticPass
@@ -67,14 +66,12 @@ class Outcome:
 
     Attributes:
         outputs: tensors of the caller's own; None where nothing was played.
-        reason: why nothing was played.
         frame: what was played.
         trial: the outputs are to be compared with those of an eager pass first (:meth:`Recordings.refuse` if they differ). The cache is
             as it was before.
     """
 
     outputs: Outputs | None = None
-    reason: str | None = None
     frame: Any = None
     trial: bool = False
 
@@ -92,7 +89,7 @@ class Recordings:
 
     def __init__(self, facts: ModelFacts, cache: TreeCache, reasons: dict[str, str], recorder: Recorder):
         self.facts, self.cache, self.reasons, self.recorder = facts, cache, reasons, recorder
-        self.passes = StaticPass(facts, cache, Grouped.of(facts.model))
+        self.passes = StaticPass(facts, cache)
         self.captures = self.replays = 0
         self._kept: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: Counter[Hashable] = Counter()
@@ -136,7 +133,7 @@ class Recordings:
             rows, span: of the cache, that it writes to; rows beyond the live ones lose what they hold from slot ``filler`` on.
         """
         if not self.ready:
-            return Outcome(reason=self.refused or "the cache has no buffers of the final size yet, or somebody watches the passes")
+            return Outcome()
         self.cache.spoil(rows, filler)
         found = self._kept.get(key)
         if found is not None:
@@ -145,14 +142,14 @@ class Recordings:
         else:
             self._seen[key] += 1
             if self._seen[key] < PATIENCE:
-                return Outcome(reason=f"a bucket is recorded when it comes up {PATIENCE} times")
+                return Outcome()
             frame = make()
             load(frame)
             try:
                 found = Recording(frame, recorders.inputs_of(frame.run), *self.recorder.capture(frame.run))
             except Exception as error:  # what a device or a model raises when it is recorded has no common type
                 self.refuse(failure(error))
-                return Outcome(reason=failure(error))
+                return Outcome()
             self._keep(key, found)
         if found.trials >= TRIALS:
             found.play()
@@ -171,13 +168,10 @@ class Recordings:
             del self._seen[gone]
 
     def refuse(self, why: str) -> None:
-        """Recordings gave something else, or could not be made: without attention of our own at first, then without recordings."""
+        """Recordings gave something else, or could not be made."""
         self.drop()
         self.recorder.reset()
-        if self.passes.grouped is not None:
-            self.reasons["grouped"], self.passes.grouped = why, None
-        else:
-            self.reasons["graphs"] = why
+        self.reasons["graphs"] = why
 
     def drop(self) -> None:
         """Forget every recording, and the buffers that they hold."""
@@ -264,7 +258,7 @@ class Recorded(Eager):
         self.cache.enter(window)
         bucket = recordings.bucket(window)
         if bucket is None:
-            return Outcome(reason="no bucket has room for the pass")
+            return Outcome()
         return recordings.play(
             bucket,
             lambda: PassFrame(recordings.passes, bucket, given.tokens.device),
@@ -315,7 +309,7 @@ def graph_test(backend: Recorded) -> str | None:
         return f"a context of {facts.context} tokens has no room for the test"
     try:
         trial = Trial(backend, [some_text(facts, 12, 3), some_text(facts, 4, 1)])
-        for attempt in range(2 * (PATIENCE + TRIALS)):  # twice: once more without grouped attention, should that be what fails
+        for attempt in range(PATIENCE + TRIALS):
             tree = trial.tree()
             nodes = (tree.tokens + 5 * attempt) % facts.vocab_size
             for each in (TokenTree(nodes, tree.parents), TokenTree.from_chain(nodes[:, :4]), TokenTree.root(nodes[:, 0])):

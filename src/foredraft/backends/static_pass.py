@@ -8,7 +8,6 @@ slots that is given once. The cache's own buffers are read and written where the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from foredraft.backends.base import PassOutput
 from foredraft.backends.eager import ModelCall
-from foredraft.backends.grouped import Grouped
 from foredraft.device import to_device
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.features import Features
@@ -31,14 +29,13 @@ class StaticPass:
 
     Args:
         facts, cache: as a backend has them.
-        grouped: how heads that share keys attend, None for the model's own way.
 
     Attributes:
         features: hidden states that passes hand out, None for none.
     """
 
-    def __init__(self, facts: ModelFacts, cache: TreeCache, grouped: Grouped | None):
-        self.facts, self.cache, self.grouped = facts, cache, grouped
+    def __init__(self, facts: ModelFacts, cache: TreeCache):
+        self.facts, self.cache = facts, cache
         self.call = ModelCall(facts)
         self.features: Features | None = None
 
@@ -68,9 +65,8 @@ class StaticPass:
             (node < 0)[:, None] | ((node < total)[:, None] & ancestry),
         )
         view = SlotCache(self.cache, root + own, span, roots[0])
-        with nullcontext() if self.grouped is None else self.grouped.in_use():
-            mask = self.call.masks(where, view)
-            return self.call(tokens, view, where.queries, mask, where=where, width=span, features=self.features)
+        mask = self.call.masks(where, view)
+        return self.call(tokens, view, where.queries, mask, where=where, width=span, features=self.features)
 
 
 class SlotCache(TreeCache):

@@ -132,7 +132,7 @@ class Target:
 
     @property
     def reasons(self) -> Mapping[str, str]:
-        """Why other ways to make passes are not in use: ``packed``, ``fused``, ``graphs``, ``grouped`` or ``flex``, and the reason."""
+        """Why other ways to make passes are not in use: ``packed``, ``fused``, ``graphs`` or ``flex``, and the reason."""
         return MappingProxyType(self.backend.reasons)
 
     @property
