@@ -1,4 +1,4 @@
-"""The commands and their options. Each body only hands its options on; torch is imported inside."""
+"""The commands and their options, in the order in which help lists them. Each body only hands its options on; torch is imported inside."""
 
 from __future__ import annotations
 
@@ -7,88 +7,33 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import typer.core
 
 from foredraft import __version__, verification
+from foredraft.cli import options, tables
+from foredraft.cli.checks import check, check_extra, check_grammar, check_model, check_output, check_source_text
 from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
 from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, write_json, writing
 from foredraft.cli.heads import convert, export
-from foredraft.cli.options import (
-    BEGINNINGS,
-    LINES,
-    MODELS,
-    OUTPUT,
-    PROMPTS,
-    SAMPLING,
-    SPECULATION,
-    Candidates,
-    Device,
-    Dtype,
-    GrammarBackend,
-    GrammarFile,
-    JsonFile,
-    JsonSchema,
-    Learn,
-    PromptFile,
-    Regex,
-    System,
-    Target,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    Verbose,
-    grouped,
-)
+from foredraft.cli.options import BEGINNINGS, LINES, MODELS, OUTPUT, PROMPTS, SAMPLING, SPECULATION, grouped
+from foredraft.cli.printers import make_printer
+from foredraft.cli.progress import Progress
+from foredraft.cli.prompts import read_prompts, read_tasks
 from foredraft.cli.settings import Configuration, Contest, Decoding, Loading
 from foredraft.cli.skip import app as skip
+from foredraft.cli.suggest import suggest as suggested
+from foredraft.cli.texts import read_texts
 from foredraft.cli.theory import theory
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
 
-ORDER = (
-    "generate",
-    "chat",
-    "tune",
-    "alpha",
-    "table",
-    "theory",
-    "suggest",
-    "demo",
-    "audit",
-    "models",
-    "drafters",
-    "rules",
-    "data",
-    "train",
-    "skip",
-)
-
-
-class Ordered(typer.core.TyperGroup):
-    """Help lists the commands in :data:`ORDER`, then the others."""
-
-    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        return sorted(super().list_commands(ctx), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-
-
 app = typer.Typer(
-    cls=Ordered,
     help="Faster text generation with unmodified Hugging Face models, with the same output distribution (speculative decoding).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-app.add_typer(datastores, name="datastore")
-app.add_typer(data, name="data")
-app.add_typer(skip, name="skip")
-app.command()(theory)
-app.command()(train)
-app.command()(export)
-app.command()(convert)
 
 
 def main() -> None:
@@ -130,19 +75,19 @@ def generate(
         ),
     ] = None,
     chat: Annotated[bool, PROMPTS("--chat", help="Each prompt is a user's message; apply the chat template.")] = False,
-    system: System = None,
-    target: Target = "zoo:python-8m",
+    system: options.System = None,
+    target: options.Target = "zoo:python-8m",
     configuration: Configuration,
-    learn: Learn = False,
+    learn: options.Learn = False,
     draft_length: Annotated[int | None, SPECULATION(min=0, help="The same as --shape 'chain(N)'.", show_default=False)] = None,
     lossy: Annotated[bool, SPECULATION("--lossy", help="Allow a rule that changes the output distribution.")] = False,
     decoding: Decoding,
-    json_schema: JsonSchema = None,
-    regex: Regex = None,
-    grammar: GrammarFile = None,
-    grammar_backend: GrammarBackend = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    grammar: options.GrammarFile = None,
+    grammar_backend: options.GrammarBackend = None,
     show: Annotated[bool, OUTPUT("--show", help="Highlight accepted draft tokens.")] = False,
-    verbose: Verbose = False,
+    verbose: options.Verbose = False,
     as_json: Annotated[bool, OUTPUT("--json", help="One JSON object per prompt and line, as soon as it is complete.")] = False,
     logprobs: Annotated[
         int | None,
@@ -160,11 +105,6 @@ def generate(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C (what was generated is printed).
     """
-    from foredraft.cli.checks import check, check_grammar, check_source_text
-    from foredraft.cli.printers import make_printer
-    from foredraft.cli.progress import Progress
-    from foredraft.cli.prompts import read_prompts
-
     with exit_codes():
         texts = read_prompts(prompt if source is None else source, prompts)
         check(configuration, encoders=True)
@@ -190,21 +130,18 @@ def generate(
 def chat(
     *,
     target: Annotated[str, typer.Argument(metavar="MODEL", help="A chat model: a path or a hub id.", show_default=False)],
-    system: System = None,
+    system: options.System = None,
     configuration: Configuration,
-    learn: Learn = False,
+    learn: options.Learn = False,
     max_new_tokens: Annotated[int | None, SAMPLING(min=1, help="Most tokens per answer.", show_default="the model's, or 1024")] = None,
     decoding: Decoding,
     drafted: Annotated[bool, OUTPUT("--drafted", help="Highlight accepted draft tokens.")] = False,
-    verbose: Verbose = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Talk with a model. /help lists what can be typed beside messages; Ctrl-C stops an answer, Ctrl-D leaves.
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
     """
-    from foredraft.cli.checks import check
-    from foredraft.cli.progress import Progress
-
     with exit_codes():
         check(configuration)
         with Progress(f"loading {target}") as progress:
@@ -217,115 +154,20 @@ def chat(
 
 @app.command()
 @grouped
-def audit(
-    *,
-    target: Annotated[str, typer.Argument(help="The model: a path, a hub id, or zoo:NAME (see foredraft models).")] = "zoo:python-8m",
-    prompts: PromptFile = None,
-    dtype: Annotated[
-        str, MODELS(help="auto, float32, bfloat16 or float16. Below float32, rounding alone can look like a fault.")
-    ] = "float32",
-    configuration: Configuration,
-    temperature: Temperature = 1.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    seed: Annotated[int, SAMPLING(min=0, help="Seed of all random draws.")] = 0,
-    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Tokens per prompt in the comparison with plain decoding.")] = 48,
-    samples: Annotated[
-        int | None,
-        SAMPLING(min=1, help="Continuations for the statistical tests.", show_default="enough to find a total variation of 1 % per token"),
-    ] = None,
-    batch_size: Annotated[int, SAMPLING(min=1, help="Continuations that are drawn together.")] = 256,
-    significance: Annotated[float, SAMPLING(help="Probability that a correct configuration is reported as a fault.")] = 1e-3,
-    part: Annotated[list[str] | None, OUTPUT(help="exact, noise, keyed or statistical; repeatable.", show_default="all that apply")] = None,
-    as_json: JsonFile = None,
-) -> None:
-    """Check that a configuration keeps the target's output distribution, and report how large a bias would be found.
-
-    Exit codes: 0 exact; 1 a fault, a lossy rule, or a necessary part left out; 2 invalid arguments.
-    """
-    from foredraft.cli.checks import check, check_output
-    from foredraft.cli.progress import Progress
-    from foredraft.cli.prompts import read_prompts
-
-    with exit_codes():
-        configuration = replace(configuration, lossy=True)
-        check(configuration, encoders=True)
-        check_output(as_json)
-        texts = None if prompts is None else read_prompts(None, prompts)
-        with Progress(f"auditing {target}"):
-            from foredraft.cli import audit as auditing
-
-            sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
-            own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
-            report = auditing.run(configuration, texts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
-            if as_json is not None:
-                write_json(as_json, report.to_dict())
-        typer.echo("\n".join(auditing.lines(report)))
-        if report.verdict != "exact":
-            raise typer.Exit(FAILED)
-
-
-@app.command()
-def demo(
-    target: Target = "zoo:python-8m",
-    drafter: Candidates = None,
-    dtype: Dtype = "float32",
-    device: Device = None,
-    threads: Threads = None,
-    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Most tokens per prompt and run.")] = 64,
-    seconds: Annotated[float, SAMPLING(min=1, help="When to end: a slow machine decodes fewer tokens. Loading is not cut short.")] = 50,
-) -> None:
-    """See in a minute what you gain: transformers, plain decoding and drafters on two prompts.
-
-    The target is loaded twice, once for transformers. zoo:python-300m computes the same as zoo:python-8m at the cost of a model with 300
-    million parameters; give it more --seconds.
-    """
-    import time
-
-    from foredraft.cli.checks import check
-    from foredraft.cli.progress import Progress
-
-    started = time.monotonic()
-    with exit_codes():
-        check(Configuration(target, dtype=dtype, device=device), drafter or ())
-    with exit_codes(), Progress(f"loading {target}; about {seconds:.0f} s left") as progress:
-        from foredraft.cli.demo import Demo, Setting
-        from foredraft.cli.demo_report import show
-
-        setting = Setting(
-            target,
-            drafters=drafter,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            max_new_tokens=max_new_tokens,
-            seconds=seconds,
-            started=started,
-        )
-        if not show(Demo(setting, progress)):
-            raise typer.Exit(FAILED)
-
-
-@app.command()
-@grouped
 def tune(
     *,
-    target: Target = "zoo:python-300m",
+    target: options.Target = "zoo:python-300m",
     contest: Contest,
     batch_size: Annotated[int, PROMPTS(min=1, help="Prompts that are decoded together.")] = 1,
-    prompts: PromptFile = None,
-    as_json: JsonFile = None,
-    verbose: Verbose = False,
+    prompts: options.PromptFile = None,
+    as_json: options.JsonFile = None,
+    verbose: options.Verbose = False,
     plot: Annotated[Path | None, OUTPUT(metavar="FILE.png", help="Write a chart (needs matplotlib).", show_default=False)] = None,
 ) -> None:
     """Measure drafters on this machine, and say what to write, how much it gains over plain decoding, and how sure that is.
 
     The measured costs are saved; --shape auto uses them from then on.
     """
-    from foredraft.cli.checks import check, check_extra, check_output
-    from foredraft.cli.progress import Progress
-    from foredraft.cli.prompts import read_prompts
-
     with exit_codes():
         check(contest.plain, contest.drafters or ())
         texts = () if prompts is None else read_prompts(None, prompts)
@@ -334,7 +176,6 @@ def tune(
         if plot is not None:
             check_extra("matplotlib", "plot", "--plot")
         with Progress(f"loading {target}") as progress:
-            from foredraft.cli import tables
             from foredraft.cli import tune as tuning
 
             setting = tuning.Setting(**vars(contest), batch_size=batch_size, prompts=texts)
@@ -368,10 +209,10 @@ def alpha(
     limit: Annotated[int, PROMPTS(min=1, metavar="N", help="Texts of each category, at most: the first ones.")] = 100,
     length: Annotated[int, PROMPTS(min=2, help="Tokens of each text, at most: the first ones.")] = 1024,
     loading: Loading,
-    temperature: Temperature = 1.0,
+    temperature: options.Temperature = 1.0,
     top_k: Annotated[int, SAMPLING(min=0, help="Sample from the k most likely tokens; 0 is all.")] = 0,
-    top_p: TopP = None,
-    as_json: JsonFile = None,
+    top_p: options.TopP = None,
+    as_json: options.JsonFile = None,
 ) -> None:
     """Say whether a draft model is worth it: acceptance rate α on texts, what it costs, the best γ, and the speed that these predict.
 
@@ -379,10 +220,6 @@ def alpha(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
     """
-    from foredraft.cli.checks import check, check_output
-    from foredraft.cli.progress import Progress
-    from foredraft.cli.texts import read_texts
-
     with exit_codes():
         configuration = Configuration(**vars(loading), drafter=f"draft-model:{draft}", shape="chain(1)")
         check(configuration)
@@ -390,7 +227,6 @@ def alpha(
         check_output(as_json)
         with Progress(f"loading {target}") as progress:
             from foredraft.cli import alpha as comparison
-            from foredraft.cli import tables
 
             sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
             setting = comparison.Setting(configuration, draft, texts, sampling, length, limit)
@@ -422,7 +258,7 @@ def table(
     temperature: Annotated[list[float], SAMPLING(min=0.0, help="Above 0, sample; 0 is greedy; repeat for more.")] = [0.0, 1.0],  # noqa: B006
     max_new_tokens: Annotated[int, SAMPLING(min=2, help="Most new tokens per prompt and run.")] = 64,
     repeats: Annotated[int, SAMPLING(min=1, help="Measured runs of each prompt, after one to warm up.")] = 3,
-    as_json: JsonFile = None,
+    as_json: options.JsonFile = None,
     markdown: Annotated[Path | None, OUTPUT(metavar="FILE", help="Write the table as Markdown.", show_default=False)] = None,
     latex: Annotated[Path | None, OUTPUT(metavar="FILE", help="Write the table for LaTeX.", show_default=False)] = None,
 ) -> None:
@@ -433,13 +269,9 @@ def table(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
     """
-    from foredraft.cli.checks import check, check_output
-    from foredraft.cli.progress import Progress
-    from foredraft.cli.prompts import read_tasks
-
     with exit_codes():
         for each in target:
-            check(replace(contest, target=each).plain, contest.drafters or (), encoders=True)
+            check(replace(contest, target=each).plain, contest.drafters or ())
         if rule not in (None, "auto") and not verification.describe(rule).lossless:
             raise ConfigurationError(f"rule {rule!r} is lossy: it changes the output distribution; name another with --rule")
         tasks = read_tasks(task or (), limit)
@@ -447,7 +279,6 @@ def table(
             check_output(path)
         with Progress("loading") as progress:
             from foredraft.cli import table as pairs
-            from foredraft.cli import tables
 
             setting = pairs.Setting(contest, target, tasks, temperature, sorted({*gamma}), rule, max_new_tokens, repeats)
             cells = pairs.run(setting, progress)
@@ -460,22 +291,104 @@ def table(
         tables.console().print(pairs.report(cells), soft_wrap=True)
 
 
+app.command()(theory)
+
+
 @app.command()
 def suggest(target: Annotated[str, typer.Argument(metavar="MODEL", help="A path, a hub id, or zoo:NAME.", show_default=False)]) -> None:
     """Say which drafters and which draft model suit a model, by its configuration alone."""
-    from foredraft.cli.checks import check_model
-    from foredraft.cli.suggest import suggest
-
     with exit_codes():
         check_model(target)
-        typer.echo("\n".join(suggest(target)))
+        typer.echo("\n".join(suggested(target)))
+
+
+@app.command()
+def demo(
+    target: options.Target = "zoo:python-8m",
+    drafter: options.Candidates = None,
+    dtype: options.Dtype = "float32",
+    device: options.Device = None,
+    threads: options.Threads = None,
+    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Most tokens per prompt and run.")] = 64,
+    seconds: Annotated[float, SAMPLING(min=1, help="When to end: a slow machine decodes fewer tokens. Loading is not cut short.")] = 50,
+) -> None:
+    """See in a minute what you gain: transformers, plain decoding and drafters on two prompts.
+
+    The target is loaded twice, once for transformers. zoo:python-300m computes the same as zoo:python-8m at the cost of a model with 300
+    million parameters; give it more --seconds.
+    """
+    import time
+
+    started = time.monotonic()
+    with exit_codes():
+        check(Configuration(target, dtype=dtype, device=device), drafter or ())
+    with exit_codes(), Progress(f"loading {target}; about {seconds:.0f} s left") as progress:
+        from foredraft.cli.demo import Demo, Setting
+        from foredraft.cli.demo_report import show
+
+        setting = Setting(
+            target,
+            drafters=drafter,
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            max_new_tokens=max_new_tokens,
+            seconds=seconds,
+            started=started,
+        )
+        if not show(Demo(setting, progress)):
+            raise typer.Exit(FAILED)
+
+
+@app.command()
+@grouped
+def audit(
+    *,
+    target: Annotated[str, typer.Argument(help="The model: a path, a hub id, or zoo:NAME (see foredraft models).")] = "zoo:python-8m",
+    prompts: options.PromptFile = None,
+    dtype: Annotated[
+        str, MODELS(help="auto, float32, bfloat16 or float16. Below float32, rounding alone can look like a fault.")
+    ] = "float32",
+    configuration: Configuration,
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    seed: Annotated[int, SAMPLING(min=0, help="Seed of all random draws.")] = 0,
+    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Tokens per prompt in the comparison with plain decoding.")] = 48,
+    samples: Annotated[
+        int | None,
+        SAMPLING(min=1, help="Continuations for the statistical tests.", show_default="enough to find a total variation of 1 % per token"),
+    ] = None,
+    batch_size: Annotated[int, SAMPLING(min=1, help="Continuations that are drawn together.")] = 256,
+    significance: Annotated[float, SAMPLING(help="Probability that a correct configuration is reported as a fault.")] = 1e-3,
+    part: Annotated[list[str] | None, OUTPUT(help="exact, noise, keyed or statistical; repeatable.", show_default="all that apply")] = None,
+    as_json: options.JsonFile = None,
+) -> None:
+    """Check that a configuration keeps the target's output distribution, and report how large a bias would be found.
+
+    Exit codes: 0 exact; 1 a fault, a lossy rule, or a necessary part left out; 2 invalid arguments.
+    """
+    with exit_codes():
+        configuration = replace(configuration, lossy=True)
+        check(configuration)
+        check_output(as_json)
+        texts = None if prompts is None else read_prompts(None, prompts)
+        with Progress(f"auditing {target}"):
+            from foredraft.cli import audit as auditing
+
+            sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
+            own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
+            report = auditing.run(configuration, texts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
+            if as_json is not None:
+                write_json(as_json, report.to_dict())
+        typer.echo("\n".join(auditing.lines(report)))
+        if report.verdict != "exact":
+            raise typer.Exit(FAILED)
 
 
 @app.command()
 def models() -> None:
     """List the embedded models (pip install 'foredraft\\[zoo]'). Use them as zoo:NAME; they need no network."""
-    from foredraft.cli import tables
-
     with exit_codes():
         tables.console().print(tables.models())
 
@@ -483,8 +396,6 @@ def models() -> None:
 @app.command()
 def drafters(name: Annotated[str | None, typer.Argument(help="Show the options of this drafter.", show_default=False)] = None) -> None:
     """List drafters; with a name, show its options and their defaults."""
-    from foredraft.cli import tables
-
     with exit_codes():
         tables.console().print(tables.all_drafters() if name is None else tables.one_drafter(name))
 
@@ -492,7 +403,11 @@ def drafters(name: Annotated[str | None, typer.Argument(help="Show the options o
 @app.command()
 def rules() -> None:
     """List verification rules, and the drafts for which each of them is exact."""
-    from foredraft.cli import tables
-
     with exit_codes():
         tables.console().print(tables.rules())
+
+
+for command in (train, export, convert):
+    app.command()(command)
+for name, commands in (("data", data), ("skip", skip), ("datastore", datastores)):
+    app.add_typer(commands, name=name)

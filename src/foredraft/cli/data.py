@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli.checks import check_data, check_model
 from foredraft.cli.failures import exit_codes, note, quiet
 from foredraft.cli.figures import counted
 from foredraft.cli.options import Device, Dtype, Threads
@@ -77,8 +78,6 @@ def generate(
     Ctrl-C.
     """
     with exit_codes():
-        from foredraft.cli.checks import check_model
-
         check_model(target, dtype, device)
         note(f"loading {target}")
         import torch
@@ -136,8 +135,6 @@ def hidden(
     """Store the target's hidden states for foredraft train --stored-hidden. They take 2 bytes x width x features per token in
     bfloat16: 1.5 KB for width 256 and three features."""
     with exit_codes():
-        from foredraft.cli.checks import check_data, check_model
-
         check_model(target, dtype, device)
         check_data([folder])
         from foredraft.cli.generation import pick_device

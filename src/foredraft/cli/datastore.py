@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft.cli.checks import check_model, check_output
 from foredraft.cli.failures import exit_codes, quiet, writing
 from foredraft.cli.figures import counted
 from foredraft.cli.progress import Progress
@@ -47,8 +48,6 @@ def build(
 
     Exit codes: 0 success, 2 invalid arguments. An interrupted run leaves what was at PATH as it was.
     """
-    from foredraft.cli.checks import check_model, check_output
-
     with exit_codes():
         check_model(target)
         check_output(out)

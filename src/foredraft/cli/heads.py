@@ -14,6 +14,7 @@ from foredraft import zoo
 from foredraft.cli.failures import exit_codes, note, quiet, writing
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError, first_line
+from foredraft.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +150,6 @@ def convert(
     Exit codes: 0 success, 2 invalid arguments.
     """
     with exit_codes():
-        from foredraft.files import read_json
         from foredraft.heads.formats import folders
 
         described = file.parent / folders.CONFIG if config is None else config

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from foredraft.cli.checks import check_data, check_extra, check_model, check_output
 from foredraft.cli.failures import INTERRUPTED, exit_codes, quiet
 from foredraft.cli.options import Device, Dtype, Threads
+from foredraft.files import read_text
 
 app = typer.Typer(help="Find the sublayers of a model that the drafter draft-verify can do without.", no_args_is_help=True)
 
@@ -48,9 +50,6 @@ def search(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 interrupted.
     """
-    from foredraft.cli.checks import check_data, check_extra, check_model, check_output
-    from foredraft.files import read_text
-
     with exit_codes():
         check_model(target, dtype, device)
         check_data([data])

@@ -9,17 +9,19 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from foredraft import theory as formulas
+from foredraft.cli.checks import check_extra, check_output
 from foredraft.cli.failures import exit_codes, write_json, writing
 from foredraft.cli.options import OUTPUT, JsonFile, grouped, panel
 from foredraft.cli.plots import Curve, Plot, Points, draw, text_of
+from foredraft.cli.tables import add_row, console, new_table
 from foredraft.errors import ConfigurationError
 from foredraft.files import read_json
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 NUMBERS = panel("Numbers")
 DEFAULT: Any = {"alpha": (0.2, 0.6, 0.7, 0.8, 0.9), "gamma": (2, 3, 5, 10), "c": (0.0, 0.02, 0.05, 0.1, 0.2)}
@@ -93,8 +95,6 @@ def theory(
 
     The formulas are those of Leviathan, Kalman and Matias (2023). Rules are run on small distributions, over every outcome of every draw.
     """
-    from foredraft.cli.checks import check_extra, check_output
-
     with exit_codes():
         check_output(as_json)
         if plots is not None:
@@ -103,14 +103,12 @@ def theory(
                 plots.mkdir(exist_ok=True)
         measured = [each for path in reports or () for each in read_cells(path)]
         numbers, curves = document(setting, measured), figures(setting, measured)
-        from foredraft.cli import tables
-
         if as_json is not None:
             write_json(as_json, numbers)
         if plots is not None:
             for each in curves:
                 draw(each, plots)
-        out = tables.console()
+        out = console()
         for title, content in sections(setting, numbers, curves):
             out.print(f"[bold]{title}[/bold]", content, "", sep="\n", soft_wrap=True)
 
@@ -277,8 +275,6 @@ def middle(values: Sequence[Any]) -> Any:
 
 def sections(setting: Setting, numbers: dict[str, Any], curves: Sequence[Plot]) -> list[tuple[str, RenderableType]]:
     """Title and content, in order."""
-    from rich.text import Text
-
     shown = {each.name: (each.title, Text(text_of(each))) for each in curves}
     title = f"Chains: calls for {setting.tokens:,} tokens, operations at ĉ {setting.operations:g}, and speed-up at several c"
     parts = [(title, chains(setting, numbers["chains"])), shown["tokens"], shown["speedup"], shown["operations"], shown["calls"]]
@@ -347,8 +343,6 @@ def fraction(value: float) -> str:
 
 
 def table(titles: Sequence[str], lines: Any) -> RenderableType:
-    from foredraft.cli.tables import add_row, new_table
-
     made = new_table(*titles)
     for cells in lines:
         add_row(made, *cells)

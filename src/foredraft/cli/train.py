@@ -10,10 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
+from foredraft import heads
+from foredraft.cli.checks import check_data, check_model
 from foredraft.cli.failures import INTERRUPTED, exit_codes, note, quiet
 from foredraft.cli.options import panel
+from foredraft.cli.settings import parse_options
+from foredraft.errors import ConfigurationError, unknown
 from foredraft.training.distilling import POSITIONS, Distilling
 from foredraft.training.layerskip import CURRICULA, SCHEDULES, Recipe
+from foredraft.training.options import ALONE, Options
 
 DATA, LENGTH, OPTIMISER = map(panel, ("Data", "Length", "Optimiser"))
 MEASURE, BACKBONE, MACHINE = map(panel, ("Held-out acceptance", "Backbone", "Machine"))
@@ -154,14 +159,8 @@ def train(
     On several devices: torchrun --nproc-per-node N -m foredraft train …. Ctrl-C or SIGTERM saves; the same command with --resume goes on
     exactly. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 stopped and saved.
     """
-    from foredraft.training.options import ALONE, Options
-
     given = {name: value for name, value in locals().items() if name in inspect.signature(train).parameters}
     with exit_codes():
-        from foredraft import heads
-        from foredraft.cli.checks import check_data, check_model
-        from foredraft.errors import unknown
-
         if kind not in (kinds := [*heads.names(), *ALONE]):
             raise unknown("unknown kind of head", kind, kinds)
         check_options(kind if kind in ALONE else "heads", kind, given)
@@ -205,8 +204,6 @@ def train(
 
 def check_options(group: str, kind: str, given: Mapping[str, Any]) -> None:
     """Raises ConfigurationError for an option that another group of kinds than ``group`` takes."""
-    from foredraft.errors import ConfigurationError
-
     for other, names in ONLY.items():
         for name in names:
             if other != group and given[name] != inspect.signature(train).parameters[name].default:
@@ -215,8 +212,6 @@ def check_options(group: str, kind: str, given: Mapping[str, Any]) -> None:
 
 def head_options(given: Sequence[str]) -> dict[str, Any]:
     """``KEY=VALUE`` strings; whole numbers with commas between them are several, as in ``aux_layers=1,4,6``."""
-    from foredraft.cli.settings import parse_options
-
     found = parse_options(given, "--head-option")
     for name, value in found.items():
         parts = value.split(",") if isinstance(value, str) else []
