@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import vocabularies
+from helpers import known_costs
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -48,15 +49,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return known_costs(pass_=1.0, level=0.1)
 
     monkeypatch.setattr(alpha, "measured", measured)
-
-
-def known_costs(*, pass_: float, level: float) -> CostModel:
-    costs = CostModel()
-    for size in (1, 13):
-        costs.target.measured(1, size, pass_)
-    costs.level.measured(1, 1, level)
-    costs.rest.measured(1, 1, 1e-12)
-    return costs
 
 
 def test_a_run_on_the_embedded_models(quick: None, tmp_path: Path):

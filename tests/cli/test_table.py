@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import vocabularies
+from helpers import known_costs
 from typer.testing import CliRunner
 
 from foredraft import theory, verification
@@ -20,7 +21,7 @@ from foredraft.cli.settings import Contest
 from foredraft.cli.table import Cell, Way
 from foredraft.cli.theory import read_cells
 from foredraft.errors import ConfigurationError
-from foredraft.planning import CostModel, Round
+from foredraft.planning import Round
 from foredraft.planning.teacher_forced import Share
 from foredraft.rows import RowParameters
 from foredraft.session import Session
@@ -93,22 +94,13 @@ def scripted(target: TimedTarget) -> Any:
     return speculator
 
 
-def known_costs(level: float = C * PASS) -> CostModel:
-    costs = CostModel()
-    for size in (1, 13):
-        costs.target.measured(1, size, PASS)
-    costs.level.measured(1, 1, level)
-    costs.rest.measured(1, 1, 1e-12)
-    return costs
-
-
 def test_a_draft_of_known_acceptance_on_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch):
     target = TimedTarget(ProbabilityTable(lambda context: P, 2, order=1))
     monkeypatch.setattr(time, "perf_counter", lambda: target.now)
     prompts = [{"input_ids": torch.ones(1, length, dtype=torch.long)} for length in range(3, 7)]
     plain, way = Way("plain", 0, scripted(target)), Way("scripted", 3, scripted(target))
     table.take_turns([plain, way], prompts, SETTING, 1.0)
-    cell = table.cell_of(way, plain, known_costs(level=9.0), "t", "code", 1.0)  # rounds say what such a draft costs
+    cell = table.cell_of(way, plain, known_costs(pass_=PASS, level=9.0), "t", "code", 1.0)  # rounds say what such a draft costs
     assert [len(runs) for runs in way.seconds] == [2] * 4 and plain.seconds[0] == pytest.approx([PASS] * 2)
     assert cell.c == pytest.approx(C) and cell.alpha.low < cell.alpha.value < cell.alpha.high
     rounds = [each for own in way.rounds for each in own]
@@ -132,7 +124,7 @@ def test_acceptance_is_of_what_was_asked_for():
 
 def test_costs_of_rounds_without_a_draft_are_those_of_plain_rounds():
     rounds = [Round(TreeShape.chain(3), [3], [[1] * count], [0], 1.0, 16, 0.0, 0.0, 0.0) for count in (3, 0)]
-    costs = known_costs()
+    costs = known_costs(pass_=PASS, level=C * PASS)
     for size in (4, 13):
         costs.target.measured(1, size, 2 * PASS)
     seconds = (PASS + 2 * PASS) / 2 + 3 * C * PASS
@@ -165,7 +157,7 @@ def test_forms(tmp_path: Path):
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two tasks, a draft model and the bigram, greedy and sampled, on a tiny model."""
-    monkeypatch.setattr("foredraft.cli.table.measured", lambda speculator, most: known_costs())
+    monkeypatch.setattr("foredraft.cli.table.measured", lambda speculator, most: known_costs(pass_=PASS, level=C * PASS))
     vocabularies.model("byte-level").save_pretrained(tmp_path / "model")
     vocabularies.tokenizer("byte-level").save_pretrained(tmp_path / "model")
     for task in ("one", "two"):
@@ -210,4 +202,4 @@ def test_what_cannot_work_is_refused(arguments: str, message: str, tmp_path: Pat
 def test_texts_that_end_at_once_are_said():
     way = SimpleNamespace(rounds=[[]], speculator=SimpleNamespace(drafter=None), gamma=3)
     with pytest.raises(ConfigurationError, match="ends every text of task 'code' at once"):
-        table.cell_of(way, way, known_costs(), "t", "code", 0.0)  # type: ignore[arg-type]
+        table.cell_of(way, way, known_costs(pass_=PASS, level=C * PASS), "t", "code", 0.0)  # type: ignore[arg-type]
