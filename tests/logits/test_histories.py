@@ -234,14 +234,3 @@ def test_an_unsatisfiable_prefix_names_the_row():
     tree = TokenTree.root(torch.tensor([2, 2]))
     with pytest.raises(ValueError, match="batch ID 1"):
         process(pipelines, random_logits(tree), NodeHistories(torch.tensor([[2], [2]]), [1, 1], tree))
-
-
-def test_arguments_that_disagree():
-    tree = TokenTree.root(torch.tensor([2]))
-    with pytest.raises(ValueError, match="disagree"):
-        NodeHistories(torch.tensor([[2], [3]]), [1, 1], tree)
-    with pytest.raises(ValueError, match="first 1 is none of the tree's 1 nodes"):
-        NodeHistories(torch.tensor([[2]]), [1], tree, 1)
-    for length in (0, 2):
-        with pytest.raises(ValueError, match="between 1 and 1"):
-            NodeHistories(torch.tensor([[2]]), [length], tree)

@@ -160,13 +160,6 @@ def test_the_users_own_encoder_ids_stay():
     assert ngrams.processor.generated_ngrams == own[1].generated_ngrams
 
 
-@pytest.mark.parametrize("name", ["encoder_repetition_penalty", "encoder_no_repeat_ngram"])
-def test_encoder_penalties_of_a_padded_batch_need_the_prompts(name):
-    processors, _ = prepared(*padded_batch(random_prompts()), **CASES[name])
-    with pytest.raises(ConfigurationError, match="prompts="):
-        row_pipelines(processors, prompt_lengths=LENGTHS, padded_length=7)
-
-
 # --- pipelines
 
 
@@ -399,25 +392,6 @@ def test_a_foreign_processor_must_return_scores(bad):
     tree = TokenTree.root(torch.tensor([2]))
     with pytest.raises(ConfigurationError, match="must return scores"):
         process([Pipeline.alone([bad], prompt_length=1)], random_logits(tree), NodeHistories(torch.tensor([[2]]), [1], tree))
-
-
-def test_arguments_that_disagree():
-    own = Pipeline.alone([hf.MinLengthLogitsProcessor(3, EOS)], prompt_length=2)
-    tree = TokenTree.root(torch.tensor([2]))
-    with pytest.raises(ValueError, match="pass histories"):
-        process([own], torch.zeros(1, 1, VOCAB))
-    with pytest.raises(ValueError, match="one pipeline per row"):
-        process([own], torch.zeros(2, 1, VOCAB))
-    with pytest.raises(ValueError, match="1 rows and 1 nodes"):
-        process([own], torch.zeros(1, 2, VOCAB), NodeHistories(torch.tensor([[2]]), [1], tree))
-    with pytest.raises(ValueError, match="padded_length"):
-        row_pipelines([], prompt_lengths=[4], padded_length=3)
-    with pytest.raises(ValueError, match="prompts have lengths"):
-        row_pipelines([], prompt_lengths=[2], padded_length=3, prompts=[torch.tensor([2])])
-    with pytest.raises(ValueError, match="paddings have lengths"):
-        row_pipelines([], prompt_lengths=[2], padded_length=3, paddings=[[]])
-    with pytest.raises(ConfigurationError, match=r"Fingerprint.*row 0.*paddings="):
-        row_pipelines([Fingerprint()], prompt_lengths=[2], padded_length=3)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampled"])

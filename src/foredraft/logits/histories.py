@@ -27,22 +27,11 @@ class NodeHistories:
         tree: N nodes per row, on the device of ``committed``.
         first: the nodes before it are there as history only.
         ends: per row the tokens that end it; empty for none.
-
-    Raises:
-        ValueError: the shapes or devices disagree, a length is outside ``1..width``, or no node is left.
     """
 
     def __init__(
         self, committed: Tensor, lengths: Sequence[int], tree: TokenTree, first: int = 0, ends: Sequence[frozenset[int]] = ()
     ) -> None:
-        if committed.ndim != 2 or not committed.shape[0] == len(lengths) == tree.rows:
-            raise ValueError(f"committed {list(committed.shape)}, {len(lengths)} lengths and a tree of {tree.rows} rows disagree")
-        if any(not 1 <= length <= committed.shape[1] for length in lengths):
-            raise ValueError(f"lengths {list(lengths)} must lie between 1 and {committed.shape[1]}, the width of committed")
-        if committed.device != tree.tokens.device:
-            raise ValueError(f"committed is on {committed.device}, the tree on {tree.tokens.device}")
-        if not 0 <= first < tree.nodes:
-            raise ValueError(f"first {first} is none of the tree's {tree.nodes} nodes")
         self.committed, self.lengths, self.tree, self.first = committed, list(lengths), tree, first
         self.ends = ends
         self.rows, self.nodes = tree.rows, tree.nodes - first

@@ -36,8 +36,8 @@ class Row:
     padding: int
     min_new_tokens: int | None
     forced_bos: bool
-    prompt: Tensor | None  # [length]
-    shown: tuple[int, ...] | None  # ids in place of the padding
+    prompt: Tensor | None  # [length], where the row is padded
+    shown: tuple[int, ...]  # ids in place of the padding
     sourced: bool = False  # the encoder_* penalties hold another text than the prompt
 
     def source(self, batch: int) -> int:
@@ -45,16 +45,6 @@ class Row:
         if self.rows % batch:
             raise ConfigurationError(f"a processor holds the ids of {batch} prompts, which do not divide the batch of {self.rows} rows")
         return self.index // (self.rows // batch)
-
-    def own_prompt(self, processor: object) -> Tensor:
-        if self.prompt is None:
-            raise ConfigurationError(f"{type(processor).__name__} looks at the prompt, and row {self.index} is padded: pass prompts=")
-        return self.prompt
-
-    def own_padding(self, processor: object) -> tuple[int, ...]:
-        if self.padding and self.shown is None:
-            raise ConfigurationError(f"{type(processor).__name__} is to see the padding of row {self.index}: pass paddings=")
-        return self.shown or ()
 
 
 @dataclass(frozen=True)
@@ -130,8 +120,8 @@ def ignored_prompt(processor: Any, row: Row) -> dict[str, Any]:
 def encoder_ids(processor: Any, row: Row) -> dict[str, Any]:
     """The row's own prompt; ids that are not the padded prompt are the user's own and stay."""
     ids = processor.encoder_input_ids[row.source(processor.encoder_input_ids.shape[0])]  # [L]
-    if row.padding and not row.sourced and len(ids) == row.length + row.padding:
-        prompt = row.own_prompt(processor).to(ids.device)
+    if row.prompt is not None and row.padding and not row.sourced and len(ids) == row.length + row.padding:
+        prompt = row.prompt.to(ids.device)
         if torch.equal(ids[row.padding :], prompt) or torch.equal(ids[: row.length], prompt):
             ids = prompt
     return {"encoder_input_ids": ids[None]}
@@ -140,8 +130,9 @@ def encoder_ids(processor: Any, row: Row) -> dict[str, Any]:
 def encoder_ngrams(processor: Any, row: Row) -> dict[str, Any]:
     """The n-grams of the row's own prompt; those that are not of the padded prompt are the user's own and stay."""
     ngrams = processor.generated_ngrams[row.source(processor.batch_size)]
-    if row.padding and not row.sourced and sum(map(len, ngrams.values())) == row.length + row.padding - processor.ngram_size + 1:
-        own = type(processor)(processor.ngram_size, row.own_prompt(processor)[None]).generated_ngrams[0]
+    whole = row.length + row.padding - processor.ngram_size + 1
+    if row.prompt is not None and row.padding and not row.sourced and sum(map(len, ngrams.values())) == whole:
+        own = type(processor)(processor.ngram_size, row.prompt[None]).generated_ngrams[0]
         if all(set(last) <= set(ngrams.get(prefix, ())) for prefix, last in own.items()):
             ngrams = own
     return {"batch_size": 1, "generated_ngrams": [ngrams]}

@@ -153,17 +153,10 @@ def row_pipelines(
         device: where scores will be; the tensors of `transformers`' processors are moved there. None leaves them.
 
     Raises:
-        ConfigurationError: a processor is not supported (its class is named) or lacks ``prompts`` or ``paddings``.
-        ValueError: the arguments disagree.
+        ConfigurationError: a processor is not supported; its class is named.
     """
     processors = list(processors or ())
     rows = len(prompt_lengths)
-    if any(not 0 <= length <= padded_length for length in prompt_lengths):
-        raise ValueError(f"prompt_lengths {list(prompt_lengths)} do not fit into padded_length {padded_length}")
-    if prompts is not None and [len(prompt) for prompt in prompts] != list(prompt_lengths):
-        raise ValueError(f"prompts have lengths {[len(prompt) for prompt in prompts]}, prompt_lengths are {list(prompt_lengths)}")
-    if paddings is not None and any(len(each) + length != padded_length for each, length in zip(paddings, prompt_lengths, strict=True)):
-        raise ValueError(f"paddings have lengths {[len(each) for each in paddings]}, prompt_lengths are {list(prompt_lengths)}")
     known = [(processor, kind_of(processor)) for processor in processors]
     moved = [(processor if kind is FOREIGN else on_device(processor, device), kind) for processor, kind in known]
     forced_bos = any(type(processor).__name__ == "ForcedBOSTokenLogitsProcessor" for processor in processors)
@@ -172,7 +165,7 @@ def row_pipelines(
     result = []
     for index, length in enumerate(prompt_lengths):
         prompt = None if prompts is None else prompts[index]
-        shown = None if paddings is None else tuple(paddings[index])
+        shown = () if paddings is None else tuple(paddings[index])
         row = Row(index, rows, length, padded_length - length, min_new_tokens, forced_bos, prompt, shown, sourced)
         stages = tuple(row_stage(processor, kind, row, shared) for processor, kind in moved)
         result.append(pipelines.setdefault(stages, Pipeline(stages)))
@@ -182,7 +175,7 @@ def row_pipelines(
 def row_stage(processor: Processor, kind: Kind, row: Row, shared: dict[Hashable, Stage]) -> Stage:
     """The stage of ``processor`` in ``row``, taken from ``shared`` when another row has the same one."""
     changes = kind.rebase(processor, row) if kind.rebase else {}
-    padding = row.own_padding(processor) if kind.guarded else ()
+    padding = row.shown if kind.guarded else ()
     if not all(value is None or isinstance(value, int) for value in changes.values()):
         return Stage.of(replaced(processor, changes), kind, padding)
     key = (id(processor), padding, *changes.items())
@@ -243,9 +236,7 @@ def process(
 
     Raises:
         ConfigurationError: a processor of the user's own returned something else than scores.
-        ValueError: shapes disagree, or histories are missing.
     """
-    check(pipelines, logits, histories)
     wide = torch.promote_types(logits.dtype, torch.float32)  # float64 stays, for exact enumeration
     if all(pipeline.empty for pipeline in pipelines):
         return logits.to(wide)
@@ -262,15 +253,6 @@ def process(
         assert histories is not None
         scores = run_guarded(scores, pipelines, histories, guarded, watch)
     return scores
-
-
-def check(pipelines: Sequence[Pipeline], logits: Tensor, histories: NodeHistories | None) -> None:
-    if logits.ndim != 3 or logits.shape[0] != len(pipelines):
-        raise ValueError(f"logits must be [R, N, V] with one pipeline per row, got {list(logits.shape)} and {len(pipelines)} pipelines")
-    if histories is None and any(pipeline.needs_history for pipeline in pipelines):
-        raise ValueError("a pipeline looks at the history: pass histories")
-    if histories is not None and logits.shape[:2] != (histories.rows, histories.nodes):
-        raise ValueError(f"logits are {list(logits.shape)}, histories are of {histories.rows} rows and {histories.nodes} nodes")
 
 
 def run(
