@@ -63,9 +63,7 @@ class TokenTree:
     ) -> TokenTree:
         """A chain per row: ``tokens`` ``[B, γ + 1]`` starts with the root. ``valid`` must be a prefix of each row."""
         rows, nodes = tokens.shape
-        parents = chain_parents(nodes, tokens.device)
-        if rows > 1:
-            parents = parents.expand(rows, nodes)
+        parents = static_parents_tensor(chain_layout(nodes), tokens.device).expand(rows, nodes)
         return TokenTree(tokens, parents, valid, proposal, q, pruned, chain=True)
 
     @staticmethod
@@ -108,25 +106,21 @@ class TokenTree:
     @cached_property
     def layout(self) -> tuple[int, ...] | None:
         """The parents that all rows have, as the host knows them without looking; None where rows may differ."""
-        return tuple(range(-1, self.nodes - 1)) if self.chain else self.static_parents
+        return chain_layout(self.nodes) if self.chain else self.static_parents
 
     @cached_property
     def depths(self) -> Tensor:
         """``[B, N]`` int64 distance from the root."""
-        if self.chain:
-            return chain_depths(self.nodes, self.tokens.device).expand(self.rows, self.nodes)
-        if self.static_parents is not None:
-            return static_depths(self.static_parents, self.tokens.device).expand(self.rows, self.nodes)
+        if self.layout is not None:
+            return static_depths(self.layout, self.tokens.device).expand(self.rows, self.nodes)
         known = self.depth_lists
         return self.ancestors.sum(-1) - 1 if known is None else torch.tensor(known)
 
     @cached_property
     def ancestors(self) -> Tensor:
         """``[B, N, N]`` bool; ``[b, i, j]`` says that ``j`` is ``i`` or lies on the path from the root to ``i``."""
-        if self.chain:
-            return chain_ancestors(self.nodes, self.tokens.device).expand(self.rows, -1, -1)
-        if self.static_parents is not None:
-            return static_ancestors(self.static_parents, self.tokens.device).expand(self.rows, -1, -1)
+        if self.layout is not None:
+            return static_ancestors(self.layout, self.tokens.device).expand(self.rows, -1, -1)
         return reach(self.parents) if self.parent_lists is None else reach_on_host(self.parent_lists)
 
     @cached_property
@@ -166,7 +160,7 @@ class TokenTree:
     @property
     def height(self) -> int:
         """How deep a node may lie, as far as the host knows without looking."""
-        return static_height(self.static_parents) if self.static_parents is not None and not self.chain else self.nodes - 1
+        return self.nodes - 1 if self.layout is None else static_height(self.layout)
 
     @property
     def drafted(self) -> Tensor:
@@ -242,9 +236,7 @@ class TokenTree:
     @property
     def declared_parents(self) -> Tensor | None:
         """``[1, N]`` int64 the parents that ``chain`` or ``static_parents`` say all rows have; None if only ``parents`` says."""
-        if self.chain:
-            return chain_parents(self.nodes, self.parents.device)
-        return None if self.static_parents is None else static_parents_tensor(self.static_parents, self.parents.device)
+        return None if self.layout is None else static_parents_tensor(self.layout, self.parents.device)
 
     def with_safe_parents(self) -> TokenTree:
         """This tree with parents that come before their children, so that a malformed tree is never read out of bounds. A well-formed
@@ -346,18 +338,8 @@ def reach_on_host(parents: Sequence[Sequence[int]]) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def chain_parents(nodes: int, device: torch.device) -> Tensor:
-    return (torch.arange(nodes, device=device) - 1)[None]
-
-
-@lru_cache(maxsize=256)
-def chain_depths(nodes: int, device: torch.device) -> Tensor:
-    return torch.arange(nodes, device=device)[None]
-
-
-@lru_cache(maxsize=256)
-def chain_ancestors(nodes: int, device: torch.device) -> Tensor:
-    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()[None]
+def chain_layout(nodes: int) -> tuple[int, ...]:
+    return tuple(range(-1, nodes - 1))
 
 
 @lru_cache(maxsize=256)
@@ -399,4 +381,4 @@ def static_depths(parents: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def static_ancestors(parents: tuple[int, ...], device: torch.device) -> Tensor:
-    return reach(static_parents_tensor(parents, device))
+    return reach_on_host([parents]).to(device)

@@ -33,7 +33,7 @@ from foredraft.planning.costs import Measurement
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.target import Target
-from foredraft.tree import chain_ancestors, chain_depths
+from foredraft.tree import chain_layout, static_ancestors, static_depths
 from foredraft.verification import create
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -261,9 +261,9 @@ def test_a_recording_keeps_what_it_reads_alive(taped):
     loops = [each for each in drafter.model.backend.recordings._kept.values() if isinstance(each.frame, LoopFrame)]
     storages = {each.untyped_storage()._cdata for loop in loops for each in loop.inputs}
     layer = drafter.model.cache.layers[0]
-    cpu = torch.device("cpu")
+    cpu, two = torch.device("cpu"), chain_layout(2)
     for read in (
-        chain_depths(2, cpu), chain_ancestors(2, cpu), _token_hashes(drafter.model.vocab_size, cpu), loops[0].frame.inputs,
+        static_depths(two, cpu), static_ancestors(two, cpu), _token_hashes(drafter.model.vocab_size, cpu), loops[0].frame.inputs,
         loops[0].frame.noise, layer.keys, layer.values, drafter.model.model.lm_head.weight, drafter.model.model.model.rotary_emb.inv_freq,
     ):  # fmt: skip
         assert read.untyped_storage()._cdata in storages

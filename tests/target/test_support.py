@@ -11,7 +11,7 @@ from foredraft import TokenTree, UnsupportedModelError
 from foredraft.backends import eager as execution
 from foredraft.models import masks
 from foredraft.target import Target
-from foredraft.tree import chain_ancestors
+from foredraft.tree import chain_layout, static_ancestors
 
 TREE = TokenTree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]))
 
@@ -19,7 +19,7 @@ TREE = TokenTree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, 0]]))
 def blind_to_branches(tree, window, positions):
     """A layout in which every node sees all nodes before it, siblings too."""
     seen = TokenTree(tree.tokens, tree.parents)
-    seen.__dict__["ancestors"] = chain_ancestors(tree.nodes, tree.tokens.device).expand(tree.rows, -1, -1)
+    seen.__dict__["ancestors"] = static_ancestors(chain_layout(tree.nodes), tree.tokens.device).expand(tree.rows, -1, -1)
     return masks.MaskInputs(seen, window, tree.depths + positions[:, :1])
 
 

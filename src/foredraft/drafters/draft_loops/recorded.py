@@ -27,7 +27,7 @@ from foredraft.logits.noise import Noise
 from foredraft.logits.sampler import Sampler, fit_vocabulary
 from foredraft.shapes import StaticShape
 from foredraft.target import Target, Window
-from foredraft.tree import TokenTree, chain_ancestors, chain_depths
+from foredraft.tree import TokenTree, chain_layout, static_ancestors, static_depths
 
 AGREE = 0.9  # of the tokens in a trial; nearly tied scores may be rounded to another order where rows were padded
 
@@ -93,8 +93,8 @@ class LoopFrame:
         device = self.inputs.device
         tokens = self._known(self.inputs[:2].t())
         before = self.inputs[2] - 1
-        zero = torch.zeros_like(before)
-        logits = self.passes(tokens, before, zero, chain_depths(2, device), chain_ancestors(2, device), self.span).logits
+        two, zero = chain_layout(2), torch.zeros_like(before)
+        logits = self.passes(tokens, before, zero, static_depths(two, device), static_ancestors(two, device), self.span).logits
         return logits[:, 1:]
 
     def _pass(self, tree: TokenTree, first: int) -> Tensor:
