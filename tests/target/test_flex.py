@@ -23,7 +23,7 @@ from foredraft.backends import flex
 from foredraft.backends.base import differs
 from foredraft.backends.block_masks import BLOCK, queries_of, span_of, tree_mask
 from foredraft.backends.eager import Eager
-from foredraft.backends.flex import Flex, Flexed, kernel_options
+from foredraft.backends.flex import Flexed, kernel_options
 from foredraft.models.cache import Window
 from foredraft.models.masks import MaskBuilder, MaskInputs
 from foredraft.target import Target
@@ -66,7 +66,7 @@ def assert_attends_alike(plain: Target, flexed: Target, nodes: int, tolerance: f
     paths = [tree.path(row, end) for row, end in enumerate(ends)]
     width = max(map(len, paths))
     kept = torch.tensor([path + [0] * (width - len(path)) for path in paths], device=device)
-    before = flexed.backend.flex.passes
+    before = flexed.backend.flexed
     assert_same(flexed.score(tree), plain.score(tree), tolerance)
     for target in (plain, flexed):
         target.commit(kept, [len(path) for path in paths])
@@ -77,7 +77,7 @@ def assert_attends_alike(plain: Target, flexed: Target, nodes: int, tolerance: f
         target.commit(None, (1, 1, 2))
     chain = TokenTree.from_chain(tree.tokens[:, :5])
     assert_same(flexed.score(chain), plain.score(chain), tolerance)
-    assert flexed.backend.flex.passes - before == (5 if levels else 2)
+    assert flexed.backend.flexed - before == (5 if levels else 2)
     for target in (plain, flexed):
         target.reset()
 
@@ -124,11 +124,11 @@ def test_chains_behind_prefixes_of_one_length(lengths):
     for target in (plain, flexed):
         target.open(texts)
     assert_same(flexed.prefill(texts, first=0), plain.prefill(texts, first=0))
-    assert flexed.backend.flex.passes == 0
+    assert flexed.backend.flexed == 0
     for nodes, passes in ((1, 0), (4, 1), (17, 2)):
         chain = TokenTree.from_chain(torch.arange(3, 3 + nodes).expand(len(lengths), nodes))
         assert_same(flexed.score(chain), plain.score(chain))
-        assert flexed.backend.flex.passes == passes
+        assert flexed.backend.flexed == passes
 
 
 def test_auto_is_the_model_s_own_attention():
@@ -159,15 +159,15 @@ def test_layers_that_attend_otherwise_are_found(monkeypatch):
         Target(tiny(), attention="flex")
     monkeypatch.setattr(flex, "kernel", true)
     own = MaskBuilder(tiny().config, "sdpa", torch.float32)
-    monkeypatch.setattr(Flex, "in_use", lambda self: nullcontext())
-    monkeypatch.setattr(Flex, "masks", lambda self, tree, window, positions, cache: own(MaskInputs(tree, window, positions), cache))
+    monkeypatch.setattr(Flexed, "in_use", lambda self: nullcontext())
+    monkeypatch.setattr(Flexed, "masks", lambda self, tree, window, positions: own(MaskInputs(tree, window, positions), self.cache))
     with pytest.raises(ConfigurationError, match="layers do not ask transformers' attention interface"):
         Target(tiny(), attention="flex")
 
 
 @torch.inference_mode()
 def test_a_layer_that_makes_its_own_mask_fails_loudly(monkeypatch):
-    monkeypatch.setattr(Flex, "masks", lambda self, tree, window, positions, cache: None)
+    monkeypatch.setattr(Flexed, "masks", lambda self, tree, window, positions: None)
     with pytest.raises(ConfigurationError, match="a pass failed with AttributeError"):
         Target(tiny(), attention="flex")
     arguments = [torch.zeros(1, 2, 3, 8)] * 3
@@ -247,7 +247,7 @@ def test_the_text_of_a_seed_is_the_same(name):
             generate(speculator, rows[:1], max_new_tokens=8),
         ]
         assert isinstance(speculator.target.backend, Flexed) == (attention == "flex")
-    assert speculator.target.backend.flex.passes > 0
+    assert speculator.target.backend.flexed > 0
     assert texts["flex"] == texts["model"]
 
 
@@ -354,7 +354,7 @@ def test_compiled_on_a_cpu_it_reads_the_right_blocks():
         assert_same(target.score(tree), plain.score(tree))
         for each in (plain, target):
             each.commit(None, (1, 2))
-    assert target.backend.flex.passes == 3
+    assert target.backend.flexed == 3
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ FAMILIES = {
 def test_compiled_on_a_gpu_it_attends_as_the_model_did(name, dtype, tolerance):
     model = on_gpu(name, dtype, **FAMILIES[name])
     plain, flexed = Target(model, test=False, attention="model"), Target(model, attention="flex")
-    assert flexed.backend.flex.compiled and flexed.reasons.get("flex") is None
+    assert flexed.backend.compiled and flexed.reasons.get("flex") is None
     for nodes in (9, 70, 131):  # both kernels, and several words of ancestors
         assert_attends_alike(plain, flexed, nodes, tolerance)
 

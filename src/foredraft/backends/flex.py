@@ -25,7 +25,7 @@ from foredraft.backends.base import ForwardPass, PassOutput, differs, failure, t
 from foredraft.backends.block_masks import NAME, spanned, tree_mask
 from foredraft.backends.eager import Eager
 from foredraft.backends.self_test import SMALLEST, Trial, texts_of_test
-from foredraft.models.cache import TreeCache, Window
+from foredraft.models.cache import Window
 from foredraft.models.masks import MaskBuilder, MaskInputs
 from foredraft.models.positions import uses_alibi
 from foredraft.models.support import ModelFacts
@@ -121,12 +121,12 @@ def attend(
         raise NotImplementedError(f"a layer asks for {type(attention_mask).__name__} as a mask, not for the block mask")
     if dropout or position_bias is not None:
         raise NotImplementedError("dropout" if dropout else "a bias by position")
-    flex: Flex = module.config.foredraft_flex
-    flex.calls += 1
+    backend: Flexed = module.config.foredraft_flex
+    backend.calls += 1
     nodes, queries = query.shape[2], attention_mask.shape[2]
     if nodes < queries:
         query = pad(query, (0, 0, 0, queries - nodes))
-    run = compiled_kernel() if flex.compiled else kernel
+    run = compiled_kernel() if backend.compiled else kernel
     options = kernel_options(queries, query.shape[1], key.shape[1])
     found = run(query, key, value, attention_mask, scaling, softcap, s_aux is not None, options)
     if s_aux is not None:  # a sink is one more score under the softmax, with nothing behind it
@@ -142,28 +142,43 @@ AttentionInterface.register(NAME, attend)
 # -- the backend --------------------------------------------------------------------------------------------------------
 
 
-class Flex:
-    """FlexAttention in the passes of one model.
+class Flexed(Eager):
+    """Passes that need a mask attend through FlexAttention, others as the model does.
 
     Args:
         compiled: None compiles on CUDA only.
 
     Attributes:
-        passes: how many were made so.
+        flexed: how many passes attended so.
         calls: of the attention function.
     """
 
-    def __init__(self, facts: ModelFacts, *, compiled: bool | None = None):
+    def __init__(self, facts: ModelFacts, reasons: dict[str, str], *, compiled: bool | None = None):
+        super().__init__(facts, None, reasons)
         model = facts.model
         self.compiled = facts.device.type == "cuda" if compiled is None else compiled
-        self.passes = self.calls = 0
+        self.flexed = self.calls = 0
         configs = [vars(module).get("config") for module in model.modules()]
         self._configs = list({id(each): each for each in configs if isinstance(each, PreTrainedConfig)}.values())
         self._masks = MaskBuilder(model.config.get_text_config(), NAME, model.dtype, builder=NAME)
 
-    def masks(self, tree: TokenTree, window: Window, positions: Tensor, cache: TreeCache) -> Any:
-        """A block mask, or one per layer type, for ``cache`` that has entered the spanned ``window``."""
-        return self._masks(tree_mask(tree, window, positions), cache)
+    def forward(self, given: ForwardPass) -> PassOutput:
+        window = given.window
+        if given.uniform_chain and (window.nodes == 1 or window.starts[0] == 0):
+            return super().forward(given)
+        self.passes += 1
+        self.flexed += 1
+        wide = spanned(window)
+        self.cache.enter(wide)
+        positions = self.positions(given.tree, wide)
+        mask = self.masks(given.tree, wide, positions)
+        where = None if given.uniform_chain else MaskInputs(given.tree, wide, positions)
+        with self.in_use():
+            return self.called(given, wide, positions, mask, where)
+
+    def masks(self, tree: TokenTree, window: Window, positions: Tensor) -> Any:
+        """A block mask, or one per layer type, for the spanned ``window``, which the cache has entered."""
+        return self._masks(tree_mask(tree, window, positions), self.cache)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -179,28 +194,6 @@ class Flex:
                 del config.__dict__["foredraft_flex"]
 
 
-class Flexed(Eager):
-    """Passes that need a mask attend through FlexAttention, others as the model does."""
-
-    def __init__(self, facts: ModelFacts, reasons: dict[str, str], *, compiled: bool | None = None):
-        super().__init__(facts, None, reasons)
-        self.flex = Flex(facts, compiled=compiled)
-
-    def forward(self, given: ForwardPass) -> PassOutput:
-        window = given.window
-        if given.uniform_chain and (window.nodes == 1 or window.starts[0] == 0):
-            return super().forward(given)
-        self.passes += 1
-        self.flex.passes += 1
-        wide = spanned(window)
-        self.cache.enter(wide)
-        positions = self.positions(given.tree, wide)
-        mask = self.flex.masks(given.tree, wide, positions, self.cache)
-        where = None if given.uniform_chain else MaskInputs(given.tree, wide, positions)
-        with self.flex.in_use():
-            return self.called(given, wide, positions, mask, where)
-
-
 @torch.inference_mode()
 def attention_test(backend: Flexed) -> str | None:
     """Score a tree and a chain behind two prefixes of unequal length through the model's own attention and through FlexAttention.
@@ -208,7 +201,7 @@ def attention_test(backend: Flexed) -> str | None:
     Returns:
         Why FlexAttention is not to be used, None if the logits are the same.
     """
-    facts, flex = backend.facts, backend.flex
+    facts = backend.facts
     if facts.context is not None and facts.context < SMALLEST:
         return f"a context of {facts.context} tokens has no room for the test"
     try:
@@ -217,13 +210,13 @@ def attention_test(backend: Flexed) -> str | None:
         for each in (tree, TokenTree.from_chain(tree.tokens)):
             given = ForwardPass(each, tree_window(each, backend.cache.lengths), each.tokens)
             expected = backend.plain(given).logits
-            flex.calls = 0
+            backend.calls = 0
             difference = differs(facts.model, backend.forward(given).logits, expected)
-            if difference is not None or not flex.calls:
+            if difference is not None or not backend.calls:
                 return difference or "its layers do not ask transformers' attention interface"
         return None
     except Exception as error:  # what a compiler, or a model that was given a block mask, raises has no common type
         return failure(error)
     finally:
-        flex.passes = 0
+        backend.flexed = 0
         backend.release()
