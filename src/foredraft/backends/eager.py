@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,29 +50,25 @@ class ModelCall:
         self.uses_alibi = uses_alibi(model)
         self.tuned = tuned_layers(model)
         self._takes_positions = "position_ids" in parameters if self.decoder is None else self.decoder.takes_positions
-        self._ranges: LayerRanges | None = None
-        self._sublayers: Sublayers | None = None
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
-    @property
+    @cached_property
     def ranges(self) -> LayerRanges:
         """Parts of the model's layers.
 
         Raises:
             UnsupportedModelError: they cannot be run in part.
         """
-        self._ranges = self._ranges or LayerRanges(self.model)
-        return self._ranges
+        return LayerRanges(self.model)
 
-    @property
+    @cached_property
     def sublayers(self) -> Sublayers:
         """What can be left out of these.
 
         Raises:
             UnsupportedModelError: nothing can.
         """
-        self._sublayers = self._sublayers or Sublayers(self.model, self.ranges)
-        return self._sublayers
+        return Sublayers(self.model, self.ranges)
 
     def __call__(
         self,

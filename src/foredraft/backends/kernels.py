@@ -107,11 +107,6 @@ class Kernels:
         if lost is not None:
             raise ConfigurationError(lost)
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the packed weights."""
-        return 0 if self._packing is None else self._packing.bytes
-
     def undo(self) -> None:
         """Leave the model as it was found."""
         if self._packing is not None:

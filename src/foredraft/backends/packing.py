@@ -252,11 +252,6 @@ class Packing:
         alike = found is not None and len(found.layers) == len(layers) and all(map(operator.is_, found.layers, layers))
         return found if alike else None
 
-    @property
-    def bytes(self) -> int:
-        """Memory of the packed weights."""
-        return sum(product.packed.numel() * product.packed.element_size() for product, _, _ in self._products)
-
     def lost(self) -> str | None:
         """A parameter that somebody wrote to, or made, where there are only placeholders, so that nothing was written; None if none is."""
         ours = {id(source.parameter) for source in self.taken}

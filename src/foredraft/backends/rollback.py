@@ -49,10 +49,6 @@ class State:
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
         del self.tokens[length:]
 
-    @property
-    def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in tensors(self.memory))
-
 
 @dataclass(eq=False)
 class RollbackRow:
@@ -128,12 +124,6 @@ class RollbackCache:
 
     def forget(self) -> None:
         self.rows, self.entered = [], []
-
-    @property
-    def bytes(self) -> int:
-        """Memory held by states, keys and values."""
-        states = {id(state): state for row in self.rows for state in (row.live, row.kept) if state is not None}
-        return sum(state.bytes for state in states.values())
 
 
 class Rollback(Backend):
@@ -251,14 +241,3 @@ def copied(memory: Any) -> Any:
             if name not in ("keys", "values"):
                 setattr(layer, name, copied(value))
     return twin
-
-
-def tensors(memory: Any) -> list[Tensor]:
-    """Every tensor that a cache holds."""
-    if isinstance(memory, Tensor):
-        return [memory]
-    if isinstance(memory, DynamicCache):
-        return [tensor for layer in memory.layers for tensor in tensors(vars(layer))]
-    if isinstance(memory, dict):
-        memory = list(memory.values())
-    return [tensor for each in memory for tensor in tensors(each)] if isinstance(memory, list) else []
