@@ -19,12 +19,12 @@ from benchmarks import datasets
 from benchmarks.drafters_plan import PROMPT_LOOKUP as LOOKUP
 from benchmarks.drafters_plan import SEVERAL, with_store
 from foredraft import Speculator, drafters
+from foredraft.choices import choose_rule
 from foredraft.loading import load_tokenizer
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
-from foredraft.speculator import choose_rule
 from foredraft.testing import ProbabilityTable, TableTarget
 
 if TYPE_CHECKING:

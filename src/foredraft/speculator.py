@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from foredraft import drafters, verification
+from foredraft.choices import check_shape, choose_drafter, choose_rule, choose_shape
 from foredraft.describing import Described
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.none import NoDrafter
@@ -28,21 +28,17 @@ from foredraft.loading import load_model, name_of
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Seed
 from foredraft.planning import AUTO, FixedPlanner, Planner, make_planner
-from foredraft.planning.largest import largest_shape
 from foredraft.planning.profiles import profile
 from foredraft.preparation import Prepared, prepare, with_grammar
 from foredraft.quantization import check_quantization
 from foredraft.rows import Commit
 from foredraft.session import Session, repeats, turn_of
-from foredraft.shapes import StaticShape, TreeShape
+from foredraft.shapes import TreeShape
 from foredraft.stats import Stats
 from foredraft.target import Target, unwrap
 from foredraft.text import TextInterface
-from foredraft.tree import Proposal
 from foredraft.turns import Turn
 from foredraft.verification import Rule
-
-DEFAULT_SHAPE = AUTO
 
 
 @dataclass(repr=False)
@@ -152,7 +148,7 @@ class Speculator(TextInterface, Described):
             raise ConfigurationError("dtype and device say how to load a model by name; a model object is used as it is")
         check_quantization(quantization, model)
         self.wait = wait
-        self.drafter = _drafter(drafter, drafter_options)
+        self.drafter = choose_drafter(drafter, drafter_options)
         if wanted is None and self.drafter.name == NoDrafter.name:
             wanted = TreeShape.chain(0)
         self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)
@@ -425,83 +421,3 @@ def custom_generate(
         return Run(speculator, prepared).finish_as_asked()
 
     return decode
-
-
-def choose_shape(shape: TreeShape | str | None, draft_length: int | None) -> TreeShape | None:
-    """The shape asked for, by ``shape`` or as a chain of ``draft_length`` tokens; None for one that is chosen in every round."""
-    if draft_length is None:
-        shape = DEFAULT_SHAPE if shape is None else shape
-        return None if shape == AUTO else TreeShape.parse(shape)
-    if shape is not None:
-        raise ConfigurationError(f"draft_length={draft_length!r} means shape='chain({draft_length})'; pass either draft_length or shape")
-    if isinstance(draft_length, bool) or not isinstance(draft_length, int) or draft_length < 0:
-        raise ConfigurationError(f"draft_length must be a whole number of at least 0, got {draft_length!r}")
-    return TreeShape.chain(draft_length)
-
-
-def choose_rule(rule: Rule | str, drafter: Drafter, shape: TreeShape | None, *, lossless: bool = True) -> tuple[Rule, Proposal]:
-    """The rule, and how the drafter is to choose its tokens so that the rule is exact; for any shape if None: for trees, if the drafter
-    makes any and the rule takes them, or else for chains.
-
-    Raises:
-        ConfigurationError: no way of proposing that the drafter has in this shape is exact under the rule, or the rule is lossy and
-            ``lossless`` was not given as False.
-    """
-    if shape is None and drafter.info.branches:
-        try:
-            return choose_rule(rule, drafter, largest_shape(branches=True), lossless=lossless)
-        except ConfigurationError:  # not for trees; what is wrong for chains too is said below
-            pass
-    shape = largest_shape(branches=False) if shape is None else shape
-    offered, chain = drafter.proposals_for(shape), drafter.makes_chains(shape)
-    pruned = not shape.static
-    if rule == "auto":
-        automatic = verification.automatic(offered[0], chain=chain)
-        if automatic.refusal(offered[0], chain=chain, pruned=pruned) is None:
-            return automatic, offered[0]
-        return verification.create("match"), offered[0]
-    chosen = verification.create(rule) if isinstance(rule, str) else rule
-    if not isinstance(chosen, Rule):
-        raise ConfigurationError(f"rule must be 'auto', one of {', '.join(verification.names())}, or a Rule; got {rule!r}")
-    if lossless and not chosen.lossless:
-        raise ConfigurationError(f"rule {chosen.name!r} is lossy: it changes the output distribution; pass lossless=False to allow that")
-    for proposal in chosen.proposals:
-        if proposal in offered and chosen.refusal(proposal, chain=chain, pruned=pruned) is None:
-            return chosen, proposal
-    fitting = next((proposal for proposal in chosen.proposals if proposal in offered), offered[0])
-    raise ConfigurationError(
-        f"{chosen.refusal(fitting, chain=chain, pruned=pruned)}; drafter {drafter.name!r} makes {', '.join(offered)} "
-        f"proposals in shape {shape}. Use rule='auto'"
-    )
-
-
-def check_shape(shape: TreeShape, target: Target, drafter: Drafter) -> None:
-    """Refuse a shape that the target or the drafter cannot do.
-
-    Raises:
-        ConfigurationError: says which, why, and what would do.
-    """
-    refusal = drafter.refusal(shape)
-    if refusal:
-        raise ConfigurationError(refusal)
-    if target.chains_only and not drafter.makes_chains(shape):
-        raise ConfigurationError(f"the target can only verify chains: {target.chains_only}; use shape='chain({shape.depth})'")
-    if target.trained is not None and shape.nodes >= target.trained:
-        raise ConfigurationError(f"shape {shape} has {shape.nodes} nodes, but the model's context holds only {target.trained}; draft fewer")
-    siblings = shape.siblings if isinstance(shape, StaticShape) else 1
-    if siblings > target.vocab_size:
-        raise ConfigurationError(
-            f"shape {shape} needs {siblings} different siblings, but the vocabulary has only {target.vocab_size} tokens"
-        )
-
-
-def _drafter(drafter: Drafter | PreTrainedModel | str, options: dict[str, Any] | None) -> Drafter:
-    if isinstance(drafter, str):
-        return drafters.create(drafter, options)
-    if isinstance(drafter, PreTrainedModel):
-        return drafters.create("draft-model", {"source": drafter, **(options or {})})
-    if not isinstance(drafter, Drafter):
-        raise ConfigurationError(f"drafter must be a Drafter, a model, a name or 'NAME:SOURCE', got {type(drafter).__name__}")
-    if options:
-        raise ConfigurationError("drafter_options need a drafter given by name; pass the options to the drafter's constructor instead")
-    return drafter
