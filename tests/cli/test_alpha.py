@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from foredraft import Speculator, zoo
 from foredraft.cli import alpha, app
 from foredraft.cli.alpha import Compared, Setting
+from foredraft.cli.prompts import Text, read_texts
 from foredraft.cli.settings import Configuration
-from foredraft.cli.texts import Text, read_texts
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabularies import Reading
 from foredraft.errors import ConfigurationError

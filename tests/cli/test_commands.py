@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from foredraft import Speculator, __version__, drafters, verification, zoo
-from foredraft.cli import app, demo_report, printers
+from foredraft.cli import app, demo, printers
 from foredraft.cli.demo import Comparison, Demo, Difference, Run, Setting
 from foredraft.cli.figures import combine, counted, figures_line, sentence
 from foredraft.cli.progress import Progress
@@ -623,7 +623,7 @@ def test_demo_ends_in_time_on_a_machine_that_is_far_too_slow(monkeypatch):
 def test_demo_labels_the_benchmark_instrument(capsys):
     model = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cpu"))
     setting = Setting("zoo:python-300m")
-    demo_report.introduce(Console(width=200), SimpleNamespace(setting=setting, model=model, prompts=["a", "b"], left=9.0))
+    demo.introduce(Console(width=200), SimpleNamespace(setting=setting, model=model, prompts=["a", "b"], left=9.0))
     assert "benchmark instrument: the same 8 M model inflated to the cost of 300 M" in capsys.readouterr().out
 
 
@@ -645,9 +645,9 @@ def test_demo_does_not_hide_a_wrong_text(monkeypatch):
 
 def test_demo_explains_ties_in_one_line_and_says_what_is_slower():
     tie = Difference("prompt-lookup", 21, 0.0625, 0.0625)
-    assert tie.explained and "new token 22" in demo_report.explanation(tie) and "tie" in demo_report.explanation(tie)
+    assert tie.explained and "new token 22" in demo.explanation(tie) and "tie" in demo.explanation(tie)
     assert not Difference("prompt-lookup", 21, 1.5, 0.0625).explained
     runs = {"none": [Run([1] * 10, 1.0)], "ngram": [Run([1] * 8, 1.0)], "suffix": [Run([1] * 25, 1.0)]}
     compared = Comparison("", "", runs, [])
-    assert demo_report.verdict(compared, "ngram") == "0.80× plain decoding (measured)"
-    assert demo_report.verdict(compared, "suffix") == "2.5× plain decoding (measured)"
+    assert demo.verdict(compared, "ngram") == "0.80× plain decoding (measured)"
+    assert demo.verdict(compared, "suffix") == "2.5× plain decoding (measured)"

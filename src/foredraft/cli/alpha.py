@@ -24,9 +24,9 @@ from foredraft.cli.failures import quiet
 from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.progress import Progress
+from foredraft.cli.prompts import Text
 from foredraft.cli.settings import Configuration
 from foredraft.cli.tables import add_row, new_table
-from foredraft.cli.texts import Text
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.vocabularies import Foreign, Reading
 from foredraft.errors import ConfigurationError

@@ -18,11 +18,10 @@ from foredraft.cli.heads import convert, export
 from foredraft.cli.options import BEGINNINGS, LINES, MODELS, OUTPUT, PROMPTS, SAMPLING, SPECULATION, grouped
 from foredraft.cli.printers import make_printer
 from foredraft.cli.progress import Progress
-from foredraft.cli.prompts import read_prompts, read_tasks
+from foredraft.cli.prompts import read_prompts, read_tasks, read_texts
 from foredraft.cli.settings import Configuration, Contest, Decoding, Loading
 from foredraft.cli.skip import app as skip
 from foredraft.cli.suggest import suggest as suggested
-from foredraft.cli.texts import read_texts
 from foredraft.cli.theory import theory
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
@@ -323,8 +322,7 @@ def demo(
     with exit_codes():
         check(Configuration(target, dtype=dtype, device=device), drafter or ())
     with exit_codes(), Progress(f"loading {target}; about {seconds:.0f} s left") as progress:
-        from foredraft.cli.demo import Demo, Setting
-        from foredraft.cli.demo_report import show
+        from foredraft.cli.demo import Demo, Setting, show
 
         setting = Setting(
             target,
