@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +39,13 @@ VERSION, FORWARD = attrgetter("_version"), attrgetter("forward")
 TRIVIAL = ("use_cache", "_name_or_path")  # of a configuration; passes do not read them, nor the ids of tokens
 
 
-class Follower(Protocol):
-    """What was made from a model, and depends on it."""
-
-    def follow(self, changed: set[Kind]) -> None:
-        """The model has changed. Raises ConfigurationError where that cannot be followed; it is then asked again at the next look."""
-
-
 class ModelState:
     """What one model was made of at the last look. Use :meth:`of`.
 
     Attributes:
         counts: how often each kind of thing was found changed.
-        followers: who is told at once, whoever looks: replacements of the model's own layers.
+        followers: who is told at once, whoever looks: replacements of the model's own layers. Their ``follow(changed)`` raises
+            ConfigurationError where a change cannot be followed; they are then asked again at the next look.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -73,7 +67,7 @@ class ModelState:
 
         Raises:
             UnsupportedModelError: the model, or a part of it that drops out, is in training mode.
-            ConfigurationError: see :meth:`Follower.follow`.
+            ConfigurationError: a follower cannot follow.
         """
         model = self._model()
         assert model is not None
