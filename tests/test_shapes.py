@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from foredraft import ConfigurationError, Speculator, TreeShape
 from foredraft.drafters.base import Drafter
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.parents import depths_of
-from foredraft.shapes import DynamicShape, StaticShape
+from foredraft.shapes import DynamicShape, StaticShape, depths_of
 
 WRITTEN = [
     "chain(5)",

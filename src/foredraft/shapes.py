@@ -20,7 +20,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from foredraft.errors import ConfigurationError, unknown
-from foredraft.parents import depths_of
 
 MOST_NODES = 4096
 Path = tuple[int, ...]
@@ -254,6 +253,14 @@ class DynamicShape(TreeShape):
             if so_far - price > most:
                 best, most = count, so_far - price
         return best
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Distance from the root of every node of ``parents``, which come before their children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 def likeliest_nodes(table: Sequence[Sequence[float]], most: int) -> Iterator[tuple[Path, float]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
-from foredraft.parents import depths_of
+from foredraft.shapes import depths_of
 
 Proposal = Literal["deterministic", "iid", "without-replacement", "keyed", "mixed"]
 PROPOSALS: tuple[Proposal, ...] = ("deterministic", "iid", "without-replacement", "keyed", "mixed")

@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from foredraft.parents import depths_of
 from foredraft.planning import AutomaticPlanner, CostModel, FixedPlanner, Round
 from foredraft.planning.acceptance import Acceptance, family
 from foredraft.planning.forecasts import Forecaster, PlanRecord
 from foredraft.planning.largest import largest_shape
 from foredraft.planning.planner import FIRST_PAUSE, LIMIT, SHARE, STAKE
 from foredraft.planning.search import Plan, widths
-from foredraft.shapes import DynamicShape, TreeShape
+from foredraft.shapes import DynamicShape, TreeShape, depths_of
 
 CHAINS, TREES = largest_shape(branches=False), largest_shape(branches=True)
 MS = 1e-3

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.logits.noise import Noise, Purpose, row_key
-from foredraft.parents import depths_of
+from foredraft.shapes import depths_of
 from foredraft.testing import EnumeratedNoise, Enumeration, Law, World, distance, enumerate_law
 from foredraft.tree import TokenTree
 from foredraft.verification import Rule, create, names

@@ -29,9 +29,8 @@ from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
 from foredraft.models.encoder_decoder import Source, start_of, with_encoder_of
-from foredraft.parents import depths_of
 from foredraft.quantization import check_quantization
-from foredraft.shapes import DynamicShape, TreeShape
+from foredraft.shapes import DynamicShape, TreeShape, depths_of
 from foredraft.target import Target, unwrap
 from foredraft.tree import Proposal, TokenTree
 

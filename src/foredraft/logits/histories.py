@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.device import to_device
-from foredraft.parents import depths_of
+from foredraft.shapes import depths_of
 from foredraft.tree import TokenTree
 
 

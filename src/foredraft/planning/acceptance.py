@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from foredraft.parents import depths_of
+from foredraft.shapes import depths_of
 
 MEMORY = 0.97  # of what was known that a round leaves
 HASTE = 0.7  # the same where drafting is only being tried now and then, so that a change is noticed after a few tries

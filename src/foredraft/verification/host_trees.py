@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from foredraft.parents import depths_of
+from foredraft.shapes import depths_of
 from foredraft.tree import TokenTree, children_of, static_children
 
 Parents = tuple[int, ...]
