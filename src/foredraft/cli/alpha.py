@@ -36,8 +36,8 @@ from foredraft.planning.costs import PROMPT, CostModel, StandIn, measure
 from foredraft.planning.teacher_forced import Numbers, Share, expected_rounds
 from foredraft.speculator import Speculator
 from foredraft.target import Target
+from foredraft.text import encode
 from foredraft.training.data import Texts, refuse_other_data
-from foredraft.training.prompts import encode
 from foredraft.tree import TokenTree
 
 MOST = 12  # tokens of a chain
@@ -155,7 +155,7 @@ def tokens_of(setting: Setting, speculator: Speculator, tokenizer: Any, longest:
                 if len(own) == setting.limit:
                     left_out += 1
                     continue
-                (ids,) = encode(tokenizer, [text.content], longest=longest, target=setting.configuration.target)
+                ids = encode(tokenizer, text.content, setting.configuration.target)[:longest]
                 own.append((category, ids, 1))
                 continue
             folder = Texts(text.content, partial=True)

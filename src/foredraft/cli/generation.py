@@ -12,7 +12,7 @@ from foredraft import drafters
 from foredraft.cli.failures import note, quiet
 from foredraft.cli.figures import combine
 from foredraft.cli.progress import Progress
-from foredraft.cli.prompts import encode
+from foredraft.cli.prompts import messages
 from foredraft.cli.settings import Configuration, Decoding, Outcome, Result
 from foredraft.detokenizer import Detokenizer
 from foredraft.errors import ConfigurationError, first_line
@@ -21,7 +21,7 @@ from foredraft.planning import FixedPlanner
 from foredraft.planning.costs import BUDGET
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
-from foredraft.text import padded, text_before
+from foredraft.text import encode, padded, text_before
 
 if TYPE_CHECKING:
     from foredraft.cli.printers import Printer
@@ -31,7 +31,8 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     """Continue every prompt, at most ``batch_size`` at a time; Ctrl-C ends it with what there is."""
     quiet()
     tokenizer = load_tokenizer(configuration.target)
-    rows = encode(tokenizer, prompts, chat=decoding.chat, target=configuration.target, system=decoding.system)
+    system, name = messages("system", decoding.system), configuration.target
+    rows = [encode(tokenizer, [*system, *messages("user", each)] if decoding.chat else each, name) for each in prompts]
     speculator = load_speculator(configuration, tokenizer)
     detokenizers = [Detokenizer(tokenizer, text_before(speculator.model, ids)) for ids in rows]
     results = [Result(index, *each) for index, each in enumerate(zip(prompts, rows, detokenizers))]

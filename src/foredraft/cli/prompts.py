@@ -1,4 +1,4 @@
-"""Where prompts and other texts come from, and how they become token ids. Importing this loads no torch."""
+"""Where prompts and other texts come from. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -100,13 +100,6 @@ def read_texts(sources: Sequence[Path], key: str) -> list[Text]:
     if not found:
         raise ConfigurationError("there is no text in " + ", ".join(repr(str(path)) for path in sources))
     return found
-
-
-def encode(tokenizer: Any, prompts: Sequence[str], *, chat: bool, target: str, system: str | None = None) -> list[list[int]]:
-    """Token ids of each prompt, as one user's message of the tokenizer's chat template if ``chat``, after a ``system`` message."""
-    from foredraft import text  # imports torch
-
-    return [text.encode(tokenizer, [*messages("system", system), *messages("user", each)] if chat else each, target) for each in prompts]
 
 
 def messages(role: str, content: str | None) -> list[dict[str, str]]:

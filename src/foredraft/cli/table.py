@@ -23,7 +23,6 @@ from foredraft.cli.alpha import between, chain_costs, measured
 from foredraft.cli.failures import quiet
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
-from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Contest, Decoding
 from foredraft.cli.tables import add_row, new_table
 from foredraft.cli.tune import after_prefill
@@ -37,7 +36,7 @@ from foredraft.planning.teacher_forced import Share
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
-from foredraft.text import padded
+from foredraft.text import encode, padded
 
 BIGRAM = "bigram"
 PAPERS = "rejection"  # the rule of the paper
@@ -129,7 +128,7 @@ def on_target(contest: Contest, setting: Setting, progress: Progress) -> list[Ce
     progress.show(f"loading {contest.target}")
     tokenizer = load_tokenizer(contest.target)
     tasks = setting.tasks or {"built-in": default_prompts(contest.target)}
-    rows = {name: encode(tokenizer, prompts, chat=False, target=contest.target) for name, prompts in tasks.items()}
+    rows = {name: [encode(tokenizer, each, contest.target) for each in prompts] for name, prompts in tasks.items()}
     drafters = {name: make_drafter(name, {}, tokenizer) for name in contest.names}  # unknown names before any weights are read
     drafters[BIGRAM] = make_drafter("ngram", {"order": 2}, tokenizer)
     plain = load_speculator(contest.plain, tokenizer, reuse_prefix=False)

@@ -27,7 +27,6 @@ from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.plots import picture
 from foredraft.cli.progress import Progress
-from foredraft.cli.prompts import encode
 from foredraft.cli.settings import Contest
 from foredraft.cli.tables import add_row, new_table
 from foredraft.estimates import quotient, turned
@@ -38,6 +37,7 @@ from foredraft.preparation import pad
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
+from foredraft.text import encode
 
 NEW = 48  # tokens per prompt and run
 TRIALS = 2  # runs of every prompt until the pick is taken to have settled
@@ -133,7 +133,7 @@ class Tuning:
         self.setting, self.progress, self.spread = setting, progress, 1.0
         self.tokenizer = load_tokenizer(setting.target)
         texts = setting.prompts or default_prompts(setting.target)
-        rows = encode(self.tokenizer, texts, chat=False, target=setting.target)
+        rows = [encode(self.tokenizer, text, setting.target) for text in texts]
         self.batches = [
             [rows[(start + offset) % len(rows)] for offset in range(setting.batch_size)]
             for start in range(0, len(rows), setting.batch_size)
