@@ -139,24 +139,15 @@ class Trials:
 
 def trials(tree: TokenTree) -> Trials:
     """What is tried from each node on."""
-    rows = all_parents(tree)
-    if len(rows) == 1:
-        return _trials_of(rows[0], tree.tokens.device)
-    each = [_trials_of(parents, torch.device("cpu")) for parents in rows]
-    most = max(one.children.shape[2] for one in each)
-    children = torch.full((len(rows), tree.nodes, most), -1)
-    for line, one in zip(children, each):
-        line[:, : one.children.shape[2]] = one.children[0]
-    height = max(len(one.widths) for one in each)
-    widths = tuple(max(one.widths[depth] for one in each if depth < len(one.widths)) for depth in range(height))
-    return Trials(children.to(tree.tokens.device), widths)
+    return _trials_of(tuple(all_parents(tree)), tree.tokens.device)
 
 
 @lru_cache(maxsize=256)
-def _trials_of(parents: Parents, device: torch.device) -> Trials:
-    children, depths = children_of(parents), depths_of(parents)
-    most = max(1, *map(len, children))
-    widths = [max(len(below) for below, at in zip(children, depths) if at == depth) for depth in range(max(depths))]
-    table = [[*below, *[-1] * (most - len(below))] for below in children]
+def _trials_of(rows: tuple[Parents, ...], device: torch.device) -> Trials:
+    below = [list(zip(children_of(parents), depths_of(parents))) for parents in rows]
+    most = max(1, *(len(children) for row in below for children, _ in row))
+    table = [[[*children, *[-1] * (most - len(children))] for children, _ in row] for row in below]
+    height = max(depth for row in below for _, depth in row)
+    widths = [max(len(children) for row in below for children, depth in row if depth == level) for level in range(height)]
     with torch.inference_mode(False):
-        return Trials(torch.tensor([table], device=device), tuple(widths))
+        return Trials(torch.tensor(table, device=device), tuple(widths))
