@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from foredraft import __version__, verification
 from foredraft.cli import options, tables
@@ -26,7 +27,17 @@ from foredraft.cli.theory import theory
 from foredraft.cli.train import train
 from foredraft.errors import ConfigurationError
 
+
+class Commands(typer.core.TyperGroup):
+    """All commands, which fail as :func:`exit_codes` says."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        with exit_codes():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Faster text generation with unmodified Hugging Face models, with the same output distribution (speculative decoding).",
     no_args_is_help=True,
     add_completion=False,
@@ -104,24 +115,23 @@ def generate(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 Ctrl-C (what was generated is printed).
     """
-    with exit_codes():
-        texts = read_prompts(prompt if source is None else source, prompts)
-        check(configuration, encoders=True)
-        check_source_text(target, prompt, source, prompts)
-        if system is not None and not chat:
-            raise ConfigurationError("--system needs --chat")
-        decoding = replace(decoding, matched=check_grammar(json_schema, regex, grammar, grammar_backend))
-        with Progress(f"loading {target}") as progress:
-            printer = make_printer(progress, count=len(texts), show=show, as_json=as_json, logprobs=logprobs is not None, verbose=verbose)
-            from foredraft.cli.generation import generate
+    texts = read_prompts(prompt if source is None else source, prompts)
+    check(configuration, encoders=True)
+    check_source_text(target, prompt, source, prompts)
+    if system is not None and not chat:
+        raise ConfigurationError("--system needs --chat")
+    decoding = replace(decoding, matched=check_grammar(json_schema, regex, grammar, grammar_backend))
+    with Progress(f"loading {target}") as progress:
+        printer = make_printer(progress, count=len(texts), show=show, as_json=as_json, logprobs=logprobs is not None, verbose=verbose)
+        from foredraft.cli.generation import generate
 
-            try:
-                outcome = generate(texts, configuration, decoding, printer, progress)
-            finally:
-                printer.end_line()
-            printer.finished(outcome)
-        if outcome.interrupted:
-            raise typer.Exit(INTERRUPTED)
+        try:
+            outcome = generate(texts, configuration, decoding, printer, progress)
+        finally:
+            printer.end_line()
+        printer.finished(outcome)
+    if outcome.interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 @app.command()
@@ -141,14 +151,13 @@ def chat(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
     """
-    with exit_codes():
-        check(configuration)
-        with Progress(f"loading {target}") as progress:
-            from foredraft.cli.chat import Chat
+    check(configuration)
+    with Progress(f"loading {target}") as progress:
+        from foredraft.cli.chat import Chat
 
-            conversation = Chat(configuration, replace(decoding, longest=1024), drafted=drafted, verbose=verbose)
-            progress.clear()
-            conversation.run()
+        conversation = Chat(configuration, replace(decoding, longest=1024), drafted=drafted, verbose=verbose)
+        progress.clear()
+        conversation.run()
 
 
 @app.command()
@@ -167,24 +176,23 @@ def tune(
 
     The measured costs are saved; --shape auto uses them from then on.
     """
-    with exit_codes():
-        check(contest.plain, contest.drafters or ())
-        texts = () if prompts is None else read_prompts(None, prompts)
-        check_output(as_json)
-        check_output(plot)
-        if plot is not None:
-            check_extra("matplotlib", "plot", "--plot")
-        with Progress(f"loading {target}") as progress:
-            from foredraft.cli import tune as tuning
+    check(contest.plain, contest.drafters or ())
+    texts = () if prompts is None else read_prompts(None, prompts)
+    check_output(as_json)
+    check_output(plot)
+    if plot is not None:
+        check_extra("matplotlib", "plot", "--plot")
+    with Progress(f"loading {target}") as progress:
+        from foredraft.cli import tune as tuning
 
-            setting = tuning.Setting(**vars(contest), batch_size=batch_size, prompts=texts)
-            measuring = tuning.Tuning(setting, progress)
-            found = measuring.run()
-            if as_json is not None:
-                write_json(as_json, tuning.document(setting, found, measuring.spread))
-            if plot is not None:
-                tuning.draw(plot, setting, found)
-        tables.console().print(tuning.report(setting, found, measuring.spread, verbose=verbose), soft_wrap=True)
+        setting = tuning.Setting(**vars(contest), batch_size=batch_size, prompts=texts)
+        measuring = tuning.Tuning(setting, progress)
+        found = measuring.run()
+        if as_json is not None:
+            write_json(as_json, tuning.document(setting, found, measuring.spread))
+        if plot is not None:
+            tuning.draw(plot, setting, found)
+    tables.console().print(tuning.report(setting, found, measuring.spread, verbose=verbose), soft_wrap=True)
 
 
 @app.command()
@@ -219,20 +227,19 @@ def alpha(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
     """
-    with exit_codes():
-        configuration = Configuration(**vars(loading), drafter=f"draft-model:{draft}", shape="chain(1)")
-        check(configuration)
-        texts = read_texts(data, category)
-        check_output(as_json)
-        with Progress(f"loading {target}") as progress:
-            from foredraft.cli import alpha as comparison
+    configuration = Configuration(**vars(loading), drafter=f"draft-model:{draft}", shape="chain(1)")
+    check(configuration)
+    texts = read_texts(data, category)
+    check_output(as_json)
+    with Progress(f"loading {target}") as progress:
+        from foredraft.cli import alpha as comparison
 
-            sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
-            setting = comparison.Setting(configuration, draft, texts, sampling, length, limit)
-            found = comparison.run(setting, progress)
-            if as_json is not None:
-                write_json(as_json, comparison.document(setting, found))
-        tables.console().print(comparison.report(setting, found), soft_wrap=True)
+        sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
+        setting = comparison.Setting(configuration, draft, texts, sampling, length, limit)
+        found = comparison.run(setting, progress)
+        if as_json is not None:
+            write_json(as_json, comparison.document(setting, found))
+    tables.console().print(comparison.report(setting, found), soft_wrap=True)
 
 
 @app.command()
@@ -268,26 +275,25 @@ def table(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
     """
-    with exit_codes():
-        for each in target:
-            check(replace(contest, target=each).plain, contest.drafters or ())
-        if rule not in (None, "auto") and not verification.describe(rule).lossless:
-            raise ConfigurationError(f"rule {rule!r} is lossy: it changes the output distribution; name another with --rule")
-        tasks = read_tasks(task or (), limit)
-        for path in (as_json, markdown, latex):
-            check_output(path)
-        with Progress("loading") as progress:
-            from foredraft.cli import table as pairs
+    for each in target:
+        check(replace(contest, target=each).plain, contest.drafters or ())
+    if rule not in (None, "auto") and not verification.describe(rule).lossless:
+        raise ConfigurationError(f"rule {rule!r} is lossy: it changes the output distribution; name another with --rule")
+    tasks = read_tasks(task or (), limit)
+    for path in (as_json, markdown, latex):
+        check_output(path)
+    with Progress("loading") as progress:
+        from foredraft.cli import table as pairs
 
-            setting = pairs.Setting(contest, target, tasks, temperature, sorted({*gamma}), rule, max_new_tokens, repeats)
-            cells = pairs.run(setting, progress)
-            if as_json is not None:
-                write_json(as_json, pairs.document(setting, cells))
-            for path, write in ((markdown, pairs.markdown), (latex, pairs.latex)):
-                if path is not None:
-                    with writing(path):
-                        path.write_text(write(cells), encoding="utf-8")
-        tables.console().print(pairs.report(cells), soft_wrap=True)
+        setting = pairs.Setting(contest, target, tasks, temperature, sorted({*gamma}), rule, max_new_tokens, repeats)
+        cells = pairs.run(setting, progress)
+        if as_json is not None:
+            write_json(as_json, pairs.document(setting, cells))
+        for path, write in ((markdown, pairs.markdown), (latex, pairs.latex)):
+            if path is not None:
+                with writing(path):
+                    path.write_text(write(cells), encoding="utf-8")
+    tables.console().print(pairs.report(cells), soft_wrap=True)
 
 
 app.command()(theory)
@@ -296,9 +302,8 @@ app.command()(theory)
 @app.command()
 def suggest(target: Annotated[str, typer.Argument(metavar="MODEL", help="A path, a hub id, or zoo:NAME.", show_default=False)]) -> None:
     """Say which drafters and which draft model suit a model, by its configuration alone."""
-    with exit_codes():
-        check_model(target)
-        typer.echo("\n".join(suggested(target)))
+    check_model(target)
+    typer.echo("\n".join(suggested(target)))
 
 
 @app.command()
@@ -319,9 +324,8 @@ def demo(
     import time
 
     started = time.monotonic()
-    with exit_codes():
-        check(Configuration(target, dtype=dtype, device=device), drafter or ())
-    with exit_codes(), Progress(f"loading {target}; about {seconds:.0f} s left") as progress:
+    check(Configuration(target, dtype=dtype, device=device), drafter or ())
+    with Progress(f"loading {target}; about {seconds:.0f} s left") as progress:
         from foredraft.cli.demo import Demo, Setting, show
 
         setting = Setting(
@@ -366,43 +370,39 @@ def audit(
 
     Exit codes: 0 exact; 1 a fault, a lossy rule, or a necessary part left out; 2 invalid arguments.
     """
-    with exit_codes():
-        configuration = replace(configuration, lossy=True)
-        check(configuration)
-        check_output(as_json)
-        texts = None if prompts is None else read_prompts(None, prompts)
-        with Progress(f"auditing {target}"):
-            from foredraft.cli import audit as auditing
+    configuration = replace(configuration, lossy=True)
+    check(configuration)
+    check_output(as_json)
+    texts = None if prompts is None else read_prompts(None, prompts)
+    with Progress(f"auditing {target}"):
+        from foredraft.cli import audit as auditing
 
-            sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
-            own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
-            report = auditing.run(configuration, texts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
-            if as_json is not None:
-                write_json(as_json, report.to_dict())
-        typer.echo("\n".join(auditing.lines(report)))
-        if report.verdict != "exact":
-            raise typer.Exit(FAILED)
+        sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
+        own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
+        report = auditing.run(configuration, texts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
+        if as_json is not None:
+            write_json(as_json, report.to_dict())
+    typer.echo("\n".join(auditing.lines(report)))
+    if report.verdict != "exact":
+        raise typer.Exit(FAILED)
 
 
 @app.command()
 def models() -> None:
     """List the embedded models (pip install 'foredraft\\[zoo]'). Use them as zoo:NAME; they need no network."""
-    with exit_codes():
-        tables.console().print(tables.models())
+    tables.console().print(tables.models())
 
 
 @app.command()
 def drafters(name: Annotated[str | None, typer.Argument(help="Show the options of this drafter.", show_default=False)] = None) -> None:
     """List drafters; with a name, show its options and their defaults."""
-    with exit_codes():
-        tables.console().print(tables.all_drafters() if name is None else tables.one_drafter(name))
+    tables.console().print(tables.all_drafters() if name is None else tables.one_drafter(name))
 
 
 @app.command()
 def rules() -> None:
     """List verification rules, and the drafts for which each of them is exact."""
-    with exit_codes():
-        tables.console().print(tables.rules())
+    tables.console().print(tables.rules())
 
 
 for command in (train, export, convert):

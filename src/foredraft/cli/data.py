@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.checks import check_data, check_model
-from foredraft.cli.failures import exit_codes, note, quiet
+from foredraft.cli.failures import note, quiet
 from foredraft.cli.figures import counted
 from foredraft.cli.options import Device, Dtype, Threads
 from foredraft.cli.progress import Progress
@@ -77,48 +77,47 @@ def generate(
     The same command goes on where it stopped, however it stopped. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130
     Ctrl-C.
     """
-    with exit_codes():
-        check_model(target, dtype, device)
-        note(f"loading {target}")
-        import torch
+    check_model(target, dtype, device)
+    note(f"loading {target}")
+    import torch
 
-        from foredraft.cli.generation import pick_device
-        from foredraft.loading import load_model, load_tokenizer
-        from foredraft.training import generation, prompts
+    from foredraft.cli.generation import pick_device
+    from foredraft.loading import load_model, load_tokenizer
+    from foredraft.training import generation, prompts
 
-        quiet()
-        if threads is not None:
-            torch.set_num_threads(threads)
-        answering = generation.Answering(
-            max_new_tokens=max_new_tokens,
-            temperatures=_numbers(temperature),
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            top=top_k_probabilities,
-            seed=seed,
-            batch=batch_size,
-            dtype=dtype,
-            execution=execution,
-        )
-        share = _part(part)
-        entries = list(prompts.read_entries(files))
-        if not entries:
-            raise ConfigurationError("there is no prompt in " + ", ".join(map(repr, map(str, files))))
-        tokenizer = load_tokenizer(target)
-        if windows is not None:
-            ids = prompts.windows(tokenizer, entries, count=windows, tokens=prompt_tokens or 64, seed=seed)
-        else:
-            ids = prompts.encode(tokenizer, entries, longest=prompt_tokens, target=target)
-        model = load_model(target, dtype=dtype, device=pick_device(device, target))
-        source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
-        with Progress(f"answering {counted(len(ids), 'prompt')}") as progress:
-            report = shown_by(progress)
-            count = generation.generate(model, ids, answering, out, source=source, per_shard=shard_size, part=share, report=report)
-        typer.echo(
-            f"{out}: {counted(count.shards, 'shard')} made, {counted(count.rows, 'text')}, {counted(count.tokens, 'token')}, "
-            f"{count.seconds:.0f} s"
-        )
+    quiet()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    answering = generation.Answering(
+        max_new_tokens=max_new_tokens,
+        temperatures=_numbers(temperature),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        top=top_k_probabilities,
+        seed=seed,
+        batch=batch_size,
+        dtype=dtype,
+        execution=execution,
+    )
+    share = _part(part)
+    entries = list(prompts.read_entries(files))
+    if not entries:
+        raise ConfigurationError("there is no prompt in " + ", ".join(map(repr, map(str, files))))
+    tokenizer = load_tokenizer(target)
+    if windows is not None:
+        ids = prompts.windows(tokenizer, entries, count=windows, tokens=prompt_tokens or 64, seed=seed)
+    else:
+        ids = prompts.encode(tokenizer, entries, longest=prompt_tokens, target=target)
+    model = load_model(target, dtype=dtype, device=pick_device(device, target))
+    source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
+    with Progress(f"answering {counted(len(ids), 'prompt')}") as progress:
+        report = shown_by(progress)
+        count = generation.generate(model, ids, answering, out, source=source, per_shard=shard_size, part=share, report=report)
+    typer.echo(
+        f"{out}: {counted(count.shards, 'shard')} made, {counted(count.rows, 'text')}, {counted(count.tokens, 'token')}, "
+        f"{count.seconds:.0f} s"
+    )
 
 
 @app.command()
@@ -134,22 +133,21 @@ def hidden(
 ) -> None:
     """Store the target's hidden states for foredraft train --stored-hidden. They take 2 bytes x width x features per token in
     bfloat16: 1.5 KB for width 256 and three features."""
-    with exit_codes():
-        check_model(target, dtype, device)
-        check_data([folder])
-        from foredraft.cli.generation import pick_device
-        from foredraft.loading import load_model
-        from foredraft.training.features import store
+    check_model(target, dtype, device)
+    check_data([folder])
+    from foredraft.cli.generation import pick_device
+    from foredraft.loading import load_model
+    from foredraft.training.features import store
 
-        quiet()
-        try:
-            wanted = [int(number) for number in features.split(",")]
-        except ValueError:
-            raise ConfigurationError(f"--features takes whole numbers with commas between them, got {features!r}") from None
-        model = load_model(target, dtype=dtype, device=pick_device(device, target))
-        with Progress(f"reading {folder}") as progress:
-            made = store(model, folder, wanted, batch_tokens=batch_tokens, report=lambda done, of: progress.show(f"{done} of {of} shards"))
-        typer.echo(f"{folder}: hidden states {features} of {counted(made, 'shard')} stored")
+    quiet()
+    try:
+        wanted = [int(number) for number in features.split(",")]
+    except ValueError:
+        raise ConfigurationError(f"--features takes whole numbers with commas between them, got {features!r}") from None
+    model = load_model(target, dtype=dtype, device=pick_device(device, target))
+    with Progress(f"reading {folder}") as progress:
+        made = store(model, folder, wanted, batch_tokens=batch_tokens, report=lambda done, of: progress.show(f"{done} of {of} shards"))
+    typer.echo(f"{folder}: hidden states {features} of {counted(made, 'shard')} stored")
 
 
 @app.command()
@@ -158,29 +156,28 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Summarize a folder of texts."""
-    with exit_codes():
-        from foredraft.training.data import Texts
+    from foredraft.training.data import Texts
 
-        texts = Texts(folder, partial=True)
-        manifest = texts.manifest
-        facts: dict[str, Any] = {
-            "target": manifest.target,
-            "shards": len(texts.shards),
-            "of_shards": manifest.shards,
-            "texts": len(texts),
-            "prompt_tokens": int(texts.prompt_lengths.sum()),
-            "answer_tokens": int((texts.lengths - texts.prompt_lengths).sum()),
-            "settings": dict(manifest.settings),
-        }
-        if as_json:
-            typer.echo(json.dumps(facts, indent=2))
-            return
-        typer.echo(
-            f"{folder}: {counted(facts['texts'], 'text')} by {facts['target']}, "
-            f"{facts['shards']} of {counted(facts['of_shards'], 'shard')}; "
-            f"{counted(facts['prompt_tokens'], 'token')} of prompts, {facts['answer_tokens']:,} of answers"
-        )
-        typer.echo(", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value not in (None, 0)))
+    texts = Texts(folder, partial=True)
+    manifest = texts.manifest
+    facts: dict[str, Any] = {
+        "target": manifest.target,
+        "shards": len(texts.shards),
+        "of_shards": manifest.shards,
+        "texts": len(texts),
+        "prompt_tokens": int(texts.prompt_lengths.sum()),
+        "answer_tokens": int((texts.lengths - texts.prompt_lengths).sum()),
+        "settings": dict(manifest.settings),
+    }
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    typer.echo(
+        f"{folder}: {counted(facts['texts'], 'text')} by {facts['target']}, "
+        f"{facts['shards']} of {counted(facts['of_shards'], 'shard')}; "
+        f"{counted(facts['prompt_tokens'], 'token')} of prompts, {facts['answer_tokens']:,} of answers"
+    )
+    typer.echo(", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value not in (None, 0)))
 
 
 def shown_by(progress: Progress) -> Callable[[Count], None]:

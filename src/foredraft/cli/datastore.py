@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.checks import check_model, check_output
-from foredraft.cli.failures import exit_codes, quiet, writing
+from foredraft.cli.failures import quiet, writing
 from foredraft.cli.figures import counted
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
@@ -48,28 +48,27 @@ def build(
 
     Exit codes: 0 success, 2 invalid arguments. An interrupted run leaves what was at PATH as it was.
     """
-    with exit_codes():
-        check_model(target)
-        check_output(out)
-        with Progress(f"loading the tokenizer of {target}") as progress:
-            from foredraft.drafters.datastore import Datastore
-            from foredraft.loading import fingerprint, load_tokenizer
+    check_model(target)
+    check_output(out)
+    with Progress(f"loading the tokenizer of {target}") as progress:
+        from foredraft.drafters.datastore import Datastore
+        from foredraft.loading import fingerprint, load_tokenizer
 
-            quiet()
-            begin = time.perf_counter()
-            tokenizer = load_tokenizer(target)
-            progress.show(f"tokenizing {counted(len(files), 'file')}")
-            encoded = list(_encoded(tokenizer, documents(files)))
-            progress.show("sorting")
-            try:
-                ids = 1 + max(tokenizer.get_vocab().values())  # len(tokenizer) may be less
-                store = Datastore.build(encoded, vocab_size=ids, fingerprint=fingerprint(tokenizer))
-            except ValueError as error:
-                raise ConfigurationError(f"cannot build a datastore from these files: {error}") from None
-            progress.show(f"writing {out}")
-            with writing(out):
-                store.save(out)
-        typer.echo(f"{_described(out, store)}, made in {time.perf_counter() - begin:.1f} s")
+        quiet()
+        begin = time.perf_counter()
+        tokenizer = load_tokenizer(target)
+        progress.show(f"tokenizing {counted(len(files), 'file')}")
+        encoded = list(_encoded(tokenizer, documents(files)))
+        progress.show("sorting")
+        try:
+            ids = 1 + max(tokenizer.get_vocab().values())  # len(tokenizer) may be less
+            store = Datastore.build(encoded, vocab_size=ids, fingerprint=fingerprint(tokenizer))
+        except ValueError as error:
+            raise ConfigurationError(f"cannot build a datastore from these files: {error}") from None
+        progress.show(f"writing {out}")
+        with writing(out):
+            store.save(out)
+    typer.echo(f"{_described(out, store)}, made in {time.perf_counter() - begin:.1f} s")
 
 
 @app.command()
@@ -78,14 +77,13 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Summarize a datastore."""
-    with exit_codes():
-        from foredraft.drafters.rest import load
+    from foredraft.drafters.rest import load
 
-        store = load(path)
-        if as_json:
-            typer.echo(json.dumps({"path": str(path), **_facts(path, store)}, indent=2))
-        else:
-            typer.echo(f"{_described(path, store)}\nvocabulary of {store.vocab_size} ids, tokenizer {store.fingerprint or 'unknown'}")
+    store = load(path)
+    if as_json:
+        typer.echo(json.dumps({"path": str(path), **_facts(path, store)}, indent=2))
+    else:
+        typer.echo(f"{_described(path, store)}\nvocabulary of {store.vocab_size} ids, tokenizer {store.fingerprint or 'unknown'}")
 
 
 def documents(files: list[Path]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft import zoo
-from foredraft.cli.failures import exit_codes, note, quiet, writing
+from foredraft.cli.failures import note, quiet, writing
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError, first_line
 from foredraft.files import read_json
@@ -49,24 +49,23 @@ def export(
 
     Exit codes: 0 success, 2 invalid arguments.
     """
-    with exit_codes():
-        with Progress(f"loading {drafter}") as progress:
-            from foredraft.heads import checkpoints
+    with Progress(f"loading {drafter}") as progress:
+        from foredraft.heads import checkpoints
 
-            quiet()
-            if to not in READERS:
-                raise ConfigurationError(f"unknown format {to!r}; choose {', '.join(READERS)}")
-            head = _loaded(drafter, to, target, dtype, revision)
-            line = serving(head, out, target, draft_length)
-            layout = _layout(to, head)
-            progress.show(f"writing {out}")
-            about = checkpoints.describe(drafter, revision=revision).get("about", {})
-            checkpoints.save(head, out, format=layout.name, about=about, target=line.target)
-        for each in layout.losses(head):
-            note(f"note: {each}")
-        for each in line.notes:
-            note(f"note: {each}")
-        typer.echo(str(line))
+        quiet()
+        if to not in READERS:
+            raise ConfigurationError(f"unknown format {to!r}; choose {', '.join(READERS)}")
+        head = _loaded(drafter, to, target, dtype, revision)
+        line = serving(head, out, target, draft_length)
+        layout = _layout(to, head)
+        progress.show(f"writing {out}")
+        about = checkpoints.describe(drafter, revision=revision).get("about", {})
+        checkpoints.save(head, out, format=layout.name, about=about, target=line.target)
+    for each in layout.losses(head):
+        note(f"note: {each}")
+    for each in line.notes:
+        note(f"note: {each}")
+    typer.echo(str(line))
 
 
 def _layout(to: str, head: Head) -> Any:
@@ -149,20 +148,19 @@ def convert(
 
     Exit codes: 0 success, 2 invalid arguments.
     """
-    with exit_codes():
-        from foredraft.heads.formats import folders
+    from foredraft.heads.formats import folders
 
-        described = file.parent / folders.CONFIG if config is None else config
-        if not file.is_file():
-            raise ConfigurationError(f"there is no file {str(file)!r}" + ("; name the file in that folder" if file.is_dir() else ""))
-        if not described.is_file():
-            raise ConfigurationError(f"there is no {str(described)!r}, which says what the tensors are; name it with --config FILE")
-        tensors = unpickled(file)
-        stored = folders.Stored(read_json(described), tensors)
-        with writing(out):
-            folders.write(stored, out)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        typer.echo(f"{out}: {len(tensors)} tensors, {size / 1e6:.1f} MB")
+    described = file.parent / folders.CONFIG if config is None else config
+    if not file.is_file():
+        raise ConfigurationError(f"there is no file {str(file)!r}" + ("; name the file in that folder" if file.is_dir() else ""))
+    if not described.is_file():
+        raise ConfigurationError(f"there is no {str(described)!r}, which says what the tensors are; name it with --config FILE")
+    tensors = unpickled(file)
+    stored = folders.Stored(read_json(described), tensors)
+    with writing(out):
+        folders.write(stored, out)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    typer.echo(f"{out}: {len(tensors)} tensors, {size / 1e6:.1f} MB")
 
 
 def unpickled(file: Path) -> dict[str, Tensor]:

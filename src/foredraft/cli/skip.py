@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foredraft.cli.checks import check_data, check_extra, check_model, check_output
-from foredraft.cli.failures import INTERRUPTED, exit_codes, quiet
+from foredraft.cli.failures import INTERRUPTED, quiet
 from foredraft.cli.options import Device, Dtype, Threads
 from foredraft.files import read_text
 
@@ -50,33 +50,32 @@ def search(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 interrupted.
     """
-    with exit_codes():
-        check_model(target, dtype, device)
-        check_data([data])
-        check_output(out)
-        if costs is not None:
-            read_text(costs)
-        for module in ("optuna", "scipy"):
-            check_extra(module, "search", "foredraft skip search")
-        from foredraft.cli.generation import pick_device
-        from foredraft.training.skips import run
+    check_model(target, dtype, device)
+    check_data([data])
+    check_output(out)
+    if costs is not None:
+        read_text(costs)
+    for module in ("optuna", "scipy"):
+        check_extra(module, "search", "foredraft skip search")
+    from foredraft.cli.generation import pick_device
+    from foredraft.training.skips import run
 
-        quiet()
-        finished = run(
-            target,
-            data,
-            out,
-            trials=trials,
-            seed=seed,
-            tokens=tokens,
-            costs=costs,
-            finalists=finalists,
-            partial=partial,
-            other_target=other_target,
-            dtype=dtype,
-            device=pick_device(device, target),
-            threads=threads,
-            report=typer.echo,
-        )
-        if not finished:
-            raise typer.Exit(INTERRUPTED)
+    quiet()
+    finished = run(
+        target,
+        data,
+        out,
+        trials=trials,
+        seed=seed,
+        tokens=tokens,
+        costs=costs,
+        finalists=finalists,
+        partial=partial,
+        other_target=other_target,
+        dtype=dtype,
+        device=pick_device(device, target),
+        threads=threads,
+        report=typer.echo,
+    )
+    if not finished:
+        raise typer.Exit(INTERRUPTED)

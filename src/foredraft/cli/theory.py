@@ -16,7 +16,7 @@ from rich.text import Text
 
 from foredraft import theory as formulas
 from foredraft.cli.checks import check_extra, check_output
-from foredraft.cli.failures import exit_codes, write_json, writing
+from foredraft.cli.failures import write_json, writing
 from foredraft.cli.options import OUTPUT, JsonFile, grouped, panel
 from foredraft.cli.plots import Curve, Plot, Points, draw, text_of
 from foredraft.cli.tables import add_row, console, new_table
@@ -95,22 +95,21 @@ def theory(
 
     The formulas are those of Leviathan, Kalman and Matias (2023). Rules are run on small distributions, over every outcome of every draw.
     """
-    with exit_codes():
-        check_output(as_json)
-        if plots is not None:
-            check_extra("matplotlib", "plot", "--plots")
-            with writing(plots):
-                plots.mkdir(exist_ok=True)
-        measured = [each for path in reports or () for each in read_cells(path)]
-        numbers, curves = document(setting, measured), figures(setting, measured)
-        if as_json is not None:
-            write_json(as_json, numbers)
-        if plots is not None:
-            for each in curves:
-                draw(each, plots)
-        out = console()
-        for title, content in sections(setting, numbers, curves):
-            out.print(f"[bold]{title}[/bold]", content, "", sep="\n", soft_wrap=True)
+    check_output(as_json)
+    if plots is not None:
+        check_extra("matplotlib", "plot", "--plots")
+        with writing(plots):
+            plots.mkdir(exist_ok=True)
+    measured = [each for path in reports or () for each in read_cells(path)]
+    numbers, curves = document(setting, measured), figures(setting, measured)
+    if as_json is not None:
+        write_json(as_json, numbers)
+    if plots is not None:
+        for each in curves:
+            draw(each, plots)
+    out = console()
+    for title, content in sections(setting, numbers, curves):
+        out.print(f"[bold]{title}[/bold]", content, "", sep="\n", soft_wrap=True)
 
 
 def read_cells(path: Path) -> list[Measured]:

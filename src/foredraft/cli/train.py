@@ -12,7 +12,7 @@ import typer
 
 from foredraft import heads
 from foredraft.cli.checks import check_data, check_model
-from foredraft.cli.failures import INTERRUPTED, exit_codes, note, quiet
+from foredraft.cli.failures import INTERRUPTED, note, quiet
 from foredraft.cli.options import panel
 from foredraft.cli.settings import parse_options
 from foredraft.errors import ConfigurationError, unknown
@@ -160,46 +160,45 @@ def train(
     exactly. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 stopped and saved.
     """
     given = {name: value for name, value in locals().items() if name in inspect.signature(train).parameters}
-    with exit_codes():
-        if kind not in (kinds := [*heads.names(), *ALONE]):
-            raise unknown("unknown kind of head", kind, kinds)
-        check_options(kind if kind in ALONE else "heads", kind, given)
-        check_model(target, dtype, device)
-        check_data(data if held_out_data is None else [*data, held_out_data])
-        from foredraft.training.runs import run
+    if kind not in (kinds := [*heads.names(), *ALONE]):
+        raise unknown("unknown kind of head", kind, kinds)
+    check_options(kind if kind in ALONE else "heads", kind, given)
+    check_model(target, dtype, device)
+    check_data(data if held_out_data is None else [*data, held_out_data])
+    from foredraft.training.runs import run
 
-        quiet()
-        logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of tied weights in every checkpoint
-        named = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
-        named["backbone"] = backbone or ("full" if kind in ALONE else "frozen")
-        named["learning_rate"] = RATES.get(kind, 1e-3) if learning_rate is None else learning_rate
-        recipe = {name: given[name] for name in RECIPES[kind].__dataclass_fields__} if kind in ALONE else head_options(head_option or ())
-        if kind in ALONE:
-            RECIPES[kind](**recipe)  # what is wrong with it is said before anything is loaded
-        options = Options(**named, head=recipe)
-        finished = run(
-            target,
-            data,
-            out,
-            options,
-            resume=resume,
-            partial=partial,
-            other_target=other_target,
-            held_out_data=held_out_data,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            tree_nodes=tree_nodes,
-            successors=successors,
-            stored_hidden=stored_hidden,
-            prompt_tokens=prompt_tokens,
-            report=show,
-        )
-        if finished is None:
-            note(f"stopped and saved; the same command with --resume goes on from there: {out}")
-            raise typer.Exit(INTERRUPTED)
-        for line in finished:
-            typer.echo(line)
+    quiet()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of tied weights in every checkpoint
+    named = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
+    named["backbone"] = backbone or ("full" if kind in ALONE else "frozen")
+    named["learning_rate"] = RATES.get(kind, 1e-3) if learning_rate is None else learning_rate
+    recipe = {name: given[name] for name in RECIPES[kind].__dataclass_fields__} if kind in ALONE else head_options(head_option or ())
+    if kind in ALONE:
+        RECIPES[kind](**recipe)  # what is wrong with it is said before anything is loaded
+    options = Options(**named, head=recipe)
+    finished = run(
+        target,
+        data,
+        out,
+        options,
+        resume=resume,
+        partial=partial,
+        other_target=other_target,
+        held_out_data=held_out_data,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        tree_nodes=tree_nodes,
+        successors=successors,
+        stored_hidden=stored_hidden,
+        prompt_tokens=prompt_tokens,
+        report=show,
+    )
+    if finished is None:
+        note(f"stopped and saved; the same command with --resume goes on from there: {out}")
+        raise typer.Exit(INTERRUPTED)
+    for line in finished:
+        typer.echo(line)
 
 
 def check_options(group: str, kind: str, given: Mapping[str, Any]) -> None:
