@@ -20,7 +20,6 @@ from rich.text import Text as Line
 from torch import Tensor
 
 from foredraft.auditing.reference import Reference
-from foredraft.cli.failures import quiet
 from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.progress import Progress
@@ -119,7 +118,6 @@ class Report:
 
 def run(setting: Setting, progress: Progress) -> Report:
     """Load, compare on every text, measure costs."""
-    quiet()
     configuration = setting.configuration
     tokenizer = load_tokenizer(configuration.target)
     speculator = load_speculator(configuration, tokenizer)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from foredraft.auditing import AuditReport, ExactPart, KeyedPart, NoisePart, StatisticalPart, audit
-from foredraft.cli.failures import quiet
 from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.settings import Configuration
@@ -17,7 +16,6 @@ SHOWN = 3  # divergences
 
 def run(configuration: Configuration, prompts: Sequence[str] | None, parts: Sequence[str] | None, options: dict[str, Any]) -> AuditReport:
     """Audit what ``configuration`` describes; ``options`` are those of :func:`foredraft.audit`."""
-    quiet()
     tokenizer = load_tokenizer(configuration.target)
     return audit(load_speculator(configuration, tokenizer), prompts=prompts, parts=parts, **options)
 

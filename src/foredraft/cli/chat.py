@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from foredraft.cli.failures import note, quiet, writing
+from foredraft.cli.failures import note, writing
 from foredraft.cli.figures import figures_line, sentence
 from foredraft.cli.generation import load_speculator
 from foredraft.cli.printers import Marking, write
@@ -38,7 +38,6 @@ class Chat:
     """
 
     def __init__(self, configuration: Configuration, decoding: Decoding, *, drafted: bool = False, verbose: bool = False):
-        quiet()
         self.verbose = verbose
         self.target, self.drafter, self.decoding = configuration.target, configuration.drafter_name, decoding
         self.tokenizer = load_tokenizer(configuration.target)

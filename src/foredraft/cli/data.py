@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.checks import check_data, check_model
-from foredraft.cli.failures import note, quiet
+from foredraft.cli.failures import note
 from foredraft.cli.figures import counted
 from foredraft.cli.options import Device, Dtype, Threads
 from foredraft.cli.progress import Progress
@@ -85,7 +85,6 @@ def generate(
     from foredraft.loading import load_model, load_tokenizer
     from foredraft.training import generation, prompts
 
-    quiet()
     if threads is not None:
         torch.set_num_threads(threads)
     answering = generation.Answering(
@@ -139,7 +138,6 @@ def hidden(
     from foredraft.loading import load_model
     from foredraft.training.features import store
 
-    quiet()
     try:
         wanted = [int(number) for number in features.split(",")]
     except ValueError:

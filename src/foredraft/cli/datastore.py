@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.checks import check_model, check_output
-from foredraft.cli.failures import quiet, writing
+from foredraft.cli.failures import writing
 from foredraft.cli.figures import counted
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError
@@ -54,7 +54,6 @@ def build(
         from foredraft.drafters.datastore import Datastore
         from foredraft.loading import fingerprint, load_tokenizer
 
-        quiet()
         begin = time.perf_counter()
         tokenizer = load_tokenizer(target)
         progress.show(f"tokenizing {counted(len(files), 'file')}")

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.text import Text
 
 from foredraft import zoo
-from foredraft.cli.failures import quiet
 from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator, make_drafter, pick_device
 from foredraft.cli.progress import Progress
@@ -98,7 +97,6 @@ class Demo:
     """Loads the target twice, once as it is for transformers, and makes a Speculator for each drafter."""
 
     def __init__(self, setting: Setting, progress: Progress):
-        quiet()
         if setting.threads is None and setting.target == SMALL:
             setting = replace(setting, threads=1)
         self.setting, self.progress, self.prompts = setting, progress, zoo.prompts("demo")

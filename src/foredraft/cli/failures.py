@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,8 +25,7 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Turn what a person can act on into a message and an exit code; anything else is a defect and keeps its traceback."""
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses kernels for other machines
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet()
     try:
         yield
     except (ConfigurationError, UnsupportedModelError) as error:
@@ -69,9 +69,11 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 
 def quiet() -> None:
-    """Keep notices and progress bars of the libraries out of the output; errors stay."""
-    from transformers.utils import logging as notices
-
-    notices.set_verbosity_error()
-    notices.disable_progress_bar()
+    """Keep notices and progress bars of the libraries out of the output; errors stay. What is not imported yet reads the environment."""
+    os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    if (transformers := sys.modules.get("transformers")) is not None:
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module=r"(torch|transformers|huggingface_hub)\b")
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which misses kernels for other machines
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft import drafters
-from foredraft.cli.failures import note, quiet
+from foredraft.cli.failures import note
 from foredraft.cli.figures import combine
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import messages
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 def generate(prompts: Sequence[str], configuration: Configuration, decoding: Decoding, printer: Printer, progress: Progress) -> Outcome:
     """Continue every prompt, at most ``batch_size`` at a time; Ctrl-C ends it with what there is."""
-    quiet()
     tokenizer = load_tokenizer(configuration.target)
     system, name = messages("system", decoding.system), configuration.target
     rows = [encode(tokenizer, [*system, *messages("user", each)] if decoding.chat else each, name) for each in prompts]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft import zoo
-from foredraft.cli.failures import note, quiet, writing
+from foredraft.cli.failures import note, writing
 from foredraft.cli.progress import Progress
 from foredraft.errors import ConfigurationError, first_line
 from foredraft.files import read_json
@@ -52,7 +52,6 @@ def export(
     with Progress(f"loading {drafter}") as progress:
         from foredraft.heads import checkpoints
 
-        quiet()
         if to not in READERS:
             raise ConfigurationError(f"unknown format {to!r}; choose {', '.join(READERS)}")
         head = _loaded(drafter, to, target, dtype, revision)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foredraft.cli.checks import check_data, check_extra, check_model, check_output
-from foredraft.cli.failures import INTERRUPTED, quiet
+from foredraft.cli.failures import INTERRUPTED
 from foredraft.cli.options import Device, Dtype, Threads
 from foredraft.files import read_text
 
@@ -60,7 +60,6 @@ def search(
     from foredraft.cli.generation import pick_device
     from foredraft.training.skips import run
 
-    quiet()
     finished = run(
         target,
         data,

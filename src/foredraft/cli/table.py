@@ -20,7 +20,6 @@ from torch import nn
 from foredraft import theory
 from foredraft.auditing.prompts import default_prompts
 from foredraft.cli.alpha import between, chain_costs, measured
-from foredraft.cli.failures import quiet
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.progress import Progress
 from foredraft.cli.settings import Contest, Decoding
@@ -120,7 +119,6 @@ class Cell:
 
 def run(setting: Setting, progress: Progress) -> list[Cell]:
     """All cells, target by target."""
-    quiet()
     return [cell for target in setting.targets for cell in on_target(replace(setting.contest, target=target), setting, progress)]
 
 

@@ -12,7 +12,7 @@ import typer
 
 from foredraft import heads
 from foredraft.cli.checks import check_data, check_model
-from foredraft.cli.failures import INTERRUPTED, note, quiet
+from foredraft.cli.failures import INTERRUPTED, note
 from foredraft.cli.options import panel
 from foredraft.cli.settings import parse_options
 from foredraft.errors import ConfigurationError, unknown
@@ -167,7 +167,6 @@ def train(
     check_data(data if held_out_data is None else [*data, held_out_data])
     from foredraft.training.runs import run
 
-    quiet()
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it warns of tied weights in every checkpoint
     named = {name: given[name] for name in Options.__dataclass_fields__ if name in given}
     named["backbone"] = backbone or ("full" if kind in ALONE else "frozen")

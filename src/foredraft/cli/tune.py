@@ -22,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 
 from foredraft.auditing.prompts import default_prompts
-from foredraft.cli.failures import quiet
 from foredraft.cli.figures import counted
 from foredraft.cli.generation import load_speculator, make_drafter
 from foredraft.cli.plots import picture
@@ -129,7 +128,6 @@ class Tuning:
     """
 
     def __init__(self, setting: Setting, progress: Progress):
-        quiet()
         self.setting, self.progress, self.spread = setting, progress, 1.0
         self.tokenizer = load_tokenizer(setting.target)
         texts = setting.prompts or default_prompts(setting.target)
