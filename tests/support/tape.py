@@ -76,7 +76,7 @@ def spoil(tensor: Tensor) -> None:
 
 
 class Tape:
-    """A :class:`foredraft.backends.recorder.Recorder`.
+    """Stands in for a :class:`foredraft.backends.recorder.CudaRecorder`.
 
     Attributes:
         recordings, replays: how many there were, of all tapes since :meth:`clear`.

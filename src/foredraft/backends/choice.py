@@ -68,7 +68,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         if test:
             with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
                 backend.facts = facts = replace(facts, chains_only=self_test(backend))
-        backend = _record(facts, execution, attention, test, reasons) or backend
+        backend = _record(facts, execution, test, reasons) or backend
         if attention == "flex":
             flexed = flex.Flexed(facts, reasons)
             if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
@@ -155,7 +155,7 @@ def every_kind(backend: Backend) -> list[Tensor]:
     return found
 
 
-def _record(facts: ModelFacts, execution: str, attention: str, test: bool, reasons: dict[str, str]) -> Backend | None:
+def _record(facts: ModelFacts, execution: str, test: bool, reasons: dict[str, str]) -> Backend | None:
     """Recorded passes, if they are asked for."""
     if facts.sourced:
         reasons["graphs"] = ENCODER

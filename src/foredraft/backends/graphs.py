@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from foredraft.backends import recorder as recorders
 from foredraft.backends.base import ForwardPass, PassOutput, differs, failure
 from foredraft.backends.eager import Eager
-from foredraft.backends.recorder import Outputs, Recorder
+from foredraft.backends.recorder import CudaRecorder, Outputs
 from foredraft.backends.self_test import SMALLEST, Trial, some_text
 from foredraft.backends.static_pass import Bucket, PassFrame, StaticPass
 from foredraft.models.cache import TreeCache, Window
@@ -37,21 +37,13 @@ STEPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)  # 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
-class Frame(Protocol):
-    """Static inputs, and a function over them."""
-
-    def run(self) -> Outputs: ...
-
-    def cut(self, outputs: Outputs) -> Outputs:
-        """Of what was computed for a whole bucket, the part that was asked for."""
-
-
-F = TypeVar("F", bound=Frame)
-
-
 @dataclass(eq=False)
 class Recording:
-    """A frame, what it reads, what plays it and where that leaves its outputs; ``trials`` counts the runs that were compared."""
+    """A ``frame``, what it reads, what plays it and where that leaves its outputs; ``trials`` counts the runs that were compared.
+
+    A frame has static inputs, a function over them, ``run()``, and ``cut(outputs)``, which takes the part that was asked for out of what
+    was computed for a whole bucket.
+    """
 
     frame: Any
     inputs: list[torch.Tensor]
@@ -87,7 +79,7 @@ class Recordings:
         captures, replays: how many recordings were made, and how often one was played, trials left out.
     """
 
-    def __init__(self, facts: ModelFacts, cache: TreeCache, reasons: dict[str, str], recorder: Recorder):
+    def __init__(self, facts: ModelFacts, cache: TreeCache, reasons: dict[str, str], recorder: CudaRecorder):
         self.facts, self.cache, self.reasons, self.recorder = facts, cache, reasons, recorder
         self.passes = StaticPass(facts, cache)
         self.captures = self.replays = 0
@@ -125,11 +117,11 @@ class Recordings:
             self._buffers = buffers
         return self._ready and self.refused is None and torch.is_inference_mode_enabled() and not any(self._hooks)
 
-    def play(self, key: Hashable, make: Callable[[], F], load: Callable[[F], None], *, rows: int, span: int, filler: int) -> Outcome:
+    def play(self, key: Hashable, make: Callable[[], Any], load: Callable[[Any], None], *, rows: int, span: int, filler: int) -> Outcome:
         """Play the recording of ``key``; make it first if its time has come.
 
         Args:
-            make, load: a :class:`Frame`, and what copies the inputs of this pass into it.
+            make, load: makes a frame, and copies the inputs of this pass into it.
             rows, span: of the cache, that it writes to; rows beyond the live ones lose what they hold from slot ``filler`` on.
         """
         if not self.ready:
@@ -231,7 +223,7 @@ class Recorded(Eager):
 
     warm_up = PATIENCE + TRIALS
 
-    def __init__(self, facts: ModelFacts, reasons: dict[str, str], recorder: Recorder):
+    def __init__(self, facts: ModelFacts, reasons: dict[str, str], recorder: CudaRecorder):
         super().__init__(facts, None, reasons)
         self.recordings = Recordings(facts, self.cache, reasons, recorder)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +17,6 @@ from torch.utils._pytree import tree_flatten
 WARM_UP = 1  # runs on the recorded stream before the one that is watched for waiting; libraries set themselves up there
 
 Outputs = tuple[Tensor, ...]
-
-
-class Recorder(Protocol):
-    """Makes a function of no arguments replayable."""
-
-    def capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
-        """What does again what ``run`` does, and the tensors that its outputs are in afterwards. ``run`` is called several times first.
-
-        Raises:
-            Exception: whatever a device, or a function that waits for it, raises.
-        """
-
-    def reset(self) -> None:
-        """Nothing that was recorded is replayed any more; its memory may go."""
 
 
 class CudaRecorder:
@@ -46,6 +32,11 @@ class CudaRecorder:
         self._pool: Any = None
 
     def capture(self, run: Callable[[], Outputs]) -> tuple[Callable[[], Any], Outputs]:
+        """What does again what ``run`` does, and the tensors that its outputs are in afterwards. ``run`` is called several times first.
+
+        Raises:
+            Exception: whatever the device, or a function that waits for it, raises.
+        """
         with torch.cuda.device(self.device):
             self._warm_up(run)
             if self._pool is None:
@@ -60,6 +51,7 @@ class CudaRecorder:
         return graph.replay, outputs
 
     def reset(self) -> None:
+        """Nothing that was recorded is replayed any more; its memory may go."""
         torch.cuda.synchronize(self.device)  # what is dropped may still be running
         self._pool = None  # one that nothing uses any more cannot be used again
 
@@ -118,6 +110,6 @@ def inputs_of(run: Callable[[], Outputs]) -> list[Tensor]:
     return list(witness.found.values())
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
+def recorder_for(device: torch.device) -> CudaRecorder | None:
     """None where nothing can be recorded."""
     return CudaRecorder(device) if device.type == "cuda" else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,13 +25,6 @@ from foredraft.tree import TokenTree
 
 NAME = "foredraft_positions"
 CHAIN = 64  # longest chain whose mask is cut out of the band
-
-
-class Queries(Protocol):
-    """What a mask builder of ours is given through the config: the positions of a pass's queries, ``[R, N]``, and more."""
-
-    @property
-    def queries(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,10 +123,10 @@ class MaskBuilder:
         self._causal = bool(getattr(config, "is_causal", True))
         self._band: Tensor | None = None  # [CHAIN, 2 capacity]
 
-    def __call__(self, where: Queries, cache: TreeCache) -> Any:
-        if (
-            self.full and self._causal and isinstance(where, (MaskInputs, KnownMaskInputs))
-        ):  # a node sees nothing behind it that causality would hide
+    def __call__(self, where: Any, cache: TreeCache) -> Any:
+        """The mask for ``where``, which has the positions of a pass's ``queries`` ``[R, N]`` and what else ``builder`` reads."""
+        known = isinstance(where, (MaskInputs, KnownMaskInputs))
+        if self.full and self._causal and known:  # a node sees nothing behind it that causality would hide
             mask = self._finish(where.visible[:, None])
             return {"full_attention": mask} if self._keyed else mask
         self.config.__dict__["foredraft_mask_inputs"] = where
