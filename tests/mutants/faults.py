@@ -50,8 +50,8 @@ FAULTS = [
     # -- trees
     Fault("tree.py", "for _ in range(max(1, (nodes - 1).bit_length())):", "for _ in range(1):", TREE),
     Fault("tree.py", "            lines[node] = lines[row[node]]\n", "            lines[node] = lines[node - 1]\n", TREE),
-    Fault("tree.py", "return (torch.arange(nodes, device=device) - 1)[None]", "return torch.arange(nodes, device=device)[None]", TREE),
-    Fault("tree.py", "dtype=torch.bool, device=device).tril()[None]", "dtype=torch.bool, device=device).triu()[None]", TREE),
+    Fault("tree.py", "return tuple(range(-1, nodes - 1))", "return (-1, *[0] * (nodes - 1))", TREE),
+    Fault("tree.py", "lines[node, node] = True", "lines[node, node] = False", TREE),
     Fault("tree.py", "depths.append(0 if parent < 0 else depths[parent] + 1)", "depths.append(0 if parent < 0 else depths[-1] + 1)", TREE),
     Fault("tree.py", "return nodes[::-1]", "return nodes", TREE),
     Fault("tree.py", "max(depths) <= limit for depths", "max(depths) <= limit + 1 for depths", TREE),

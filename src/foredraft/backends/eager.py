@@ -132,7 +132,6 @@ class Eager(Backend):
         self.call = ModelCall(facts)
         self._decoder = facts.model.get_decoder() if facts.sourced else getattr(facts.model, "model", facts.model)
         self._called: tuple[object, Direct | None] = (None, None)
-        self._counting = torch.arange(1024, device=facts.device)[None]
 
     def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
         if self.call.decoder is not None and isinstance(self.cache, SourcedCache):
@@ -193,11 +192,7 @@ class Eager(Backend):
         device, context = self.facts.device, self.facts.context
         if tree.chain and window.uniform:
             start = window.starts[0]
-            if start + window.nodes > self._counting.shape[1]:
-                self._counting = torch.arange(2 * (start + window.nodes), device=device)[None]
-            positions = self._counting.narrow(1, start, window.nodes)
-            if tree.rows > 1:
-                positions = positions.expand(tree.rows, -1)
+            positions = torch.arange(start, start + window.nodes, device=device).expand(tree.rows, -1)
         elif window.uniform:
             positions = tree.depths + (window.starts[0] - window.before)
         else:

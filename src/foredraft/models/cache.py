@@ -126,12 +126,7 @@ class TreeCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write ``[R, heads, N, head size]`` at the window's slots; return each row's keys and values up to its width."""
-        window = self._window
-        while len(self.layers) <= layer_idx:
-            self.layers.append(Layer())
-        layer = self.layers[layer_idx]
-        if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity or layer.keys.dtype != key_states.dtype:
-            self._allocate(layer, key_states, value_states)
+        window, layer = self._window, self._layer(layer_idx, key_states, value_states)
         keys, values = layer.keys, layer.values
         if window.rows < len(keys):
             keys, values = keys.narrow(0, window.first, window.rows), values.narrow(0, window.first, window.rows)
@@ -149,12 +144,8 @@ class TreeCache(Cache):
     def buffers(self, layer_idx: int, like: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
         """The keys and values ``[rows of the pass, heads, capacity, size]`` of a layer, in the dtype of ``like``; the pass writes at
         :attr:`slots` and reads up to the window's width."""
-        while len(self.layers) <= layer_idx:
-            self.layers.append(Layer())
-        layer, window = self.layers[layer_idx], self._window
-        if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity or layer.keys.dtype != like.dtype:
-            shaped = like.new_empty(0, heads, 0, size)
-            self._allocate(layer, shaped, shaped)
+        shaped = like.new_empty(0, heads, 0, size)
+        window, layer = self._window, self._layer(layer_idx, shaped, shaped)
         return layer.keys[window.first : window.last], layer.values[window.first : window.last]
 
     # -- what the target asks between forward passes ----------------------------------------------------------------
@@ -304,6 +295,15 @@ class TreeCache(Cache):
             rows = torch.arange(len(self._window.starts), device=device)[:, None]
             self._indices[device] = rows, starts[:, None] + torch.arange(self._window.nodes, device=device)
         return self._indices[device]
+
+    def _layer(self, index: int, keys: Tensor, values: Tensor) -> Layer:
+        """The layer with room for such ``keys`` and ``values``, in the current capacity."""
+        while len(self.layers) <= index:
+            self.layers.append(Layer())
+        layer = self.layers[index]
+        if layer.keys.shape[0] < self.row_capacity or layer.keys.shape[2] < self.capacity or layer.keys.dtype != keys.dtype:
+            self._allocate(layer, keys, values)
+        return layer
 
     def _allocate(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
         """Give ``layer`` zeroed buffers of the current capacity (garbage there could be NaN), keeping what it holds."""
