@@ -240,7 +240,8 @@ class Session:
         else:
             return []
         self._warn()
-        self._depart()
+        if done := [row for row in self.rows if row.stats.finish_reason]:
+            self._leave(done)
         self.stats.clock()
         return commits
 
@@ -263,13 +264,8 @@ class Session:
                 f"the model was trained for {trained} tokens; a longer text goes on, as in transformers, but may become worse", stacklevel=2
             )
 
-    def _depart(self) -> None:
-        """Finished rows leave and the others close up."""
-        done = [row for row in self.rows if row.stats.finish_reason]
-        if done:
-            self._leave(done)
-
     def _leave(self, done: Sequence[SessionRow]) -> None:
+        """These rows leave and the others close up."""
         self.observer.settle()
         gone = {row.slot for row in done}
         keep = [index for index, row in enumerate(self.rows) if row.slot not in gone]

@@ -81,10 +81,6 @@ def decoded(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tex
     return text
 
 
-def padding_token(tokenizer: Any) -> int:
-    return next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
-
-
 def text_before(model: Any, prompt: Sequence[int]) -> Sequence[int]:
     """What the new text follows: nothing where the prompt is what an encoder reads."""
     return () if model.config.is_encoder_decoder else prompt
@@ -92,7 +88,8 @@ def text_before(model: Any, prompt: Sequence[int]) -> Sequence[int]:
 
 def padded(model: Any, rows: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, Any]:
     """Arguments of ``generate`` for texts, as ``model`` reads them."""
-    token, device = padding_token(tokenizer), input_device(unwrap(model))
+    token = next(each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if each is not None)
+    device = input_device(unwrap(model))
     if not model.config.is_encoder_decoder:
         return pad(rows, device, token)
     found = pad(rows, device, token, "right")  # encoders count from the first slot

@@ -108,9 +108,6 @@ class NodeHistories:
             over[node] = over[node] or over[parent]
         return over
 
-    def committed_length(self, cell: int) -> int:
-        return self.lengths[cell // self.nodes]
-
     def gather(self, cells: Sequence[int], length: int) -> Tensor:
         """``[G, length]`` int64 histories of ``cells``, a group of :meth:`by_length`."""
         key = (length, *cells)
@@ -151,7 +148,7 @@ class NodeHistories:
 
     def _along_paths(self, cells: Sequence[int], length: int) -> Tensor:
         parts = []
-        for committed, group in groupby(cells, self.committed_length):
+        for committed, group in groupby(cells, lambda cell: self.lengths[cell // self.nodes]):
             members = list(group)
             begin = take(self.committed[:, :committed], [cell // self.nodes for cell in members])
             paths = to_device([self.path(cell, length - committed) for cell in members], begin.device)  # [g, depth]
