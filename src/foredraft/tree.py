@@ -360,11 +360,6 @@ def children_of(parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=256)
-def static_children(parents: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return children_of(parents)
-
-
-@lru_cache(maxsize=256)
 def static_height(parents: tuple[int, ...]) -> int:
     return max(depths_of(parents))
 

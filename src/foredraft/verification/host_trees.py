@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foredraft.shapes import depths_of
-from foredraft.tree import TokenTree, children_of, static_children
+from foredraft.tree import TokenTree, children_of
 
 Parents = tuple[int, ...]
 
@@ -69,11 +69,8 @@ class HostRows:
     @staticmethod
     def of(tree: TokenTree) -> HostRows:
         """``tree`` on a CPU, whose :attr:`~foredraft.tree.TokenTree.parent_lists` are known."""
-        if tree.layout is not None:
-            children: Sequence[Sequence[Sequence[int]]] = [static_children(tree.layout)] * tree.rows
-        else:
-            assert tree.parent_lists is not None
-            children = [children_of(parents) for parents in tree.parent_lists]
+        assert tree.parent_lists is not None
+        children = [children_of(parents) for parents in tree.parent_lists]
         return HostRows(tree.tokens.tolist(), children, None if tree.valid is None else tree.valid.tolist())
 
 
