@@ -374,9 +374,9 @@ def test_looking_for_hidden_states_leaves_no_hooks():
     assert "_output_capturing_hooks_installed" not in vars(model) and len(taps) == 3
     handle.remove()
     assert model(torch.arange(5)[None], output_hidden_states=True).hidden_states is not None
-    watched = list(model.model.layers[0]._forward_hooks)
-    taps_of(model, torch.arange(5)[None])  # what transformers put there before stays
-    assert list(model.model.layers[0]._forward_hooks) == watched
+    taps_of(model, torch.arange(5)[None])  # what transformers put there before goes, too: it does so again when it is asked
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model(torch.arange(5)[None], output_hidden_states=True).hidden_states is not None
 
 
 @torch.inference_mode()

@@ -202,11 +202,11 @@ def taps_of(model: PreTrainedModel, ids: Tensor) -> list[Tap | None]:
             module.register_forward_pre_hook(lambda module, given, named: note(first_tensor(given, named), module, False), with_kwargs=True)
         )
     try:
-        with unwatched(model):
-            output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, output_hidden_states=True)
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, output_hidden_states=True)
     finally:
         for handle in handles:
             handle.remove()
+        stop_watching(model, anywhere=True)
     states = getattr(output, "hidden_states", None)
     if not states:
         raise UnsupportedModelError(f"{describe(model)} returns no hidden states, which the drafter reads; use a drafter that reads none")
@@ -226,27 +226,13 @@ def taps_of(model: PreTrainedModel, ids: Tensor) -> list[Tap | None]:
     return [outermost(state) for state in states]
 
 
-def stop_watching(model: PreTrainedModel) -> None:
+def stop_watching(model: PreTrainedModel, *, anywhere: bool = False) -> None:
     """Remove the hooks that transformers left on the layers of ``model`` when it was asked for hidden states: they stay for good, do
     nothing by themselves, and would keep passes off the kernels and recordings, which call no hooks. It hooks the layers again when it
-    is asked again."""
-    if not any(INSTALLED in vars(each) for each in (model, model.base_model)):
+    is asked again. ``anywhere``: also those that only a model inside was asked for."""
+    if not anywhere and not any(INSTALLED in vars(each) for each in (model, model.base_model)):
         return
     for module in model.modules():
         for key in [key for key, hook in module._forward_hooks.items() if getattr(hook, "__module__", None) == CAPTURING]:
             del module._forward_hooks[key]
         vars(module).pop(INSTALLED, None)
-
-
-@contextmanager
-def unwatched(model: nn.Module) -> Iterator[None]:
-    """transformers hooks the layers of a model that is asked for hidden states, for good; afterwards these hooks are gone again."""
-    before = {module: (set(module._forward_hooks), INSTALLED in vars(module)) for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, (hooks, marked) in before.items():
-            for key in set(module._forward_hooks) - hooks:
-                del module._forward_hooks[key]
-            if not marked:
-                vars(module).pop(INSTALLED, None)
