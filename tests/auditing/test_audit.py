@@ -517,7 +517,7 @@ def test_a_report_is_plain_data():
         ({"parts": ["keyed", "guess"]}, "exact, noise, keyed, statistical"),
         ({"significance": 0}, "between 0 and 0.5"),
         ({"seed": 1, "max_length": 30}, "max_length"),
-        ({"prompts": None}, "lists of token ids"),
+        ({"prompts": None}, "names no tokenizer; pass Speculator"),
         ({"prompts": [[]]}, "empty"),
         ({"prompts": []}, "at least one"),
         ({"rule": "block"}, "already has a drafter"),

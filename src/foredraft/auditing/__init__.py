@@ -97,7 +97,7 @@ def audit(
         raise ConfigurationError(f"{name_of(speculator.model)} reads {speculator.model.main_input_name}, and audit gives models text")
     return run(
         speculator,
-        token_ids(speculator.model, prompts),
+        token_ids(speculator, prompts),
         seed=seed,
         count=max_new_tokens,
         samples=samples,

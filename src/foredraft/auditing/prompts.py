@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from foredraft import zoo
 from foredraft.errors import ConfigurationError
-from foredraft.loading import load_tokenizer, name_of
+from foredraft.loading import name_of
+from foredraft.speculator import Speculator
+from foredraft.text import encode
 
 GENERAL = (
     "The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote down the weather in a small blue book. One night",
@@ -27,25 +28,18 @@ def default_prompts(source: str) -> list[str]:
     return zoo.prompts("audit") if source.startswith(zoo.PREFIX) else list(GENERAL)
 
 
-def token_ids(model: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
+def token_ids(speculator: Speculator, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
     """Token ids of ``prompts``, of the built-in ones if None.
 
     Raises:
         ConfigurationError: no prompt, an empty one, or texts and no tokenizer.
     """
+    name = name_of(speculator.model)
     if prompts is None:
-        prompts = default_prompts(name_of(model))
+        prompts = default_prompts(name)
     if isinstance(prompts, str) or not prompts:
         raise ConfigurationError(f"prompts must be a list of texts or of token id lists, with at least one, got {prompts!r}")
-    tokenizer: Any = None
-    rows = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            if not model.name_or_path:
-                raise ConfigurationError("the model was made in memory and names no tokenizer: give prompts=[...] as lists of token ids")
-            tokenizer = tokenizer or load_tokenizer(name_of(model))
-            prompt = tokenizer(prompt)["input_ids"]
-        if not len(prompt):
-            raise ConfigurationError("a prompt is empty; give at least one token, for instance the BOS token")
-        rows.append([int(token) for token in prompt])
+    rows = [encode(speculator.tokenizer, prompt, name) if isinstance(prompt, str) else list(map(int, prompt)) for prompt in prompts]
+    if not all(rows):
+        raise ConfigurationError("a prompt is empty; give at least one token, for instance the BOS token")
     return rows
