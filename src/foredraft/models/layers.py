@@ -6,7 +6,7 @@ count or index it, and the layers' own hooks see nothing of a pass that they tak
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,19 @@ def layer_count(model: PreTrainedModel) -> int:
         return len(decoder_layers(model.get_decoder()))
     count: int = model.config.get_text_config().num_hidden_layers
     return count
+
+
+@torch.inference_mode()
+def outputs_of(model: PreTrainedModel, modules: Iterable[nn.Module]) -> dict[nn.Module, Any]:
+    """What ``modules`` return in a pass over two tokens."""
+    found: dict[nn.Module, Any] = {}
+    handles = [module.register_forward_hook(lambda module, given, output: found.update({module: output})) for module in modules]
+    try:
+        model(input_ids=torch.arange(2, device=model.device)[None], use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 @dataclass(eq=False)
@@ -76,7 +89,7 @@ class LayerRanges:
         if len(found) != 1 or len(layers) != config.num_hidden_layers:
             raise self._refusal(model, "they do not stand in one list")
         self.model, self.layers, self.count = model, found[0], len(layers)
-        self.tuples = self._returns_tuples(model)
+        self.tuples = isinstance(outputs_of(model, layers[:1])[layers[0]], tuple)
         self._asides = [Aside(layer, self, index) for index, layer in enumerate(layers)]
         self._span, self._passing = (0, self.count), Passing()
 
@@ -112,14 +125,3 @@ class LayerRanges:
         if index == begin - 1 and self._passing.given is not None:
             return self._passing.given
         return hidden
-
-    def _returns_tuples(self, model: PreTrainedModel) -> bool:
-        """Layers of some families return the hidden states in a tuple."""
-        returned: list[Any] = []
-        handle = self.layers[0].register_forward_hook(lambda module, given, output: returned.append(output))
-        try:
-            with torch.inference_mode():
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-        finally:
-            handle.remove()
-        return isinstance(returned[0], tuple)

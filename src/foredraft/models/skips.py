@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from foredraft.errors import ConfigurationError, UnsupportedModelError
 from foredraft.files import read_text, replacing
 from foredraft.models.features import first_tensor
 from foredraft.models.identity import TargetShape, refuse_another_model, shape_of
-from foredraft.models.layers import LayerRanges, Passing
+from foredraft.models.layers import LayerRanges, Passing, outputs_of
 from foredraft.models.support import describe
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ class Sublayers:
         self.mlp: list[nn.Module | None] = [
             None if names[1] is None else getattr(layer, names[1]) for layer, names in zip(self.ranges.layers, self._names)
         ]
-        outputs = self._outputs()
-        self._stand_ins = {id(each): LeftOut(each, outputs[each]) for each in (*self.attention, *self.mlp) if each is not None}
+        outputs = outputs_of(model, [each for each in (*self.attention, *self.mlp) if each is not None])
+        self._stand_ins = {id(each): LeftOut(each, None if isinstance(out, Tensor) else len(out)) for each, out in outputs.items()}
         self._test()
 
     @property
@@ -232,20 +232,6 @@ class Sublayers:
             raise self._refusal(f"{type(layer).__name__} has no module that is its attention alone")
         return attention[0], others[0] if len(others) == 1 else None
 
-    def _outputs(self) -> Mapping[nn.Module, int | None]:
-        """How many values each sublayer returns; None for one tensor."""
-        found: dict[nn.Module, int | None] = {}
-
-        def note(module: nn.Module, given: Any, output: Any) -> None:
-            found[module] = None if isinstance(output, Tensor) else len(output)
-
-        with ExitStack() as hooks:
-            for each in (*self.attention, *self.mlp):
-                if each is not None:
-                    hooks.callback(each.register_forward_hook(note).remove)
-            self._pass()
-        return found
-
     def _test(self) -> None:
         """Without its sublayers, each layer must hand on what it is given."""
         if not getattr(self.model.config.get_text_config(), "do_layer_norm_before", True):
@@ -261,15 +247,12 @@ class Sublayers:
                 undone.callback(before.remove)
                 undone.callback(after.remove)
             try:
-                self._pass()
+                with torch.inference_mode():
+                    self.model(input_ids=torch.arange(2, device=self.model.device)[None], use_cache=False)
             except (TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise self._refusal(f"without them a pass fails with {error}") from error
         if not all(torch.allclose(given, output, atol=1e-3) for given, output in zip(states[::2], states[1::2])):
             raise self._refusal("without them, their layers still change what they are given")
-
-    def _pass(self) -> None:
-        with torch.inference_mode():
-            self.model(input_ids=torch.arange(2, device=self.model.device)[None], use_cache=False)
 
     def _refusal(self, why: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"sublayers of {describe(self.model)} cannot be left out: {why}; use another drafter")
