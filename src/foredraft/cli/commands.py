@@ -276,7 +276,7 @@ def table(
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments.
     """
     for each in target:
-        check(replace(contest, target=each).plain, contest.drafters or ())
+        check(replace(contest, target=each).plain, contest.drafters or (), encoders=True)
     if rule not in (None, "auto") and not verification.describe(rule).lossless:
         raise ConfigurationError(f"rule {rule!r} is lossy: it changes the output distribution; name another with --rule")
     tasks = read_tasks(task or (), limit)
@@ -371,7 +371,7 @@ def audit(
     Exit codes: 0 exact; 1 a fault, a lossy rule, or a necessary part left out; 2 invalid arguments.
     """
     configuration = replace(configuration, lossy=True)
-    check(configuration)
+    check(configuration, encoders=True)
     check_output(as_json)
     texts = None if prompts is None else read_prompts(None, prompts)
     with Progress(f"auditing {target}"):
