@@ -103,7 +103,8 @@ class Loop:
         if self.drafter.info.features:
             assert self.target.prompt_hidden is not None, "the drafter has features and asked the target for none"
             self.drafter.read(rows, self.target.prompt_hidden)
-        self.drafter.begin(rows)
+        with self.observer.stats.timing("draft"):  # a draft model's encoder reads the sources
+            self.drafter.begin(rows)
 
     # -- plan and draft -------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.
 HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py")
 NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
+T5 = ("tests/target/test_native_t5.py",)
 THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
@@ -190,4 +191,6 @@ FAULTS = [
     Fault("skips.py", "aside=skip.whole", "aside=()", DRAFT_VERIFY),
     Fault("layer.c", "_mm512_set1_ps(l->scaling)", "_mm512_set1_ps(1.0f)", KERNELS),
     Fault("layer.c", "return _mm512_scalef_ps(p, n);", "return p;", KERNELS),
+    Fault("layer.c", "positions ? positions[slot] : slot", "slot", T5),
+    Fault("layer.c", "a->slots[a->by_row ? row : begin + node]", "a->slots[begin + node]", T5),
 ]

@@ -14,6 +14,7 @@ from kernel_cases import DTYPES, TOLERANCE, needs_kernels
 from kernel_cases import always as always  # a fixture
 
 from foredraft import Source, Speculator, TokenTree
+from foredraft.backends import t5_pass
 from foredraft.backends.native_growth import NativeGrowth
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
@@ -100,6 +101,13 @@ def test_drafts_in_one_call_are_those_made_level_by_level(shape, monkeypatch):
         made.clear(), seen.clear()
     assert trees[0] == trees[1] and len(trees[0]) > 5
     assert found[0] == found[1] == build("t5 v1.1", torch.float32).generate(torch.tensor(texts((30,))), max_new_tokens=24).tolist()
+
+
+def test_kernels_that_differ_are_left_out(monkeypatch):
+    monkeypatch.setattr(t5_pass, "by_distance", lambda attention: torch.zeros(4, 21))
+    target = native("t5 v1.1", torch.float32)
+    assert target.execution == "packed" and "fused layers gave logits that differ" in target.reasons["fused"]
+    assert "forward" not in vars(target.model.get_decoder())
 
 
 def test_whoever_watches_the_model_is_called():

@@ -79,6 +79,11 @@ class Fusion:
             if isinstance(whole, T5Model):
                 self.native, self.unfused = len(whole.kernels), None
 
+    def trial(self) -> tuple[Tensor, Tensor] | None:
+        """What a decoder behind an encoder gives by the kernels, and by its own layers; None if there is none."""
+        found = [vars(base)["forward"] for base in self._whole]
+        return next((each.trial() for each in found if isinstance(each, T5Model)), None)
+
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""
         for module in (*self.layers, *self._whole):

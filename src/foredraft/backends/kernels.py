@@ -58,7 +58,8 @@ class Kernels:
         self._known = self._packing.hints
         self._fusion = Fusion(self.model, self._packing)
         self.unfused = self._fusion.unfused
-        if self._fusion.layers and (found := difference(self._sample(), expected)) is not None:
+        trial = (self._sample(), expected) if self._fusion.layers else self._fusion.trial()
+        if trial is not None and (found := difference(*trial)) is not None:
             self._fusion.undo()
             self.unfused = f"fused layers gave logits that differ by {found:.1e} of their scale"
         self.fused, self.native = len(self._fusion.layers), self._fusion.native

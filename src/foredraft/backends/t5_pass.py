@@ -18,12 +18,13 @@ from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, pointers
 from foredraft.backends.packing import NATIVE, Packing
 from foredraft.models.cache import TreeCache, Window
-from foredraft.models.encoder_decoder import SourcedCache
+from foredraft.models.encoder_decoder import Encoded, Source, SourcedCache
 from foredraft.models.masks import MaskInputs
 
 STACKS = {"T5Stack": "scale_decoder_outputs", "MT5Stack": "", "UMT5Stack": "tie_word_embeddings"}  # and what says that logits are scaled
 GATED = {"SiLUActivation": native.SILU, "SiLU": native.SILU, "NewGELUActivation": native.GELU}
 UNGATED = {"ReLU": native.RELU}
+TRIED = 5  # tokens of a trial
 
 
 @dataclass(eq=False)
@@ -85,6 +86,7 @@ class T5Model(NativeModel):
     """The decoder whose passes :class:`~foredraft.backends.kernel_pass.Direct` makes; called itself, it runs as its class does."""
 
     kernels: Sequence[T5Layer]
+    scale: float  # of the states that the head reads
 
     @staticmethod
     def of(base: Any, packing: Packing) -> T5Model | None:  # type: ignore[override]
@@ -96,22 +98,31 @@ class T5Model(NativeModel):
         norm, config, shared = base.final_layer_norm, base.config, object()
         biased = [block.layer[0].SelfAttention for block in base.block]
         biases = {each: by_distance(each) for each in biased if each.has_relative_attention_bias}
-        found = [
+        layers = [
             T5Layer.of(block, index, biases.get(attention, biases[biased[0]]), packing, shared)
             for index, (block, attention) in enumerate(zip(base.block, biased))
         ]
-        kernels = [each for each in found if each is not None]
-        if (
-            len(kernels) < len(found)
-            or len({id(each.library) for each in kernels}) > 1
-            or norm.weight.dtype != base.embed_tokens.weight.dtype
-        ):
+        kernels = [each for each in layers if each is not None]
+        alike = len({id(each.library) for each in kernels}) == 1 and norm.weight.dtype == base.embed_tokens.weight.dtype
+        if len(kernels) < len(layers) or not alike:
             return None
         scale = config.d_model**-0.5 if getattr(config, STACKS[type(base).__name__] or "-", False) else 1.0
-        return T5Model(base, list(base.block), kernels, norm.weight.detach() * scale, norm.variance_epsilon)
+        found = T5Model(base, list(base.block), kernels, norm.weight.detach() * scale, norm.variance_epsilon)
+        found.scale = scale
+        return found
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return type(self.base).forward(self.base, *given, **named)
+
+    def trial(self) -> tuple[Tensor, Tensor]:
+        """The last states ``[1, n, hidden]`` of a few tokens behind a source, by the kernels and by the class."""
+        ids, table, cache = torch.arange(TRIED)[None], self.base.embed_tokens, SourcedCache()
+        states = torch.randn(1, TRIED, table.embedding_dim, generator=torch.Generator().manual_seed(0)).to(table.weight.dtype)
+        cache.sources = [Encoded(Source({}), states[0])]
+        cache.open([0])
+        cache.enter(Window(0, 1, (0,), TRIED))
+        own = self(input_ids=ids, encoder_hidden_states=states, use_cache=False).last_hidden_state
+        return self.run_over(table(ids), ids, None, None, cache), own * self.scale
 
     def about(
         self, x: Tensor, positions: Tensor, where: MaskInputs | None, cache: TreeCache, window: Window, places: Places | None
