@@ -116,7 +116,11 @@ def train(
 
 
 @app.command()
-def evaluate(out: Out, task: TaskName = Named.ast) -> None:
+def evaluate(
+    out: Out,
+    task: TaskName = Named.ast,
+    only: Annotated[str | None, typer.Option("--only", help="target, 1m, 3m, or baselines.")] = None,
+) -> None:
     """Measure exact match and nats per token on held-out packages, with bfloat16 weights, and of both baselines (minutes)."""
     import torch
 
@@ -134,9 +138,11 @@ def evaluate(out: Out, task: TaskName = Named.ast) -> None:
             typer.echo(f"{name}, {kind}: {each['exact_match']:.1%} exact, {each['nats_per_token']:.4f} nats per token")
         _write(base / f"scores-{name}.json", scores)
 
-    for name in [each for each in recipe.MODELS if (base / each / fit.CHECKPOINT).exists()]:
+    for name in [each for each in recipe.MODELS if only in (each, None) and (base / each / fit.CHECKPOINT).exists()]:
         model = fit.load_weights(base / name).to(torch.bfloat16)
-        measured(name, lambda indices, model=model: evaluation.score_model(model, held_out, indices, limits.text))
+        measured(name, lambda indices, model=model: evaluation.score_model(model, held_out, indices))
+    if only not in ("baselines", None):
+        return
     measured("copy", lambda indices: evaluation.score_copy(train, held_out, indices))
     table = evaluation.ngram_model(train)
     measured("n-gram", lambda indices: evaluation.score_ngram(table, held_out, indices, limits.text))

@@ -42,7 +42,7 @@ def sample(kinds: Sequence[str], count: int = JUDGED) -> dict[str, list[int]]:
 
 
 @torch.inference_mode()
-def score_model(model: T5ForConditionalGeneration, data: Encoded, indices: Sequence[int], longest: int, *, tokens: int = 4096) -> Score:
+def score_model(model: T5ForConditionalGeneration, data: Encoded, indices: Sequence[int], *, tokens: int = 4096) -> Score:
     nats = hits = count = exact = 0.0
     for batch in by_length(data, np.asarray(indices), tokens):
         source, text = padded(data, batch)
@@ -52,6 +52,7 @@ def score_model(model: T5ForConditionalGeneration, data: Encoded, indices: Seque
         nats -= logits.log_softmax(-1).gather(-1, text[..., None])[..., 0][true].sum().item()
         hits += (logits.argmax(-1) == text)[true].sum().item()
         count += int(true.sum())
+        longest = text.shape[1]  # a longer text is not the true one
         written = model.generate(input_ids=source, attention_mask=mask, max_new_tokens=longest, do_sample=False)[:, 1:]
         width = max(written.shape[1], text.shape[1])
         same = [torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in (written, text)]

@@ -106,7 +106,7 @@ def test_a_run_learns_stops_resumes_and_beats_both_baselines(encoded, tmp_path):
     assert losses[-1] < losses[0] - 0.5
     some = range(0, 400, 40)
     scores = [
-        evaluation.score_model(fit.load_weights(tmp_path), encoded, some, 40),
+        evaluation.score_model(fit.load_weights(tmp_path), encoded, some),
         evaluation.score_ngram(evaluation.ngram_model(encoded), encoded, some, 40),
         evaluation.score_copy(encoded, encoded, some),
     ]
@@ -126,5 +126,5 @@ def test_exact_match_is_of_greedy_texts(encoded, monkeypatch):
             rows = [known.get(row[row != 0].numpy().tobytes(), np.array([7, 1])) for row in input_ids]
             return torch.nn.utils.rnn.pad_sequence([torch.tensor([0, *row.tolist()]) for row in rows], batch_first=True)
 
-    score = evaluation.score_model(Says(), encoded, [0, 1, 2, 3], 40)
+    score = evaluation.score_model(Says(), encoded, [0, 1, 2, 3])
     assert score.exact_match == 0.75 and score.nats_per_token == pytest.approx(np.log(recipe.VOCABULARY))
