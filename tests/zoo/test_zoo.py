@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from typer.testing import CliRunner
 from foredraft import zoo
 from foredraft.cli.commands import app
 from foredraft.drafters.ngram_model import NGramModel
+from foredraft.errors import UnsupportedModelError
 from foredraft.heads import checkpoints
+from foredraft.loading import load_model
 
 SOURCE = 'import json\n\n\ndef load(path):\n    with open(path, encoding="utf-8") as file:\n        return json.load('
 PAIR = [zoo.TARGET, zoo.DRAFT]
 MODELS = [*PAIR, zoo.DEEP]
 INFLATED = {zoo.INFLATED: zoo.TARGET, zoo.WIDE: zoo.DEEP}
+WITH_ENCODER = [zoo.T5, zoo.T5_DRAFT]
 
 
 def table() -> NGramModel:
@@ -29,7 +33,7 @@ def table() -> NGramModel:
 
 def test_names_with_and_without_prefix():
     assert zoo.names()[:6] == ["python-8m", "python-1m", "python-300m", "python-deep", "python-deep-100m", "python-ngram"]
-    assert zoo.names()[6:] == ["python-8m-medusa", "python-8m-eagle3"]
+    assert zoo.names()[6:] == ["python-8m-medusa", "python-8m-eagle3", "t5-ast", "t5-ast-1m", "t5-ast-130m"]
     assert zoo.path("zoo:python-8m") == zoo.path("python-8m")
     with pytest.raises(ValueError, match=r"no embedded model 'zoo:python-9m'.*zoo:python-8m.*zoo:python-ngram"):
         zoo.load("zoo:python-9m")
@@ -42,7 +46,7 @@ def test_importing_the_zoo_imports_neither_torch_nor_transformers():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *WITH_ENCODER])
 def test_weights_are_bfloat16_and_the_head_is_tied(name):
     with safe_open(zoo.path(name) / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"BF16"}  # noqa: SIM118
@@ -57,13 +61,14 @@ def test_architecture_converts_to_other_engines(name):
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 0, 1)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *INFLATED, zoo.NGRAM])
+@pytest.mark.parametrize("name", [*MODELS, *INFLATED, *WITH_ENCODER, zoo.T5_INFLATED, zoo.NGRAM])
 def test_descriptions_are_true(name):
     row = next(row for row in zoo.describe() if row.name == name)
     assert row.parameters == (table().ngrams if name == zoo.NGRAM else zoo.load(name).num_parameters())
     kinds = {zoo.NGRAM: "ngram", zoo.TARGET: "target", zoo.DRAFT: "draft", zoo.DEEP: "target", **dict.fromkeys(INFLATED, "inflated")}
+    kinds |= {zoo.T5: "target", zoo.T5_DRAFT: "draft", zoo.T5_INFLATED: "inflated"}
     assert row.kind == kinds[name]
-    assert ("benchmark instrument" in row.description) == (name in INFLATED)
+    assert ("benchmark instrument" in row.description) == (row.kind == "inflated")
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
@@ -77,10 +82,18 @@ def test_descriptions_of_heads_are_true(kind):
 
 def test_sizes():
     files = [file for file in zoo.root().rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < 60_000_000
+    assert sum(file.stat().st_size for file in files) < 75_000_000
     assert zoo.path("python-ngram").joinpath("ngram.safetensors").stat().st_size <= 4_000_000
     target, draft = (zoo.load(name).num_parameters() for name in PAIR)
     assert 6e6 < target < 9e6 and 7 < target / draft < 13
+
+
+@pytest.mark.nightly
+def test_the_wheel_is_small_enough(tmp_path):
+    with zipfile.ZipFile(tmp_path / "wheel.zip", "w", zipfile.ZIP_DEFLATED) as wheel:  # as wheels are
+        for file in zoo.root().rglob("*"):
+            wheel.write(file)
+    assert (tmp_path / "wheel.zip").stat().st_size <= 60_000_000
 
 
 def test_the_target_is_far_below_the_ngram_baseline_and_the_draft_between():
@@ -138,6 +151,54 @@ def test_inflated_targets_say_what_the_targets_say(name):
     assert large.num_parameters() > 12 * small.num_parameters() and large.config._name_or_path == f"zoo:{name}"
     with torch.no_grad():
         torch.testing.assert_close(large(ids).logits, small(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_models_with_an_encoder_translate_and_rename():
+    model, tokenizer = zoo.load(zoo.T5), zoo.load_tokenizer(zoo.T5_INFLATED)
+    inputs = tokenizer(["x = f(a, b)", "rename x total: x = f(a, b)"], padding=True, return_tensors="pt")
+    texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=32, do_sample=False), skip_special_tokens=True)
+    assert texts == ["(Assign x (Call f a b))", "total = f(a, b)"]
+
+
+def test_the_t5_target_beats_both_baselines_and_its_draft():
+    figures = [json.loads((zoo.path(name) / "metrics.json").read_text()) for name in WITH_ENCODER]
+    for kind in ("ast", "rename"):
+        target, draft = (each["held_out"][kind] for each in figures)
+        baselines = [scores[kind]["nats_per_token"] for scores in figures[0]["baselines"].values()]
+        assert target["nats_per_token"] < draft["nats_per_token"] < min(baselines) and target["exact_match"] > draft["exact_match"]
+    card = (zoo.path(zoo.T5) / "README.md").read_text()
+    for words in ("Held out", "rich", "`asyncio`", "python -m recipes.t5 train", "copy baseline", "n-gram baseline"):
+        assert words in card
+
+
+def test_held_out_sources_are_of_statements_that_no_model_saw():
+    assert all(each.startswith("rename ") for each in zoo.prompts("rename")) and len(zoo.prompts("ast")) == len(zoo.prompts("rename")) == 48
+    tokenizer = zoo.load_tokenizer(zoo.T5)
+    for each in [*zoo.prompts("ast"), *zoo.prompts("rename")]:
+        ids = tokenizer(each).input_ids
+        assert len(ids) <= 96 and ids[-1] == tokenizer.eos_token_id and tokenizer.decode(ids, skip_special_tokens=True) == each
+
+
+def test_the_inflated_t5_says_what_the_small_one_says():
+    small, large = (zoo.load(each, dtype=torch.float32) for each in (zoo.T5, zoo.T5_INFLATED))
+    assert 120e6 < large.num_parameters() < 140e6 and small.num_parameters() < 10e6
+    inputs = zoo.load_tokenizer(zoo.T5)(zoo.prompts("ast")[:2], padding=True, return_tensors="pt")
+    start = torch.tensor([[0, 9, 12], [0, 7, 8]])
+    with torch.no_grad():
+        texts = [each(**inputs, decoder_input_ids=start).logits for each in (small, large)]
+    torch.testing.assert_close(texts[1], texts[0], atol=1e-3, rtol=0)
+
+
+def test_where_a_model_with_an_encoder_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"'zoo:t5-ast' \(t5\) is an encoder-decoder model"):
+        load_model("zoo:t5-ast")
+    for command, said in (
+        ("audit --target zoo:t5-ast", "is an encoder-decoder model"),
+        ("generate --target zoo:t5-ast x", "has an encoder: give what it reads as --source TEXT"),
+        ("generate --target zoo:python-8m --drafter draft-model:zoo:t5-ast-1m x", "is an encoder-decoder model"),
+    ):
+        result = CliRunner().invoke(app, command.split())
+        assert result.exit_code == 2 and said in result.stderr
 
 
 def test_options_reach_the_model():
