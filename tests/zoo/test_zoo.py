@@ -193,7 +193,6 @@ def test_where_a_model_with_an_encoder_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"'zoo:t5-ast' \(t5\) is an encoder-decoder model"):
         load_model("zoo:t5-ast")
     for command, said in (
-        ("audit --target zoo:t5-ast", "is an encoder-decoder model"),
         ("generate --target zoo:t5-ast x", "has an encoder: give what it reads as --source TEXT"),
         ("generate --target zoo:python-8m --drafter draft-model:zoo:t5-ast-1m x", "is an encoder-decoder model"),
     ):
