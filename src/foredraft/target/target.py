@@ -46,7 +46,11 @@ class Target(Passes):
     Args:
         model: a ``PreTrainedModel`` with sdpa or eager attention; PEFT adapters and device maps are fine.
         test: run the self-test (a few passes over a handful of tokens).
-        prefill_chunk, reuse_prefix, execution, attention, wait: as in :class:`~foredraft.Speculator`.
+        prefill_chunk: as in :class:`~foredraft.Speculator`.
+        reuse_prefix: as in :class:`~foredraft.Speculator`.
+        execution: as in :class:`~foredraft.Speculator`.
+        attention: as in :class:`~foredraft.Speculator`.
+        wait: as in :class:`~foredraft.Speculator`.
         owned: nobody else holds the model, so that packed weights may replace the originals.
 
     Attributes:
