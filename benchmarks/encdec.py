@@ -226,13 +226,13 @@ class Findings(Comparison):
     def predicted(self) -> list[Figure]:
         name = "measured over predicted speed-up, by the cost curve"
         drafted = sorted((each for mode, each in self.compared() if mode == DRAFT), key=lambda each: each.value)
-        middle = [each for each in drafted if each.value >= median(each.value for each in drafted)][:1]
+        middle = next((each for each in drafted if each.value >= median(each.value for each in drafted)), None)
         bigram = sorted((each for mode, each in self.compared() if mode == BIGRAM), key=lambda each: each.value)
         return [
-            self.figure(f"{name}: the median of {len(drafted)} cells", PREDICTED_MEDIAN, *middle or [None]),
-            self.figure(f"{name}: the worst", PREDICTED_WORST, *drafted[:1] or [None]),
+            self.figure(f"{name}: the median of {len(drafted)} cells", PREDICTED_MEDIAN, middle),
+            self.figure(f"{name}: the worst", PREDICTED_WORST, next(iter(drafted), None)),
             self.figure(
-                f"bigram, γ = {BIGRAM_LENGTH}: measured over (1 - α^4)/(1 - α), the worst", BIGRAM_PREDICTED, *bigram[:1] or [None]
+                f"bigram, γ = {BIGRAM_LENGTH}: measured over (1 - α^4)/(1 - α), the worst", BIGRAM_PREDICTED, next(iter(bigram), None)
             ),
         ]
 

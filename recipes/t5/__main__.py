@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,20 +90,21 @@ def train(
     """Train one model (the target an hour and more on one core)."""
     from recipes.t5 import fit
     from recipes.t5.tokenization import Encoded
+    from recipes.zoo.fit import CHECKPOINT, Schedule
 
     _keep_freed_memory()
     chosen = recipe.MODELS[model.value]
     chosen = replace(chosen, budget=budget or chosen.budget, cooldown=cooldown or chosen.cooldown)
     base = out / f"t5-{task.value}"
     folder, found = base / model.value, _needed(base / "pairs", "pairs")
-    if not resume and (folder / fit.CHECKPOINT).exists():
+    if not resume and (folder / CHECKPOINT).exists():
         raise typer.BadParameter(f"{folder} already holds a run: pass --resume to go on with it, or choose another --out")
     train, held_out = (Encoded.load(found / f"{half}.npz") for half in ("train", "held_out"))
     run = fit.Run(chosen, folder)
     if resume:
         run.resume()
     typer.echo(f"{run.model.num_parameters():,} parameters, {len(train.tokens):,} tokens per epoch; compiling")
-    schedule = fit.Schedule(int(chosen.budget * 1e6), cooldown=chosen.cooldown)
+    schedule = Schedule(int(chosen.budget * 1e6), cooldown=chosen.cooldown)
     run.train(train, held_out, schedule)
     account = {
         "tokens": run.progress.tokens,
@@ -126,6 +128,7 @@ def evaluate(
 
     from recipes.t5 import evaluation, fit
     from recipes.t5.tokenization import Encoded
+    from recipes.zoo.fit import CHECKPOINT
 
     base, limits = out / f"t5-{task.value}", recipe.TASKS[task.value]
     train, held_out = (Encoded.load(_needed(base / "pairs", "pairs") / f"{half}.npz") for half in ("train", "held_out"))
@@ -138,9 +141,9 @@ def evaluate(
             typer.echo(f"{name}, {kind}: {each['exact_match']:.1%} exact, {each['nats_per_token']:.4f} nats per token")
         _write(base / f"scores-{name}.json", scores)
 
-    for name in [each for each in recipe.MODELS if only in (each, None) and (base / each / fit.CHECKPOINT).exists()]:
+    for name in [each for each in recipe.MODELS if only in (each, None) and (base / each / CHECKPOINT).exists()]:
         model = fit.load_weights(base / name).to(torch.bfloat16)
-        measured(name, lambda indices, model=model: evaluation.score_model(model, held_out, indices))
+        measured(name, partial(evaluation.score_model, model, held_out))
     if only not in ("baselines", None):
         return
     measured("copy", lambda indices: evaluation.score_copy(train, held_out, indices))
@@ -174,9 +177,10 @@ def checkpoint(
 
     from foredraft import inflate
     from recipes.t5 import fit, packaging
+    from recipes.zoo.fit import CHECKPOINT
 
     base = out / f"t5-{task.value}"
-    trained = fit.load_weights(_needed(base / model.value / fit.CHECKPOINT, "train").parent).to(torch.bfloat16)
+    trained = fit.load_weights(_needed(base / model.value / CHECKPOINT, "train").parent).to(torch.bfloat16)
     folder = base / f"{model.value}-{width}x"
     packaging.save(inflate(trained, hidden_size=trained.config.d_model * width), _tokenizer(out), folder)
     typer.echo(folder)

@@ -67,14 +67,14 @@ def ngram_model(data: Encoded) -> NGramModel:
 def score_ngram(model: NGramModel, data: Encoded, indices: Sequence[int], longest: int) -> Score:
     only = [0]  # what it writes, whatever the source
     while len(only) <= longest and (len(only) == 1 or only[-1] != 1):
-        only.append(int(model.predict(np.array(only[-NGRAM_ORDER + 1 :]))))
+        only.append(model.predict(np.array(only[-NGRAM_ORDER + 1 :])) or 0)
     nats = hits = count = exact = 0.0
     for index in indices:
         text = _begun(data.pair(index)[1])
         for end in range(1, len(text)):
             context = text[max(0, end - NGRAM_ORDER + 1) : end]
             nats -= math.log(model.distribution(context)[text[end]])
-            hits += int(model.predict(context)) == text[end]
+            hits += model.predict(context) == text[end]
         count += len(text) - 1
         exact += text.tolist() == only
     return Score(len(indices), exact / len(indices), nats / count, hits / count)

@@ -22,6 +22,7 @@ from recipes.t5.recipe import SEED, Recipe
 from recipes.t5.tokenization import Encoded
 from recipes.zoo import fit
 from recipes.zoo.fit import CHECKPOINT, Schedule
+from recipes.zoo.recipe import Batch
 
 POOL = 8192  # pairs that are sorted by length together
 VALIDATED = 200  # held-out pairs, while it trains
@@ -131,7 +132,7 @@ class Run(fit.Run):
 
     def __init__(self, recipe: Recipe, folder: Path):
         self.recipe = recipe
-        super().__init__(recipe.config(), folder, batch=fit.Batch(), rates=recipe.rates)
+        super().__init__(recipe.config(), folder, batch=Batch(), rates=recipe.rates)
 
     def _built(self, config: T5Config) -> T5ForConditionalGeneration:
         return build(config)

@@ -117,7 +117,10 @@ def of_file(file: SourceFile, task: str, limits: Task, names: Sequence[str], *, 
         if code is None or code in seen or chance.random() * LIKELY > len(code):
             continue
         seen.add(code)
-        pairs = list(_documented(node, code)) if task == "doc" else list(_translated(code, limits, names, chance, both))
+        if isinstance(node, ast.FunctionDef) and task == "doc":
+            pairs = list(_documented(node, code))
+        else:
+            pairs = list(_translated(code, limits, names, chance, both))
         yield from pairs
         made += bool(pairs)
         if made == limits.per_file:
@@ -165,7 +168,7 @@ def _translated(code: str, limits: Task, names: Sequence[str], chance: random.Ra
         yield Pair("ast", code, tree)
 
 
-def _dedented(node: ast.AST, lines: Sequence[str]) -> str | None:
+def _dedented(node: ast.stmt, lines: Sequence[str]) -> str | None:
     """The statement as it is written, without its indentation; None for one with comments, or beside another on a line."""
     first, last, indent = node.lineno - 1, node.end_lineno, node.col_offset
     written = lines[first:last]
@@ -188,5 +191,5 @@ def _documented(node: ast.FunctionDef, code: str) -> Iterator[Pair]:
         return
     lines = code.splitlines()
     start = node.lineno
-    head, tail = body[0].lineno - start, body[0].end_lineno - start + 1
+    head, tail = body[0].lineno - start, (body[0].end_lineno or start) - start + 1
     yield Pair("doc", "\n".join([*lines[:head], *lines[tail:]]), sentence)

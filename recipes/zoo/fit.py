@@ -203,7 +203,7 @@ class Run:
         length = self.batch.length(schedule.cooled(self.progress.tokens))
         return (group[:, column : column + length + 1] for column in range(0, CONTEXT, length))
 
-    def _parts(self, ids: Tensor, schedule: Schedule) -> tuple[list[tuple[Any, ...]], int]:
+    def _parts(self, ids: Any, schedule: Schedule) -> tuple[list[tuple[Any, ...]], int]:
         """The loss's arguments for each part of a step, and the tokens of the step."""
         length = ids.shape[1] - 1
         rows = max(1, self.batch.micro_tokens // length)
@@ -250,7 +250,8 @@ class Run:
         loss = self._loss()
         previous = [signal.signal(number, self._request_stop) for number in (signal.SIGTERM, signal.SIGINT)]
         start = reported = saved = time.monotonic()
-        already, since, recent = self.progress.seconds, self.progress.tokens, []
+        already, since = self.progress.seconds, self.progress.tokens
+        recent: list[float] = []
         try:
             for group in self._groups(data):
                 recent.extend(self._step(pool, loss, *self._parts(step, schedule), schedule) for step in self._steps(group, schedule))
@@ -320,7 +321,8 @@ class Run:
         )
 
     @torch.no_grad()
-    def _validate(self, validation: np.ndarray, length: int = 512, rows: int = 64) -> None:
+    def _validate(self, validation: Any) -> None:
+        length, rows = 512, 64
         spread = np.linspace(0, len(validation) - length - 1, rows).astype(np.int64)
         ids = torch.from_numpy(validation[spread[:, None] + np.arange(length + 1)].astype(np.int64))
         values = [cross_entropy(self.model, part).item() for part in torch.split(ids, 8)]
