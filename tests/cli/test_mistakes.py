@@ -182,5 +182,5 @@ def test_an_encoder_decoder_model_is_refused_by_path(tmp_path):
     T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"\(t5\) is an encoder-decoder model"):
         load_model(str(tmp_path))
-    ran = subprocess.run([sys.executable, "-c", RUN], input=f"audit {tmp_path}", capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", RUN], input=f"tune --target {tmp_path}", capture_output=True, text=True)
     assert "is an encoder-decoder model" in ran.stdout and ran.stdout.splitlines()[-1] == "[]"
