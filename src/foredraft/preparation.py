@@ -106,6 +106,8 @@ class Prepared:
         """
         config = generation_config
         refuse_arguments(model, config, model_kwargs)
+        if output_logprobs is not None and own_generate(model):
+            raise ConfigurationError(f"output_logprobs is not supported: the generate of {type(model).__name__} returns none")
         sourced = bool(model.config.is_encoder_decoder)
         mask = model_kwargs.get("decoder_attention_mask" if sourced else "attention_mask")
         prompts, paddings = unpad(input_ids, mask)
@@ -159,12 +161,25 @@ def prepare(
     *,
     seed: Seed | Sequence[Seed] | None,
     streamer: Any = None,
-    tokenizer: Any = None,
     output_logprobs: int | None = None,
     repeatable: bool | None = None,
     **arguments: Any,
 ) -> Prepared:
     """Let transformers prepare a call of ``model.generate`` and stop it before the first pass."""
+    own = {"seed": seed, "streamer": streamer, "output_logprobs": output_logprobs, "repeatable": repeatable}
+
+    def stop(model: Any, input_ids: Tensor, inputs_tensor: Tensor, **given: Any) -> Prepared:
+        return Prepared.of(model, input_ids, inputs_tensor=inputs_tensor, **own, **given)
+
+    return generated(model, inputs, stop, **arguments)  # type: ignore[no-any-return]
+
+
+def generated(model: Any, inputs: Tensor | None, decode: Callable[..., Any], *, tokenizer: Any = None, **arguments: Any) -> Any:
+    """What ``model.generate`` returns where ``decode`` does the decoding.
+
+    Raises:
+        ConfigurationError: an unsupported argument; the message names it.
+    """
     sourced = bool(model.config.is_encoder_decoder)
     for name, why in (REFUSED_ARGUMENTS | (REFUSED_WITH_ENCODER if sourced else {})).items():
         if arguments.get(name) is not None and arguments[name] is not False:
@@ -174,23 +189,14 @@ def prepare(
             "the model is sharded over processes, where transformers sets synced_gpus=True; that is not supported. If every process holds "
             "the whole weights during this call, pass synced_gpus=False"
         )
-    if own_generate(model):
-        raise ConfigurationError(
-            f"{type(model).__name__} generates in a way of its own; call its generate with custom_generate=foredraft.custom_generate(...), "
-            "and what that decodes is speculative"
-        )
     if model.main_input_name == "input_ids":
         check_shape(arguments.get("input_ids") if inputs is None else inputs)
     if sourced:
-        arguments = without_encoding(model, inputs, arguments)
+        encoded = without_encoding(model, inputs, arguments)
+        arguments = arguments if own_generate(model) else encoded
     arguments = with_stop_strings(model, arguments, tokenizer)
-
-    def stop(model: Any, input_ids: Tensor, inputs_tensor: Tensor, **given: Any) -> Prepared:
-        own = {"seed": seed, "streamer": streamer, "output_logprobs": output_logprobs, "repeatable": repeatable}
-        return Prepared.of(model, input_ids, inputs_tensor=inputs_tensor, **own, **given)
-
     given = () if inputs is None else (inputs,)
-    return type(model).generate(model, *given, custom_generate=stop, **arguments)  # the class's: the object's own may be ours
+    return type(model).generate(model, *given, custom_generate=decode, **arguments)  # the class's: the object's own may be ours
 
 
 def own_generate(model: Any) -> bool:

@@ -8,7 +8,7 @@ arrives here is prepared alike; this module unpads it, row by row, and drives a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from foredraft.errors import ConfigurationError, Interrupted
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
 from foredraft.logits.logprobs import LogProbs
-from foredraft.logits.noise import Seed
+from foredraft.logits.noise import Seed, row_seeds
+from foredraft.models.encoder_decoder import check_features
 from foredraft.planning import AUTO, FixedPlanner, Planner, make_planner
 from foredraft.planning.profiles import profile
-from foredraft.preparation import Prepared, prepare, with_grammar
+from foredraft.preparation import Prepared, generated, own_generate, prepare, with_grammar
 from foredraft.quantization import check_quantization
 from foredraft.rows import Commit
 from foredraft.session import Session, repeats, turn_of
@@ -39,6 +40,8 @@ from foredraft.target import Target, unwrap
 from foredraft.text import TextInterface
 from foredraft.turns import Turn
 from foredraft.verification import Rule
+
+ROWS = 32  # bits of a row's number
 
 
 @dataclass(repr=False)
@@ -58,7 +61,9 @@ class SpeculativeOutput(Described, GenerateDecoderOnlyOutput):
 
 @dataclass(repr=False)
 class SpeculativeEncoderDecoderOutput(SpeculativeOutput, GenerateEncoderDecoderOutput):
-    """The same of a model with an encoder."""
+    """The same of a model with an encoder; and ``segments``, where Whisper returns them."""
+
+    segments: list[Any] | None = None
 
 
 class Tokens(list[int]):
@@ -214,7 +219,8 @@ class Speculator(TextInterface, Described):
 
         Returns:
             ``sequences`` ``[B, L + new]``, ``stats``, and ``scores``, ``logits`` and ``logprobs`` if requested. In scores
-            and logits, finished rows hold 0 for the padding token and -inf elsewhere; logprobs are as long as each row.
+            and logits, finished rows hold 0 for the padding token and -inf elsewhere; logprobs are as long as each row. Of Whisper, what
+            its own ``generate`` returns, and ``stats``.
 
         Raises:
             ConfigurationError: an unsupported argument; the message names it.
@@ -229,7 +235,10 @@ class Speculator(TextInterface, Described):
 
         You can stop iterating at any point. ``stats`` of the iterator holds the statistics so far.
         """
-        return Stream(begin(self, inputs, seed=seed, **arguments))
+        run = begin(self, inputs, seed=seed, **arguments)
+        if isinstance(run, Windows):
+            raise ConfigurationError(f"{type(self.model).__name__} generates in a way of its own, which cannot be streamed; use generate")
+        return Stream(run)
 
     def session(self, *, repeatable: bool = False, **options: Any) -> Session:
         """A :class:`~foredraft.session.Session` with this configuration, for a server that adds and removes rows. If it is
@@ -266,9 +275,9 @@ class Speculator(TextInterface, Described):
 class Run:
     """One call: a session, its rows, and how they become an output."""
 
-    def __init__(self, speculator: Speculator, prepared: Prepared):
+    def __init__(self, speculator: Speculator, prepared: Prepared, stats: Stats | None = None):
         self.prepared = prepared
-        stats = Stats(seed=prepared.seed, drafter=speculator.drafter.name, shape=str(speculator.shape), rule="match")
+        stats = stats or Stats(seed=prepared.seed, drafter=speculator.drafter.name, shape=str(speculator.shape), rule="match")
         self.stats = stats
         self.session = speculator.session(stats=stats, record=prepared.record, repeatable=prepared.repeatable, keep_stats=True)
         rule = self.session.loop.rule
@@ -327,7 +336,7 @@ class Run:
         width = max(map(len, new))
         tail = [tokens + [pad] * (width - len(tokens)) for tokens in new]
         sequences = torch.cat([prompts, torch.tensor(tail, dtype=torch.long, device=prompts.device).reshape(len(new), width)], 1)
-        vectors = {name: self._stacked(name, width) for name in self.prepared.record}
+        vectors: dict[str, Any] = {name: self._stacked(name, width) for name in self.prepared.record}
         logprobs = tuple(LogProbs.joined(row.logprobs) for row in self.rows) if all(row.logprobs for row in self.rows) else None
         kind = SpeculativeEncoderDecoderOutput if self.prepared.sourced else SpeculativeOutput
         return kind(sequences=sequences, stats=self.stats, logprobs=logprobs, **vectors)
@@ -343,6 +352,45 @@ class Run:
         return tuple(torch.cat([each[step] if step < len(each) else over for each in vectors]) for step in range(width))
 
 
+class Windows:
+    """One call of a ``generate`` of the model's own, such as Whisper's. Each window of sound, and each further try at one, is a
+    :class:`Run`; they have one Stats.
+
+    Raises:
+        ConfigurationError: an argument that has no meaning for several runs.
+    """
+
+    def __init__(self, speculator: Speculator, inputs: Tensor | None, *, seed: Any, **arguments: Any):
+        model = speculator.target.model
+        if isinstance(seed, Sequence):
+            raise ConfigurationError(f"a seed per row is not supported: {type(model).__name__} decodes rows several times; pass one seed")
+        check_features(model, inputs if inputs is not None else arguments.get(model.main_input_name))
+        how = {"streamer": None, "output_logprobs": None, "repeatable": seed is not None}
+        self._how = {name: arguments.pop(name, default) for name, default in how.items()}
+        self.speculator, self._inputs, self._arguments = speculator, inputs, arguments
+        _, seed = row_seeds(seed, 1)
+        self.stats = Stats(seed=seed, drafter=speculator.drafter.name, shape=str(speculator.shape), rule="match")
+        self._runs = 0
+
+    def _decode(self, model: Any, input_ids: Tensor, inputs_tensor: Tensor, **given: Any) -> Any:
+        seeds = [(self.stats.seed, self._runs << ROWS | row) for row in range(len(input_ids))]  # no two windows have the same noise
+        self._runs += 1
+        prepared = Prepared.of(model, input_ids, inputs_tensor=inputs_tensor, seed=seeds, **self._how, **given).as_asked()
+        return Run(self.speculator, prepared, self.stats).finish_as_asked()
+
+    def finish_as_asked(self) -> Any:
+        model, drafter = self.speculator.target.model, self.speculator.drafter
+        with ending(self._how["streamer"]), Turn([], [model, *drafter.shared()], wait=self.speculator.wait):
+            return generated(model, self._inputs, self._decode, **self._arguments)
+
+    def finish(self) -> SpeculativeEncoderDecoderOutput:
+        if self._arguments.get("output_scores") or self._arguments.get("output_logits"):
+            self._arguments.setdefault("return_dict_in_generate", True)  # else there are none
+        found = self.finish_as_asked()
+        found = {"sequences": found} if isinstance(found, Tensor) else found
+        return SpeculativeEncoderDecoderOutput(stats=self.stats, **found)
+
+
 def begin(
     speculator: Speculator,
     inputs: Tensor | None = None,
@@ -350,15 +398,23 @@ def begin(
     seed: Seed | Sequence[Seed] | None = None,
     as_asked: bool = False,
     **arguments: Any,
-) -> Run:
-    """A call of ``generate``, prepared; ``as_asked`` for what ``model.generate`` returns. If it is refused its streamer ends: whoever
-    iterates over it would wait for ever."""
-    try:
+) -> Run | Windows:
+    """A call of ``generate``, prepared; ``as_asked`` for what ``model.generate`` returns."""
+    with ending(arguments.get("streamer")):
         arguments = with_grammar(speculator.model, arguments, lambda: speculator.tokenizer)
+        if own_generate(speculator.target.model):
+            return Windows(speculator, inputs, seed=seed, **arguments)
         prepared = prepare(speculator.target.model, inputs, seed=seed, **arguments)
         return Run(speculator, prepared.as_asked() if as_asked else prepared)
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[None]:
+    """If a call is refused inside, its streamer ends: whoever iterates over it would wait for ever."""
+    try:
+        yield
     except BaseException:
-        if (streamer := arguments.get("streamer")) is not None:
+        if streamer is not None:
             streamer.end()
         raise
 

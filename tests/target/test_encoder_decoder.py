@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from typer.testing import CliRunner
 
 import foredraft
-from foredraft import ConfigurationError, RowParameters, Source, Speculator, UnsupportedModelError
+from foredraft import ConfigurationError, RowParameters, Source, Speculator, UnsupportedModelError, preparation
 from foredraft.backends.packing import PackedForward
 from foredraft.cli import app
 from foredraft.drafters.draft_model import DraftModel
@@ -449,31 +449,81 @@ HEARD = {
 }
 
 
-@pytest.mark.parametrize("case", nightly_but({("long",), ("scores",)}, [(name,) for name in HEARD]))
-def test_whisper_in_its_own_generate(whisper, case):
-    options = {**HEARD[case], "max_new_tokens": 16}
+def heard(case):
     frames, generator = 200 if case in ("long", "fallback") else 60, torch.Generator().manual_seed(1)
     given = {"input_features": torch.randn(2, 8, frames, generator=generator), "attention_mask": torch.ones(2, frames, dtype=torch.long)}
     given["attention_mask"][1, 3 * frames // 4 :] = 0
-    expected = whisper.generate(**given, **options)
+    return {**given, **HEARD[case], "max_new_tokens": 16}
+
+
+def same(output, expected):
+    output, expected = ({"sequences": each} if isinstance(each, torch.Tensor) else each for each in (output, expected))
+    assert torch.equal(output["sequences"], expected["sequences"])
+    assert len(output.get("scores") or ()) == len(expected.get("scores") or ())
+    for ours, theirs in zip(output.get("scores") or (), expected.get("scores") or ()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", nightly_but({("long",), ("scores",)}, [(name,) for name in HEARD]))
+def test_whisper_in_its_own_generate(whisper, case):
+    expected = whisper.generate(**heard(case))
     draft = DraftModel(perturbed("whisper"))
     for drafter, shape in (("prompt-lookup", SHAPES[0]), (draft, SHAPES[1])):
         speculating = foredraft.custom_generate(drafter, shape=shape, seed=3)
-        output = whisper.generate(**given, **options, custom_generate=speculating)
+        output = whisper.generate(**heard(case), custom_generate=speculating)
         assert type(output) is type(expected)
         if case == "fallback":  # which samples
             continue
-        if isinstance(expected, torch.Tensor):
-            assert torch.equal(output, expected)
-            continue
-        assert torch.equal(output["sequences"], expected["sequences"])
-        for ours, theirs in zip(output.get("scores") or (), expected.get("scores") or ()):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        same(output, expected)
 
 
-def test_whisper_is_sent_to_its_own_generate(whisper):
-    with pytest.raises(ConfigurationError, match=r"custom_generate=foredraft.custom_generate\(...\)"):
-        Speculator(whisper, "none").generate(input_features=torch.randn(1, 8, 60))
+@pytest.mark.parametrize("case", nightly_but({("short",), ("long",)}, [(name,) for name in HEARD]))
+def test_whisper_through_a_speculator(whisper, case):
+    speculator = Speculator(whisper, DraftModel(perturbed("whisper")), shape="chain(3)")
+    output = speculator.generate(**heard(case), seed=3)
+    assert type(output).__name__ == "SpeculativeEncoderDecoderOutput" and output.stats.acceptance_length > 1
+    if case == "fallback":
+        assert torch.equal(speculator.generate(**heard(case), seed=3).sequences, output.sequences)
+        return
+    expected = whisper.generate(**heard(case))
+    same(output, expected)
+    if case == "long":
+        assert [len(each) for each in output.segments] == [len(each) for each in expected["segments"]]
+    assert (len(output.stats.rows) > 2) == (case == "long")  # one for each window
+
+
+def test_windows_have_noise_of_their_own(whisper, monkeypatch):
+    seeds, of = [], preparation.Prepared.of
+    monkeypatch.setattr(preparation.Prepared, "of", lambda *given, seed, **more: seeds.append(seed) or of(*given, seed=seed, **more))
+    Speculator(whisper, "none").generate(**heard("long"), seed=5)
+    pairs = [pair for each in seeds for pair in each]
+    assert pairs[:2] == [(5, 0), (5, 1)] and len(seeds) > 2 and len(set(pairs)) == len(pairs)
+
+
+def test_an_attached_whisper(whisper):
+    expected = whisper.generate(**heard("short"))
+    attached = foredraft.attach(whisper, DraftModel(perturbed("whisper")), shape="chain(3)")
+    try:
+        output = whisper.generate(**heard("short"))
+        assert torch.equal(output, expected) and attached.stats.acceptance_length > 1
+        assert len(whisper.generate(**heard("long"))["segments"]) == 2
+    finally:
+        foredraft.detach(whisper)
+
+
+def test_what_whisper_refuses(whisper):
+    speculator = Speculator(whisper, "none")
+    for given, message in (
+        ({"input_features": torch.randn(1, 9, 60)}, r"\[B, 8, frames\]"),
+        ({}, "pass input_features="),
+        ({**heard("short"), "seed": [1, 2]}, "pass one seed"),
+        ({**heard("short"), "output_logprobs": 2}, "output_logprobs"),
+        ({**heard("short"), "num_beams": 2}, "num_beams=1"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            speculator.generate(**given)
+    with pytest.raises(ConfigurationError, match="use generate"):
+        speculator.stream(**heard("short"))
 
 
 def test_a_whisper_without_an_encoder_gets_the_states_of_the_target(whisper):

@@ -401,6 +401,14 @@ def check_ids(model: Any, ids: Tensor) -> None:
             )
 
 
+def check_features(model: Any, features: Any) -> None:
+    """Refuse sound that the encoder has no filters for."""
+    bins = model.config.num_mel_bins
+    if features is not None and (not isinstance(features, Tensor) or features.ndim != 3 or features.shape[1] != bins):
+        shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise ConfigurationError(f"{model.main_input_name} must be a tensor [B, {bins}, frames] of log-mel features, got {shape}")
+
+
 def start_of(model: Any) -> int | None:
     """The token that texts of ``model`` start with, where it says so."""
     found: int | None = getattr(model.generation_config, "decoder_start_token_id", None)
