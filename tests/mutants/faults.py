@@ -183,7 +183,7 @@ FAULTS = [
         "return self",
         (*ATTACH, "tests/test_generate.py", "tests/test_limits.py"),
     ),
-    Fault("speculator.py", 'arguments.get("streamer")) is not None:', 'arguments.get("streamers")) is not None:', ATTACH),
+    Fault("speculator.py", 'with ending(arguments.get("streamer"))', 'with ending(arguments.get("streamers"))', ATTACH),
     # -- kernels
     Fault("layer.c", "_mm512_reduce_add_ps(sum) / size + eps", "_mm512_reduce_add_ps(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, _mm512_sub_ps(left,", "store(out + i, _mm512_add_ps(left,", KERNELS),
