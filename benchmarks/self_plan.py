@@ -104,7 +104,7 @@ def methods(settings: Settings, target: str) -> list[Method]:
 
 def repeats(settings: Settings, target: str) -> int:
     """Measured calls of each method with each prompt; more where nothing pays, to tell 0.98 from 1."""
-    return settings.repeats * (3 if target == SHALLOW else 1)
+    return settings.repeats * (6 if target == SHALLOW else 1)
 
 
 def pair(exit: int, length: int) -> str:

@@ -50,7 +50,7 @@ from benchmarks.speed import ALLOWED, Findings
 from benchmarks.speed_plan import AUTO, EARLY_EXIT, LAYER_SKIP, PLAIN, RANDOM, TEXT, Cell, Method
 from benchmarks.speed_runner import Block, Failure, PeerSuite
 from benchmarks.speed_tables import PLAIN_OF_OURS, equality, failed, figures, quiet, ratio, sides, speed, split
-from foredraft.estimates import RESAMPLES, Estimate, turned
+from foredraft.estimates import LEVEL, RESAMPLES, Estimate, turned
 from foredraft.loading import load_model, load_tokenizer
 from foredraft.training import prompts
 from recipes.zoo.evaluation import WINDOW
@@ -310,8 +310,9 @@ class SelfSpeculation(PeerSuite[Settings]):
             f"after a warm-up with each kind of text, {settings.threads} threads. `{TEXT}` is greedy, `{SAMPLED}` at temperature 1; "
             f"`{RANDOM}`: every token is drawn uniformly; `{LOST}`: random prompts that are continued greedily. `{AUTO}` is what the "
             f"planner chooses, at exit {settings.exit}.",
-            "Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
+            f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
             f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
+            f"On {SHALLOW} a call is compared with the plain one of the same prompt and turn: the median over repeats, then the mean. "
             "transformers drafts by a constant schedule without a confidence threshold.",
             f"`{SEARCHING}`: {settings.searching} tokens in texts of {LONG}, one after the other, of which `{LATER}` is the last fifth; "
             f"plain decoding writes every {PLAIN_EVERY}th of the others too."
@@ -411,4 +412,10 @@ class SelfFindings(Findings):
         if self.target != SHALLOW:
             return [self.over_plain(LAYER_SKIP, WORST, each) for each in (RANDOM, LOST)]
         modes = [DRAFT_VERIFY] if self.run.settings.includes(DRAFT_VERIFY) else []
-        return [self.over_plain(LAYER_SKIP, WORST, SAMPLED), *(self.over_plain(each, WORST, TEXT) for each in (LAYER_SKIP, *modes))]
+        return [self.in_turns(LAYER_SKIP, SAMPLED), *(self.in_turns(each, TEXT) for each in (LAYER_SKIP, *modes))]
+
+    def in_turns(self, mode: str, scenario: str) -> Figure:
+        calls = self.calls(scenario=scenario)
+        name = next((each for each in calls.by_method if self.methods[each].mode == mode), None)
+        value = None if name is None else calls.in_turns(name, PLAIN_OF_OURS)
+        return self.figure(f"{scenario}: tokens/s of {mode} over plain in the same turn", WORST, value)

@@ -129,6 +129,12 @@ class Calls:
         """New tokens per second of whole calls, over all rows."""
         return self._quotient(name, lambda each: each.tokens, lambda each: each.seconds)
 
+    def in_turns(self, name: str, other: str) -> Estimate | None:
+        """Tokens per second over those of ``other`` in the same turn: the median over repeats, and the mean over prompts. What the machine
+        does for longer than a turn is in both, so this tells smaller differences than a quotient of two rates."""
+        grids = [self.grid(each, lambda call: call.tokens / call.seconds) for each in (name, other)]
+        return None if grids[0] is None or grids[1] is None else quotient(grids[0] / grids[1], np.ones_like(grids[1]))
+
     def decoding_rate(self, name: str) -> Estimate | None:
         """Tokens per second of the first row after the tokens of its first pass: what rounds make, without the prompt's pass."""
         return self._quotient(name, later_tokens, lambda each: each.seconds - each.times[0] if each.times else None)

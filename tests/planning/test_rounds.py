@@ -252,6 +252,25 @@ def test_drafting_is_taken_up_again_when_the_text_becomes_easy():
     assert run.last(50)["chain(0)"] > 45
 
 
+def test_plain_rounds_are_planned_seldom_and_another_text_is_planned_at_once():
+    machine = Machine(flat, level=0.5 * MS, missed=0.05 * MS)
+    planned = planner(machine)
+    run = Run(machine, planned).go(600)
+    asked, forecast = Counter[str](), planned.forecast
+    planned.forecast = lambda *given, **how: (asked.update(["plan"]), forecast(*given, **how))[1]  # type: ignore[method-assign]
+    before = planned._rounds
+    run.go(320)
+    assert 320 // 16 <= asked["plan"] <= 2 * 320 // 16
+    assert abs(planned._rounds - before - 320) < 16  # rounds that were not planned count as well
+    assert 2 <= 320 - run.last(320)["chain(0)"] <= 4  # and so do they for tries
+    run.go(3)
+    asked.clear()
+    text = SimpleNamespace(catches_up=False, extra_nodes=0, exits=None, shares_target=False)
+    planned.prepare(SimpleNamespace(ragged=True), SimpleNamespace(info=text), 1)  # type: ignore[arg-type]
+    run.go(1)
+    assert asked["plan"] == 1
+
+
 def test_a_cost_curve_whose_optimum_changes_is_followed():
     machine = Machine(flat, level=0.3 * MS, missed=0.02 * MS, rates=(0.75,))
     run = Run(machine, planner(machine)).go(150)

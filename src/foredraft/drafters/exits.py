@@ -80,12 +80,18 @@ class Exits:
             logits: ``[R, N, V]`` the target's own.
             accepted, path: as in :class:`~foredraft.drafters.base.Feedback`.
         """
-        now, nodes = self.clock(), logits.shape[1]
+        nodes = logits.shape[1]
         self._rounds += 1
         if self._rounds % PASSAGE == 0:
             self._new = True
-        took = 0.0 if self._begun is None else now - self._begun
-        usual = self._usual.get(nodes, took)
+        paid = IDLE * self._usual.get(1, 0.0)
+        if nodes == 1 and not target.kept and self._debt > 2 * paid > 0:  # nothing to look at, nor in the next round
+            self._debt, self._begun = self._debt - paid, None
+            return
+        now = self.clock()
+        usual = self._usual.get(nodes, 0.0)
+        took = usual if self._begun is None else now - self._begun
+        usual = usual or took
         if target.kept:
             self._look(target, logits, accepted, path)
             self._debt += self.clock() - now + min(max(took - usual, 0.0), usual)

@@ -39,9 +39,10 @@ SELDOM, SELDOM_PLAIN = 4, 16  # of so many like rounds, drafted and plain, one i
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
 LONGEST_BETWEEN = 768  # rounds between two trials at most: every trial that changes nothing doubles them
 QUIET = 0.8  # of a core is what the thread that measures has on a quiet machine, and more
-LAZY = 400  # between two plans lies so many times what a plan takes
+LAZY, LAZY_PLAIN = 400, 1600  # between two plans lies so many times what a plan takes, where the last one drafts and where it does not
 STALL = 4  # times as long as it should take is what says nothing of a draft, unless it happens twice in a row
 PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promise after so many rounds is made anew
+NOTHING = search.chain(0)
 
 
 class AutomaticPlanner:
@@ -95,6 +96,8 @@ class AutomaticPlanner:
         self._plain = (0, 0.0)  # rows, and seconds of a plain round of theirs
         self._used, self._kept = 0, 0  # rounds of the plan in use, and tokens that they kept
         self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
+        self._rest, self._resting = 0, False  # plain rounds to come that need no plan, and whether the present one is of them
+        self._rest_for: tuple[int, bool] | None = None
 
     @property
     def shape(self) -> StaticShape:
@@ -109,6 +112,7 @@ class AutomaticPlanner:
         kept for others.
         """
         begin = self.clock()
+        self._rest, self._resting = 0, False
         info = drafter.info
         self.forecaster.begin(own=target.ragged, catches_up=info.catches_up, filler=info.extra_nodes, text=rows == 1)
         if rows == 1 and self.account is not None:
@@ -135,33 +139,50 @@ class AutomaticPlanner:
     # -- each round -----------------------------------------------------------------------------------------------------
 
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
+        self._resting = self._rest > 0 and self._rest_for == (len(rows), greedy)
+        if self._resting:
+            self._rest -= 1
+            return NOTHING
         self._rounds += 1
-        zero = search.chain(0)
         if self.forecaster.choice is not None:
             self.forecaster.choice.exits.greedy = greedy
         self._trying, self._together, self._limits = False, together, None
         if self._checks > 0:
             self._checks -= 1
-            return zero
+            return NOTHING
         forecast = self.forecast(rows, greedy=greedy)
         plain = forecast.plain.seconds
         if self.account is None:
             self.account = STAKE * plain
         if forecast.best.shape.nodes:
             if self.account <= LIMIT * plain:
-                return zero
+                return NOTHING
             self._limits = forecast.limits
             return self._or_other(forecast) if forecast.limits is None else forecast.best.shape
         self._since_try += 1
         if self._since_try < self._pause or self.account <= 0:
-            return zero
+            self._sit_out(len(rows), greedy, plain)
+            return NOTHING
         attempt = self.forecaster.attempt(rows, greedy=greedy, most=self.account)
         missing = attempt.seconds - plain - self.account
         if missing > 0:  # ask again when it has been earned
             self._since_try = min(self._since_try, self._pause) - math.ceil(missing / (SHARE * plain))
-            return zero
+            self._sit_out(len(rows), greedy, plain)
+            return NOTHING
         self._trying = True
         return attempt.shape
+
+    def _sit_out(self, rows: int, greedy: bool, plain: float) -> None:
+        """Plan no round until the next one that is looked at or may be a try: nothing changes before. Behind a pass, with cold caches, even
+        a plan that is known takes half a percent of a small model's round."""
+        if rows != self._plain[0] or self._since_check <= CHECKS:
+            return
+        wait = self._pause - self._since_try if self.account and self.account > 0 else SELDOM_PLAIN
+        self._rest, self._rest_for = max(0, min(SELDOM_PLAIN, wait) - 1), (rows, greedy)
+        self._rounds += self._rest
+        self._since_try += self._rest
+        self._since_check += self._rest
+        self._credit(SHARE * plain * self._rest, plain)
 
     def limits(self, rows: Sequence[Row]) -> list[int] | None:
         limits = self._limits
@@ -208,16 +229,11 @@ class AutomaticPlanner:
         self._used = self._kept = 0
         self._next = self._rounds + 4
         end = self.clock()
-        self._earliest = end + LAZY * (end - begin)
+        self._earliest = end + (LAZY if forecast.best.shape.nodes else LAZY_PLAIN) * (end - begin)
         return forecast
 
     def passes_over(self, rows: int) -> bool:
-        count, seconds = self._plain
-        if rows != count or self._since_check <= CHECKS or self._rounds % SELDOM_PLAIN == 0:
-            return False
-        self._since_check += 1
-        self._credit(SHARE * seconds, seconds)
-        return True
+        return self._resting
 
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         count, drafting = len(done.asked), done.shape.nodes > 0
@@ -257,7 +273,7 @@ class AutomaticPlanner:
         if self._trying and any(done.drafted):  # a try without a draft cost nothing and says nothing
             self._since_try = 0
             self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
-            self._next = 0
+            self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
 
     def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
         return self.costs.plain_seconds(rows, context)
