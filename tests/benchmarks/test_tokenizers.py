@@ -26,7 +26,7 @@ def test_its_figures_count_with_one_target_and_time_with_another():
 
     assert found("bytes per target pass over same tokenizer") == [(0.8, "text", "met")]
     assert found("tokens/s over transformers") == [(2.5, "intersection", "met"), (1.25, "text", "missed")]
-    assert found("bytes per target pass over transformers") == [(1.2, "intersection", "met"), (1.6, "text", "met")]
+    assert found("bytes per target pass over transformers") == [(1.6, "text", "met")]  # greedily transformers drafts by text
     run.calls = run.calls[:-1]
     assert [each[2] for each in found("tokens/s over transformers")] == ["not measured"] * 2
     assert len(run.tables()[0].rows) == 5
