@@ -312,7 +312,7 @@ class SelfSpeculation(PeerSuite[Settings]):
             f"planner chooses, at exit {settings.exit}.",
             f"Tokens per second are new tokens over the sum of each prompt's median seconds, prompt included; in brackets {LEVEL:.0%} "
             f"bootstrap intervals over prompts and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
-            f"On {SHALLOW} a call is compared with the plain one of the same prompt and turn: the median over repeats, then the mean. "
+            "Figures compare tokens/s of calls of the same prompt and turn: the median over repeats, then the mean over prompts. "
             "transformers drafts by a constant schedule without a confidence threshold.",
             f"`{SEARCHING}`: {settings.searching} tokens in texts of {LONG}, one after the other, of which `{LATER}` is the last fifth; "
             f"plain decoding writes every {PLAIN_EVERY}th of the others too."
@@ -350,10 +350,10 @@ class SelfFindings(Findings):
         if settings.includes("transformers"):
             found += [*self.theirs(), *self.allowed(self.calls(), LAYER_SKIP)]
         if settings.includes(DRAFT_VERIFY):
-            rates = [self.calls().rate(f"{FOREDRAFT} {DRAFT_VERIFY}, {AUTO}, {each}") for each in (SEARCHED, GREEDILY)]
-            plain, name = self.calls().rate(PLAIN_OF_OURS), f"{TEXT}: tokens/s of {DRAFT_VERIFY}, {SEARCHED}, over"
-            found.append(self.figure(f"{name} plain", LEFT_OUT, ratio(rates[0], plain)))
-            found.append(self.figure(f"{name} {GREEDILY}", OVER_GREEDILY, ratio(*rates)))
+            searched, greedily = (f"{FOREDRAFT} {DRAFT_VERIFY}, {AUTO}, {each}" for each in (SEARCHED, GREEDILY))
+            name = f"{TEXT}: tokens/s of {DRAFT_VERIFY}, {SEARCHED}, over"
+            found.append(self.figure(f"{name} plain", LEFT_OUT, self.calls().in_turns(searched, PLAIN_OF_OURS)))
+            found.append(self.figure(f"{name} {GREEDILY}", OVER_GREEDILY, self.calls().in_turns(searched, greedily)))
         if settings.includes("auto-search"):
             found += self.searching()
         return [*found, *self.worst()]
@@ -387,13 +387,13 @@ class SelfFindings(Findings):
         """The planner's."""
         calls = self.calls(scenario=scenario)
         found = best([each for each in calls.by_method if self.methods[each].mode == mode and self.methods[each].automatic], calls.rate)
-        value = None if found is None else ratio(found[1], calls.rate(PLAIN_OF_OURS))
+        value = None if found is None else calls.in_turns(found[0], PLAIN_OF_OURS)
         return self.figure(f"{scenario}: tokens/s of {mode} over plain", low, value, how=how)
 
     def theirs(self) -> list[Figure]:
         """The same exit and draft length on both sides; what the planner makes of it, and plain decoding, beside."""
         calls, settings = self.calls(), self.run.settings
-        plains = ratio(calls.rate(PLAIN_OF_OURS), calls.rate(f"{TRANSFORMERS} {PLAIN}"))
+        plains = calls.in_turns(PLAIN_OF_OURS, f"{TRANSFORMERS} {PLAIN}")
         beside = "" if plains is None else f"plain over plain {plains.value:.2f}"
         found = []
         for exit in settings.exits:
@@ -402,7 +402,7 @@ class SelfFindings(Findings):
                     f"{side} {mode}, {pair(exit, length)}" for side, mode in ((FOREDRAFT, LAYER_SKIP), (TRANSFORMERS, EARLY_EXIT))
                 )
                 name = f"{pair(exit, length)}: tokens/s over transformers' early exit"
-                found.append(self.figure(name, OVER_THEIRS, ratio(calls.rate(ours), calls.rate(other)), how=beside))
+                found.append(self.figure(name, OVER_THEIRS, calls.in_turns(ours, other), how=beside))
         return found
 
     def worst(self) -> list[Figure]:
@@ -412,10 +412,4 @@ class SelfFindings(Findings):
         if self.target != SHALLOW:
             return [self.over_plain(LAYER_SKIP, WORST, each) for each in (RANDOM, LOST)]
         modes = [DRAFT_VERIFY] if self.run.settings.includes(DRAFT_VERIFY) else []
-        return [self.in_turns(LAYER_SKIP, SAMPLED), *(self.in_turns(each, TEXT) for each in (LAYER_SKIP, *modes))]
-
-    def in_turns(self, mode: str, scenario: str) -> Figure:
-        calls = self.calls(scenario=scenario)
-        name = next((each for each in calls.by_method if self.methods[each].mode == mode), None)
-        value = None if name is None else calls.in_turns(name, PLAIN_OF_OURS)
-        return self.figure(f"{scenario}: tokens/s of {mode} over plain in the same turn", WORST, value)
+        return [self.over_plain(LAYER_SKIP, WORST, SAMPLED), *(self.over_plain(each, WORST, TEXT) for each in (LAYER_SKIP, *modes))]

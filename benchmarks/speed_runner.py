@@ -158,7 +158,7 @@ class Block:
         self.at: dict[str, tuple[Method, str]] = {}  # methods that are ready, and the process they are in
         self.done: list[tuple[Cell, Measurement, list[list[int]]]] = []
         self.buffer: torch.Tensor | None = None
-        self._turns, self.repeats = 0, run.settings.repeats
+        self.repeats = run.settings.repeats
 
     def run(self) -> None:
         settings = self.settings
@@ -172,10 +172,9 @@ class Block:
             for repeat in range(self.repeats):
                 self._forget(self.at)  # or else it would know the texts of the repeat before
                 for cell in calls:
-                    for name in turned([each for each in cell.methods if each in self.at], self._turns):
+                    for name in turned([each for each in cell.methods if each in self.at], repeat + cell.index):
                         self._measure(name, cell, repeat)
                         self.run_.advance()
-                    self._turns += 1
                 self._curve(repeat, sum(len(ids) for _, ids in prompts) // len(prompts) + settings.tokens // 2)
         finally:
             self.run_.measurements += self._compared()

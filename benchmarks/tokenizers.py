@@ -256,8 +256,8 @@ class Tokenizers(Suite[Settings]):
             f"Counted with {settings.counting}, float32, on {settings.counted} held-out prompts; timed with {settings.target}, "
             f"{settings.dtype}, on {settings.timed}; {settings.tokens} new tokens each, {settings.repeats} turns, {settings.length} draft "
             "passes per round. Intervals are 95 % bootstraps over prompts and turns.",
-            "transformers drafts by text where it decodes greedily, and in the intersection where it samples: what is kept per pass is compared "
-            "where both do the same.",
+            "transformers drafts by text where it decodes greedily, and in the intersection where it samples: what is kept per pass is "
+            "compared where both do the same.",
             *sorted(set(self.about)),
             LOST if settings.counted and any(settings.temperature) else "",
             *(f"{each.method}, {each.stage}: {each.message}" for each in self.failures),

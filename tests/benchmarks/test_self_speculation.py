@@ -355,8 +355,8 @@ def test_claims_by_hand(claimed):
         ("random text: tokens/s of layer-skip over plain", 0.938, "missed"),
         ("random prompt: tokens/s of layer-skip over plain", 1.0, "met"),
         ("python-8m, frozen, exit 4: acceptance length - 1, trained, behind attention, over bare", 4.0, "met"),
-        (f"{SHALLOW} bfloat16: sampled: tokens/s of layer-skip over plain in the same turn", 1.5, "met"),
-        (f"{SHALLOW} bfloat16: text: tokens/s of layer-skip over plain in the same turn", 1.5, "met"),
+        (f"{SHALLOW} bfloat16: sampled: tokens/s of layer-skip over plain", 1.5, "met"),
+        (f"{SHALLOW} bfloat16: text: tokens/s of layer-skip over plain", 1.5, "met"),
     ]
 
 
