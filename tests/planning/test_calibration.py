@@ -126,20 +126,6 @@ def said(head, k: int, hidden: torch.Tensor, row: list[int], source: int) -> tor
     return head.say(head.read(path[None], head.begin(hidden[None], 1))[0][0, -1], hidden)
 
 
-def test_prompts_are_continued_by_the_target_first():
-    head, rows = taught_head("medusa"), repetitive((20, 26))
-    found = calibrate(head, tiny(), rows, cost=lambda nodes: 1.0, new_tokens=12)
-    texts = [row + alone(tiny(), row, max_new_tokens=12) for row in rows]
-    assert found == calibrate(head, tiny(), texts, cost=lambda nodes: 1.0, answers=[20, 26])
-    assert found.tokens == 24 and found.tree.nodes == 64
-
-
-def test_a_recurrent_tree_may_be_deeper_than_it_was_measured():
-    head = taught_head("rnn", hidden_states=False)
-    found = calibrate(head, tiny(), repetitive(), cost=lambda nodes: 1 + 0.01 * nodes, depth=4)
-    assert found.tree.depth == 4 and found.accuracies == found.accuracies[:1] * 4
-
-
 def test_what_can_not_be_calibrated_is_refused():
     head = taught_head("medusa")
     with pytest.raises(ConfigurationError, match="too short for the head to predict a token"):
@@ -163,7 +149,9 @@ def test_costs_of_trees_are_measured():
 def calibrated():
     head = MedusaHead(taught_head("medusa").config)
     head.load_state_dict(taught_head("medusa").state_dict(), assign=True)
-    calibrate(head, tiny(), repetitive(), cost=lambda nodes: 1 + 0.001 * nodes, most_nodes=40, new_tokens=20).store(head)
+    answered = [row + alone(tiny(), row, max_new_tokens=20) for row in repetitive()]
+    firsts = [len(row) for row in repetitive()]
+    calibrate(head, tiny(), answered, cost=lambda nodes: 1 + 0.001 * nodes, most_nodes=40, answers=firsts).store(head)
     return head
 
 

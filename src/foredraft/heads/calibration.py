@@ -64,33 +64,27 @@ def calibrate(
     cost: Callable[[int], float],
     most_nodes: int = 64,
     answers: Sequence[int] | None = None,
-    new_tokens: int = 0,
     ranks: int = RANKS,
-    depth: int | None = None,
 ) -> Calibration:
     """Measure a head on texts of the kind that it is to draft for, and choose its tree.
 
     Args:
         head, target: fitting each other.
-        texts: token ids; or prompts, with ``new_tokens``.
+        texts: token ids.
         cost: of a round that verifies so many drafted nodes, the root not counted, the draft included; 0 is a round without a draft. In any
             unit, such as the seconds of :func:`foredraft.planning.tree_costs.tree_costs`.
         most_nodes: of the tree.
         answers: per text, the number of its first token that counts; all but the first count unless given.
-        new_tokens: the target continues each text greedily by so many tokens, and those alone count.
         ranks: guesses per head that are looked at, and children of a node at most.
-        depth: levels of the tree at most. Beyond what a head learned to predict (a recurrent one goes on), the last accuracies are
-            taken to hold.
 
     Raises:
         ConfigurationError: a head for another target, or texts that leave nothing to predict.
     """
     refuse_another_target(head.config, target)
-    measured, tokens = measure_accuracies(head, target, _batches(head, target, texts, answers, new_tokens), ranks)
+    measured, tokens = measure_accuracies(head, target, _batches(head, target, texts, answers), ranks)
     if not tokens:
-        raise ConfigurationError("the texts are too short for the head to predict a token; pass longer texts or new_tokens")
-    levels = measured[:depth] + [measured[-1]] * (0 if depth is None else max(0, depth - len(measured)))
-    accuracies = tuple(tuple(round(rate, 5) for rate in line) for line in levels)
+        raise ConfigurationError("the texts are too short for the head to predict a token; pass longer texts")
+    accuracies = tuple(tuple(round(rate, 5) for rate in line) for line in measured)
     tree, expected, gain = best_tree(accuracies, cost, most_nodes)
     return Calibration(accuracies, tree, expected, gain, tokens)
 
@@ -122,17 +116,13 @@ def _guesses(head: VocabularyHead, batches: Iterator[Batch], at_once: int) -> It
 
 
 def _batches(
-    head: VocabularyHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], answers: Sequence[int] | None, new_tokens: int
+    head: VocabularyHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], answers: Sequence[int] | None
 ) -> Iterator[Batch]:
     """One text each, with its hidden states."""
     features = features_of_texts(target, head.features)
     for index, text in enumerate(texts):
         ids, first = torch.tensor([list(text)], device=target.device), 1 if answers is None else answers[index]
         with torch.inference_mode():
-            if new_tokens:
-                first = ids.shape[1]
-                mask = torch.ones_like(ids)
-                ids = target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens)  # type: ignore[operator]
             hidden, logits = features.read(target, ids)
         valid = torch.ones_like(ids, dtype=torch.bool)
         counted = torch.arange(ids.shape[1], device=ids.device)[None] >= first
@@ -178,7 +168,7 @@ def weigh_log_odds(
     assert counted is not None
     spent = torch.zeros(head.config.heads, len(WEIGHTS), dtype=torch.float64)
     whole = counted.weighed([1.0] * head.config.heads)
-    for k, states, tokens, above in _guesses(head, _batches(head, target, texts, answers, 0), AT_ONCE >> 2):
+    for k, states, tokens, above in _guesses(head, _batches(head, target, texts, answers), AT_ONCE >> 2):
         logits = head.logits(states, k).float()
         odds = whole.added(torch.zeros_like(logits), above, k)
         for index, weight in enumerate(WEIGHTS):
