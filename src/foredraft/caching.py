@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 OFF = ("", "0", "off", "none")
 
@@ -45,6 +48,13 @@ def private_folder(name: str) -> Path | None:
         warn_once(f"{folder} is not used because it {what}; set FOREDRAFT_CACHE to a folder of yours, or to off")
         return None
     return folder
+
+
+def private_place(name: str, key: Any) -> Path | None:
+    """In :func:`private_folder` ``name``, where what belongs to ``key``, of plain values, is kept."""
+    folder = private_folder(name)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return None if folder is None else folder / digest
 
 
 @lru_cache(maxsize=256)

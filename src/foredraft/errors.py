@@ -47,6 +47,12 @@ def unknown(what: str, given: object, names: Iterable[str], word: str | None = N
     return ConfigurationError(f"{what} {given!r}{end}")
 
 
+def whole(what: str, value: object, *, least: int = 1) -> None:
+    """Raises ConfigurationError unless ``value`` is an int, no bool, of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{what} must be a whole number of at least {least}, got {value!r}")
+
+
 def first_line(error: BaseException) -> str:
     """What it says, or its name; a compiler's message goes on for pages."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from foredraft.errors import ConfigurationError
 
@@ -36,6 +37,28 @@ def replacing(path: str | Path, *, private: bool = False) -> Iterator[Path]:
         raise
     if os.name == "posix":  # the new name as well
         to_disk(path.parent)
+
+
+def locked(path: Path, *, wait: bool) -> BinaryIO:
+    """The file ``path``, held against other processes until it is closed, by a crash too.
+
+    Raises:
+        BlockingIOError: another process holds it, and this one does not ``wait``.
+    """
+    file = open(path, "a+b")  # noqa: SIM115
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        file.close()
+        raise BlockingIOError(f"{path} cannot be locked: {error}") from error
+    return file
 
 
 def read_text(path: Path) -> str:

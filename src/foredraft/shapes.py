@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from foredraft.errors import ConfigurationError, unknown
+from foredraft.errors import ConfigurationError, unknown, whole
 
 MOST_NODES = 4096
 Path = tuple[int, ...]
@@ -58,7 +58,7 @@ class TreeShape:
     @staticmethod
     def chain(length: int) -> StaticShape:
         """A chain of γ = ``length`` tokens; 0 is plain decoding."""
-        _whole("chain", "length", length, least=0)
+        whole("chain: length", length, least=0)
         _bounded(length, f"chain({length})")
         return StaticShape(tuple(range(-1, length)), f"chain({length})")
 
@@ -66,7 +66,7 @@ class TreeShape:
     def product(*counts: int) -> StaticShape:
         """Every node of level i has ``counts[i]`` children."""
         for count in counts:
-            _whole("product", "a sibling count", count)
+            whole("product: a sibling count", count)
         if not counts:
             raise ConfigurationError("product() needs a sibling count per level, for instance product(4,2,1)")
         parents, level = [-1], [0]
@@ -82,7 +82,7 @@ class TreeShape:
         """A node per path of sibling ranks: ``[(0,), (0, 0), (1,)]`` is the best token, its best continuation, and the second best."""
         wanted = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         for rank in (rank for path in wanted for rank in path):
-            _whole("paths", "a rank", rank, least=0)
+            whole("paths: a rank", rank, least=0)
         _bounded(len(wanted), "paths(...)")
         if not wanted or not all(wanted):
             raise ConfigurationError("paths need at least one path, and none may be empty; for instance [(0,), (0, 0), (1,)]")
@@ -97,7 +97,7 @@ class TreeShape:
     def dynamic(depth: int = 5, k: int = 4, total: int = 16) -> DynamicShape:
         """Expand the ``k`` best nodes of each of ``depth`` levels to ``k`` children, then keep the ``total`` best of all (EAGLE-2)."""
         for name, value in (("depth", depth), ("k", k), ("total", total)):
-            _whole("dynamic", name, value)
+            whole(f"dynamic: {name}", value)
         if total > k + (depth - 1) * k * k:
             raise ConfigurationError(
                 f"dynamic(depth={depth},k={k}) grows {k + (depth - 1) * k * k} nodes; total={total} must not be above that"
@@ -112,7 +112,7 @@ class TreeShape:
         nodes whose path is less likely than ``floor`` are left out."""
         k = total if k is None else k
         for name, value in (("total", total), ("depth", depth), ("k", k)):
-            _whole("opt", name, value)
+            whole(f"opt: {name}", value)
         for name, share in (("delta", delta), ("floor", floor)):
             if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
                 raise ConfigurationError(f"opt: {name} must be a number from 0 to 1, got {share!r}")
@@ -309,11 +309,6 @@ MAKERS: dict[str, Callable[..., TreeShape]] = {
 
 def _dotted(path: Sequence[int]) -> str:
     return ".".join(map(str, path))
-
-
-def _whole(shape: str, name: str, value: object, *, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{shape}: {name} must be a whole number of at least {least}, got {value!r}")
 
 
 def _bounded(nodes: int, shape: str) -> None:

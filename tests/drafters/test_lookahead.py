@@ -385,9 +385,9 @@ def test_beside_another_drafter():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "window >= 1"),
-        ({"ngram": 1}, "ngram >= 2"),
-        ({"guesses": 0}, "guesses >= 1"),
+        ({"window": 0}, "window must be a whole number of at least 1"),
+        ({"ngram": 1}, "ngram must be a whole number of at least 2"),
+        ({"guesses": 0}, "guesses must be a whole number of at least 1"),
         ({"window": 2.5}, "window"),
         ({"shift": "left"}, "align, stay"),
     ],

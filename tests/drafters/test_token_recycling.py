@@ -231,7 +231,7 @@ def test_a_file_of_another_target_is_refused(tmp_path):
         TokenRecycling(source=tmp_path / "nothing")
     with pytest.raises(ConfigurationError, match="nothing to save"):
         TokenRecycling().save(path)
-    with pytest.raises(ConfigurationError, match="k=0"):
+    with pytest.raises(ConfigurationError, match="k must be a whole number of at least 1, got 0"):
         TokenRecycling(k=0)
 
 

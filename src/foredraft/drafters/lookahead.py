@@ -28,7 +28,7 @@ from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.tries import Trie, from_lists, tree_of
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, whole
 from foredraft.logits.sampler import widened
 from foredraft.shapes import TreeShape
 from foredraft.tree import TokenTree
@@ -69,8 +69,8 @@ class Lookahead(Drafter):
         seed: int = 0,
     ):
         for name, value, least in (("window", window, 1), ("ngram", ngram, 2), ("guesses", guesses, 1)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigurationError(f"lookahead needs {name} >= {least}, got {value!r}")
+            if value is not None:
+                whole(f"lookahead's {name}", value, least=least)
         if shift not in SHIFTS:
             raise ConfigurationError(f"lookahead's shift is one of {', '.join(SHIFTS)}, got {shift!r}")
         self._given = window, ngram, guesses

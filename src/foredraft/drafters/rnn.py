@@ -17,7 +17,7 @@ from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, Row
 from foredraft.drafters.growth import Expand
 from foredraft.drafters.heads import HeadDrafter, Levels
-from foredraft.errors import ConfigurationError
+from foredraft.errors import whole
 from foredraft.heads.base import Head
 from foredraft.heads.rnn import RnnHead
 from foredraft.tree import TokenTree
@@ -40,8 +40,7 @@ class Rnn(HeadDrafter):
         window: int = 512,
     ):
         super().__init__(source, siblings=siblings, quantization=quantization, learn=learn)
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ConfigurationError(f"window must be a whole number of at least 1, got {window!r}")
+        whole("window", window)
         self.window = window
         self._states: Tensor | None = None  # [R, state_size] after the first so many tokens of each row:
         self._lengths: list[int] = []

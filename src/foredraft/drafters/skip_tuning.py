@@ -8,8 +8,6 @@ and change nothing in it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from foredraft.caching import private_folder
+from foredraft.caching import private_place
 from foredraft.drafters.base import Row
 from foredraft.drafters.sublayer_costs import KINDS, LENGTHS, Skipped, SublayerCosts, set_of, sublayers_of
 from foredraft.errors import ConfigurationError
@@ -170,11 +168,9 @@ class SkipTuner:
 
     def _path(self) -> Path | None:
         """The file for this model; None where none are kept."""
-        where, model = private_folder("skips"), self.target.model
-        if where is None:
-            return None
-        key = json.dumps({**asdict(shape_of(model)), "class": type(model).__name__, "dtype": str(model.dtype)})
-        return where / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        model = self.target.model
+        place = private_place("skips", {**asdict(shape_of(model)), "class": type(model).__name__, "dtype": str(model.dtype)})
+        return None if place is None else place.with_suffix(".json")
 
     def _load(self) -> Skipped | None:
         """The best set of the last start."""

@@ -57,7 +57,6 @@ class Suffix(Drafter):
     name = "suffix"
     summary = "what followed the longest suffix seen before, in this text or in past ones"
     info = LOOKS_UP
-    strategies = CopyStrategies  # of each row
 
     def __init__(
         self,
@@ -147,7 +146,7 @@ class Suffix(Drafter):
 
     def _read(self, row: Row) -> CopyStrategies:
         if row.slot not in self._texts:
-            strategies = self.strategies(self.max_match, self.short_match, self.memory)
+            strategies = CopyStrategies(self.max_match, self.short_match, self.memory)
             self._texts[row.slot] = SourcedText(row, read=self._reads), strategies
         text, strategies = self._texts[row.slot]
         strategies.read(text.of(row, self._vocab_size))

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 
 from foredraft.drafters.stores import FileFormat
 from foredraft.errors import ConfigurationError
+from foredraft.files import locked
 
 FILE = FileFormat("foredraft-suffix-store", "1", "a store of past texts", "the suffix drafter's save", ("tokens", "lengths"))
 
@@ -58,7 +57,7 @@ def write(path: str | Path, sequences: Sequence[Tokens], vocab_size: int | None,
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path):
+    with locked(path.with_name(path.name + ".lock"), wait=True):
         wanted = {digest(each): each for each in sequences}
         if path.exists():
             held = read(path)
@@ -87,21 +86,6 @@ def refusal(held: Held, vocab_size: int | None, tokenizer: str | None) -> str | 
 def digest(tokens: Tokens) -> bytes:
     """What a sequence is recognised by."""
     return hashlib.blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path`` against other processes; waits for it."""
-    with open(path.with_name(path.name + ".lock"), "a+b") as file:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file is closed, by a crash too
-        yield
 
 
 def latest(sequences: Sequence[Tokens], capacity: int) -> list[Tokens]:

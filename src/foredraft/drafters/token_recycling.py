@@ -21,7 +21,7 @@ from foredraft.backends import native
 from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.stores import FileFormat
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, whole
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 from foredraft.tree import TokenTree
 
@@ -52,10 +52,8 @@ class TokenRecycling(Drafter):
     info = DrafterInfo(branches=True, needs_logits=True)
 
     def __init__(self, *, source: str | Path | None = None, k: int | None = None):
-        if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
-            raise ConfigurationError(f"token-recycling needs k >= 1 successors per token, got k={k!r}")
-        self.source = source
-        self.k = K if k is None else k
+        self.source, self.k = source, K if k is None else k
+        whole("token-recycling's k", self.k)
         self.matrix: Tensor | None = None
         self._loaded: Tensor | None = None
         if source is not None:

@@ -88,15 +88,14 @@ class Losses:
 class Head(nn.Module):
     """Base of heads. A subclass sets ``kind``, ``config`` and the class of that, and writes :meth:`loss`.
 
-    ``features`` are the hidden states it reads of the target. ``whole_text`` says that it needs them at every token of a text
-    (EAGLE), not only at the last one (Medusa). ``drafter`` is the name of the drafter that it drafts through, its kind unless set.
+    ``features`` are the hidden states it reads of the target. ``drafter`` is the name of the drafter that it drafts through, its kind
+    unless set.
     """
 
     kind: ClassVar[str]
     drafter: ClassVar[str]
     config_class: ClassVar[type[HeadConfig]]
     config: HeadConfig
-    whole_text: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls) and "drafter" not in vars(cls):

@@ -75,7 +75,6 @@ class Eagle3Head(Head):
     """
 
     kind: ClassVar[str] = "eagle3"
-    whole_text: ClassVar[bool] = True
     config_class: ClassVar[type[HeadConfig]] = Eagle3Config
     config: Eagle3Config
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, whole
 from foredraft.heads.base import Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.losses import cross_entropy, pairs
 from foredraft.models.identity import shape_of
@@ -44,8 +44,7 @@ class ExitConfig(HeadConfig):
     def __post_init__(self) -> None:
         if isinstance(self.exit, bool) or not isinstance(self.exit, int) or not 0 < self.exit < self.target.layers:
             raise ConfigurationError(f"exit must lie between 1 and {self.target.layers - 1} for this target, got {self.exit!r}")
-        if isinstance(self.width, bool) or not isinstance(self.width, int) or self.width < 1:
-            raise ConfigurationError(f"width must be a whole number of at least 1, got {self.width!r}")
+        whole("width", self.width)
         if not isinstance(self.attention, bool):
             raise ConfigurationError(f"attention must be true or false, got {self.attention!r}")
 

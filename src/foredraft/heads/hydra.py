@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foredraft.errors import whole
 from foredraft.heads.base import Batch
 from foredraft.heads.losses import pairs
 from foredraft.heads.medusa import MedusaConfig
-from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyHead, whole
+from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyHead
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from foredraft.errors import whole
 from foredraft.heads.base import Batch
 from foredraft.heads.losses import pairs
-from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyConfig, VocabularyHead, whole, yes_or_no
+from foredraft.heads.vocabulary import Guess, ResidualLayers, VocabularyConfig, VocabularyHead, yes_or_no
 
 
 @dataclass(frozen=True, kw_only=True)

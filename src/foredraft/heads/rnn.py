@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from foredraft.errors import whole
 from foredraft.heads.base import Batch
 from foredraft.heads.losses import pairs
-from foredraft.heads.vocabulary import Guess, VocabularyConfig, VocabularyHead, one_of, whole, yes_or_no
+from foredraft.heads.vocabulary import Guess, VocabularyConfig, VocabularyHead, one_of, yes_or_no
 from foredraft.models.features import LAST
 
 if TYPE_CHECKING:

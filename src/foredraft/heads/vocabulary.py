@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, whole
 from foredraft.heads.base import EMBEDDINGS, LM_HEAD, LM_HEAD_BIAS, Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
 from foredraft.heads.losses import before, cross_entropy
 from foredraft.heads.ngram_log_odds import NgramLogOdds, named
@@ -82,11 +82,6 @@ class VocabularyConfig(HeadConfig):
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigurationError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-
-
-def whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def yes_or_no(name: str, value: object) -> None:

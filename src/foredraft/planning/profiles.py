@@ -6,7 +6,6 @@ none. A file that cannot be used is measured anew, with a note in the log.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.backends import native
-from foredraft.caching import private_folder
+from foredraft.caching import private_place
 from foredraft.files import replacing
 from foredraft.planning.costs import CostModel, timed_beforehand
 
@@ -66,12 +65,9 @@ class Profile:
 
 def profile(target: Target, drafter: Drafter) -> Profile | None:
     """That of this configuration on this machine; None where none are kept."""
-    where = private_folder("profiles")
-    if where is None:
-        return None
     key = describe(target, drafter)
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return Profile(where / f"{digest}.json", key)
+    place = private_place("profiles", key)
+    return None if place is None else Profile(place.with_suffix(".json"), key)
 
 
 def describe(target: Target, drafter: Drafter) -> dict[str, Any]:

@@ -23,12 +23,11 @@ class Duty:
 
     Attributes:
         elapsed: seconds of serving.
-        computing: seconds of serving in which the learner computed.
     """
 
     def __init__(self, share: float):
         self.share = share
-        self.elapsed = self.computing = 0.0
+        self.elapsed = 0.0
         self._spent = self._slowed = 0.0  # on collecting and swapping; by which rounds were longer, which noise can make negative
         self._plain: dict[Hashable, float] = {}  # seconds of rounds without the learner
         self._lost, self._seen = GUESS * PRIOR, PRIOR  # seconds lost of those that the learner computed in
@@ -42,7 +41,6 @@ class Duty:
         if not busy:
             self._plain[kind] = seconds if plain is None else plain + RECENT * (seconds - plain)
             return
-        self.computing += seconds
         lost = seconds * self.rate if plain is None else seconds - plain
         if plain is not None:
             self._lost, self._seen = (1 - RECENT) * self._lost + lost, (1 - RECENT) * self._seen + seconds

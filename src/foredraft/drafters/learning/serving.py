@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from foredraft.caching import private_folder, warn_once
+from foredraft.caching import private_place, warn_once
 from foredraft.drafters.base import Feedback, Row
 from foredraft.drafters.learning.buffer import Buffer, Layout
 from foredraft.drafters.learning.collecting import Collector
@@ -477,10 +477,9 @@ def _folder(options: LearnOptions, whom: Mapping[str, Mapping[str, Any]]) -> Pat
     """
     if options.folder is not None:
         return Path(options.folder).expanduser()
-    kept = private_folder("learnt")
-    if kept is None:
+    place = private_place("learnt", {who: {name: value for name, value in each.items() if name != "name"} for who, each in whom.items()})
+    if place is None:
         raise ConfigurationError(
             "a drafter that learns needs a folder that it can write to, and the cache folder cannot be used; name one, learn=FOLDER"
         )
-    key = json.dumps({who: {name: value for name, value in each.items() if name != "name"} for who, each in whom.items()}, sort_keys=True)
-    return kept / hashlib.sha256(key.encode()).hexdigest()[:24]
+    return place

@@ -7,7 +7,6 @@ learns in a folder; the others use what it publishes.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
-from foredraft.files import replacing
+from foredraft.files import locked, replacing
 
 ABOUT, FIRST, FROZEN, LOCK, TEXTS = "about.json", "first.safetensors", "frozen.safetensors", "lock", "texts.bin"
 
@@ -90,20 +89,10 @@ class Versions:
         """Whether this process learns here; the lock is held until :meth:`close`, and given back by a crash too."""
         if self._lock is not None:
             return True
-        file = open(self.folder / LOCK, "a+b")  # noqa: SIM115
         try:
-            if sys.platform == "win32":
-                import msvcrt
-
-                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                import fcntl
-
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
+            self._lock = locked(self.folder / LOCK, wait=False)
+        except BlockingIOError:
             return False
-        self._lock = file
         return True
 
     def close(self) -> None:

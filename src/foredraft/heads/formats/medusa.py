@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from foredraft.errors import ConfigurationError
+from foredraft.errors import ConfigurationError, whole
 from foredraft.heads.base import lm_head_rows
 from foredraft.heads.formats import OURS, Contents, Format, block, check_size, from_block_as, needs_target, same_weights
 from foredraft.heads.formats.folders import Stored, dtype_name
@@ -60,8 +60,7 @@ def _said(stored: Stored, *names: str) -> int | None:
     for name in names:
         if name in stored.config:
             value = stored.config[name]
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{stored.where}: {name} must be a whole number of at least 1, got {value!r}")
+            whole(f"{stored.where}: {name}", value)
             return value
     return None
 
