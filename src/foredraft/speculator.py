@@ -28,7 +28,7 @@ from foredraft.loading import load_model, name_of
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Seed, row_seeds
 from foredraft.models.encoder_decoder import check_features
-from foredraft.planning import AUTO, FixedPlanner, Planner, make_planner
+from foredraft.planning import FixedPlanner, Planner, make_planner
 from foredraft.planning.profiles import profile
 from foredraft.preparation import Prepared, generated, own_generate, prepare, with_grammar
 from foredraft.quantization import check_quantization
@@ -199,7 +199,7 @@ class Speculator(TextInterface, Described):
         if shape is not None:
             known = profile(self.target, self.drafter) if shape.nodes else None
             return FixedPlanner(shape, profile=known, exits=self.drafter.info.exits)
-        planner = make_planner(AUTO, self.target, self.drafter, self.rule, self.proposal)
+        planner = make_planner(self.target, self.drafter, self.rule, self.proposal)
         if planner.shape.is_chain:
             self.rule, self.proposal = choose_rule(rule, self.drafter, planner.shape, lossless=lossless)
         return planner

@@ -20,6 +20,7 @@ from foredraft.device import to_device
 from foredraft.shapes import depths_of
 
 Proposal = Literal["deterministic", "iid", "without-replacement", "keyed", "mixed"]
+CPU = torch.device("cpu")
 PROPOSALS: tuple[Proposal, ...] = ("deterministic", "iid", "without-replacement", "keyed", "mixed")
 
 
@@ -85,14 +86,17 @@ class TokenTree:
         parents: list[list[int]],
         valid: list[list[bool]],
         *,
+        device: torch.device = CPU,
         proposal: Proposal = "deterministic",
         pruned: bool = False,
         extra: int = 0,
     ) -> TokenTree:
-        """A tree per row on a CPU, N nodes each, whose parents are known to come before their children, below the one root."""
-        real = None if all(map(all, valid)) else torch.tensor(valid)
-        tree = TokenTree(torch.tensor(tokens), torch.tensor(parents), real, proposal, pruned=pruned, extra=extra)
-        tree.__dict__["parent_lists"] = parents
+        """A tree per row, N nodes each, whose parents are known to come before their children, below the one root."""
+        real = None if all(map(all, valid)) else torch.tensor(valid, device=device)
+        given, above = torch.tensor(tokens, device=device), torch.tensor(parents, device=device)
+        tree = TokenTree(given, above, real, proposal, pruned=pruned, extra=extra)
+        if device.type == "cpu":
+            tree.__dict__["parent_lists"] = parents
         return tree
 
     @property

@@ -444,13 +444,15 @@ def test_a_tree_without_its_extra_nodes():
 
 def test_the_planner_is_told_of_every_node_that_was_scored():
     class Planner(FixedPlanner):
+        learns = True
+
         def observe(self, rows, done):
             rounds.append(done)
 
     rounds: list[Any] = []
     drafter, target = Lookahead(), ScoringTarget(ProbabilityTable.random(7, seed=3, order=2))
     drafter.bind(target)
-    session = Session(target, drafter, Match(), proposal="deterministic", planner=Planner(TreeShape.chain(3), learns=True))
+    session = Session(target, drafter, Match(), proposal="deterministic", planner=Planner(TreeShape.chain(3)))
     session.add([1, 2, 3], RowParameters(max_new_tokens=40))
     while session.live:
         session.step()

@@ -184,7 +184,8 @@ def test_large_vocabularies_do_not_collide():
 
 def test_min_count_in_bulk_is_pruning():
     sequences = [[1, 2, 3, 1, 2, 4, 1, 2, 3]]
-    once, pruned = NGramModel.from_tokens(sequences, 3), NGramModel.from_tokens(sequences, 3, min_count=2)
+    once, pruned = NGramModel.from_tokens(sequences, 3), NGramModel.from_tokens(sequences, 3)
+    pruned.prune(min_count=2)
     assert (once.predict([3, 1]), pruned.predict([3, 1])) == (2, 2)
     assert (once.matched([3, 1]), pruned.matched([3, 1])) == (2, 1)
 

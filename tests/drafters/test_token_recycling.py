@@ -344,7 +344,7 @@ def test_the_planner_sees_nodes_that_were_scored_and_hits_among_those_that_were_
         drafter,
         Match(),
         proposal="deterministic",
-        planner=Planner(TreeShape.product(3, 2), learns=True),
+        planner=Planner(TreeShape.product(3, 2)),
     )
     session.add([1, 2, 3], RowParameters(max_new_tokens=40))
     while session.live:

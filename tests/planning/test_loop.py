@@ -303,7 +303,7 @@ def test_plain_decoding_has_nothing_to_plan():
 def test_a_session_alone_plans_too():
     target: Any = TableTarget(TABLES[0])
     drafter, rule = ScriptedDrafter(TABLES[1]), verification.create("block")
-    session = Session(target, drafter, rule, proposal="iid", planner=make_planner("auto", target, drafter, rule, "iid"))
+    session = Session(target, drafter, rule, proposal="iid", planner=make_planner(target, drafter, rule, "iid"))
     assert str(session.shape) == "auto" and session.shape.is_chain
     session.add([0, 1], RowParameters(max_new_tokens=20, do_sample=True))
     while session.live:

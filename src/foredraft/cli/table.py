@@ -59,8 +59,10 @@ class Setting:
 class Recording(FixedPlanner):
     """Always the same chain; keeps what rounds asked for and what came of it."""
 
+    learns = True
+
     def __init__(self, gamma: int, drafter: Drafter):
-        super().__init__(TreeShape.chain(gamma), learns=True, exits=drafter.info.exits)
+        super().__init__(TreeShape.chain(gamma), exits=drafter.info.exits)
         self.rounds: list[Round] = []
 
     def passes_over(self, rows: int) -> bool:

@@ -103,7 +103,6 @@ class DraftModel(LearningDrafter):
         self._foreign: Foreign | None = None  # where the tokenizer is not the target's
         self._target: Target | None = None
         self._loops: tuple[DraftLoop, ...] = ()  # that make whole drafts
-        self._slots: list[int] = []
         self._smaller = False
         self._grown: Growth | None = None  # the tree of the round under way
         self._begun: list[int] = []  # tokens in front of the root of the chain under way, per row
@@ -193,7 +192,7 @@ class DraftModel(LearningDrafter):
     def begin(self, rows: Sequence[Row]) -> None:
         own = rows if self._foreign is None else self._foreign.begin(rows)
         self.model.open([row.ids for row in own], reserve=[row.capacity for row in rows], sources=self._sources(rows))
-        self._slots += [row.slot for row in rows]
+        super().begin(rows)
         if self.learning is not None:
             self.learning.begin(rows)
 
@@ -304,7 +303,7 @@ class DraftModel(LearningDrafter):
     def observe(self, rows: Sequence[Row], feedback: Feedback) -> None:
         """Keep what was accepted of what was seen; the text but for its last token is the longest beginning that counts."""
         if self._grown is not None:
-            self._keep(self._grown, feedback)
+            self._commit(self._grown, feedback)
         if self._foreign is not None:
             if self._grown is not None or self._begun:
                 if self._foreign.by != "text":
@@ -333,7 +332,7 @@ class DraftModel(LearningDrafter):
             self.model.prefill([row.ids[:-1] for row in rows], first=0)
             learning.read_again(sum(len(row.ids) for row in rows), learning.clock() - begin)
 
-    def _keep(self, grown: Growth, feedback: Feedback) -> None:
+    def _commit(self, grown: Growth, feedback: Feedback) -> None:
         """Commit the accepted path to this cache, as far as its nodes were fed: all but its last one at most."""
         if grown.seen == 1 or (feedback.path is None and not grown.tree.chain):
             self.model.rewind([length + 1 for length in self.model.lengths])
@@ -352,13 +351,12 @@ class DraftModel(LearningDrafter):
         self.model.commit(path.to(self.model.device), kept)
 
     def end(self, rows: Sequence[Row]) -> None:
-        gone = {row.slot for row in rows}
         if self._foreign is not None:
-            self._foreign.end(gone)
-        keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
-        self.model.compact(keep)
-        self._slots = [self._slots[index] for index in keep]
-        self.learn_to_the_end(rows)
+            self._foreign.end({row.slot for row in rows})
+        super().end(rows)
+
+    def _keep(self, rows: list[int]) -> None:
+        self.model.compact(rows)
 
     def reset(self) -> None:
         super().reset()

@@ -21,6 +21,7 @@ from foredraft.drafters.draft_loops.eagle3 import Eagle3Growth, Eagle3Step
 from foredraft.drafters.draft_loops.kernels import greedy, grow_by
 from foredraft.drafters.growth import Expand, Growth
 from foredraft.drafters.heads import HeadDrafter
+from foredraft.drafters.learning.drafter import LearningDrafter
 from foredraft.drafters.siblings import DRAWN
 from foredraft.errors import ConfigurationError
 from foredraft.heads.eagle3 import Eagle3Head
@@ -39,7 +40,6 @@ AT_ONCE = 2048  # tokens of a prompt that are read together
 class Unread:
     """Of a row, the target's features ``[n, F * d]`` of the last n positions of its text that have some and are not in the cache yet."""
 
-    slot: int
     features: list[Tensor] = field(default_factory=list)
     count: int = 0
     last: Tensor | None = None  # [1, F * d] what was taken last
@@ -113,9 +113,10 @@ class Eagle3(HeadDrafter):
         first = len(self._rows)
         if self.learning is not None:
             self.learning.begin(rows, [self._prompts[row.slot][: len(row.ids) - 1] for row in rows])
+        LearningDrafter.begin(self, rows)
         self._cache.open([0] * len(rows))
         for index, row in enumerate(rows, first):
-            features, unread = self._prompts.pop(row.slot)[: len(row.ids) - 1], Unread(row.slot)
+            features, unread = self._prompts.pop(row.slot)[: len(row.ids) - 1], Unread()
             last = len(features) - 1
             self.layer.rotary.reserve(len(row.ids))
             for begin in range(0, last, AT_ONCE):
@@ -128,12 +129,9 @@ class Eagle3(HeadDrafter):
             unread.add(features[last:].clone())  # not a view that keeps the whole prompt's
             self._rows.append(unread)
 
-    def end(self, rows: Sequence[Row]) -> None:
-        gone = {row.slot for row in rows}
-        keep = [index for index, row in enumerate(self._rows) if row.slot not in gone]
-        self._cache.compact(keep)
-        self._rows = [self._rows[index] for index in keep]
-        self.learn_to_the_end(rows)
+    def _keep(self, rows: list[int]) -> None:
+        self._cache.compact(rows)
+        self._rows = [self._rows[index] for index in rows]
 
     def reset(self) -> None:
         super().reset()

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from foredraft.device import to_device
 from foredraft.drafters.base import DraftRequest, pick
-from foredraft.drafters.tries import from_lists
 from foredraft.logits.noise import Purpose, argmax
 from foredraft.logits.sampler import fit_vocabulary
 from foredraft.shapes import DynamicShape, Level, StaticShape
@@ -299,21 +298,21 @@ def grow_dynamic(request: DraftRequest, shape: DynamicShape, expand: Expand) -> 
                 break
         first = tree.nodes
         above = torch.tensor([each.feed(each.best(begin, k, further=True)) for each in found], dtype=reached.dtype, device=device)
-        tree = from_lists(
+        tree = TokenTree.from_lists(
             [list(each.fed_tokens) for each in found],
             [list(each.fed_parents) for each in found],
             [list(each.fed_valid) for each in found],
-            device,
+            device=device,
         )
     least = lowest(shape)
     total = max(shape.worthwhile(sorted((score for score in each.scores if score >= least), reverse=True)) for each in found)
     kept = [sorted(each.best(0, total)) for each in found]
     numbered = [{-1: 0, **{number: node for node, number in enumerate(numbers, 1)}} for numbers in kept]
-    proposed = from_lists(
+    proposed = TokenTree.from_lists(
         [[each.fed_tokens[0], *(each.tokens[number] for number in numbers)] for each, numbers in zip(found, kept)],
         [[-1, *(nodes[each.parents[number]] for number in numbers)] for each, numbers, nodes in zip(found, kept, numbered)],
         [[True, *(each.scores[number] >= least for number in numbers)] for each, numbers in zip(found, kept)],
-        device,
+        device=device,
         proposal=request.proposal,
         pruned=True,
     )

@@ -68,7 +68,6 @@ class HeadDrafter(LearningDrafter):
         self.offer = offered(siblings, self.auto)
         self.info = replace(self.info, proposals=self.offer.chains, needs_logits=self.learn is not None)
         self._head: Head | None = None
-        self._slots: list[int] = []
         self._hidden: Tensor | None = None  # [R, d] that each row's root was chosen from
         self._read: Tensor | None = None  # the same of rows about to begin
 
@@ -156,7 +155,7 @@ class HeadDrafter(LearningDrafter):
         self._read = torch.stack([each[-1] for each in hidden])
 
     def begin(self, rows: Sequence[Row]) -> None:
-        self._slots += [row.slot for row in rows]
+        super().begin(rows)
         if self.info.features:
             assert self._read is not None and len(self._read) == len(rows), "hidden states come before the rows they are of"
             self._hidden = self._read if self._hidden is None else torch.cat([self._hidden, self._read])
@@ -177,15 +176,7 @@ class HeadDrafter(LearningDrafter):
             nodes = feedback.path.to(nodes.device).gather(1, nodes[:, None])[:, 0]
         self._hidden = feedback.hidden[torch.arange(len(nodes), device=nodes.device), nodes]
 
-    def end(self, rows: Sequence[Row]) -> None:
-        gone = {row.slot for row in rows}
-        keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
-        self._keep(keep)
-        self._slots = [self._slots[index] for index in keep]
-        self.learn_to_the_end(rows)
-
     def _keep(self, rows: list[int]) -> None:
-        """Of all rows only these are left."""
         if self._hidden is not None:
             self._hidden = self._hidden[to_device(rows, self._hidden.device)] if rows else None
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
-from foredraft.drafters.tries import Trie, from_lists, tree_of
+from foredraft.drafters.tries import Trie, tree_of
 from foredraft.errors import ConfigurationError, whole
 from foredraft.logits.sampler import widened
 from foredraft.shapes import TreeShape
@@ -248,7 +248,7 @@ def with_windows(
         parents.append([-1, *trie.parents, *[0] * missing, *below, *[0] * spare])
         valid.append([True] * (1 + len(trie.tokens)) + [False] * (missing + extra))
         places.append([node + proposed if node else 0 for node in ends])
-    return from_lists(tokens, parents, valid, request.device, extra=extra), places
+    return TokenTree.from_lists(tokens, parents, valid, device=request.device, extra=extra), places
 
 
 def choices_at(logits: Tensor, places: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, Feedback
-from foredraft.drafters.tries import from_lists
 from foredraft.tree import TokenTree
 
 
@@ -62,7 +61,7 @@ def merged(parts: Sequence[Part], device: torch.device) -> TokenTree:
     if chains and behind == width:
         real_nodes = None if all(map(all, valid)) else torch.tensor(valid, device=device)
         return TokenTree.from_chain(torch.tensor(tokens, device=device), valid=real_nodes, proposal="mixed")
-    return from_lists(tokens, parents, valid, device, proposal="mixed", extra=behind - width)
+    return TokenTree.from_lists(tokens, parents, valid, device=device, proposal="mixed", extra=behind - width)
 
 
 def _behind(parent: int, first: int, behind: int) -> int:

@@ -52,14 +52,12 @@ class NGramModel:
         self._set_table(Table.empty())
 
     @classmethod
-    def from_tokens(cls, sequences: Iterable[Ids], order: int = 4, *, min_count: int = 1, vocab_size: int | None = None) -> NGramModel:
+    def from_tokens(cls, sequences: Iterable[Ids], order: int = 4, *, vocab_size: int | None = None) -> NGramModel:
         """Counts sequences in bulk (about a million tokens a second); no context reaches across two sequences."""
         model = cls(order, vocab_size)
         arrays = [model._checked(sequence) for sequence in sequences]
         if arrays:
             model._set_table(Table.count(arrays, order))
-        if min_count > 1:
-            model.prune(min_count=min_count)
         return model
 
     # Counting

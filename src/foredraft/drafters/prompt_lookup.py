@@ -123,8 +123,8 @@ class SuffixIndex:
 
     def lookup(self, ids: Sequence[int], count: int) -> Sequence[int]:
         """Up to ``count`` tokens that followed the most recent earlier occurrence of the longest matching suffix of ``ids``."""
-        end = self._last(ids) if count > 0 else None
-        return () if end is None else _copy(ids, end, count)
+        found = self.occurrences(ids, 1) if count > 0 else []
+        return _copy(ids, found[0], count) if found else ()
 
     def occurrences(self, ids: Sequence[int], most: int) -> list[int]:
         """Where earlier occurrences of suffixes of ``ids`` ended: of the longest that has any, the most recent first, then of shorter
@@ -141,16 +141,6 @@ class SuffixIndex:
                 found[end] = None
                 end = before[end - size]
         return list(found)
-
-    def _last(self, ids: Sequence[int]) -> int | None:
-        """Where the most recent earlier occurrence of the longest matching suffix ended."""
-        self._extend(ids)
-        for size, ends in zip(self.sizes, self._ends):
-            if len(ids) > size:
-                end = ends.get(tuple(ids[-size:]))
-                if end is not None:
-                    return end
-        return None
 
     def _extend(self, ids: Sequence[int]) -> None:
         """Index the n-grams that end before the last token; the suffix itself is no earlier occurrence."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from foredraft.caching import private_place
 from foredraft.drafters.base import Row
-from foredraft.drafters.sublayer_costs import KINDS, LENGTHS, Skipped, SublayerCosts, set_of, sublayers_of
+from foredraft.drafters.sublayer_costs import KINDS, LENGTHS, Skipped, Sublayer, SublayerCosts, set_of, sublayers_of
 from foredraft.errors import ConfigurationError
 from foredraft.models.features import first_tensor
 from foredraft.models.identity import shape_of
@@ -94,9 +95,8 @@ class SkipTuner:
             return False
         window = torch.tensor([ids], device=self.target.device)
         if self._proposals is None:
-            with Influence(self.target) as influence:
-                expected = self.target.apart(window)
-            self._proposals = self._proposed(influence.of(self.sublayers))
+            expected, influence = influenced(self.target, window)
+            self._proposals = self._proposed([influence.get(each, 1.0) for each in self.sublayers])
         else:
             expected = self.target.apart(window)
         self._window, self._left = (window, first, expected[0, first - 1 : -1].argmax(-1)), self._next_sets()
@@ -190,42 +190,24 @@ class SkipTuner:
         return tuple(layer in getattr(skip, kind) for kind, layer in self.sublayers)
 
 
-class Influence:
-    """Inside, a pass tells by how much each sublayer changes the residual stream."""
+def influenced(target: Target, ids: Tensor) -> tuple[Tensor, dict[Sublayer, float]]:
+    """The logits of a pass over ``ids``, and by how much each sublayer changes the residual stream in it."""
+    found, given, share = target.sublayers, dict[int, Tensor](), dict[Sublayer, float]()
 
-    def __init__(self, target: Target):
-        self.found = target.sublayers
-        self.given: dict[int, Tensor] = {}
-        self.share: dict[tuple[str, int], float] = {}
-        self._hooks = ExitStack()
+    def before(index: int, layer: nn.Module, arguments: object, named: object) -> None:
+        given[index] = first_tensor(arguments, named)
 
-    def __enter__(self) -> Influence:
-        for index, layer in enumerate(self.found.ranges.layers):
-            self._hooks.callback(layer.register_forward_pre_hook(self._before(index), with_kwargs=True).remove)
-        for kind in KINDS:
-            for index, sublayer in enumerate(getattr(self.found, kind)):
-                if sublayer is not None:
-                    self._hooks.callback(sublayer.register_forward_hook(self._after(kind, index)).remove)
-        return self
+    def after(kind: str, index: int, sublayer: nn.Module, arguments: object, output: object) -> None:
+        added = first_tensor(output).float().norm(dim=-1).flatten()
+        share[kind, index] = float((added / given[index].float().norm(dim=-1).flatten().clamp(min=1e-6)).mean())
 
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-
-    def of(self, sublayers: Sequence[tuple[str, int]]) -> list[float]:
-        return [self.share.get(each, 1.0) for each in sublayers]
-
-    def _before(self, index: int) -> Callable[..., None]:
-        def note(layer: nn.Module, given: object, named: object) -> None:
-            self.given[index] = first_tensor(given, named)
-
-        return note
-
-    def _after(self, kind: str, index: int) -> Callable[..., None]:
-        def note(sublayer: nn.Module, given: object, output: object) -> None:
-            added = first_tensor(output).float().norm(dim=-1).flatten()
-            self.share[kind, index] = float((added / self.given[index].float().norm(dim=-1).flatten().clamp(min=1e-6)).mean())
-
-        return note
+    with ExitStack() as hooks:
+        for index, layer in enumerate(found.ranges.layers):
+            hooks.callback(layer.register_forward_pre_hook(partial(before, index), with_kwargs=True).remove)
+            for kind in KINDS:
+                if (sublayer := getattr(found, kind)[index]) is not None:
+                    hooks.callback(sublayer.register_forward_hook(partial(after, kind, index)).remove)
+        return target.apart(ids), share
 
 
 def by_size(target: Target) -> SublayerCosts:

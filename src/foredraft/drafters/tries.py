@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from foredraft.drafters.base import DrafterInfo, DraftRequest
-from foredraft.tree import Proposal, TokenTree
+from foredraft.tree import TokenTree
 
 # What drafters that look continuations up declare. A copy's second guesses bring less than a tree's pass costs in a batch.
 LOOKS_UP = DrafterInfo(branches=True, auto_branches=False, learns_from_feedback=False)
@@ -35,11 +33,6 @@ class Trie:
         self.depths.append(self.depths[parent] + 1)
         return len(self.tokens)
 
-    def extend(self, parent: int, tokens: Sequence[int]) -> None:
-        """A chain below ``parent``."""
-        for token in tokens:
-            parent = self.add(parent, token)
-
 
 def tree_of(request: DraftRequest, tries: Sequence[Trie]) -> TokenTree:
     """The token tree of ``tries``, one per row of ``request``; what is deeper than a row's limit is left out. Deterministic.
@@ -53,24 +46,7 @@ def tree_of(request: DraftRequest, tries: Sequence[Trie]) -> TokenTree:
     padded = [[row.ids[-1], *tokens] + [0] * (nodes - len(tokens)) for row, (tokens, _) in zip(request.rows, rows)]
     parents = [[-1, *above] + [0] * (nodes - len(above)) for _, above in rows]
     valid = [[True] * (1 + len(tokens)) + [False] * (nodes - len(tokens)) for tokens, _ in rows]
-    return from_lists(padded, parents, valid, request.device)
-
-
-def from_lists(
-    tokens: list[list[int]],
-    parents: list[list[int]],
-    valid: list[list[bool]],
-    device: torch.device,
-    *,
-    proposal: Proposal = "deterministic",
-    pruned: bool = False,
-    extra: int = 0,
-) -> TokenTree:
-    """A token tree on ``device``; on a CPU it keeps the lists."""
-    if device.type == "cpu":
-        return TokenTree.from_lists(tokens, parents, valid, proposal=proposal, pruned=pruned, extra=extra)
-    made = [torch.tensor(each, device=device) for each in (tokens, parents, valid)]
-    return TokenTree(made[0], made[1], made[2], proposal, pruned=pruned, extra=extra)
+    return TokenTree.from_lists(padded, parents, valid, device=request.device)
 
 
 def _within(trie: Trie, limit: int) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""The planner of a configuration: one fixed shape, or one that chooses a shape in every round."""
+"""The planner that chooses a shape in every round, for a target, a drafter and a rule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from foredraft.drafters.base import Drafter
 from foredraft.planning.costs import LEVEL, LOOK_UP, CostModel, timed_beforehand
 from foredraft.planning.forecasts import GROWN_DEPTH
-from foredraft.planning.largest import AUTO, largest_fitting
+from foredraft.planning.largest import largest_fitting
 from foredraft.planning.planner import AutomaticPlanner
 from foredraft.planning.profiles import profile
-from foredraft.planning.rounds import FixedPlanner, Planner
 from foredraft.shapes import TreeShape
 from foredraft.tree import Proposal
 from foredraft.verification import Rule
@@ -19,15 +18,9 @@ if TYPE_CHECKING:
     from foredraft.target import Target
 
 
-def make_planner(shape: TreeShape | str, target: Target, drafter: Drafter, rule: Rule, proposal: Proposal) -> Planner:
-    """A planner that always asks for ``shape``, or with "auto" one that chooses among all shapes that ``target`` and ``drafter`` can do
-    and for which ``rule`` is exact with ``proposal``. The drafter is bound to the target.
-
-    Raises:
-        ConfigurationError: ``shape`` is a string that describes none.
-    """
-    if shape != AUTO:
-        return FixedPlanner(shape, exits=drafter.info.exits)
+def make_planner(target: Target, drafter: Drafter, rule: Rule, proposal: Proposal) -> AutomaticPlanner:
+    """A planner that chooses among all shapes that ``target`` and ``drafter`` can do and for which ``rule`` is exact with ``proposal``. The
+    drafter is bound to the target."""
 
     def fits(shape: TreeShape) -> bool:
         return proposal in drafter.proposals_for(shape) and rule.refusal(proposal, chain=drafter.makes_chains(shape)) is None

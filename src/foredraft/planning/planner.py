@@ -22,7 +22,7 @@ from foredraft.planning import search
 from foredraft.planning.costs import BUDGET, CostModel, measure
 from foredraft.planning.forecasts import FINEST, GAIN, GROWN_DEPTH, SWITCH, Forecast, Forecaster
 from foredraft.planning.profiles import Profile
-from foredraft.planning.rounds import Round
+from foredraft.planning.rounds import Planner, Round
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ PROVEN, BROKEN = 6, 0.7  # a plan that has kept less than this part of its promi
 NOTHING = search.chain(0)
 
 
-class AutomaticPlanner:
+class AutomaticPlanner(Planner):
     """Picks shapes by measured cost and tracked acceptance.
 
     Args:
@@ -77,7 +77,7 @@ class AutomaticPlanner:
         exits: Exits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.largest = largest
+        self.largest = self.shape = largest
         self.costs = costs or CostModel()
         self.forecaster = Forecaster(largest, self.costs, grows=grows, levels=levels, catches_up=catches_up, rates=rates, exits=exits)
         self.acceptance, self.compare = self.forecaster.acceptance, self.forecaster.compare
@@ -98,10 +98,6 @@ class AutomaticPlanner:
         self._alike: tuple[TreeShape | None, float, float, int] = (None, 0.0, 0.0, 0)  # shape, seconds plainly and with it, and how often
         self._rest, self._resting = 0, False  # plain rounds to come that need no plan, and whether the present one is of them
         self._rest_for: tuple[int, bool] | None = None
-
-    @property
-    def shape(self) -> StaticShape:
-        return self.largest
 
     # -- before the first round -----------------------------------------------------------------------------------------
 
@@ -274,9 +270,6 @@ class AutomaticPlanner:
             self._since_try = 0
             self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
             self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
-
-    def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
-        return self.costs.plain_seconds(rows, context)
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 

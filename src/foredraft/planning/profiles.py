@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foredraft.backends import native
-from foredraft.caching import private_place
+from foredraft.caching import cache_folder, private_place
 from foredraft.files import replacing
 from foredraft.planning.costs import CostModel, timed_beforehand
 
@@ -65,6 +65,8 @@ class Profile:
 
 def profile(target: Target, drafter: Drafter) -> Profile | None:
     """That of this configuration on this machine; None where none are kept."""
+    if cache_folder() is None:
+        return None
     key = describe(target, drafter)
     place = private_place("profiles", key)
     return None if place is None else Profile(place.with_suffix(".json"), key)

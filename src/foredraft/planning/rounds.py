@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from foredraft.drafters.base import Drafter, Row
 from foredraft.drafters.exits import Exits
@@ -58,57 +59,58 @@ class Round:
     expected: float | None = None
 
 
-class Planner(Protocol):
-    """What a session asks before each round and tells after it."""
+class Planner(ABC):
+    """What a session asks before each round and tells after it.
 
-    @property
-    def learns(self) -> bool:
-        """Wants to be told about rounds."""
+    Attributes:
+        learns: wants to be told about rounds.
+        shape: the largest that it may ask for.
+        costs: what is known of the machine.
+    """
 
-    @property
-    def shape(self) -> TreeShape:
-        """The largest that it may ask for."""
+    learns: bool
+    shape: TreeShape
+    costs: CostModel
 
+    @abstractmethod
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
         """Called while no row is live, before so many begin; returns the seconds that it took."""
 
+    @abstractmethod
     def plan(self, rows: Sequence[Row], *, greedy: bool, together: bool = True) -> TreeShape:
         """The shape to draft for the live rows in this round; ``together`` says that no others join them before they are done."""
 
     def limits(self, rows: Sequence[Row]) -> list[int] | None:
         """How deep to draft for each row in the round just planned; None for as deep as the shape is."""
+        return None
 
     def passes_over(self, rows: int) -> bool:
         """A round without a draft is over; whether it need not be told about."""
+        return True
 
+    @abstractmethod
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         """A round is over."""
 
     def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
         """Seconds of a round of plain decoding, and whether they were measured in this process; None if they are not known."""
+        return self.costs.plain_seconds(rows, context)
 
 
-class FixedPlanner:
+class FixedPlanner(Planner):
     """The same shape in every round, a :class:`~foredraft.shapes.TreeShape` or a string such as "chain(5)".
 
-    Plain passes, with which the speed-up compares, are known from ``profile``, or measured where ``budget`` gives seconds for that. Where
-    drafts may leave the target at several ``exits``, passes to each are measured, and the best one for the shape is chosen.
+    Plain passes, with which the speed-up compares, are known from ``profile``, or measured where :attr:`budget` gives seconds for that.
+    Where drafts may leave the target at several ``exits``, passes to each are measured, and the best one for the shape is chosen.
     """
 
-    def __init__(
-        self,
-        shape: TreeShape | str,
-        *,
-        learns: bool = False,
-        profile: Profile | None = None,
-        budget: float = 0.0,
-        exits: Exits | None = None,
-    ):
-        self.shape, self.learns = TreeShape.parse(shape), learns
-        self.costs, self.profile, self.budget = CostModel(), profile, budget
-        self.choice = None
+    learns = False
+
+    def __init__(self, shape: TreeShape | str, *, profile: Profile | None = None, exits: Exits | None = None):
+        self.shape, self.costs, self.profile = TreeShape.parse(shape), CostModel(), profile
+        self.budget, self.choice = 0.0, None
         if exits is not None and self.shape.depth:
-            self.learns, self.budget, self.choice = True, budget or BUDGET, ExitChoice(exits, self.costs)
+            self.learns, self.budget, self.choice = True, BUDGET, ExitChoice(exits, self.costs)
         self._acceptance: dict[bool, Acceptance] = {}
         self._seconds: dict[int, float] = {}  # of a round with a draft, by the number of rows
 
@@ -129,12 +131,6 @@ class FixedPlanner:
                 self._choose(self.choice, len(rows), greedy)
         return self.shape
 
-    def limits(self, rows: Sequence[Row]) -> list[int] | None:
-        return None
-
-    def passes_over(self, rows: int) -> bool:
-        return True
-
     def observe(self, rows: Sequence[Row], done: Round) -> None:
         if self.choice is None or not done.shape.nodes:
             return
@@ -142,9 +138,6 @@ class FixedPlanner:
         seconds = done.draft + done.target + done.rest
         before = self._seconds.get(len(rows), seconds)
         self._seconds[len(rows)] = before + 0.1 * (min(seconds, 2 * before) - before)
-
-    def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
-        return self.costs.plain_seconds(rows, context)
 
     def _choose(self, choice: ExitChoice, rows: int, greedy: bool) -> None:
         """The exit with the most tokens per second; a level of the draft takes what a pass to it takes."""

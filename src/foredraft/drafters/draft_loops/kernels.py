@@ -38,7 +38,7 @@ def grow_by(kernel: Grower, request: DraftRequest) -> Growth | None:
 
 
 class KernelLoop:
-    """Drafts of a model that is one call of a kernel."""
+    """Drafts of a model that is one call of a kernel. Like every draft loop it makes a whole draft of a draft model in one call."""
 
     def __init__(self, model: Target):
         self.model = model
@@ -46,6 +46,11 @@ class KernelLoop:
         self._kernel: NativeGrowth | None = None  # for that
 
     def draft(self, request: DraftRequest, *, chain: bool) -> Growth | None:
+        """The draft for ``request``, whose ``depth`` is that of its shape; None where it has to be made level by level. ``chain`` says
+        that the shape was asked for as a chain: a tree that was cut to one is drawn as a tree is.
+
+        Afterwards the draft model's cache holds every node that was fed behind the root, uncommitted.
+        """
         model, direct = self.model, self.model.backend.direct
         if direct is None or not greedy(request) or model.device != request.device:
             return None

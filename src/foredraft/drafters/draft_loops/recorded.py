@@ -136,6 +136,7 @@ class RecordedLoop:
         self.drafts = 0
 
     def draft(self, request: DraftRequest, *, chain: bool) -> Growth | None:
+        """As of :class:`~foredraft.drafters.draft_loops.kernels.KernelLoop`."""
         backend = self.target.backend
         if not isinstance(backend, Recorded) or not self._fits(request):
             return None

@@ -12,10 +12,11 @@ from foredraft.drafters.learning.serving import Learning
 
 
 class LearningDrafter(Drafter):
-    """A subclass sets :attr:`learning` where it is to learn, tells it of rows that begin, calls :meth:`learn_from` after rounds and
-    :meth:`learn_to_the_end` for rows that are over, and writes :meth:`rewrite`."""
+    """A subclass sets :attr:`learning` where it is to learn, tells it of rows that begin, calls :meth:`learn_from` after rounds, and
+    writes :meth:`rewrite`. What it keeps of rows it drops in :meth:`_keep`."""
 
     learning: Learning | None = None
+    _slots: Sequence[int] = ()  # of the rows, in the order of what is kept of them
 
     @property
     def learnt(self) -> dict[str, Any] | None:
@@ -33,10 +34,19 @@ class LearningDrafter(Drafter):
         if self.learning is not None:
             self._take_up(self.learning.observe(rows, feedback), rows)
 
-    def learn_to_the_end(self, rows: Sequence[Row]) -> None:
-        """These rows are over."""
+    def begin(self, rows: Sequence[Row]) -> None:
+        self._slots = [*self._slots, *(row.slot for row in rows)]
+
+    def end(self, rows: Sequence[Row]) -> None:
+        gone = {row.slot for row in rows}
+        keep = [index for index, slot in enumerate(self._slots) if slot not in gone]
+        self._keep(keep)
+        self._slots = [self._slots[index] for index in keep]
         if self.learning is not None:
             self._take_up(self.learning.end(rows))
+
+    def _keep(self, rows: list[int]) -> None:
+        """Of all rows only these are left."""
 
     def _take_up(self, version: int | None, rows: Sequence[Row] = ()) -> None:
         learning = self.learning

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -105,17 +105,7 @@ class LearnOptions:
         return cls(share=0.0) if given == IDLE else cls(folder=str(given))
 
 
-class Running(Protocol):
-    """The learner's process."""
-
-    def poll(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> int: ...
-
-
-def spawn(folder: Path, options: LearnOptions) -> Running:
+def spawn(folder: Path, options: LearnOptions) -> subprocess.Popen[bytes]:
     """Start the learner in a process of its own."""
     command = [sys.executable, "-m", "foredraft.training.online", str(folder), "--parent", str(os.getpid())]
     command += ["--device", options.device, "--loss", options.loss, "--rate", str(options.rate), "--keep", str(options.keep)]
@@ -153,7 +143,7 @@ class Learning:
         *,
         frozen: Callable[[], Mapping[str, Tensor]] = dict,
         clock: Callable[[], float] = time.monotonic,
-        start: Callable[[Path, LearnOptions], Running] = spawn,
+        start: Callable[[Path, LearnOptions], subprocess.Popen[bytes]] = spawn,
     ):
         self.options, self.clock, self._start = options, clock, start
         whom = {"target": {**asdict(shape_of(target)), "digest": _digest_of_target(target)}, "draft": {"digest": digest(first)}}
@@ -169,7 +159,7 @@ class Learning:
         self._unusable = -1  # the last version that was refused
         self.curve: list[tuple[int, float]] = []
         self._every, self._since, self._tokens = 1000, [0, 0, 0], 0  # tokens per point; tokens, accepted and looked at since the last
-        self._process: Running | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._ends, self._next_start, self._heartbeat, self._silent = 0, 0.0, 0.0, 0.0
         self._collecting, self._price = 0.0, 0.0
         self._last = self._looked = -inf
