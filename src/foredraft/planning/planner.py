@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SHARE = 0.01  # of the time of plain rounds may go into tries
 STAKE, LIMIT, SAVINGS = 1.0, -1.0, 8.0  # plain rounds that the account begins with, that end drafting, and that it holds at most
 DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost must not end drafting for ever
-FIRST_PAUSE, LONGEST_PAUSE = 4, 128  # rounds between tries
+FIRST_PAUSE, LONGEST_PAUSE = 4, 192  # rounds between tries
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 FIRST_CHECKS = 2  # plain rounds before the first draft by layers of the target, whose rounds say little of plain ones
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
