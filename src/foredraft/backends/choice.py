@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from foredraft.backends.packing import HINTS, NATIVE
 from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
 from foredraft.errors import ConfigurationError
-from foredraft.models.encoder_decoder import some_encoding
+from foredraft.models.encoder_decoder import plain_arguments
 from foredraft.models.support import ModelFacts, describe
 from foredraft.tree import TokenTree
 
@@ -118,9 +117,7 @@ def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:
 def sample_of(facts: ModelFacts) -> Callable[[], Tensor]:
     """A pass over a few tokens, without a cache, that returns the logits. Where the model has an encoder, its states are given."""
     ids = torch.arange(min(SAMPLE, facts.context or SAMPLE), device=facts.device)[None] % facts.vocab_size
-    given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if facts.sourced:
-        given = {"encoder_outputs": some_encoding(facts.model, SAMPLE), "decoder_input_ids": ids}
+    given = plain_arguments(facts.model, ids)
 
     @torch.inference_mode()
     def sample() -> Tensor:

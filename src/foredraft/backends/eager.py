@@ -97,6 +97,8 @@ class ModelCall:
         if keep is not None and self._takes_logits_to_keep:
             last_only = all(node == tokens.shape[1] - 1 for node in keep)
             arguments["logits_to_keep"] = 1 if last_only else to_device(sorted(set(keep)), tokens.device)
+        if self.decoder is not None and isinstance(cache, SourcedCache):
+            self.decoder.enter(cache)
         with ExitStack() as overrides:
             # up to the first floor scale every position has the same temperature, by slots as well
             if where is not None and (tuned := [layer for layer in self.tuned if width >= layer.floor_scale]):

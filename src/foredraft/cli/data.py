@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foredraft import hub
 from foredraft.cli.checks import check_data, check_model
 from foredraft.cli.failures import note
 from foredraft.cli.figures import counted
@@ -72,12 +73,12 @@ def generate(
         str, typer.Option(help="As in Speculator. Values other than eager choose kernels by timing, so a restart may round differently.")
     ] = "eager",
 ) -> None:
-    """Let the target answer prompts, and store the answers as token ids.
+    """Let the target answer prompts, and store the answers as token ids. A target with an encoder reads each prompt as a source.
 
     The same command goes on where it stopped, however it stopped. Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130
     Ctrl-C.
     """
-    check_model(target, dtype, device)
+    check_model(target, dtype, device, encoders=True)
     note(f"loading {target}")
     import torch
 
@@ -103,12 +104,14 @@ def generate(
     entries = list(prompts.read_entries(files))
     if not entries:
         raise ConfigurationError("there is no prompt in " + ", ".join(map(repr, map(str, files))))
+    if (windows or prompt_tokens) and hub.config_of(target).get("is_encoder_decoder"):
+        raise ConfigurationError(f"{target!r} has an encoder, which reads whole texts: leave --windows and --prompt-tokens out")
     tokenizer = load_tokenizer(target)
     if windows is not None:
         ids = prompts.windows(tokenizer, entries, count=windows, tokens=prompt_tokens or 64, seed=seed)
     else:
         ids = prompts.encode(tokenizer, entries, longest=prompt_tokens, target=target)
-    model = load_model(target, dtype=dtype, device=pick_device(device, target))
+    model = load_model(target, dtype=dtype, device=pick_device(device, target), encoders=True)
     source = {"files": [path.name for path in files], "windows": windows, "prompt_tokens": prompt_tokens}
     with Progress(f"answering {counted(len(ids), 'prompt')}") as progress:
         report = shown_by(progress)
@@ -132,7 +135,7 @@ def hidden(
 ) -> None:
     """Store the target's hidden states for foredraft train --stored-hidden. They take 2 bytes x width x features per token in
     bfloat16: 1.5 KB for width 256 and three features."""
-    check_model(target, dtype, device)
+    check_model(target, dtype, device, encoders=True)
     check_data([folder])
     from foredraft.cli.generation import pick_device
     from foredraft.loading import load_model
@@ -142,7 +145,7 @@ def hidden(
         wanted = [int(number) for number in features.split(",")]
     except ValueError:
         raise ConfigurationError(f"--features takes whole numbers with commas between them, got {features!r}") from None
-    model = load_model(target, dtype=dtype, device=pick_device(device, target))
+    model = load_model(target, dtype=dtype, device=pick_device(device, target), encoders=True)
     with Progress(f"reading {folder}") as progress:
         made = store(model, folder, wanted, batch_tokens=batch_tokens, report=lambda done, of: progress.show(f"{done} of {of} shards"))
     typer.echo(f"{folder}: hidden states {features} of {counted(made, 'shard')} stored")
@@ -163,7 +166,7 @@ def info(
         "shards": len(texts.shards),
         "of_shards": manifest.shards,
         "texts": len(texts),
-        "prompt_tokens": int(texts.prompt_lengths.sum()),
+        "prompt_tokens": int(texts.prompt_lengths.sum() if not texts.sources else texts.sizes[:, 1].sum()),
         "answer_tokens": int((texts.lengths - texts.prompt_lengths).sum()),
         "settings": dict(manifest.settings),
     }
@@ -173,7 +176,7 @@ def info(
     typer.echo(
         f"{folder}: {counted(facts['texts'], 'text')} by {facts['target']}, "
         f"{facts['shards']} of {counted(facts['of_shards'], 'shard')}; "
-        f"{counted(facts['prompt_tokens'], 'token')} of prompts, {facts['answer_tokens']:,} of answers"
+        f"{counted(facts['prompt_tokens'], 'token')} of {'sources' if texts.sources else 'prompts'}, {facts['answer_tokens']:,} of answers"
     )
     typer.echo(", ".join(f"{name} {value}" for name, value in facts["settings"].items() if value not in (None, 0)))
 

@@ -18,7 +18,7 @@ from foredraft.cli.settings import parse_options
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.training.distilling import POSITIONS, Distilling
 from foredraft.training.layerskip import CURRICULA, SCHEDULES, Recipe
-from foredraft.training.options import ALONE, Options
+from foredraft.training.options import ALONE, WITHOUT_ENCODER, Options
 
 DATA, LENGTH, OPTIMISER = map(panel, ("Data", "Length", "Optimiser"))
 MEASURE, BACKBONE, MACHINE = map(panel, ("Held-out acceptance", "Backbone", "Machine"))
@@ -163,7 +163,7 @@ def train(
     if kind not in (kinds := [*heads.names(), *ALONE]):
         raise unknown("unknown kind of head", kind, kinds)
     check_options(kind if kind in ALONE else "heads", kind, given)
-    check_model(target, dtype, device)
+    check_model(target, dtype, device, encoders=kind not in WITHOUT_ENCODER)
     check_data(data if held_out_data is None else [*data, held_out_data])
     from foredraft.training.runs import run
 

@@ -90,6 +90,8 @@ class HeadDrafter(LearningDrafter):
 
     def _found(self, target: Target) -> Head:
         """The head for ``target``; nobody else's, where it is to learn."""
+        if target.sourced and self.learn is not None:
+            raise ConfigurationError(f"a {self.kind} head behind an encoder cannot learn while it serves yet: leave learn out")
         head = self.source if isinstance(self.source, Head) else self._load(self.source, target)
         if not isinstance(head, find(self.kind)):
             raise ConfigurationError(f"{self.source!r} is a {head.kind} head; use drafter '{head.kind}:{self.source}'")

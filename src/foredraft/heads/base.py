@@ -154,6 +154,12 @@ class Head(nn.Module):
         self.attach(lender)
 
 
+def embeddings_of(model: PreTrainedModel) -> Any:
+    """What ``model`` embeds the tokens of its texts with; a decoder may have other embeddings than the encoder."""
+    sourced = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return (model.get_decoder() if sourced else model).get_input_embeddings()
+
+
 def lm_head_rows(lm_head: nn.Module) -> Tensor:
     """``[V, d]`` the weights of a target's LM head, without a gradient.
 

@@ -30,6 +30,8 @@ from foredraft.shapes import Path, StaticShape, TreeShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from foredraft.models.encoder_decoder import Source
+
 RANKS = 10  # guesses of a head that are looked at
 
 
@@ -64,6 +66,7 @@ def calibrate(
     cost: Callable[[int], float],
     most_nodes: int = 64,
     answers: Sequence[int] | None = None,
+    sources: Sequence[Source] = (),
     ranks: int = RANKS,
 ) -> Calibration:
     """Measure a head on texts of the kind that it is to draft for, and choose its tree.
@@ -75,13 +78,14 @@ def calibrate(
             unit, such as the seconds of :func:`foredraft.planning.tree_costs.tree_costs`.
         most_nodes: of the tree.
         answers: per text, the number of its first token that counts; all but the first count unless given.
+        sources: what the target's encoder reads for each text, if it has one.
         ranks: guesses per head that are looked at, and children of a node at most.
 
     Raises:
         ConfigurationError: a head for another target, or texts that leave nothing to predict.
     """
     refuse_another_target(head.config, target)
-    measured, tokens = measure_accuracies(head, target, _batches(head, target, texts, answers), ranks)
+    measured, tokens = measure_accuracies(head, target, _batches(head, target, texts, answers, sources), ranks)
     if not tokens:
         raise ConfigurationError("the texts are too short for the head to predict a token; pass longer texts")
     accuracies = tuple(tuple(round(rate, 5) for rate in line) for line in measured)
@@ -116,14 +120,19 @@ def _guesses(head: VocabularyHead, batches: Iterator[Batch], at_once: int) -> It
 
 
 def _batches(
-    head: VocabularyHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], answers: Sequence[int] | None
+    head: VocabularyHead,
+    target: PreTrainedModel,
+    texts: Sequence[Sequence[int]],
+    answers: Sequence[int] | None,
+    sources: Sequence[Source],
 ) -> Iterator[Batch]:
     """One text each, with its hidden states."""
     features = features_of_texts(target, head.features)
     for index, text in enumerate(texts):
         ids, first = torch.tensor([list(text)], device=target.device), 1 if answers is None else answers[index]
+        source = {name: each.to(target.device) for name, each in sources[index].inputs.items()} if sources else {}
         with torch.inference_mode():
-            hidden, logits = features.read(target, ids)
+            hidden, logits = features.read(target, ids, source)
         valid = torch.ones_like(ids, dtype=torch.bool)
         counted = torch.arange(ids.shape[1], device=ids.device)[None] >= first
         yield Batch(ids, valid, counted, hidden, logits)
@@ -161,14 +170,19 @@ WEIGHTS = tuple(step / 10 for step in range(16))  # that are tried
 
 @torch.inference_mode()
 def weigh_log_odds(
-    head: MedusaHead, target: PreTrainedModel, texts: Sequence[Sequence[int]], *, answers: Sequence[int] | None = None
+    head: MedusaHead,
+    target: PreTrainedModel,
+    texts: Sequence[Sequence[int]],
+    *,
+    answers: Sequence[int] | None = None,
+    sources: Sequence[Source] = (),
 ) -> NgramLogOdds:
     """The n-gram log-odds of ``head``, with the weight per head under which ``texts`` are likeliest; arguments as of :func:`calibrate`."""
     counted = head.log_odds
     assert counted is not None
     spent = torch.zeros(head.config.heads, len(WEIGHTS), dtype=torch.float64)
     whole = counted.weighed([1.0] * head.config.heads)
-    for k, states, tokens, above in _guesses(head, _batches(head, target, texts, answers), AT_ONCE >> 2):
+    for k, states, tokens, above in _guesses(head, _batches(head, target, texts, answers, sources), AT_ONCE >> 2):
         logits = head.logits(states, k).float()
         odds = whole.added(torch.zeros_like(logits), above, k)
         for index, weight in enumerate(WEIGHTS):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
-from foredraft.heads.base import EMBEDDINGS, Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
+from foredraft.heads.base import EMBEDDINGS, Batch, Head, HeadConfig, Losses, embeddings_of, lm_head_rows, refuse_unknown_options
 from foredraft.heads.eagle3_config import Eagle3Config, rope_like
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.heads.eagle3_loss import ahead, attend, divergence
@@ -139,7 +139,7 @@ class Eagle3Head(Head):
         self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
 
     def attach(self, model: PreTrainedModel) -> None:
-        embeddings = model.get_input_embeddings()
+        embeddings = embeddings_of(model)
         if embeddings.weight.shape[-1] != self.config.target.hidden_size:
             raise ConfigurationError(
                 f"the target's embeddings are {embeddings.weight.shape[-1]} wide and its hidden states {self.config.target.hidden_size}; "

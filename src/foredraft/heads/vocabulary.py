@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foredraft.errors import ConfigurationError, whole
-from foredraft.heads.base import EMBEDDINGS, LM_HEAD, LM_HEAD_BIAS, Batch, Head, HeadConfig, Losses, lm_head_rows, refuse_unknown_options
+from foredraft.heads.base import (
+    EMBEDDINGS,
+    LM_HEAD,
+    LM_HEAD_BIAS,
+    Batch,
+    Head,
+    HeadConfig,
+    Losses,
+    embeddings_of,
+    lm_head_rows,
+    refuse_unknown_options,
+)
 from foredraft.heads.losses import before, cross_entropy
 from foredraft.heads.ngram_log_odds import NgramLogOdds, named
 from foredraft.models.identity import shape_of
@@ -105,7 +116,7 @@ def configured(made: type[Config], kind: str, model: PreTrainedModel, options: M
         )
     found: dict[str, Any] = {"lm_head_bias": getattr(lm_head, "bias", None) is not None}
     if "embedding_size" in made.__dataclass_fields__:
-        found["embedding_size"] = int(model.get_input_embeddings().weight.shape[1])
+        found["embedding_size"] = int(embeddings_of(model).weight.shape[1])
     return made(shape, **found, **options)
 
 
@@ -155,7 +166,7 @@ class VocabularyHead(Head):
 
     def attach(self, model: PreTrainedModel) -> None:
         self._lm_head = (model.get_output_embeddings(),)
-        self._embeddings = (model.get_input_embeddings(),)
+        self._embeddings = (embeddings_of(model),)
 
     @property
     def dtype(self) -> torch.dtype:

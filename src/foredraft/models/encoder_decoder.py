@@ -234,17 +234,19 @@ class Decoder:
 
     # -- the decoder ----------------------------------------------------------------------------------------------------
 
-    def __call__(self, *, input_ids: Tensor, past_key_values: SourcedCache, **arguments: Any) -> Any:
-        """A pass over the rows of the cache's window."""
-        cache, window = past_key_values, past_key_values.window
-        assert window is not None
-        rows = cache.sources[window.first : window.last]
+    def enter(self, cache: SourcedCache) -> None:
+        """The next pass is over the rows of the cache's window. What some of them lack is made before, by a pass of its own."""
+        assert cache.window is not None
+        rows = cache.sources[cache.window.first : cache.window.last]
         fresh = list(dict.fromkeys(row for row in rows if not row.keys))
         if fresh and len(fresh) < len(rows):
             self._make_keys(fresh)
-            fresh = []
         cache.cross.enter(rows)
-        cache.both.is_updated = {} if fresh else dict.fromkeys(range(len(rows[0].keys)), True)
+
+    def __call__(self, *, input_ids: Tensor, past_key_values: SourcedCache, **arguments: Any) -> Any:
+        """A pass over the rows that :meth:`enter` has seen."""
+        cache, rows = past_key_values, past_key_values.cross.rows
+        cache.both.is_updated = dict.fromkeys(range(len(rows[0].keys)), True)
         for ours, theirs in (("attention_mask", "decoder_attention_mask"), ("position_ids", "decoder_position_ids")):
             if ours in arguments:
                 arguments[theirs] = arguments.pop(ours)
@@ -415,6 +417,18 @@ def start_of(model: Any) -> int | None:
     return getattr(model.config, "decoder_start_token_id", None) if found is None else found
 
 
+def beginning_of(model: Any) -> list[int]:
+    """What texts of ``model`` begin with: its start token, and the one that its generation config forces behind it.
+
+    Raises:
+        ConfigurationError: it has no start token.
+    """
+    start, forced = start_of(model), getattr(model.generation_config, "forced_bos_token_id", None)
+    if start is None:
+        raise ConfigurationError("the generation config names no token that texts begin with; set its decoder_start_token_id")
+    return [start, *([] if forced is None else [int(forced)])]
+
+
 def with_encoder_of(model: Any, decoder: Any) -> Any:
     """``decoder``, a Whisper without an encoder, behind the encoder of ``model``."""
     from transformers import WhisperForConditionalGeneration
@@ -452,7 +466,9 @@ def some_source(model: Any, length: int, seed: int = 0) -> Source:
 
 
 @torch.inference_mode()
-def some_encoding(model: Any, length: int) -> Any:
-    """What the encoder makes of :func:`some_source`."""
-    given = {name: each.to(model.device) for name, each in some_source(model, length).inputs.items()}
-    return model.get_encoder()(**given, return_dict=True)
+def plain_arguments(model: Any, ids: Tensor) -> dict[str, Any]:
+    """Of a pass of ``model`` over ``ids`` ``[1, n]``, which comes behind :func:`some_source` where there is an encoder."""
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given = {name: each.to(model.device) for name, each in some_source(model, ids.shape[1]).inputs.items()}
+    return {"decoder_input_ids": ids, "encoder_outputs": model.get_encoder()(**given, return_dict=True)}

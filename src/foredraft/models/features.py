@@ -11,9 +11,10 @@ Models that are one call of a kernel (``kernel_pass.py``) write them out themsel
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from foredraft.device import to_device
 from foredraft.errors import ConfigurationError, UnsupportedModelError
+from foredraft.models.encoder_decoder import plain_arguments, uncounted
 from foredraft.models.support import describe
 
 if TYPE_CHECKING:
@@ -72,11 +74,15 @@ class Features:
             for handle in handles:
                 handle.remove()
 
-    def read(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, model: PreTrainedModel, ids: Tensor, source: Mapping[str, Tensor] = MappingProxyType({})) -> tuple[Tensor, Tensor]:
         """``[B, S, F, d]`` at every token of ``ids`` ``[B, S]``, and the logits ``[B, S, V]``. Padding must be behind the texts, where no
-        token sees it."""
-        with self.catching() as caught:
-            logits: Tensor = model(input_ids=ids, use_cache=False).logits
+        token sees it. ``source`` are the arguments of the encoder, where there is one."""
+        given: dict[str, Any] = {"input_ids": ids}
+        if source:
+            read: Any = model.get_encoder()(**source, return_dict=True)
+            given = {"decoder_input_ids": ids, "encoder_outputs": read, "attention_mask": source.get("attention_mask")}
+        with self.catching() as caught, uncounted(model.get_decoder()) if source else nullcontext():
+            logits: Tensor = model(**given, use_cache=False).logits
         return caught.hidden().view(*ids.shape, len(self.taps), -1) if self.taps else logits[:, :, None, :0], logits
 
 
@@ -186,7 +192,7 @@ def taps_of(model: PreTrainedModel, ids: Tensor) -> list[Tap | None]:
     Raises:
         UnsupportedModelError: the model returns no hidden states.
     """
-    names = {module: name for name, module in model.named_modules() if name}
+    names, given = {module: name for name, module in model.named_modules() if name}, plain_arguments(model, ids)
     seen: list[tuple[Tensor, nn.Module, bool, int]] = []
     calls: Counter[tuple[nn.Module, bool]] = Counter()
 
@@ -202,18 +208,22 @@ def taps_of(model: PreTrainedModel, ids: Tensor) -> list[Tap | None]:
             module.register_forward_pre_hook(lambda module, given, named: note(first_tensor(given, named), module, False), with_kwargs=True)
         )
     try:
-        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, output_hidden_states=True)
+        output = model(**given, use_cache=False, output_hidden_states=True)
     finally:
         for handle in handles:
             handle.remove()
         stop_watching(model, anywhere=True)
-    states = getattr(output, "hidden_states", None)
+    sourced = bool(model.config.is_encoder_decoder)
+    states = getattr(output, "decoder_hidden_states" if sourced else "hidden_states", None)
     if not states:
         raise UnsupportedModelError(f"{describe(model)} returns no hidden states, which the drafter reads; use a drafter that reads none")
 
     last = [tensor for tensor, module, after, _ in seen if module is model.base_model and after]
     if states[-1].ndim != 3 and last:  # streams of a model that joins them behind its last layer
         states = (*states[:-1], last[-1])
+    read = [tensor for tensor, module, after, _ in seen if module is model.get_output_embeddings() and not after]
+    if sourced and not torch.equal(states[-1], read[-1]):  # T5 scales it for a tied LM head
+        states = (*states[:-1], read[-1])
 
     def outermost(state: Tensor) -> Tap | None:
         """Inner modules may not be called where a layer is one of a kernel's, or compiled."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of
+from foredraft.models.layers import layer_count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +36,7 @@ def shape_of(model: PreTrainedModel) -> TargetShape:
     return TargetShape(
         hidden_size=config.hidden_size,
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        layers=config.num_hidden_layers,
+        layers=layer_count(model),
         name=str(model.name_or_path or ""),
         vocabulary=fingerprint_of(model) or "",
     )

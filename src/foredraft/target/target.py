@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.backends.base import ForwardPass
 from foredraft.backends.choice import SAMPLE, choose
 from foredraft.device import to_device
-from foredraft.errors import ConfigurationError, UnsupportedModelError
+from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
 from foredraft.models.changes import STRUCTURE, ModelState
 from foredraft.models.encoder_decoder import Source, some_source
@@ -246,10 +246,6 @@ class Target(Passes):
             UnsupportedModelError: a hidden state that cannot be handed out.
         """
         found: Features | None = None
-        if features and self.sourced:
-            raise UnsupportedModelError(
-                f"hidden states of {describe(self.model)}, which has an encoder, are not read yet; use another drafter"
-            )
         if features:
             if not self._taps:
                 ids = torch.arange(min(SAMPLE, self.context or SAMPLE), device=self.device)[None] % self.vocab_size

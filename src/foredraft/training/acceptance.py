@@ -23,7 +23,7 @@ from foredraft.rows import SessionRow
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
 from foredraft.training.data import Texts
-from foredraft.training.generation import Answering
+from foredraft.training.generation import Answering, add
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ class Measured:
 class Held:
     """Measures heads on ``prompts``, answered with ``tokens`` tokens each, over ``shape``: by default chains as deep as the head drafts.
 
-    The answers are greedy, or drawn at ``temperature`` and verified by ``rule``.
+    An encoder reads the prompts where the target has one. The answers are greedy, or drawn at ``temperature`` and verified by ``rule``.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -73,10 +73,12 @@ class Held:
         by_depth = tuple(accepted / max(1, drafted) for accepted, drafted in depths)
         return Measured(stats.acceptance_length, by_depth, stats.kept)
 
-    def answers(self, model: PreTrainedModel, head: Head) -> tuple[list[list[int]], list[int]]:
-        """The prompts with their answers, and the number of the first token of each answer."""
+    def answers(self, model: PreTrainedModel, head: Head) -> dict[str, Any]:
+        """Arguments of :func:`~foredraft.heads.calibration.calibrate`: the prompts with their answers, the number of the first token of
+        each answer, and their sources if there are any."""
         _, rows = self._answer(model, head)
-        return [row.ids for row in rows], [row.prompt_length for row in rows]
+        sources = [row.source for row in rows if row.source is not None]
+        return {"texts": [row.ids for row in rows], "answers": [row.prompt_length for row in rows], "sources": sources}
 
     def _answer(self, model: PreTrainedModel, head: Head) -> tuple[Stats, list[SessionRow]]:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -88,7 +90,7 @@ class Held:
                 session = speculator.session()
                 for start in range(0, len(self.prompts), BATCH):
                     for index, prompt in enumerate(self.prompts[start : start + BATCH], start):
-                        session.add(prompt, asked.parameters(index, prompt, frozenset()))
+                        add(session, index, prompt, asked, frozenset())
                     rows += session.waiting
                     while session.live:
                         session.step()
@@ -105,10 +107,8 @@ def calibrated(head: Head, model: PreTrainedModel, held: Held, *, nodes: int | N
     """
     if not isinstance(head, VocabularyHead):
         return None
-    texts, answers = held.answers(model, head)
-    found = calibrate(
-        head, model, texts, cost=(lambda count: 1.0) if nodes else costs(head, model), answers=answers, most_nodes=nodes or 64
-    )
+    answers, cost = held.answers(model, head), (lambda count: 1.0) if nodes else costs(head, model)
+    found = calibrate(head, model, cost=cost, most_nodes=nodes or 64, **answers)
     found.store(head)
     return found
 
@@ -119,8 +119,7 @@ def counted(head: MedusaHead, model: PreTrainedModel, held: Held, texts: Texts) 
     many = int(np.searchsorted(np.cumsum(texts.lengths), COUNTED)) + 1
     lines = [texts[index] for index in range(min(many, len(texts)))]
     head.log_odds = NgramLogOdds.count(lines, head.config.target.vocab_size, heads=head.config.heads)
-    answered, firsts = held.answers(model, head)
-    head.log_odds = weigh_log_odds(head, model, answered, answers=firsts)
+    head.log_odds = weigh_log_odds(head, model, **held.answers(model, head))
     return head.log_odds
 
 

@@ -8,7 +8,7 @@ that accumulates twice as much.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -28,15 +28,17 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """``ids`` ``[B, S]``, ``valid`` ``[B, S]`` where there is no padding, ``counted`` ``[B, S]`` what losses may predict; ``members``
-    ``[B]`` which texts."""
+    ``[B]`` which texts; ``source`` the arguments of the encoder, where the target has one."""
 
     ids: Tensor
     valid: Tensor
     counted: Tensor
     members: Numbers
+    source: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Tokens:
-        return Tokens(self.ids.to(device), self.valid.to(device), self.counted.to(device), self.members)
+        source = {name: each.to(device) for name, each in self.source.items()}
+        return Tokens(self.ids.to(device), self.valid.to(device), self.counted.to(device), self.members, source)
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ class Order:
     everything: bool = False
 
     def __post_init__(self) -> None:
-        longest = int(self._lengths.max()) if len(self.members) else 0
+        longest = int(self._sizes.sum(1).max()) if len(self.members) else 0
         if longest > self.batch_tokens:
+            what = "a text and its source have" if self.texts.sources else "a text has"
             raise ConfigurationError(
-                f"a text has {longest} tokens and --batch-tokens is {self.batch_tokens}: raise it, or cut texts with --max-length"
+                f"{what} {longest} tokens and --batch-tokens is {self.batch_tokens}: raise it, or cut texts with --max-length"
             )
         if not self.steps(0):
             raise ConfigurationError(
@@ -71,24 +74,28 @@ class Order:
             )
 
     @cached_property
-    def _lengths(self) -> Numbers:
-        lengths = self.texts.lengths[np.asarray(self.members, dtype=np.int64)]
-        return lengths if self.longest is None else np.minimum(lengths, self.longest)
+    def _sizes(self) -> Numbers:
+        """``[members, 1]``, or ``[members, 2]`` with sources: tokens that a micro-batch pads for each."""
+        sizes = self.texts.sizes[np.asarray(self.members, dtype=np.int64)].copy()
+        if self.longest is not None:
+            sizes[:, 0] = np.minimum(sizes[:, 0], self.longest)
+        return sizes
 
     def epoch(self, number: int) -> list[Numbers]:
         """The micro-batches of one epoch."""
         random = np.random.default_rng((self.seed, number))
-        members, lengths = np.asarray(self.members, dtype=np.int64), self._lengths
+        members, sizes = np.asarray(self.members, dtype=np.int64), self._sizes
         shuffled = random.permutation(len(members))
         batches = []
         for start in range(0, len(shuffled), POOL):
             pool = shuffled[start : start + POOL]
-            pool = pool[np.argsort(lengths[pool], kind="stable")]
-            first = 0
+            pool = pool[np.argsort(sizes[pool].sum(1), kind="stable")]
+            first, widest = 0, np.zeros(sizes.shape[1], dtype=np.int64)
             for place in range(len(pool)):
-                if (place + 1 - first) * lengths[pool[place]] > self.batch_tokens:
+                widest = np.maximum(widest, sizes[pool[place]])
+                if (place + 1 - first) * widest.sum() > self.batch_tokens:
                     batches.append(members[pool[first:place]])
-                    first = place
+                    first, widest = place, sizes[pool[place]]
             batches.append(members[pool[first:]])
         return [batches[index] for index in random.permutation(len(batches))]
 
@@ -110,8 +117,18 @@ class Order:
     def tokens(self, members: Numbers, instead: Mapping[int, np.ndarray[Any, Any]] = MappingProxyType({})) -> Tokens:
         """The texts, padded; those of ``instead`` in place of the ones that were given."""
         texts = [instead.get(int(member), self.texts[int(member)])[: self.longest] for member in members]
-        ids, valid, counted = (np.zeros((len(texts), max(map(len, texts))), dtype=kind) for kind in (np.int64, bool, bool))
-        for row, (member, text) in enumerate(zip(members, texts)):
-            ids[row, : len(text)], valid[row, : len(text)] = text, True
-            counted[row, 0 if self.everything else int(self.texts.prompt_lengths[member]) : len(text)] = True
-        return Tokens(torch.from_numpy(ids), torch.from_numpy(valid), torch.from_numpy(counted), members)
+        ids, valid = padded(texts)
+        begins = torch.tensor([0 if self.everything else int(self.texts.prompt_lengths[member]) for member in members])
+        counted = valid & (torch.arange(ids.shape[1]) >= begins[:, None])
+        if not self.texts.sources:
+            return Tokens(ids, valid, counted, members)
+        read, mask = padded([self.texts.sources[member] for member in members])
+        return Tokens(ids, valid, counted, members, {"input_ids": read, "attention_mask": mask.long()})
+
+
+def padded(texts: Sequence[np.ndarray[Any, Any]]) -> tuple[Tensor, Tensor]:
+    """``[B, S]`` ids, with 0 behind shorter texts, and where there is no padding."""
+    ids, valid = (np.zeros((len(texts), max(map(len, texts))), dtype=kind) for kind in (np.int64, bool))
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], valid[row, : len(text)] = text, True
+    return torch.from_numpy(ids), torch.from_numpy(valid)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+SOURCES = "sources"  # the setting that says that an encoder reads the prompts
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Shard:
 
     Attributes:
         ids: ``[T]`` int32, prompts and answers; ``lengths`` ``[R]`` of each text, ``prompt_lengths`` ``[R]`` of its prompt.
+        source_ids, source_lengths: what the encoder reads for each text, ``[S]`` and ``[R]`` int32, where the target has one.
         top_ids, top_logprobs: ``[A, K]`` the K likeliest tokens at each place of the answers and the target's log-probabilities, before
             temperature, where recorded; A counts the tokens of all answers.
     """
@@ -129,6 +131,8 @@ class Shard:
     ids: np.ndarray[Any, np.dtype[np.int32]]
     lengths: np.ndarray[Any, np.dtype[np.int32]]
     prompt_lengths: np.ndarray[Any, np.dtype[np.int32]]
+    source_ids: np.ndarray[Any, np.dtype[np.int32]] | None = None
+    source_lengths: np.ndarray[Any, np.dtype[np.int32]] | None = None
     top_ids: np.ndarray[Any, np.dtype[np.int32]] | None = None
     top_logprobs: np.ndarray[Any, np.dtype[np.float32]] | None = None
 
@@ -143,13 +147,21 @@ class Shard:
             raise ConfigurationError(f"{str(path)!r} is not a shard of texts: {error}; delete it and generate again") from error
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Shard:
-        flat, lengths = [token for text in texts for token in text], [len(text) for text in texts]
-        return cls(np.asarray(flat, np.int32), np.asarray(lengths, np.int32), np.asarray(prompt_lengths, np.int32))
+    def of(cls, texts: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sources: Sequence[Sequence[int]] = ()) -> Shard:
+        return cls(*flat(texts), np.asarray(prompt_lengths, np.int32), *(flat(sources) if sources else ()))
+
+    @property
+    def sources(self) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+        return [] if self.source_lengths is None else np.split(self.source_ids, np.cumsum(self.source_lengths)[:-1])  # type: ignore[arg-type]
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: array for name, array in found.items() if array is not None}
+
+
+def flat(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.ndarray[Any, np.dtype[np.int32]]]:
+    """The ids of all ``lists``, one behind the other, and how many each has."""
+    return np.asarray([token for each in lists for token in each], np.int32), np.asarray(list(map(len, lists)), np.int32)
 
 
 class Texts:
@@ -158,6 +170,10 @@ class Texts:
     Args:
         partial: take the shards that are there; otherwise all must be.
         prompt_tokens: take so many tokens of each text as its prompt, wherever its answer begins.
+
+    Attributes:
+        sources: what the encoder reads for each text; none where the target has no encoder.
+        sizes: ``[texts, 1]`` how many tokens each has, or ``[texts, 2]`` with those of its source.
     """
 
     def __init__(self, folder: Path, *, partial: bool = False, prompt_tokens: int | None = None):
@@ -191,6 +207,8 @@ class Texts:
         self.lengths = np.concatenate([each.lengths for each in parts]).astype(np.int64)
         self.prompt_lengths = np.concatenate([each.prompt_lengths for each in parts]).astype(np.int64)
         self.starts = np.cumsum(self.lengths) - self.lengths
+        self.sources: list[np.ndarray[Any, np.dtype[np.int32]]] = [source for each in parts for source in each.sources]
+        self.sizes = np.stack([self.lengths, *([list(map(len, self.sources))] if self.sources else [])], 1)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -200,10 +218,12 @@ class Texts:
         return self.ids[self.starts[index] : self.starts[index] + self.lengths[index]]
 
     def prompt(self, index: int) -> list[int]:
-        return self[index][: self.prompt_lengths[index]].tolist()
+        """What the target has answered: a source where it has an encoder."""
+        return self.sources[index].tolist() if self.sources else self[index][: self.prompt_lengths[index]].tolist()
 
     def digest(self) -> str:
-        return hashlib.sha256(self.ids.tobytes() + self.lengths.tobytes() + self.prompt_lengths.tobytes()).hexdigest()[:32]
+        arrays = [self.ids, self.lengths, self.prompt_lengths, *([*self.sources, self.sizes] if self.sources else [])]
+        return hashlib.sha256(b"".join(each.tobytes() for each in arrays)).hexdigest()[:32]
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -222,6 +242,12 @@ def refuse_other_data(manifest: Manifest, model: PreTrainedModel, *, other_targe
     from foredraft.loading import fingerprint_of, name_of
 
     name, size = name_of(model), int(model.get_output_embeddings().weight.shape[0])
+    sourced = bool(model.config.is_encoder_decoder)
+    if bool(manifest.settings.get(SOURCES)) != sourced:
+        theirs, ours = ("no sources", "an encoder, which reads some") if sourced else ("sources", "no encoder to read them")
+        raise ConfigurationError(
+            f"the data of {manifest.target} has {theirs}, and {name} has {ours}; generate data with this target (foredraft data generate)"
+        )
     vocabulary = fingerprint_of(model) or ""
     if manifest.vocab_size != size or (manifest.vocabulary and vocabulary and manifest.vocabulary != vocabulary):
         raise ConfigurationError(

@@ -56,7 +56,7 @@ class Reader:
         Padding must be behind the texts, where no token sees it.
         """
         with torch.set_grad_enabled(self.train):
-            hidden, logits = self.features.read(self.model, tokens.ids)
+            hidden, logits = self.features.read(self.model, tokens.ids, tokens.source)
         if self.sublayers is not None and self.skip is not None:
             with torch.set_grad_enabled(self.train), self.sublayers.left_out(self.skip):
                 hidden = self.model.base_model(input_ids=tokens.ids, use_cache=False)[0][:, :, None]
@@ -96,7 +96,7 @@ def store(
 def _write(path: Path, reader: Reader, texts: Texts, members: Sequence[int], batch_tokens: int) -> None:
     from safetensors.torch import save_file
 
-    order = Order(texts, members, max(batch_tokens, int(texts.lengths[list(members)].max())), 1, seed=0)
+    order = Order(texts, members, max(batch_tokens, int(texts.sizes[list(members)].sum(1).max())), 1, seed=0)
     found: dict[int, Tensor] = {}
     for batch in order.epoch(0):
         tokens = order.tokens(batch).to(reader.model.device)
@@ -159,7 +159,7 @@ class StoredReader(Reader):
 
     def _check(self) -> None:
         """Models that scale or cap their logits have more behind the last state than an LM head."""
-        order = Order(self._texts, [0], int(self._texts.lengths[0]), 1, seed=0)
+        order = Order(self._texts, [0], int(self._texts.sizes[0].sum()), 1, seed=0)
         tokens = order.tokens(np.asarray([0])).to(self.model.device)
         theirs, ours = super().__call__(tokens)[1].float(), self(tokens)[1].float()
         if float((theirs - ours).abs().max()) > CLOSE * float(theirs.std()):

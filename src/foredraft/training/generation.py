@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from foredraft.errors import ConfigurationError
 from foredraft.loading import fingerprint_of, name_of
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
+from foredraft.models.encoder_decoder import Source, beginning_of, check_ids
 from foredraft.rows import RowParameters, SessionRow
+from foredraft.session import Session
 from foredraft.speculator import Speculator
-from foredraft.training.data import Manifest, Shard, save_shard, shard_file, weights_digest
+from foredraft.training.data import SOURCES, Manifest, Shard, save_shard, shard_file, weights_digest
 from foredraft.training.prompts import digest
 
 if TYPE_CHECKING:
@@ -105,12 +108,15 @@ def generate(
     part: tuple[int, int] = (1, 1),
     report: Callable[[Count], None] = lambda count: None,
 ) -> Count:
-    """Let a model answer ``prompts``, and make the shards that are missing in ``folder``; ``source`` says where the prompts come from. Of n
-    parts, each a process of its own, ``part = (i, n)`` makes every n-th.
+    """Let a model answer ``prompts``, which its encoder reads if it has one, and make the shards that are missing in ``folder``; ``source``
+    says where the prompts come from. Of n parts, each a process of its own, ``part = (i, n)`` makes every n-th.
 
     Raises:
         ConfigurationError: the folder was started with other settings, or a prompt that the target cannot read.
     """
+    sourced = bool(model.config.is_encoder_decoder)
+    if sourced:
+        check_sources(model, prompts, answering)
     manifest = Manifest(
         target=name_of(model),
         vocabulary=fingerprint_of(model) or "",
@@ -119,7 +125,7 @@ def generate(
         prompts=digest(prompts),
         count=len(prompts),
         per_shard=per_shard,
-        settings={**source, **asdict(answering), "temperatures": list(answering.temperatures)},
+        settings={**source, **asdict(answering), "temperatures": list(answering.temperatures), **({SOURCES: True} if sourced else {})},
     )
     manifest.claim(folder)
     mine = range(part[0] - 1, manifest.shards, part[1])
@@ -151,11 +157,29 @@ def _answered(
     if not answering.max_new_tokens:
         return Shard.of([prompt for _, prompt in prompts], [len(prompt) for _, prompt in prompts])
     rows = answer(speculator, prompts, answering, progress)
-    shard = Shard.of([row.ids for row in rows], [row.prompt_length for row in rows])
+    sources = [row.source.ids for row in rows if row.source is not None]
+    shard = Shard.of([row.ids for row in rows], [row.prompt_length for row in rows], sources)
     if not answering.top:
         return shard
     found = LogProbs.joined([part for row in rows for part in row.logprobs])
     return replace(shard, top_ids=found.ids.cpu().numpy().astype(np.int32), top_logprobs=found.values.cpu().numpy().astype(np.float32))
+
+
+def check_sources(model: PreTrainedModel, sources: Sequence[Sequence[int]], answering: Answering) -> None:
+    """Raises ConfigurationError if ``model`` cannot write texts behind ``sources``."""
+    if model.main_input_name != "input_ids":
+        raise ConfigurationError(f"{name_of(model)} reads {model.main_input_name}, and data is generated for models that read text")
+    if not answering.max_new_tokens:
+        raise ConfigurationError("behind a source there is nothing but an answer: max_new_tokens must be at least 1")
+    beginning_of(model)
+    for each in sources:
+        check_ids(model, torch.tensor([list(each)]))
+
+
+def add(session: Session, index: int, prompt: Sequence[int], answering: Answering, eos: frozenset[int]) -> None:
+    """Add the row that answers prompt ``index``, which an encoder reads if there is one."""
+    ids, source = (beginning_of(session.target.model), Source.of(prompt)) if session.target.sourced else (prompt, None)
+    session.add(ids, replace(answering.parameters(index, ids, eos), source=source))
 
 
 def answer(
@@ -172,7 +196,7 @@ def answer(
             # A pass for every row that leaves would cost more than waiting for a few.
             if queue and (free >= max(1, answering.batch // 8) or not session.live):
                 for index, prompt in (queue.pop() for _ in range(min(free, len(queue)))):
-                    session.add(prompt, answering.parameters(index, prompt, eos))
+                    add(session, index, prompt, answering, eos)
                 rows += session.waiting
             commits = session.step()
             made += sum(len(commit.tokens) for commit in commits)

@@ -69,6 +69,8 @@ def open_backbone(model: PreTrainedModel, options: Options) -> Any:
         ConfigurationError: peft is missing, or finds nothing to adapt; or weights that cannot be trained.
     """
     what = "draft" if options.kind == DRAFT else "target"
+    if model.config.is_encoder_decoder:
+        raise ConfigurationError(f"a {what} with an encoder is not trained; leave --backbone out")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigurationError(f"the {what} has adapters already; merge them into it first")
     if getattr(model.config, "quantization_config", None) is not None and (options.backbone == "full" or options.kind in ALONE):

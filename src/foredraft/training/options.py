@@ -15,6 +15,7 @@ BACKBONES = ("frozen", "lora", "full")
 LAYERSKIP = "layerskip"  # no head: the model itself is trained, by the LayerSkip recipe
 DRAFT = "draft"  # no head either: a model that drafts is distilled from the target
 ALONE = {LAYERSKIP: "layerskip trains the model itself", DRAFT: "draft trains the draft model"}  # kinds that train a model and no head
+WITHOUT_ENCODER = (*ALONE, "exit")  # kinds that are for targets without an encoder
 # What changes nothing about the weights that come out: a resumed run may have others.
 FREE = ("report_every", "save_every")
 

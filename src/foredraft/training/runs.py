@@ -21,7 +21,7 @@ from foredraft.training.data import Manifest, Texts, refuse_other_data
 from foredraft.training.drafts import Draft
 from foredraft.training.early_exits import EarlyExits
 from foredraft.training.journal import Journal
-from foredraft.training.options import DRAFT, LAYERSKIP, Options
+from foredraft.training.options import DRAFT, LAYERSKIP, WITHOUT_ENCODER, Options
 from foredraft.training.trainer import Outcome, Trainer
 from foredraft.training.worth import Prices, compared
 
@@ -68,7 +68,7 @@ def run(
         )
     for folder in data:
         Manifest.read(folder)  # before weights are read
-    model = load_model(target, dtype=dtype, device=device or own_device())
+    model = load_model(target, dtype=dtype, device=device or own_device(), encoders=options.kind not in WITHOUT_ENCODER)
     parts = [Texts(folder, partial=partial, prompt_tokens=prompt_tokens) for folder in data]
     for part in parts:
         refuse_other_data(part.manifest, model, other_target=other_target)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigurationError
+from foredraft.heads.base import embeddings_of
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_config import Eagle3Config
 from foredraft.heads.formats import OURS, Contents, Format, block, check_size, from_block_as, needs_target, same_weights
@@ -119,7 +120,7 @@ def tensors_in(stored: Stored, config: Eagle3Config, model: PreTrainedModel | No
     tensors = {name: each for name, each in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     if EMBEDDINGS in tensors:
         own = tensors.pop(EMBEDDINGS)
-        same = None if model is None else same_weights(own, model.get_input_embeddings().weight)
+        same = None if model is None else same_weights(own, embeddings_of(model).weight)
         if not same:
             unknown = "to see whether they are, load it with its target as that was loaded (--target)"
             raise ConfigurationError(
