@@ -13,14 +13,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["FOREDRAFT_CACHE"] = "off"
 
 import pytest
-import torch
-
-from foredraft import observer
-from foredraft.planning import planner
-
-torch.set_num_threads(1)
-observer.contention.said = True  # what a test sees must not depend on how busy the machine is
-planner.QUIET = 0.0
 
 if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
     from foredraft.backends import native
@@ -30,6 +22,15 @@ if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
 
 
 def pytest_collection_finish() -> None:
+    """The process that hands tests out to others collects none, and so imports nothing of this."""
+    import torch
+
+    from foredraft import observer
+    from foredraft.planning import planner
+
+    torch.set_num_threads(1)
+    observer.contention.said = True  # what a test sees must not depend on how busy the machine is
+    planner.QUIET = 0.0
     gc.freeze()  # hundreds of thousands of objects of the libraries, which stay anyway
 
 

@@ -286,8 +286,11 @@ class World:
         Where the box leaves several open, it shrinks to the first, and the others remain to be tried.
         """
         low, high = self.box.get(key, (0.0, 1.0))
-        edges = list(accumulate(weights, initial=0.0))
-        parts = [(max(low, begin / edges[-1]), min(high, end / edges[-1])) for begin, end in pairwise(edges)]
+        edges = [0.0, *accumulate(weights)]
+        whole, parts = edges[-1], []
+        for begin, end in pairwise(edges):
+            begin, end = begin / whole, end / whole
+            parts.append((begin if begin > low else low, end if end < high else high))
         widths = [end - begin for begin, end in parts]
         first, *others = [outcome for outcome, width in enumerate(widths) if width > RESOLUTION] or [widths.index(max(widths))]
         self.untried += [{**self.box, key: parts[outcome]} for outcome in others]

@@ -76,8 +76,7 @@ def test_grown_trees_may_drop_nodes_and_no_more():
     assert upper <= lower <= upper + 2 * stats.target_passes  # at most k nodes of the last level but one are fed and then dropped
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("execution", ["eager", "packed", "native"])
+@pytest.mark.parametrize(("shape", "execution"), covered(SHAPES, ["eager", "packed", "native"], ways=1))
 def test_text_is_plain_while_the_exit_changes(shape: str, execution: str):
     plain = Speculator(model(), "none", rule="match", execution="eager")
     drafter = LayerSkip(exit=2)
@@ -544,9 +543,9 @@ def test_auto_finds_the_cheapest_layer_that_is_right(shape: str, options: dict, 
 
     monkeypatch.setattr(planner, "observe", observed)
     plain = Speculator(planted(), "none", rule="match", execution="eager")
-    found = speculator.generate(**padded(ROWS[:1]), max_new_tokens=300, pad_token_id=PAD, **options)
+    found = speculator.generate(**padded(ROWS[:1]), max_new_tokens=160, pad_token_id=PAD, **options)
     assert drafter.exit == 2
-    assert [row[len(ROWS[0]) :] for row in found.sequences.tolist()] == generate(plain, ROWS[:1], max_new_tokens=300, **options)
+    assert [row[len(ROWS[0]) :] for row in found.sequences.tolist()] == generate(plain, ROWS[:1], max_new_tokens=160, **options)
     assert len(set(found.stats.layer_tokens)) == 1 or "dynamic" in shape or shape == "auto"
 
 

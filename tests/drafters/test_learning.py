@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import vocabularies
+from cover import covered
 from helpers import PAD, generate, perturbed, prompts, tiny
 from kernel_cases import always, needs_kernels
 from kernel_cases import build as build_with_kernels
@@ -48,8 +49,9 @@ def no_process(monkeypatch: pytest.MonkeyPatch):
 # -- the text -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", ["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"])
+@pytest.mark.parametrize(
+    ("shape", "options"), covered(["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"], [SAMPLED, {"do_sample": False}], ways=1)
+)
 def test_the_text_is_that_of_plain_decoding_with_a_swap_after_every_round(shape: str, options: dict, tmp_path: Path):
     expected = generate(Speculator(tiny(), "none"), ROWS, max_new_tokens=NEW_TOKENS, **options)
     execution = "auto" if shape == "chain(4)" and options is SAMPLED else "eager"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
+from cover import covered
 from helpers import alone, generate, padded, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,8 +237,14 @@ def test_the_text_is_read_once_as_it_grows():
 # -- the text -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["chain(3)", "product(3,2,1)", SHAPE])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.1, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    covered(
+        ["chain(3)", "product(3,2,1)", SHAPE],
+        [{}, {"do_sample": True, "temperature": 1.1, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}],
+        ways=1,
+    ),
+)
 def test_the_text_is_that_of_plain_decoding(shape, options):
     model, rows = tiny("gemma3_text"), repetitive((52, 41, 44, 1))
     expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=20, **options)

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from cover import covered
 from head_cases import SHAPES, off_by, on_table, shaken_medusa, table_head
 from helpers import alone, batch_of, clone, generate, make_drafter, padded, prompts, repetitive, taught_head, tiny
 from torch.nn.functional import log_softmax, silu
@@ -217,8 +218,7 @@ def test_a_batch_that_counts_nothing_has_a_loss_of_zero():
 # -- drafts -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("family", "shape"), covered(["llama", "gemma3_text"], SHAPES, ways=1))
 def test_greedy_text_is_that_of_transformers(family, shape):
     rows = repetitive()
     expected = [alone(tiny(family), row, max_new_tokens=16) for row in rows]
@@ -227,8 +227,7 @@ def test_greedy_text_is_that_of_transformers(family, shape):
     assert out.stats.acceptance_length > 1.3
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("siblings", ["keyed", "top-k"])
+@pytest.mark.parametrize(("siblings", "shape"), covered(["keyed", "top-k"], SHAPES, ways=1))
 def test_sampled_text_is_that_of_plain_decoding(siblings, shape):
     options = {"do_sample": True, "temperature": 0.8, "seed": 4, "max_new_tokens": 16}
     speculator = Speculator(tiny(), make_drafter("medusa", siblings=siblings), shape=shape, rule="match")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cover import covered
 from helpers import generate
 from kernel_cases import DTYPES, build, needs_kernels
 from kernel_cases import always as always  # a fixture
@@ -60,8 +61,7 @@ def drafts(monkeypatch):
     return seen, kernel
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "dtype"), covered(SHAPES, DTYPES, ways=1))
 def test_the_same_trees_round_by_round(shape, dtype, drafts):
     """A wrong key in the draft's cache, a wrong mask or position shows in the trees of the rounds that follow."""
     seen, kernel = drafts

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cover import covered
 from helpers import PAD, alone, forked, generate, padded, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,8 +285,12 @@ def corpus(rows: list[list[int]], new: int = 24) -> Datastore:
     return Datastore.build([row[-20:] + alone(tiny(), row, max_new_tokens=new) for row in rows], vocab_size=128)
 
 
-@pytest.mark.parametrize("shape", ["chain(5)", "product(3,2,1)", "dynamic(depth=4,k=3,total=9)"])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}])
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"), covered(["chain(5)", "product(3,2,1)", "dynamic(depth=4,k=3,total=9)"], [{}, SAMPLED], ways=1)
+)
 def test_the_text_is_that_of_plain_decoding(shape: str, options: dict):
     rows = prompts()
     expected = generate(Speculator(tiny(), drafter="none"), rows, max_new_tokens=24, **options)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from cover import covered
 from helpers import PAD, Oracle, alone, generate, padded, perturbed, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,8 +134,12 @@ def test_the_same_drafter_twice_is_refused():
 # -- the text -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["chain(4)", "product(3,2,1)", "dynamic(depth=4,k=3,total=9)"])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}])
+SAMPLED = {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"), covered(["chain(4)", "product(3,2,1)", "dynamic(depth=4,k=3,total=9)"], [{}, SAMPLED], ways=1)
+)
 def test_the_text_is_that_of_plain_decoding(shape: str, options: dict):
     """Rows of one round take drafts of different drafters: the first one proposes for every other row only."""
     model, rows = tiny("gemma3_text"), repetitive()

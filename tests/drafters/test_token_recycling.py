@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cover import covered
 from helpers import alone, generate, padded, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from foredraft.verification.match import Match
 
 CPU = torch.device("cpu")
 SHAPES = ["chain(4)", "product(3,2,2)", "paths(0,1,2,0.0,1.0,0.0.0)", "opt(total=12,depth=4,k=4)"]
+SAMPLED = {"do_sample": True, "temperature": 1.1, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}
 
 
 def bound(vocab_size: int = 12, **options: Any) -> TokenRecycling:
@@ -183,8 +185,7 @@ def test_rejected_nodes_teach_too_and_what_is_known_is_accepted():
     assert again.stats.accepted == again.stats.drafted == 24 and again.stats.row_passes == 6
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 1.1, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 4}])
+@pytest.mark.parametrize(("shape", "options"), covered(SHAPES, [{}, SAMPLED], ways=1))
 def test_the_text_is_that_of_plain_decoding(shape, options):
     model, rows = tiny("gemma3_text"), repetitive((52, 41, 44, 1))
     expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=20, **options)
@@ -308,9 +309,7 @@ class Listening(Drafter):
                 self.heard += 1
 
 
-@pytest.mark.parametrize("extra", [0, 3])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("family", "count", "extra"), covered(["llama", "gemma3_text"], [1, 3], [0, 3]))
 def test_logits_of_every_node_reach_a_drafter_that_wants_them(family, count, extra):
     model, rows = tiny(family), prompts((30, 17, 3))[:count]
     drafter = Listening(model, extra)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cover import covered
 from helpers import alone, batch_of, generate, prompts, repetitive, tiny
 from training_helpers import make_data, trainer
 
@@ -77,8 +78,7 @@ def test_training_reads_what_drafting_reads():
     torch.testing.assert_close(model(ids).logits, logits)
 
 
-@pytest.mark.parametrize("attention", [False, True], ids=["alone", "behind attention"])
-@pytest.mark.parametrize("shape", ["chain(3)", "product(2,2)", "dynamic(3,2,5)"])
+@pytest.mark.parametrize(("shape", "attention"), covered(["chain(3)", "product(2,2)", "dynamic(3,2,5)"], [False, True], ways=1))
 def test_the_text_is_plain_with_a_stored_one(shape: str, attention: bool, tmp_path: Path):
     model, rows = tiny("llama"), prompts((20, 11))
     checkpoints.save(taught(5, attention=attention), tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from copy import copy
+from functools import cache
 
 import pytest
 import torch
@@ -299,6 +300,15 @@ def test_the_law_is_the_targets(siblings, rule, shape):
     assert off_by(drafter, target, rule, shape) < 1e-9
 
 
+@cache
+def embedded():
+    """A model, its heads, a prompt, and the text that it becomes. Not to be changed."""
+    model = zoo.load("python-8m", dtype=torch.float32)
+    ids = zoo.load_tokenizer("python-8m")(["def area(radius):\n    return radius\n\ndef area(radius):\n"], return_tensors="pt")
+    written = model.generate(**ids, max_new_tokens=48, do_sample=False, pad_token_id=0)[0].tolist()
+    return model, checkpoints.load("zoo:python-8m-medusa", model), ids, written
+
+
 @pytest.mark.skipif(native.refusal(torch.float32) is not None, reason="no native kernels here")
 @pytest.mark.parametrize(
     ("shape", "options"),
@@ -310,14 +320,11 @@ def test_the_law_is_the_targets(siblings, rule, shape):
 )
 def test_the_kernel_drafts_what_is_drafted_level_by_level(shape, options):
     layers, counted, successors = options
-    model = zoo.load("python-8m", dtype=torch.float32)
-    embedded = checkpoints.load("zoo:python-8m-medusa", model)
-    ids = zoo.load_tokenizer("python-8m")(["def area(radius):\n    return radius\n\ndef area(radius):\n"], return_tensors="pt")
-    written = model.generate(**ids, max_new_tokens=48, do_sample=False, pad_token_id=0)[0].tolist()
-    head = embedded
+    model, given, ids, written = embedded()
+    head = copy(given)
     if layers == 1:
         generator = torch.Generator().manual_seed(2)
-        head = type(embedded).for_target(model, heads=4, layers=1)
+        head = type(head).for_target(model, heads=4, layers=1)
         with torch.no_grad():
             for weight in head.parameters():  # heads that are alike are a tie wherever one looks
                 weight += 0.02 * torch.randn(weight.shape, generator=generator)

@@ -78,7 +78,7 @@ def _tiny(
         raise ValueError(f"{model_class} runs with {implementations}, not {implementation!r}")
     cls = getattr(transformers, model_class)
     config = cls.config_class(**options, attn_implementation=implementation)
-    with torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):  # whoever asks first, others may need gradients
         # Not torch.manual_seed, which would reseed the accelerators too.
         torch.default_generator.manual_seed(SEED)
         model = cls(config)

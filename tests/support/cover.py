@@ -43,6 +43,13 @@ def covered(*axes: Sequence[Any], ways: int = 2) -> list[Any]:
     ]
 
 
+def by_turns(values: Sequence[Any], turn: int, *, always: Collection[Any] = (), left_out: Collection[Any] = ()) -> list[Any]:
+    """For ``parametrize``: of ``values`` those in odd places, or with ``turn`` 0 in even ones, and those to run ``always``; the others are
+    nightly. So two ways that tell the same faults share the values between them."""
+    kept = [(place % 2 == turn or value in always, value) for place, value in enumerate(values) if value not in left_out]
+    return [value if now else pytest.param(value, marks=pytest.mark.nightly) for now, value in kept]
+
+
 def nightly_but(always: Collection[Any], values: Sequence[Any]) -> list[Any]:
     """For ``parametrize``: ``values``, of which those that are not among ``always`` are nightly."""
     return [pytest.param(*each, marks=() if each in always else pytest.mark.nightly) for each in values]

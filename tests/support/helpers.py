@@ -31,10 +31,15 @@ PAD = 0
 LENGTHS = (52, 41, 44)  # all longer than any window of the tiny models
 
 
+_said: dict[int, dict[Any, list[int]]] = {}  # by models that no test changes, what `alone` found
+
+
 @cache
 def tiny(name: str = "llama", implementation: str = "sdpa") -> Any:
     """The tiny model of `architectures.build`, shared between tests: do not change it."""
-    return build(name, implementation)
+    model = build(name, implementation)
+    _said[id(model)] = {}
+    return model
 
 
 @cache
@@ -70,10 +75,14 @@ def padded(rows: Sequence[Sequence[int]], side: str = "left") -> dict[str, torch
 
 
 def alone(model: Any, prompt: Sequence[int], **options: Any) -> list[int]:
-    """What transformers' own generate adds to one unpadded prompt."""
+    """What transformers' own generate adds to one unpadded prompt; asked once where the model is shared and the options are numbers."""
     ids = torch.tensor([list(prompt)])
     options = {"do_sample": False, "pad_token_id": PAD, **options}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    said = _said.get(id(model), {}) if all(isinstance(value, (bool, int, float)) for value in options.values()) else {}
+    key = (*prompt, *sorted(options.items()))
+    if key not in said:
+        said[key] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    return list(said[key])
 
 
 def added(output: Any, width: int) -> list[list[int]]:

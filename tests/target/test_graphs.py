@@ -5,13 +5,14 @@ Without a GPU a tape stands in for CUDA graphs (``tape.py``). What needs a GPU i
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from cover import covered
+from cover import by_turns, covered, nightly_but
 from helpers import Oracle, added, alone, clone, generate, make_drafter, padded, perturbed, prompts, random_tree, repetitive, tiny
 from tape import HOST_METHODS, Tape
 from torch.overrides import TorchFunctionMode
@@ -38,11 +39,13 @@ from foredraft.verification import create
 
 TOLERANCE = 1e-4  # of the largest logit
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 30, "seed": 5}
+SHAPES = ["chain(4)", "product(2,2,1)", "dynamic(depth=3,k=2,total=5)"]
 TREE = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
 REFUSED = {  # every other family that takes trees is recorded
     "xglm": "__bool__ would wait",
     "gemma3n_text": "tensor would wait",
 }
+NOT_FLEXED = {"falcon", "falcon_grouped", "gptj", "codegen", "bloom"}  # which test_flex.py leaves out
 WARM = PATIENCE + TRIALS  # passes of one bucket until it is replayed unwatched
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -99,7 +102,7 @@ def assert_alike(
 # -- passes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", [name for name in TREE if name not in REFUSED])
+@pytest.mark.parametrize("family", by_turns(TREE, 1, always=NOT_FLEXED, left_out=REFUSED))  # the others attend in test_flex.py
 def test_replayed_passes_are_those_of_the_model(family, taped):
     target, eager = Target(of(family), execution="graphs"), Target(of(family), execution="eager", test=False, attention="model")
     assert target.execution == "graphs" and target.reasons.get("graphs") is None and target.passes == 0
@@ -288,7 +291,10 @@ def test_auto_is_eager_where_graphs_could_be_recorded(taped, monkeypatch):
 
 @pytest.mark.parametrize(
     ("family", "shape", "options"),
-    covered(["llama", "gemma3_text", "gpt2"], ["chain(4)", "product(2,2,1)", "dynamic(depth=3,k=2,total=5)"], [{}, SAMPLED]),
+    nightly_but(
+        list(zip(["llama", "gemma3_text", "gpt2"] * 2, [*SHAPES, *SHAPES[1:], SHAPES[0]], [{}, SAMPLED, {}, {}, SAMPLED, SAMPLED])),
+        list(itertools.product(["llama", "gemma3_text", "gpt2"], SHAPES, [{}, SAMPLED])),
+    ),
 )
 def test_text_is_that_of_eager_passes(family, shape, options, taped):
     rows = repetitive((23, 9, 15))
@@ -360,7 +366,7 @@ def rounds(monkeypatch, execution: str, shape: str, rule: str, siblings: str, op
     speculator = Speculator(tiny(), drafter, shape=shape, rule=rule, execution="eager")
     real = drafter.draft
     monkeypatch.setattr(drafter, "draft", lambda request: trees.append(real(request)) or trees[-1])
-    speculator.generate(**padded(repetitive((23, 9, 15))), pad_token_id=0, max_new_tokens=40, **options)
+    speculator.generate(**padded(repetitive((23, 9, 15))), pad_token_id=0, max_new_tokens=30, **options)
     return trees, drafter
 
 
@@ -481,7 +487,7 @@ def test_a_replayed_draft_and_pass_wait_for_nothing(shape, siblings, taped, monk
 
     monkeypatch.setattr(drafter, "draft", watch(draft, lambda: drafter._loops[1].drafts))
     monkeypatch.setattr(target, "score", watch(score, lambda: target.backend.recordings.replays))
-    generate(speculator, repetitive((23,)), max_new_tokens=80, **SAMPLED)
+    generate(speculator, repetitive((23,)), max_new_tokens=60, **SAMPLED)
     assert len(watched) >= 10 and not any(watched), watched
 
 
@@ -498,7 +504,7 @@ def test_no_round_copies_a_list_to_the_device_from_memory_that_is_not_pinned(sha
         return found
 
     monkeypatch.setattr(Session, "step", watched_step)
-    generate(speculator, repetitive((23, 9)), max_new_tokens=60, **SAMPLED)
+    generate(speculator, repetitive((23, 9)), max_new_tokens=45, **SAMPLED)
     assert len(rounds) >= 10 and not any(rounds[2 * WARM :]), rounds
 
 

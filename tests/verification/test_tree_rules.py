@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -54,8 +55,9 @@ TREES = {
 }
 
 
+@cache
 def table(seed: int, text: tuple[int, ...]) -> Tensor:
-    """``[V]`` a distribution for each text."""
+    """``[V]`` a distribution for each text. Not to be changed."""
     generator = torch.Generator().manual_seed(hash((seed, *text)) % 2**40)
     return torch.softmax(1.5 * torch.randn(VOCAB, generator=generator, dtype=torch.float64), 0)
 
