@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import sound
 from foredraft.errors import ConfigurationError
 from foredraft.loading import load_model, load_tokenizer
 
@@ -36,12 +37,18 @@ class Checkpoint:
 
 
 def written(source: str, work: Path) -> Checkpoint:
-    """``source`` as files, under ``work`` if it is embedded.
+    """``source`` as files, under ``work`` if it is embedded or random.
 
     Raises:
         ConfigurationError: there is no such model.
     """
-    slug = source.removeprefix("zoo:").strip("./").replace("/", "--")
+    slug = source.removeprefix("zoo:").strip("./").replace("/", "--").replace(":", "-")
+    if source.startswith(sound.PREFIX):
+        path = (work / slug / "hf").absolute()
+        if not (path / DONE).exists():
+            sound.save(source, path)
+            (path / DONE).touch()
+        return Checkpoint(source, path, slug)
     if not source.startswith("zoo:"):
         path = Path(source).expanduser()
         if not (path / "config.json").exists():
@@ -99,7 +106,7 @@ def pass_bytes(path: Path, dtype: str) -> int | None:
         sizes |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     if not sizes:
         return None
-    sizes = {name: size for name, size in sizes.items() if not name.startswith("encoder.")}
+    sizes = {name: size for name, size in sizes.items() if not name.removeprefix("model.").startswith("encoder.")}
     gathered = [name for name in sizes if "embed_tokens" in name or name.endswith("wte.weight")]
     untied = any("lm_head" in name for name in sizes)
     return SIZES[dtype] * (sum(sizes.values()) - (sum(sizes[name] for name in gathered) if untied else 0))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks import checkpoints, datasets, speed_plan
+from benchmarks import checkpoints, datasets, sound, speed_plan
 from benchmarks.datasets import Prompt
 from benchmarks.figures import Figure
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS
@@ -33,14 +33,19 @@ ASSISTED = {"bfloat16": 2.0, "float32": 1.5}
 OVER_PLAIN = {("ast", GREEDY): 2.0, ("ast", SAMPLED): 1.5, ("doc", GREEDY): 1.5, ("doc", SAMPLED): 1.2}
 LOOKING, BATCHES, DECODING, BIGRAM_PREDICTED = 2.5, 1.0, 1.0, 0.9
 PREDICTED_MEDIAN, PREDICTED_WORST = 0.95, 0.85
+NOISE, NOISES, HEARD, HEARING = "noise", 4, (3, 5), 1.5  # windows of sound, γ, and tokens/s over transformers' assisted generation
 
 
 @dataclass(frozen=True)
 class Settings(speed_plan.Settings):
     """What is run, besides what the speed suite's settings say."""
 
-    targets: tuple[str, ...] = option((f"zoo:{zoo.T5_INFLATED}",), "A checkpoint folder or zoo:NAME.", flag="--target")
-    draft: str = option(f"zoo:{zoo.T5_DRAFT}", "The draft model, with the target's tokenizer.")
+    targets: tuple[str, ...] = option(
+        (f"zoo:{zoo.T5_INFLATED}",),
+        f"A checkpoint folder, zoo:NAME, or {sound.PREFIX}SIZE ({', '.join(sound.SHAPES)}): Whisper's shapes, which read noise.",
+        flag="--target",
+    )
+    draft: str = option(f"zoo:{zoo.T5_DRAFT}", "The draft model, with the target's tokenizer; a random Whisper has one of its own.")
     rules: tuple[str, ...] = (AUTO,)
     modes: tuple[str, ...] = (PLAIN, DRAFT, LOOKUP)
     drafters: tuple[str, ...] = ()
@@ -55,6 +60,10 @@ class Settings(speed_plan.Settings):
     worst: bool = False
 
 
+def hears(target: str) -> bool:
+    return target.startswith(sound.PREFIX)
+
+
 def scenario(task: str, how: str) -> str:
     return f"{task}, {how}"
 
@@ -65,8 +74,18 @@ def methods(settings: Settings) -> list[Method]:
     for shape in settings.shapes:
         found.append(ours(DRAFT, shape))
     for length in settings.lengths:
-        found += [Method(side, DRAFT, f"γ={length}", length) for side in settings.peers]
+        found += assisted(settings, length)
     return [*found, ours(LOOKUP, AUTO), ours(SUFFIX, AUTO, SUFFIX), ours(BIGRAM, f"chain({BIGRAM_LENGTH})", "ngram;order=2")]
+
+
+def hearing(settings: Settings) -> list[Method]:
+    """Everyone who writes down noise, each γ on both sides."""
+    drafts = [each for length in HEARD for each in (ours(DRAFT, f"chain({length})"), *assisted(settings, length))]
+    return [Method(FOREDRAFT, PLAIN), *(Method(side, PLAIN) for side in settings.peers), ours(DRAFT, AUTO), *drafts]
+
+
+def assisted(settings: Settings, length: int) -> list[Method]:
+    return [Method(side, DRAFT, f"γ={length}", length) for side in settings.peers]
 
 
 def ours(mode: str, shape: str, drafter: str = "") -> Method:
@@ -104,6 +123,29 @@ class EncDecBlock(Block):
         super()._warm_up(list({(cell.scenario, cell.batch): cell for cell in reversed(calls)}.values()))
 
 
+class HearingBlock(EncDecBlock):
+    """Texts of a fixed length, one row at a time, of noise; greedy."""
+
+    ends = False
+
+    def everyone(self) -> list[Method]:
+        return hearing(self.settings)
+
+    def _texts(self) -> tuple[list[tuple[str, list[int]]], int]:
+        return [(NOISE, [index]) for index in range(heard(self.settings))], sound.VOCABULARY
+
+    def cells(self, texts: Sequence[tuple[str, Sequence[int]]], vocabulary: int) -> list[Cell]:
+        who, tokens = tuple(each.name for each in self.everyone()), self.settings.tokens
+        return [Cell(scenario(task, GREEDY), index, task, (tuple(ids),), tokens, 0.0, who) for index, (task, ids) in enumerate(texts)]
+
+    def _curve(self, repeat: int, context: int) -> None:
+        """None: speed-ups of noise are compared with nothing that theory says."""
+
+
+def heard(settings: Settings) -> int:
+    return min(NOISES, settings.limit or NOISES)
+
+
 class EncDec(PeerSuite[Settings]):
     """Encoder-decoder models: plain decoding, draft models and copying from the source, beside transformers.
 
@@ -116,8 +158,8 @@ class EncDec(PeerSuite[Settings]):
     quick: ClassVar[Mapping[str, Any]] = {"limit": 2, "tokens": 48, "repeats": 1, "batches": (1,), "dtypes": ("bfloat16",)}
 
     def read_prompts(self) -> list[Prompt]:
-        found = []
-        for source in self.settings.prompts:
+        found: list[Prompt] = []
+        for source in [] if all(map(hears, self.settings.targets)) else self.settings.prompts:
             if source in EMBEDDED:
                 texts = zoo.prompts(source)[: self.settings.limit]
                 found += [Prompt(f"{source}-{index}", source, (text,)) for index, text in enumerate(texts)]
@@ -126,31 +168,42 @@ class EncDec(PeerSuite[Settings]):
         return found
 
     def everyone(self) -> list[Method]:
-        return methods(self.settings)
+        kinds = {hears(target) for target in self.settings.targets}
+        found = [*(methods(self.settings) if False in kinds else []), *(hearing(self.settings) if True in kinds else [])]
+        return list({each.name: each for each in found}.values())
 
     @property
     def steps(self) -> int:
-        settings, everyone = self.settings, self.everyone()
-        calls = cells(settings, [(prompt.category, [0]) for prompt in self.prompts], everyone)
-        count = sum(len(cell.methods) for cell in calls) * settings.repeats + len(everyone)
-        return count * len(settings.targets) * len(settings.dtypes)
+        settings, count = self.settings, 0
+        reading, listening = methods(settings), len(hearing(settings))
+        for target in settings.targets:
+            if hears(target):
+                count += listening * (heard(settings) * settings.repeats + 1)
+            else:
+                calls = cells(settings, [(prompt.category, [0]) for prompt in self.prompts], reading)
+                count += sum(len(cell.methods) for cell in calls) * settings.repeats + len(reading)
+        return count * len(settings.dtypes)
 
     def run(self) -> None:
         settings = self.settings
         torch.set_num_threads(settings.threads)
         self.methods, self.turns = self.everyone(), len(self.prompts)
         self.categories = list(dict.fromkeys(prompt.category for prompt in self.prompts))
-        draft = checkpoints.written(settings.draft, settings.work_folder)
         for source in settings.targets:
-            target = checkpoints.written(source, settings.work_folder)
+            name, block = (f"{source}{sound.DRAFT}", HearingBlock) if hears(source) else (settings.draft, EncDecBlock)
+            target, draft = (checkpoints.written(each, settings.work_folder) for each in (source, name))
             for dtype in settings.dtypes:
                 self.bytes_per_pass[f"{source} {dtype}"] = checkpoints.pass_bytes(target.path, dtype)
-                EncDecBlock(self, target, draft, dtype).run()
+                block(self, target, draft, dtype).run()
 
     # -- what is reported -----------------------------------------------------------------------------------------------
 
-    def findings(self) -> list[Findings]:
-        return [Findings(self, target, dtype) for target in self.settings.targets for dtype in self.settings.dtypes]
+    def findings(self) -> list[Findings | Hearing]:
+        return [
+            Hearing(self, target, dtype) if hears(target) else Findings(self, target, dtype)
+            for target in self.settings.targets
+            for dtype in self.settings.dtypes
+        ]
 
     def figures(self) -> list[Figure]:
         return [figure for each in self.findings() for figure in each.figures()]
@@ -169,10 +222,18 @@ class EncDec(PeerSuite[Settings]):
 
     def notes(self, environment: Mapping[str, Any]) -> list[str]:
         settings = self.settings
+        texts, sounds = ([each for each in settings.targets if hears(each) is kind] for kind in (False, True))
+        how = f"{settings.repeats} repeats in turns after warm-up calls, {settings.threads} threads."
         return [
             f"Methods, each side in a process and environment of its own: {sides(self) or 'none started'}.",
-            f"Target {', '.join(settings.targets)}, draft {settings.draft}; {self.turns} held-out sources; at most {settings.tokens} new "
-            f"tokens, and texts end by themselves; {settings.repeats} repeats in turns after warm-up calls, {settings.threads} threads.",
+            f"Target {', '.join(texts)}, draft {settings.draft}; {self.turns} held-out sources; at most {settings.tokens} new tokens, and "
+            f"texts end by themselves; {how}"
+            if texts
+            else "",
+            f"{', '.join(sounds)}: Whisper's shapes with random weights, which read {heard(settings)} windows of noise through their own "
+            f"generate and write {settings.tokens} tokens of each; {how} {sound.MADE}"
+            if sounds
+            else "",
             f"zoo:{zoo.T5_INFLATED} is a benchmark instrument: a small model inflated to the cost of a large one, with the same function."
             if f"zoo:{zoo.T5_INFLATED}" in settings.targets
             else "",
@@ -183,6 +244,35 @@ class EncDec(PeerSuite[Settings]):
             "it, each timed alone. α is the share of drafted tokens that are kept, up to the first that is not.",
             quiet(self),
         ]
+
+
+class Hearing(Comparison):
+    """What the project promises for a Whisper in one dtype."""
+
+    run: EncDec
+
+    def figures(self) -> list[Figure]:
+        name = f"{NOISE}, {GREEDY}: tokens/s over transformers' assisted generation, same draft, γ = "
+        return [self.over(f"{name}{length}", HEARING, *self.pair(length), self.heard.rate, digits=1) for length in HEARD]
+
+    def pair(self, length: int) -> tuple[list[str], list[str]]:
+        return self.names(DRAFT, OURS, length=length), self.names(DRAFT, self.run.settings.peers, length=length)
+
+    @property
+    def heard(self) -> Calls:
+        return self.calls(scenario=scenario(NOISE, GREEDY))
+
+    def predictions(self) -> Table:
+        """None; but what both sides' drafts are worth once the encoder has read the sound."""
+        rows = []
+        for length in HEARD:
+            for name, theirs in zip(*self.pair(length)):
+                share, rate = alpha(self.heard, name), self.heard.decoding_rate
+                over = [ratio(rate(name), rate(other)) for other in (PLAIN_OF_OURS, theirs)]
+                said = ["—" if each is None else each.spread.text() for each in over]
+                rows.append((name, "—" if share is None else f"{share:.3f}", *said))
+        columns = ("method", "α", "over plain, after the first token", "over transformers' assisted, after the first token")
+        return Table(f"Drafts of a random Whisper, {self.where}", columns, rows)
 
 
 class Findings(Comparison):

@@ -165,9 +165,8 @@ class Block:
         try:
             for method in self.everyone():
                 self._load(method)
-            tokenizer = load_tokenizer(str(self.target.path))
-            prompts = self._prompts(tokenizer)
-            calls = self.cells(prompts, len(tokenizer))
+            prompts, vocabulary = self._texts()
+            calls = self.cells(prompts, vocabulary)
             self._warm_up(calls)
             for repeat in range(self.repeats):
                 self._forget(self.at)  # or else it would know the texts of the repeat before
@@ -256,13 +255,16 @@ class Block:
             process.ask("prepare", limit=self.settings.patience, checkpoint=str(checkpoint.path), folder=str(folder), dtype=self.dtype)
         )
 
-    def _prompts(self, tokenizer: Any) -> list[tuple[str, list[int]]]:
-        """Every turn as a prompt of its own: what came before it, answered as the first method that is ready answers, and itself."""
-        return [
+    def _texts(self) -> tuple[list[tuple[str, list[int]]], int]:
+        """Every turn as a prompt of its own: what came before it, answered as the first method that is ready answers, and itself; and
+        how many tokens there are."""
+        tokenizer = load_tokenizer(str(self.target.path))
+        prompts = [
             (prompt.category, ids)
             for prompt in self.run_.prompts
             for ids in datasets.conversation(prompt, tokenizer, self._answer, chat=self.settings.chat)
         ]
+        return prompts, len(tokenizer)
 
     def _answer(self, ids: list[int]) -> list[int] | None:
         for name in list(self.at):

@@ -81,21 +81,17 @@ class Engine:
         return (times[-1] - begin) / len(times)
 
     def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-        torch, speculator = self.torch, self.speculators[name]
-        width = max(map(len, ids))
-        padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=self.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=self.device)
+        speculator = self.speculators[name]
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
         encoder = speculator.model.config.is_encoder_decoder
         predicted = self._predicted(speculator, ids, tokens) if len(ids) == 1 and not temperature and not encoder else None
+        given = inputs(self.torch, speculator.model, ids)
         begin = time.perf_counter()
-        out = speculator.generate(
-            padded, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, seed=seed, repeatable=False, **sampling
-        )
+        out = speculator.generate(**given, max_new_tokens=tokens, seed=seed, repeatable=False, **sampling)
         end = time.perf_counter()
         stats = out.stats
         return {
-            "ids": self._written(out.sequences, speculator.model, width),
+            "ids": written(out.sequences, speculator.model, max(map(len, ids))),
             "seconds": end - begin,
             "times": [moment + max(0.0, end - begin - stats.seconds["total"]) for moment in stats.rows[0].token_times],
             "passes": stats.target_passes,
@@ -108,14 +104,6 @@ class Engine:
             "planning": stats.seconds.get("planning", 0.0),
             "predicted": predicted,
         }
-
-    @staticmethod
-    def _written(sequences: Any, model: Any, width: int) -> list[list[int]]:
-        """The new tokens of each row; a model with an encoder writes behind its start token, up to its end."""
-        if not model.config.is_encoder_decoder:
-            return list(sequences[:, width:].tolist())
-        rows, end = sequences[:, 1:].tolist(), model.generation_config.eos_token_id
-        return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
     @staticmethod
     def _predicted(speculator: Any, ids: list[list[int]], tokens: int) -> float | None:
@@ -193,3 +181,25 @@ class Engine:
         model = CostModel()
         run.fill(model)
         return model
+
+
+def inputs(torch: Any, model: Any, ids: list[list[int]]) -> dict[str, Any]:
+    """What ``model`` reads: rows padded on the left, or, where it reads sound, the noise of that number."""
+    if model.main_input_name == "input_features":
+        shape = model.config.num_mel_bins, 2 * model.config.max_source_positions
+        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(row[0])) for row in ids]
+        return {"input_features": torch.stack(noise).to(model.device, model.dtype)}
+    width = max(map(len, ids))
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=model.device)
+    return {"input_ids": padded, "attention_mask": mask, "pad_token_id": 0}
+
+
+def written(sequences: Any, model: Any, width: int) -> list[list[int]]:
+    """The new tokens of each row; a model with an encoder writes behind its start token, up to its end."""
+    if not model.config.is_encoder_decoder:
+        return list(sequences[:, width:].tolist())
+    if model.main_input_name == "input_features":
+        return list(sequences.tolist())
+    rows, end = sequences[:, 1:].tolist(), model.generation_config.eos_token_id
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]

@@ -45,8 +45,10 @@ class Engine:
     def model(self, path: str, dtype: str) -> Any:
         """Loaded once for all methods; without end-of-sequence ids, so that every text is as long as asked, unless it has an encoder."""
         if (path, dtype) not in self.models:
-            encoder = self.library.AutoConfig.from_pretrained(path, local_files_only=True).is_encoder_decoder
-            kind = self.library.AutoModelForSeq2SeqLM if encoder else self.library.AutoModelForCausalLM
+            config = self.library.AutoConfig.from_pretrained(path, local_files_only=True)
+            encoder, hears = config.is_encoder_decoder, config.model_type == "whisper"
+            reading = self.library.AutoModelForSpeechSeq2Seq if hears else self.library.AutoModelForSeq2SeqLM
+            kind = reading if encoder else self.library.AutoModelForCausalLM
             model = kind.from_pretrained(path, dtype=getattr(self.torch, dtype), local_files_only=True).to(self.device).eval()
             if not encoder:
                 model.generation_config.eos_token_id = None
@@ -58,22 +60,18 @@ class Engine:
         target, how = method["target"], method["how"]
         if method["assistant"] is not None:  # another method may share it
             method["assistant"].generation_config.num_assistant_tokens = method["length"]
-        width = max(map(len, ids))
-        padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=self.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=self.device)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        given = inputs(torch, target, ids)
         torch.manual_seed(seed)
         watch = Watch(target, how.get("assistant_model"), self.wait)
         arrivals = Arrivals() if len(ids) == 1 else None
         self.wait()
         begin = time.perf_counter()
         with watch:
-            out = target.generate(
-                input_ids=padded, attention_mask=mask, max_new_tokens=tokens, pad_token_id=0, streamer=arrivals, **sampling, **how
-            )
+            out = target.generate(**given, max_new_tokens=tokens, streamer=arrivals, **sampling, **how)
         self.wait()
         end = time.perf_counter()
-        rows = written(out, target, width)
+        rows = written(out, target, max(map(len, ids)))
         found: dict[str, Any] = {"ids": rows, "seconds": end - begin, "passes": len(watch.target)}
         if watch.target:
             prefill = watch.target[0]
@@ -90,10 +88,24 @@ class Engine:
             self.torch.cuda.synchronize()
 
 
+def inputs(torch: Any, model: Any, ids: list[list[int]]) -> dict[str, Any]:
+    """What ``model`` reads: rows padded on the left, or, where it reads sound, the noise of that number."""
+    if model.main_input_name == "input_features":
+        shape = model.config.num_mel_bins, 2 * model.config.max_source_positions
+        noise = [torch.randn(shape, generator=torch.Generator().manual_seed(row[0])) for row in ids]
+        return {"input_features": torch.stack(noise).to(model.device, model.dtype)}
+    width = max(map(len, ids))
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in ids], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=model.device)
+    return {"input_ids": padded, "attention_mask": mask, "pad_token_id": 0}
+
+
 def written(out: Any, model: Any, width: int) -> list[list[int]]:
     """The new tokens of each row behind a prompt of so many; a model with an encoder writes behind its start token, up to its end."""
     if not model.config.is_encoder_decoder:
         return list(out[:, width:].tolist())
+    if model.main_input_name == "input_features":
+        return list(out.tolist())
     rows, end = out[:, 1:].tolist(), model.generation_config.eos_token_id
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 

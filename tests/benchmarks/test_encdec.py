@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from benchmarks.encdec import BIGRAM, GREEDY, SAMPLED, EncDec, EncDecBlock, Settings, cells, methods, scenario
+from benchmarks import checkpoints
+from benchmarks.encdec import BIGRAM, GREEDY, NOISE, SAMPLED, EncDec, EncDecBlock, HearingBlock, Settings, cells, methods, scenario
 from benchmarks.peer_process import PeerError
 from benchmarks.speed_calls import Curve, Measurement
+from foredraft import ConfigurationError
 from foredraft.loading import load_tokenizer
 
 SMALL = Settings(
@@ -78,6 +80,41 @@ def test_both_sides_write_the_same_and_stop_at_the_end(tiny_t5, tmp_path):
     module = importlib.import_module("benchmarks.peers.transformers")
     model = T5ForConditionalGeneration.from_pretrained(tiny_t5)
     assert module.written(torch.tensor([[1, 5, 0, 1], [1, 5, 6, 7]]), model, 3) == [[5, 0], [5, 6, 7]]
+
+
+def test_a_whisper_of_random_weights(tmp_path):
+    target, draft = (checkpoints.written(f"random:whisper-test{which}", tmp_path) for which in ("", "-draft"))
+    told = {}
+    for side, options in (("transformers", {}), ("foredraft", {"shape": "chain(3)"})):
+        peer = importlib.import_module(f"benchmarks.peers.{side}").Engine()
+        peer.start(1, "cpu", "")
+        peer.load("plain", str(target.path), None, "float32", "plain", 0, 3, {})
+        peer.load("draft", str(target.path), str(draft.path), "float32", "draft", 3, 3, options)
+        told[side] = [peer.generate(name, [[1]], 24, 0.0, 0) for name in ("plain", "draft")]
+    texts = [each["ids"] for each in (*told["transformers"], *told["foredraft"])]
+    assert texts == texts[:1] * 4 and len(texts[0][0]) == 24 and len(set(texts[0][0])) > 6
+    drafted = told["foredraft"][1]
+    assert sum(drafted["accepted_by_depth"]) / sum(drafted["drafted_by_depth"]) > 0.3
+    assert drafted["rounds"] < 16 and told["transformers"][1]["rounds"] < 16
+    with pytest.raises(ConfigurationError, match="random:whisper-small"):
+        checkpoints.written("random:whisper-xl", tmp_path)
+
+
+def test_who_listens_to_noise_and_what_is_claimed():
+    run = EncDec(replace(SMALL, targets=("random:whisper-test",), limit=9))
+    run.methods = run.everyone()
+    assert run.prompts == [] and run.steps == len(run.methods) * 5
+    block = object.__new__(HearingBlock)
+    block.settings = run.settings
+    found = block.cells(*block._texts())
+    assert [(cell.scenario, cell.ids) for cell in found] == [(scenario(NOISE, GREEDY), ((index,),)) for index in range(4)]
+    assert set(found[0].methods) == {each.name for each in run.methods} >= {PLAIN, "transformers draft, γ=3", OURS, AUTO}
+    seconds = {PLAIN: 2.0, OURS: 1.0, THEIRS: 2.5, "foredraft draft, chain(3)": 1.0, "transformers draft, γ=3": 1.4}
+    where = scenario(NOISE, GREEDY)
+    run.measurements = [replace(call(name, spent, where), target="random:whisper-test") for name, spent in seconds.items()]
+    figures = [(each.spread.median, each.verdict) for each in run.figures()]
+    assert figures == [(pytest.approx(1.4), "missed"), (pytest.approx(2.5), "met")]
+    assert [row[2][:4] for row in run.findings()[0].predictions().rows] == ["3.00", "3.00"]
 
 
 def call(method, seconds, where, batch=1, kept=10, rounds=10, accepted=()):

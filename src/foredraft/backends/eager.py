@@ -29,7 +29,7 @@ from foredraft.models.support import ModelFacts
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
-    from foredraft.models.encoder_decoder import Source
+    from foredraft.models.encoder_decoder import Encoded, Source
     from foredraft.models.features import Features
 
 
@@ -136,9 +136,14 @@ class Eager(Backend):
         self._called: tuple[object, Direct | None] = (None, None)
 
     def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
-        if self.call.decoder is not None and isinstance(self.cache, SourcedCache):
-            self.cache.sources += self.call.decoder.encode(sources, self.cache.sources)
+        if isinstance(self.cache, SourcedCache):
+            self.cache.sources += self.encoded(sources)
         self.cache.open(lengths)
+
+    def encoded(self, sources: Sequence[Source]) -> list[Encoded]:
+        """What the encoder makes of ``sources``, of those of live rows not again."""
+        assert self.call.decoder is not None and isinstance(self.cache, SourcedCache)
+        return self.call.decoder.encode(sources, self.cache.sources)
 
     def forward(self, given: ForwardPass) -> PassOutput:
         part = given.part  # of drafts, which do not count
