@@ -26,6 +26,8 @@ from foredraft.backends.packing import PackedForward
 from foredraft.cli import app
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import encoder_decoder
+from foredraft.planning.costs import CostModel, measure
+from foredraft.shapes import TreeShape
 from foredraft.target import Target
 
 NEW = 14
@@ -419,6 +421,80 @@ def test_drafts_with_another_tokenizer_read_the_source_as_text(vocabulary, monke
         speculator.generate(encoder_outputs=models[0].get_encoder()(ids), max_new_tokens=8)
 
 
+TEMPLATE = "Source: {source}\nTree:"
+
+
+def cycling(ids, size):
+    """A T5 and a Llama without layers that matter, which write ``ids`` round and round, whatever they have read before the last token."""
+    width = 32
+    table = torch.nn.functional.normalize(torch.randn(size, width, generator=torch.Generator().manual_seed(2)), dim=1)
+    head = torch.zeros(size, width)
+    head[[*ids[1:], ids[0]]] = table[ids]
+    t5 = copy.deepcopy(build("t5 v1.1").config)
+    t5.vocab_size, t5.decoder_start_token_id, t5.eos_token_id = size, ids[-1], None
+    llama = copy.deepcopy(vocabularies.model("byte-level").config)
+    llama.vocab_size = size
+    models = [transformers.T5ForConditionalGeneration(t5).eval(), transformers.LlamaForCausalLM(llama).eval()]
+    with torch.no_grad():
+        for model in models:
+            model.get_input_embeddings().weight.copy_(table)
+            model.lm_head.weight = torch.nn.Parameter(head)
+            for name, weight in model.named_parameters():
+                if name.endswith(("o.weight", "wo.weight", "o_proj.weight", "down_proj.weight")):
+                    weight.zero_()
+    models[0].generation_config.pad_token_id = 0
+    return models
+
+
+def test_a_causal_draft_reads_source_and_text_through_a_template():
+    tokenizer = vocabularies.tokenizer("byte-level")
+    words = sorted(number for token, number in tokenizer.get_vocab().items() if token.startswith("\u0120") and len(token) > 2)
+    target, draft = cycling(words[:8], len(tokenizer))  # the last of them is the start
+    inputs = tokenizer("def area(width)", return_tensors="pt").input_ids
+    drafter = DraftModel(draft, tokenizer=tokenizer, template=TEMPLATE + "{text}")
+    speculator = Speculator(target, drafter, tokenizer=tokenizer, shape="chain(4)")
+    read, begin = [], drafter.begin
+    drafter.begin = lambda rows: (begin(rows), read.append(list(drafter.foreign.readings[rows[0].slot].ids)))
+    output = speculator.generate(inputs, max_new_tokens=21)
+    assert torch.equal(output.sequences, target.generate(inputs, max_new_tokens=21))
+    assert output.stats.acceptance_length == 5  # every draft is right
+    prompt = TEMPLATE.replace("{source}", "def area(width)")
+    assert tokenizer.decode(read[0]) == prompt + tokenizer.decode(output.sequences[0, 1:2])
+
+
+READERS = [(kind, vocabulary) for kind in ("unigram", "byte-level") for vocabulary in ("intersection", "text", "auto")]
+
+
+@pytest.mark.parametrize(("kind", "vocabulary"), nightly_but(READERS[:1], READERS))
+def test_texts_with_a_causal_draft(kind, vocabulary):
+    own, theirs = vocabularies.tokenizer("unigram"), vocabularies.tokenizer(kind)
+    config = copy.deepcopy(build("t5").config)
+    config.vocab_size, config.decoder_start_token_id, config.eos_token_id = len(own), own.bos_token_id, None
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        model = transformers.T5ForConditionalGeneration(config).eval()
+    model.generation_config.pad_token_id = 0
+    drafter = DraftModel(vocabularies.model(kind), tokenizer=theirs, template=TEMPLATE, vocabulary=vocabulary)
+    speculator, plain = (Speculator(model, each, tokenizer=own, shape="chain(3)", rule="match") for each in (drafter, "none"))
+    rows = [own(text).input_ids for text in ("def area(width): caf\u00e9", "the", "hello world, and more")]
+    given = padded(rows) | padded([[own.bos_token_id], [own.bos_token_id, *rows[1][1:3]], [own.bos_token_id]], "left", "decoder_")
+    assert torch.equal(speculator.generate(**given, max_new_tokens=NEW).sequences, model.generate(**given, max_new_tokens=NEW))
+    sampled, expected = (each.generate(**given, **SAMPLED) for each in (speculator, plain))
+    assert torch.equal(sampled.sequences, expected.sequences) and sampled.stats.drafted > 0
+
+
+def test_templates_that_say_too_little_are_refused():
+    for template in ("Tree:", "{text} of {source}", "{source} {text} "):
+        with pytest.raises(ConfigurationError, match="ends where the text begins"):
+            DraftModel("anywhere", template=template)
+    draft, tokenizer = vocabularies.model("byte-level"), vocabularies.tokenizer("byte-level")
+    with pytest.raises(ConfigurationError, match=r"drafter_options=\{'template'"):
+        Speculator(build("t5"), DraftModel(draft))
+    for target in (draft, build("whisper")):
+        with pytest.raises(ConfigurationError, match="a target that reads text"):
+            Speculator(target, DraftModel(draft, template=TEMPLATE, tokenizer=tokenizer), tokenizer=tokenizer)
+
+
 def test_texts_that_start_with_another_token_are_refused():
     other = copy.deepcopy(build("t5"))
     other.generation_config.decoder_start_token_id = 5
@@ -539,6 +615,9 @@ def test_a_whisper_without_an_encoder_gets_the_states_of_the_target(whisper):
     handle.remove()
     assert read == [2]
     assert torch.equal(whisper.generate(**given), output)
+    drafter = Speculator(whisper, DraftModel(draft), shape="chain(3)").drafter
+    measure(costs := CostModel(), drafter._states, drafter, largest=TreeShape.chain(3), seconds=0.1)
+    assert costs.draft_seconds(1, (1, 1, 1)) > 0
 
 
 # -- copying from the source ------------------------------------------------------------------------------------------------
@@ -599,6 +678,9 @@ def test_the_command_line_reads_a_source(tmp_path, capsys):
     runner = CliRunner()
     done = runner.invoke(app, [*given, "--source", "def first(x):", "--json", "--shape", "chain(2)"])
     assert done.exit_code == 0 and json.loads(done.stdout)["prompt"] == "def first(x):"
+    causal = ["--drafter", "draft-model:zoo:python-1m", "--drafter-option", "template={source}  # "]
+    drafted = runner.invoke(app, [*given, "--source", "def first(x):", "--json", "--shape", "chain(2)", *causal])
+    assert drafted.exit_code == 0 and json.loads(drafted.stdout)["text"] == json.loads(done.stdout)["text"]
     for more, message in (
         (["def first(x):"], "give what it reads as --source TEXT"),
         (["--source", "x", "def first(x):"], "give --source TEXT alone"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from foredraft.backends.eager import Eager
 from foredraft.device import to_device
 from foredraft.drafters.base import DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.draft_loops import DraftLoop, draft_loops
@@ -24,7 +25,7 @@ from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
 from foredraft.drafters.learning.drafter import LearningDrafter
 from foredraft.drafters.learning.serving import LearnOptions, learning_of
 from foredraft.drafters.siblings import DRAWN, WRITTEN, offered
-from foredraft.drafters.vocabularies import VOCABULARIES, Foreign, Reading, foreign
+from foredraft.drafters.vocabularies import SOURCE, TEXT, VOCABULARIES, Foreign, Reading, foreign
 from foredraft.errors import ConfigurationError, unknown
 from foredraft.hub import named
 from foredraft.loading import load_model, name_of
@@ -58,6 +59,8 @@ class DraftModel(LearningDrafter):
     execution: how its passes are made, as in :class:`~foredraft.Speculator`.
     encoder: ``target`` gives it the states of the target's encoder, as suits a draft that was made from the target and kept its encoder;
         ``own`` has its own encoder read the source. A Whisper without an encoder always gets the target's states.
+    template: for a target with an encoder, what a causal language model reads in front of the text, with ``{source}`` where the text of the
+        source stands, such as ``"English: {source} German:"``. ``{text}`` may stand at its end.
     dtype, device: where to load it, the target's by default; a model object is used as it is.
     quantization: ``int8`` loads it with weights of eight bits (torchao); the output distribution stays the target's with any draft.
     learn: whether the draft learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
@@ -81,10 +84,12 @@ class DraftModel(LearningDrafter):
         vocabulary: str = "auto",
         tokenizer: Any = None,
         encoder: str = "own",
+        template: str | None = None,
     ):
         source = named(source)
         if encoder not in ("own", "target"):
             raise unknown("unknown encoder", encoder, ("own", "target"))
+        self.template = checked(template)
         self._states: Target | None = None  # whose encoder's states it reads, where these are not its own
         self._given_states = encoder == "target"
         check_quantization(quantization, source)
@@ -129,7 +134,7 @@ class DraftModel(LearningDrafter):
             draft, given_states = with_encoder_of(target.model, unwrap(draft)), True
         self._states = target if given_states else None
         self._check_encoders(target, unwrap(draft))
-        self._foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary)
+        self._foreign = foreign(target, unwrap(draft), self._tokenizer, self.vocabulary, self.template)
         if self._foreign is None and target.sourced and len({start_of(target.model), start_of(unwrap(draft))} - {None}) > 1:
             raise ConfigurationError(
                 f"the target's texts start with token {start_of(target.model)}, and those of the draft {name_of(unwrap(draft))} with "
@@ -155,15 +160,18 @@ class DraftModel(LearningDrafter):
         encoder = bool(draft.config.is_encoder_decoder)
         if encoder and not target.sourced:
             raise ConfigurationError(f"the draft {name_of(draft)} has an encoder and the target has none; give a decoder-only draft")
-        if target.sourced and not encoder:
+        if target.sourced and not encoder and self.template is None:
             raise ConfigurationError(
-                f"the draft {name_of(draft)} has no encoder to read the target's source with; give a smaller model with an encoder"
+                f"the draft {name_of(draft)} has no encoder to read the target's source with; give a smaller model with an encoder, or, "
+                "where sources are text, a template: drafter_options={'template': 'English: {source} German:'}"
             )
+        if self.template is not None and (encoder or not target.sourced or target.model.main_input_name != "input_ids"):
+            raise ConfigurationError("a template is for a draft without an encoder, and a target that reads text with one: leave it out")
         if self._states is not None:
             widths = [model.get_encoder().config.hidden_size for model in (target.model, draft)] if encoder and target.sourced else [0, 1]
             if len(set(widths)) > 1:
                 raise ConfigurationError("encoder='target' needs a target and a draft with encoders whose states have the same width")
-        elif target.sourced and draft.main_input_name != target.model.main_input_name:
+        elif target.sourced and encoder and draft.main_input_name != target.model.main_input_name:
             raise ConfigurationError(
                 f"the encoder of the draft {name_of(draft)} reads {draft.main_input_name}, and the target's {target.model.main_input_name}"
             )
@@ -197,11 +205,12 @@ class DraftModel(LearningDrafter):
             self.learning.begin(rows)
 
     def _sources(self, rows: Sequence[Row]) -> list[Source | None]:
-        """What the draft model reads for ``rows``, which the target has just opened, where it has an encoder."""
-        given = [row.source for row in rows if row.source is not None]
+        """What the draft model reads for ``rows``, where it has an encoder."""
+        given = [row.source for row in rows if row.source is not None and self.template is None]
         if self._states is None:
             return [each.read_anew() if self._foreign is None else self._foreign.source(each) for each in given]
-        encoded, dtype = self._states.cache.sources[-len(rows) :], self.model.model.dtype
+        assert isinstance(self._states.backend, Eager)
+        encoded, dtype = self._states.backend.encoded(given), self.model.model.dtype
         return [Source({}, each.states[None].to(dtype), each.source.ids) for each in encoded]
 
     def draft(self, request: DraftRequest) -> TokenTree:
@@ -383,6 +392,14 @@ class DraftModel(LearningDrafter):
         if isinstance(row, Reading) and row.behind:
             return 0
         return row.capacity if self.model.trained is None else max(0, self.model.trained - len(row.ids))
+
+
+def checked(template: str | None) -> str | None:
+    """``template`` as far as the text that is to be written; refused where it has no place for the source, or more behind the text."""
+    said = template if template is None else template.removesuffix(TEXT)
+    if said is not None and (SOURCE not in said or TEXT in said):
+        raise ConfigurationError(f"a template has {SOURCE} where the source stands, and ends where the text begins; got {template!r}")
+    return said
 
 
 def _moved(tree: TokenTree, device: torch.device) -> TokenTree:

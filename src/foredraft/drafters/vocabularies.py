@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from foredraft.target import Target
 
 VOCABULARIES = ("auto", "intersection", "text")
+SOURCE, TEXT = "{source}", "{text}"  # in a template
 ENOUGH = 0.75  # of q on the tokens that are shared, from which on "auto" drafts these
 SAMPLE = (
     'The river was low that summer, so in 1987 they walked across it. "How far is it?" she asked.\n\n'
@@ -190,12 +191,21 @@ class Vocabularies:
         target_of: the target's token for each of the draft's tokens that has one, the likelier way to spell it first.
         share: of the draft's words, special tokens left out, the part that the target has as well.
         start: the token that the target's texts start with, where they follow a source; the draft's start with one of their own.
+        template: the text in front of the draft's text, with ``{source}`` for the source, where the draft has no encoder to read that.
     """
 
-    def __init__(self, target: Words, draft: Words, target_size: int, draft_size: int, starts: tuple[int | None, ...] | None = None):
-        self.target, self.draft = target, draft
+    def __init__(
+        self,
+        target: Words,
+        draft: Words,
+        target_size: int,
+        draft_size: int,
+        starts: tuple[int | None, ...] | None = None,
+        template: str | None = None,
+    ):
+        self.target, self.draft, self.template = target, draft, template
         self.start = None if starts is None else starts[0]
-        draft.prefix = draft.prefix if starts is None else [each for each in starts[1:] if each is not None]
+        draft.prefix = draft.prefix if starts is None or template else [each for each in starts[1:] if each is not None]
         ours = {word: ids[0] for word, ids in target.by_bytes().items()}
         same = {number: ours[word] for word, ids in draft.by_bytes().items() if word in ours for number in ids}
         self.share = len(same) / max(1, len(draft.bytes))
@@ -209,6 +219,23 @@ class Vocabularies:
         """Where in ``sorted`` those tokens stand that begin with ``word`` and go on."""
         first, last = (side(self._sorted, word, key=lambda pair: pair[0][: len(word)]) for side in (bisect_left, bisect_right))
         return bisect_right(self._sorted, word, first, last, key=lambda pair: pair[0]), last
+
+    def text(self, source: Source) -> str:
+        """What ``source`` says.
+
+        Raises:
+            ConfigurationError: there is no text.
+        """
+        if not source.ids:
+            raise ConfigurationError(
+                f"{'a template' if self.template else 'a draft with another tokenizer'} reads the source as text, "
+                "and there is none; pass input_ids"
+            )
+        return str(self.target.tokenizer.decode(source.ids, skip_special_tokens=True))
+
+    def prompt(self, row: Row) -> str:
+        """What the draft reads in front of the text of ``row``."""
+        return "" if self.template is None or row.source is None else self.template.replace(SOURCE, self.text(row.source))
 
     def continued(self, reading: Reading, written: Sequence[int], back: int = 0) -> list[int]:
         """The target's tokens for what the draft has ``written`` in place of the last ``back`` tokens of ``reading``, without those that
@@ -258,6 +285,7 @@ class Reading:
 
     def __init__(self, vocabularies: Vocabularies, row: Row):
         self._words, self.slot, self.capacity, self.prompt_length = vocabularies, row.slot, row.capacity, row.prompt_length
+        self._prompt = vocabularies.prompt(row)
         self.ids: list[int] = []
         self.cached: list[int] = []
         self._begin()
@@ -270,11 +298,13 @@ class Reading:
         self.behind = False
         self._lost = False  # what was read last does not join what was read before
         self._segment()
+        self._fresh, self._lead = self._prompt, len(self._prompt)
 
     def _segment(self) -> None:
         """Between two special tokens, texts are tokenised for themselves."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._fresh, self._tail, self._starts = "", "", list[int]()
+        self._lead = 0  # characters at the beginning of the tail that are the template's
         self._whole = True  # the tail is all there is of it
 
     def follow(self, text: Sequence[int]) -> int:
@@ -322,7 +352,7 @@ class Reading:
     @property
     def end(self) -> str:
         """The newest text since the last special token, without unfinished bytes."""
-        return self._tail
+        return self._tail[self._lead :]
 
     def _next(self, token: int, *, first: bool) -> None:
         words, target = self._words, self._words.target
@@ -338,7 +368,8 @@ class Reading:
             self._segment()
             return
         word = target.bytes.get(token, b"")
-        if target.strips and not self._fresh and not self._tail and word[:1] == b" ":
+        begins = len(self._tail) + len(self._fresh) == self._lead and (not self._lead or self._prompt[-1].isspace())
+        if target.strips and begins and word[:1] == b" ":
             word = word[1:]
         self._fresh += self._decoder.decode(word)
 
@@ -365,6 +396,7 @@ class Reading:
         if len(self._starts) > 2 * TAIL:
             begin = self._starts[-TAIL]
             self._tail, self._starts, self._whole = text[begin:], [start - begin for start in self._starts[-TAIL:]], False
+            self._lead = max(0, self._lead - begin)
 
     def _finish(self) -> None:
         """Read what is no character yet as bytes."""
@@ -401,7 +433,8 @@ class Foreign:
 
     def __str__(self) -> str:
         mass = "" if self.mass is None else f", which have {self.mass:.0%} of its probability"
-        return f"{self.by} (another tokenizer: the target knows {self.vocabularies.share:.0%} of the draft's tokens{mass})"
+        how = "another tokenizer" if self.vocabularies.template is None else "a template"
+        return f"{self.by} ({how}: the target knows {self.vocabularies.share:.0%} of the draft's tokens{mass})"
 
     def choose(self, draft: PreTrainedModel) -> None:
         """Draft by the intersection if ``draft`` gives it enough of its probability, else by text."""
@@ -445,10 +478,7 @@ class Foreign:
         Raises:
             ConfigurationError: there is no text.
         """
-        if not source.ids:
-            raise ConfigurationError("a draft with another tokenizer reads the source as text, and there is none; pass input_ids")
-        text = self.vocabularies.target.tokenizer.decode(source.ids, skip_special_tokens=True)
-        return Source.of(self.vocabularies.draft.tokenizer(text)["input_ids"])
+        return Source.of(self.vocabularies.draft.tokenizer(self.vocabularies.text(source))["input_ids"])
 
     def follow(self, rows: Sequence[Row]) -> tuple[list[Reading], list[int]]:
         """The rows in the draft's tokens, and how much of what its cache holds of them stands."""
@@ -465,8 +495,8 @@ class Foreign:
         self.readings = {slot: reading for slot, reading in self.readings.items() if slot not in slots}
 
 
-def foreign(target: Target, draft: PreTrainedModel, tokenizer: Any, vocabulary: str) -> Foreign | None:
-    """How ``draft`` drafts for ``target`` across their vocabularies; None if they have the same.
+def foreign(target: Target, draft: PreTrainedModel, tokenizer: Any, vocabulary: str, template: str | None = None) -> Foreign | None:
+    """How ``draft`` drafts for ``target`` across their vocabularies; None if they have the same, and no ``template`` is read as text.
 
     Raises:
         ConfigurationError: they differ, and a tokenizer is missing or not a fast one, or nothing is shared.
@@ -474,19 +504,19 @@ def foreign(target: Target, draft: PreTrainedModel, tokenizer: Any, vocabulary: 
     given = target.tokenizer, tokenizer
     tokenizers = [tokenizer_of(model) if own is None else own for own, model in zip(given, (target.model, draft))]
     difference = vocabulary_difference(target.model, draft, *tokenizers)
-    if difference is None and vocabulary == "auto":
+    if difference is None and vocabulary == "auto" and template is None:
         return None
     passing = ("Speculator(..., tokenizer=...)", "drafter_options={'tokenizer': ...}")
     for found, model, how in zip(tokenizers, (target.model, draft), passing):
         if found is None:
-            why = difference or f"vocabulary={vocabulary!r} reads their tokens as text"
+            why = difference or f"{f'vocabulary={vocabulary!r}' if template is None else 'a template'} reads their tokens as text"
             raise ConfigurationError(
                 f"the draft model {name_of(draft)!r} has another vocabulary ({why}), so both tokenizers are needed, and none is "
                 f"found for {name_of(model)!r}; pass it as {how}"
             )
     sizes = target.vocab_size, int(draft.get_output_embeddings().weight.shape[0])
     starts = (start_of(target.model), start_of(draft)) if target.sourced else None
-    vocabularies = Vocabularies(Words(tokenizers[0]), Words(tokenizers[1]), *sizes, starts)
+    vocabularies = Vocabularies(Words(tokenizers[0]), Words(tokenizers[1]), *sizes, starts, template)
     if not vocabularies.target_of and vocabulary == "intersection":
         raise ConfigurationError(
             f"the tokenizer of the draft model {name_of(draft)!r} shares no token with the target's, so it has to draft by text: "
