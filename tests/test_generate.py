@@ -78,8 +78,7 @@ WARPERS = {
 }
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize(("name", "side"), covered(list(PROCESSORS), ["left", "right"], ways=1))
 def test_greedy_with_processors_is_transformers_row_by_row(name, side):
     options = {"max_new_tokens": NEW, "pad_token_id": PAD, **PROCESSORS[name]}
     expected = [_until_end(alone(tiny(), row, **options), options) for row in ROWS]
@@ -574,8 +573,7 @@ def interrupt_at(count):
     return seen
 
 
-@pytest.mark.parametrize("drafter", drafter_names())
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(("drafter", "count"), covered(drafter_names(), [1, 2, 4], ways=1))
 def test_ctrl_c_in_a_pass_keeps_what_there_is(drafter, count):
     speculator = Speculator(tiny(), drafter=make_drafter(drafter), shape="chain(5)")
     asked = {"output_scores": True, "return_dict_in_generate": True} if count != 2 else {}

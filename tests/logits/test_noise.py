@@ -212,7 +212,7 @@ def test_tokens_whose_words_differ_in_one_bit_are_independent(bit: int, monkeypa
     for word in (0x2545F491, -0x61C88647):
         other = word ^ (1 << bit if bit < 31 else -(1 << 31))
         monkeypatch.setattr(keyed_noise, "_token_hashes", lambda *_, pair=(word, other): torch.tensor(pair, dtype=torch.int32))
-        noise = noise_of_rows(40_000)
+        noise = noise_of_rows(20_000)
         pair = noise.exponentials(noise.words(Purpose.MATCH, 1), 2)[:, 0]
         fits_independence(binned(pair[:, 0]), binned(pair[:, 1]), BINS)
 
