@@ -79,7 +79,7 @@ def alone(model: Any, prompt: Sequence[int], **options: Any) -> list[int]:
     ids = torch.tensor([list(prompt)])
     options = {"do_sample": False, "pad_token_id": PAD, **options}
     said = _said.get(id(model), {}) if all(isinstance(value, (bool, int, float)) for value in options.values()) else {}
-    key = (*prompt, *sorted(options.items()))
+    key = str((prompt, sorted(options.items())))
     if key not in said:
         said[key] = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
     return list(said[key])
