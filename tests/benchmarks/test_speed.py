@@ -102,6 +102,26 @@ def test_quotients_are_paired_by_prompt_and_repeat():
     assert quotient(tokens, seconds).spread.high > 1.5 * quotient(tokens, seconds).spread.low
 
 
+def test_calls_of_one_turn_are_compared_whatever_the_machine_does_between_turns():
+    """The other side is twice as fast in each turn; one turn in three is ten times as slow for the first prompt, and for both sides."""
+    slow = {(0, 1): 10.0}
+    calls = Calls(
+        [
+            call(name, index, repeat, seconds=seconds * slow.get((index, repeat), 1.0 + index + repeat))
+            for name, seconds in ((PLAIN, 2.0), (AUTO, 1.0))
+            for index in range(2)
+            for repeat in range(3)
+        ]
+    )
+    found = calls.in_turns(AUTO, PLAIN)
+    assert (found.spread.low, found.value, found.spread.high) == pytest.approx((2, 2, 2))
+    mixed = Calls(
+        [call(AUTO, seconds=1.0), call(AUTO, repeat=1, seconds=4.0), call(PLAIN, seconds=2.0), call(PLAIN, repeat=1, seconds=2.0)]
+    )
+    assert mixed.in_turns(AUTO, PLAIN).value == pytest.approx((2 + 0.5) / 2)  # sums of medians say 2 / 2.5
+    assert calls.in_turns(AUTO, "nobody") is None
+
+
 def test_figures_of_calls():
     calls = Calls([call(PLAIN, index, repeat) for index in range(2) for repeat in range(2)])
     assert calls.rate(PLAIN).value == pytest.approx(11 / 0.6)
@@ -402,6 +422,8 @@ def test_a_run_and_its_report(adapters, tmp_path, work):
     text = [each for each in run.measurements if each.scenario == "text"]
     assert len({each.method for each in text}) == 3 * 3 + 2 and {each.repeat for each in text} == {0, 1}
     assert all(each.same and each.same_as_reference for each in text) and run.reference == "transformers plain"
+    first = {(each.repeat, each.index): each.method for each in reversed(text)}
+    assert first[0, 0] != first[1, 0] == first[0, 1]  # also with an even number of cells
     assert {each.scenario for each in run.measurements} == {"text", "batch", "hopeless draft", "random text"}
     assert all(each.same is None for each in run.measurements if each.scenario == "random text")
     calls = Calls(text)
