@@ -40,7 +40,7 @@ LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.
 HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py")
 NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
-T5 = ("tests/target/test_native_t5.py",)
+SOURCED = ("tests/target/test_native_sourced.py",)
 THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
@@ -191,6 +191,15 @@ FAULTS = [
     Fault("skips.py", "aside=skip.whole", "aside=()", DRAFT_VERIFY),
     Fault("layer.c", "_mm512_set1_ps(l->scaling)", "_mm512_set1_ps(1.0f)", KERNELS),
     Fault("layer.c", "return _mm512_scalef_ps(p, n);", "return p;", KERNELS),
-    Fault("layer.c", "positions ? positions[slot] : slot", "slot", T5),
-    Fault("layer.c", "a->slots[a->by_row ? row : begin + node]", "a->slots[begin + node]", T5),
+    Fault("layer.c", "positions ? positions[slot] : slot", "slot", SOURCED),
+    Fault("layer.c", "a->slots[a->by_row ? row : begin + node]", "a->slots[begin + node]", SOURCED),
+    Fault("layer.c", "load(norm.weight + i), load(norm.bias + i)", "load(norm.weight + i), _mm512_setzero_ps()", SOURCED),
+    Fault("layer.c", "if (l->behind) norms(", "if (0) norms(", SOURCED),
+    Fault("layer.c", "return m->bias ? load(m->bias + o) : _mm512_setzero_ps();", "return _mm512_setzero_ps();", SOURCED),
+    Fault("layer.c", "e->positions && tokens[t] != e->padding", "e->positions", SOURCED),
+    Fault("layer.c", "_mm512_set1_ps(-0.284496736f)", "_mm512_set1_ps(-0.2845f)", SOURCED),
+    Fault("layer.c", "embed(&g->embedded, tokens, places,", "embed(&g->embedded, tokens, tokens,", SOURCED),
+    Fault("kernel_pass.py", "self.decoder.embed(ids, positions)", "self.decoder.embed(ids, places.positions)", SOURCED),
+    Fault("kernel_pass.py", "found if self.bias is None else found + self.bias", "found", SOURCED),
+    Fault("native_growth.py", "if direct.bias is not None:", "if False:", SOURCED),
 ]

@@ -21,7 +21,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from foredraft.backends.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, fits
 from foredraft.backends.native import ATTENTION, MLP
 from foredraft.backends.packing import PLAIN, Packing, Product
-from foredraft.backends.t5_pass import T5Model
+from foredraft.backends.sourced_pass import SourcedModel
 from foredraft.models.cache import TreeCache
 from foredraft.models.changes import Override, Structure, hooks_of, take_back
 from foredraft.models.skips import LeftOut
@@ -64,7 +64,8 @@ class Fusion:
                 self.native += fused.kernel is not None
         self.unfused = None
         if not known:
-            self.unfused = f"its decoder layers are none of {', '.join(LAYERS)}, nor those of a T5 whose sizes and layouts the kernels take"
+            families = f"none of {', '.join(LAYERS)}, nor those of a T5, BART or Whisper whose sizes and layouts the kernels take"
+            self.unfused = f"its decoder layers are {families}"
         elif len(self.layers) < len(known):
             self.unfused = f"not all products are packed in {len(known) - len(self.layers)} of its {len(known)} decoder layers"
         elif self.native < len(known):
@@ -72,17 +73,17 @@ class Fusion:
                 f"{len(known) - self.native} of its {len(known)} decoder layers have sizes or layouts that the kernel does not take"
             )
         for base in model.modules():
-            whole = NativeModel.of(base) or T5Model.of(base, packing)
+            whole = NativeModel.of(base) or SourcedModel.of(base, packing)
             if whole is not None:
                 self._whole.append(base)
                 vars(base)["forward"] = whole
-            if isinstance(whole, T5Model):
+            if isinstance(whole, SourcedModel):
                 self.native, self.unfused = len(whole.kernels), None
 
     def trial(self) -> tuple[Tensor, Tensor] | None:
         """What a decoder behind an encoder gives by the kernels, and by its own layers; None if there is none."""
         found = [vars(base)["forward"] for base in self._whole]
-        return next((each.trial() for each in found if isinstance(each, T5Model)), None)
+        return next((each.trial() for each in found if isinstance(each, SourcedModel)), None)
 
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""

@@ -31,6 +31,9 @@ MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 HEADS = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("T5ForConditionalGeneration", "MT5ForConditionalGeneration", "UMT5ForConditionalGeneration"),
+    *("BartForConditionalGeneration", "MBartForConditionalGeneration", "PLBartForConditionalGeneration", "MarianMTModel"),
+    *("PegasusForConditionalGeneration", "M2M100ForConditionalGeneration", "WhisperForConditionalGeneration"),
+    *("BlenderbotForConditionalGeneration", "BlenderbotSmallForConditionalGeneration"),
 )
 BY_POSITION = ("default", "linear", "llama3", "yarn")
 POINTER = ctypes.sizeof(ctypes.c_void_p)
@@ -151,7 +154,7 @@ class NativeLayer:
             head_eps=0.0 if layer.q_norm is None else layer.q_norm.variance_epsilon,
             scaling=layer.scaling,
             **{name: product.matrix for name, product in products.items()},
-            **{name: None if norm is None else norm.weight.data_ptr() for name, norm in norms.items()},
+            **{name: native.Norm.of(None if norm is None else norm.weight) for name, norm in norms.items()},
         )
 
     @staticmethod
@@ -194,12 +197,16 @@ class NativeModel(Override):
     """``forward`` of a decoder whose layers are all kernels and see the whole text: one call for all of them.
 
     Attributes:
-        norm, eps: of the norm behind the last layer.
+        norm, eps: of the norm behind the last layer, whose weights and bias are ``last``.
+        embedded: what the first layer reads of a token.
     """
 
-    def __init__(self, base: Any, layers: Sequence[nn.Module], kernels: Sequence[Kernel], norm: Tensor, eps: float):
+    def __init__(self, base: Any, layers: Sequence[nn.Module], kernels: Sequence[Kernel], last: Sequence[Tensor], eps: float):
         self.base = self.layer = base
-        self.layers, self.kernels, self.shared, self.norm, self.eps = layers, kernels, kernels[0].shared, norm, eps
+        self.layers, self.kernels, self.shared, self.last, self.eps = layers, kernels, kernels[0].shared, last, eps
+        self.norm = native.Norm.of(*last) if last else native.Norm()
+        table = base.embed_tokens.weight
+        self.embedded = native.Embedded(tokens=table.data_ptr(), hidden=table.shape[1], padding=-1, scale=1.0)
         self.run = kernels[0].library.model
         self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
@@ -223,7 +230,7 @@ class NativeModel(Override):
             return None
         if type(base.embed_tokens) is not nn.Embedding or base.norm.weight.dtype != base.embed_tokens.weight.dtype:
             return None
-        return NativeModel(base, layers, kernels, base.norm.weight, base.norm.variance_epsilon)
+        return NativeModel(base, layers, kernels, (base.norm.weight,), base.norm.variance_epsilon)
 
     def __call__(
         self,
@@ -240,6 +247,10 @@ class NativeModel(Override):
         x = self.base.embed_tokens(input_ids)
         out = self.run_over(x, position_ids, None, attention_mask, past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """``[1, n, hidden]`` what the first layer reads of ``ids`` ``[n]`` at ``positions`` ``[n]``."""
+        return nn.functional.embedding(ids[None], self.base.embed_tokens.weight)
 
     def run_over(
         self,
@@ -263,7 +274,7 @@ class NativeModel(Override):
         if mask is not None:
             about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
         out, offset = torch.empty_like(x), window.first * row_stride
-        behind = self.norm.data_ptr(), self.eps, out.data_ptr()
+        behind = self.norm, self.eps, out.data_ptr()
         seen = None if mask is None else mask.data_ptr()
         begin, end = (0, len(self.kernels)) if part is None else (part.begin, part.end)
         parts = None if part is None or part.skip is None else sublayers(part.skip, begin, end)
@@ -351,6 +362,20 @@ class Direct:
         self.model, self.decoder = model, decoder
         self._hooks = hooks_of(model)
 
+    @property
+    def head(self) -> nn.Module:
+        found: nn.Module = self.model.get_output_embeddings()
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        """``[1, V]`` what the model adds to what its head makes."""
+        return getattr(self.model, "final_logits_bias", None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.head(hidden)
+        return found if self.bias is None else found + self.bias
+
     @staticmethod
     def of(model: Any) -> Direct | None:
         """Of ``model``, or None if it is no such model."""
@@ -389,17 +414,17 @@ class Direct:
         if not whole:
             index = places.rows.long() * window.nodes + torch.arange(places.count) - places.begins[places.rows.long()]
             ids = ids[index]
-        if part is None or part.states is None:
-            x = nn.functional.embedding(ids[None], self.decoder.base.embed_tokens.weight)
-        else:
-            x = part.states.reshape(1, len(tokens) * window.nodes, -1)
-            x = x.clone() if whole else x[:, index]
         if tree is None:
             where, mask, positions = None, None, places.positions
             if context is not None and window.width > context:
                 positions = positions.clamp(max=context - 1)
         else:
             (where, mask), positions = tree, tree[0].queries.expand(window.rows, -1).reshape(-1)
+        if part is None or part.states is None:
+            x = self.decoder.embed(ids, positions)
+        else:
+            x = part.states.reshape(1, len(tokens) * window.nodes, -1)
+            x = x.clone() if whole else x[:, index]
         states, read, wanted = None, None, features.numbers if features is not None and part is None else ()
         if part is not None and part.skip is not None:
             wanted = (part.skip.first,)
@@ -419,8 +444,8 @@ class Direct:
 
         if part is not None:
             below = states if part.skip is not None else x[0] if part.end < len(self.decoder.kernels) else None
-            return spread(self.model.lm_head(hidden[None])[0] if part.logits else hidden), None if below is None else spread(below)
-        logits: Tensor = self.model.lm_head(hidden[None] if last is None else hidden[None, last])[0]
+            return spread(self.logits(hidden[None])[0] if part.logits else hidden), None if below is None else spread(below)
+        logits: Tensor = self.logits(hidden[None] if last is None else hidden[None, last])[0]
         if states is not None and features is not None:
             states = spread(states) if last is None or features.whole else states[last].view(window.rows, 1, -1)
         return logits.view(window.rows, 1, -1) if last is not None else spread(logits), states

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import Direct, NativePass
-from foredraft.backends.packing import NATIVE, Product
+from foredraft.backends.packing import NATIVE, Product, padded
 from foredraft.models.cache import TreeCache, Window
 from foredraft.shapes import DynamicShape, StaticShape
 
@@ -155,15 +155,17 @@ class NativeGrowth(Grower):
     def __init__(self, direct: Direct, head: Product, cache: TreeCache, context: int | None):
         self.direct, self.cache, self.context = direct, cache, context
         decoder, first = direct.decoder, direct.decoder.kernels[0]
-        about = native.Growth(
-            layers=ctypes.addressof(decoder.abouts), count=len(decoder.kernels), norm=decoder.norm.data_ptr(), eps=decoder.eps
-        )
+        about = native.Growth(layers=ctypes.addressof(decoder.abouts), count=len(decoder.kernels), norm=decoder.norm, eps=decoder.eps)
         super().__init__(first.library, first.about, head, decoder.base.embed_tokens.weight.new_empty(0), about)
+        if direct.bias is not None:
+            self._bias = padded(direct.bias.flatten().to(head.dtype))
+            self._matrix = native.Matrix(head.matrix.values, head.matrix.scale, self._bias.data_ptr())
+            about.head = ctypes.addressof(self._matrix)
 
     @staticmethod
     def of(direct: Direct, cache: TreeCache, context: int | None) -> NativeGrowth | None:
         """None if there is no such kernel for the model."""
-        head = getattr(vars(direct.model.lm_head).get("forward"), "product", None)
+        head = getattr(vars(direct.head).get("forward"), "product", None)
         layer = direct.decoder.kernels[0]
         if not isinstance(head, Product) or head.hint != NATIVE or head.inputs != layer.about.hidden:
             return None
@@ -184,7 +186,7 @@ class NativeGrowth(Grower):
             return None
         keys, values, self._pass.row_stride, self._pass.head_stride = decoder.held(cache, self._like)
         self._make_room(max(MISSED, widest), 1 + nodes, cache.capacity)
-        about.embeddings = decoder.base.embed_tokens.weight.data_ptr()
+        about.embedded = decoder.embedded
         about.keys, about.values = ctypes.addressof(keys), ctypes.addressof(values)
         about.vocab = min(vocab_size, self.head.outputs, decoder.base.embed_tokens.num_embeddings)
         about.start, about.missed, about.most = start, missed, most

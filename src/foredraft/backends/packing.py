@@ -58,7 +58,8 @@ class Product:
         weights = [layer.weight if self.int8 else layer.weight.detach() for layer in layers]
         self.bias = joined_bias(layers)
         if hint == NATIVE:
-            self.packed, self.bias = blocked(integers(weights) if self.int8 else joined(weights), self.dtype), padded(self.bias)
+            self.packed = blocked(integers(weights) if self.int8 else joined(weights), self.dtype)
+            self.bias = None if self.bias is None else padded(self.bias)
             self.scale = padded(scales(weights)) if self.int8 else None
             parts = (self.packed, self.scale, self.bias)
             self.matrix = native.Matrix(*(None if part is None else part.data_ptr() for part in parts))
@@ -453,9 +454,9 @@ def padded_size(outputs: int) -> int:
     return -(-outputs // 64) * 64
 
 
-def padded(row: Tensor | None) -> Tensor | None:
+def padded(row: Tensor) -> Tensor:
     """``row`` with zeros behind, for the outputs that pad a matrix."""
-    return None if row is None else nn.functional.pad(row, (0, padded_size(len(row)) - len(row)))
+    return nn.functional.pad(row, (0, padded_size(len(row)) - len(row)))
 
 
 def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:

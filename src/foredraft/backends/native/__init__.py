@@ -49,6 +49,17 @@ class Matrix(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scale", "bias")]
 
 
+class Norm(ctypes.Structure):
+    """``Norm`` of ``layer.c``."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "bias")]
+
+    @staticmethod
+    def of(weight: Tensor | None, bias: Tensor | None = None) -> Norm:
+        """That of parameters that somebody else holds; none without weights."""
+        return Norm(*(None if each is None else each.data_ptr() for each in (weight, bias)))
+
+
 class Layer(ctypes.Structure):
     """``Layer`` of ``layer.c``."""
 
@@ -56,9 +67,9 @@ class Layer(ctypes.Structure):
         [(name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")]
         + [(name, ctypes.c_double) for name in ("eps", "head_eps", "scaling")]
         + [(name, Matrix) for name in ("qkv", "output", "gate_up", "down")]
-        + [(name, ctypes.c_void_p) for name in ("before", "after", "query_norm", "key_norm", "between")]
+        + [(name, Norm) for name in ("before", "after", "query_norm", "key_norm", "between")]
         + [(name, Matrix) for name in ("cross_query", "cross_output")]
-        + [("bias", ctypes.c_void_p), ("reach", ctypes.c_int64), ("activation", ctypes.c_int64)]
+        + [("bias", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("reach", "activation", "behind"))]
     )
 
 
@@ -79,11 +90,22 @@ class States(ctypes.Structure):
     _fields_ = [(name, kind) for name, kind in (("count", ctypes.c_int64), ("numbers", ctypes.c_void_p), ("out", ctypes.c_void_p))]
 
 
+class Embedded(ctypes.Structure):
+    """``Embedded`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("tokens", "positions")]
+        + [("norm", Norm), *((name, ctypes.c_int64) for name in ("hidden", "before", "padding"))]
+        + [(name, ctypes.c_double) for name in ("scale", "eps")]
+    )
+
+
 class Growth(ctypes.Structure):
     """``Growth`` of ``layer.c``."""
 
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("layers", "embeddings", "norm", "cos", "sin", "head", "keys", "values")]
+        [("layers", ctypes.c_void_p), ("embedded", Embedded), ("norm", Norm)]
+        + [(name, ctypes.c_void_p) for name in ("cos", "sin", "head", "keys", "values")]
         + [(name, ctypes.c_int64) for name in ("count", "vocab", "columns", "offset", "start", "missed", "most", "depth", "k", "total")]
         + [(name, ctypes.c_double) for name in ("eps", "delta", "least")]
         + [(name, ctypes.c_void_p) for name in ("prices", "x", "out", "logits", "angles", "mask")]
@@ -189,13 +211,15 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer, number]
     kernels.layer_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer, pointer]
     several, size = ctypes.POINTER(pointer), ctypes.c_int64
-    held: list[Any] = [several, several, size, pointer, ctypes.c_double, pointer, ctypes.POINTER(States), pointer]
+    held: list[Any] = [several, several, size, ctypes.POINTER(Norm), ctypes.c_double, pointer, ctypes.POINTER(States), pointer]
     kernels.model.argtypes = [several, number, ctypes.POINTER(Pass), pointer, pointer, *held]
+    kernels.embed.argtypes = [ctypes.POINTER(Embedded), pointer, pointer, pointer, number]
     kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
     kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
     kernels.grow.restype = kernels.fill.restype = number
-    kernels.linear.restype = kernels.layer.restype = kernels.layer_over.restype = kernels.model.restype = kernels.largest.restype = None
+    for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest):
+        each.restype = None
     kernels.share.argtypes, kernels.share.restype = [pointer], pointer
     _crew[:] = [kernels.share(_crew[0] if _crew else None)]
     return kernels
@@ -230,7 +254,7 @@ def _advise() -> Callable[[int, int, int], int]:
 
 
 ATTENTION, MLP = 1, 2  # of ``layer.c``
-SILU, GELU, RELU = 0, 1, 2  # likewise
+SILU, GELU, RELU, EXACT, ALONE = range(5)  # likewise
 MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
 
 

@@ -1,4 +1,4 @@
-/* Decoder layers of the llama family and of T5 over a few tokens, for CPUs with AVX-512.
+/* Decoder layers of the llama family, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512.
  *
  * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
  * cache line, used for all tokens at once while it is in a register. The threads are those of crew.h. Sums are in float32; results are rounded to the model's dtype at the
@@ -35,8 +35,10 @@
 #define WHOLE 256 /* tokens of a product that a thread takes at a time: its weights are read once from memory */
 #define ATTENTION 1 /* sublayers of a layer that are not left out */
 #define MLP 2
-#define GELU 1 /* activations: 0 is silu, and RELU has no `up` beside it */
+#define GELU 1 /* activations: 0 is silu, GELU is the one with tanh, and EXACT with erf */
 #define RELU 2
+#define EXACT 3
+#define ALONE 4 /* beside one of these: it has no `up` */
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
@@ -297,18 +299,31 @@ void linear(const Matrix *m, const value *x, value *y, int T, int K, int N, int 
 
 /* -- between the products ---------------------------------------------------------------------------------------------- */
 
+/* Of `size` values each: without a bias an RMSNorm, with one a LayerNorm; without weights none */
+typedef struct {
+    const value *weight, *bias;
+} Norm;
+
 /* Columns from `from` up to `to` of x [size] behind a norm */
-INLINE void normed_part(const value *x, const value *weight, value *out, int size, float eps, int from, int to) {
-    __m512 sum = _mm512_setzero_ps();
+INLINE void normed_part(const value *x, Norm norm, value *out, int size, float eps, int from, int to) {
+    __m512 sum = _mm512_setzero_ps(), mean = sum;
+    for (int i = 0; norm.bias && i < size; i += 16) sum = _mm512_add_ps(sum, load(x + i));
+    if (norm.bias) mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / size), sum = _mm512_setzero_ps();
     for (int i = 0; i < size; i += 16) {
-        __m512 v = load(x + i);
+        __m512 v = _mm512_sub_ps(load(x + i), mean);
         sum = _mm512_fmadd_ps(v, v, sum);
     }
     const __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / size + eps));
-    for (int i = from; i < to; i += 16) store(out + i - from, _mm512_mul_ps(load(weight + i), rounded(_mm512_mul_ps(load(x + i), scale))));
+    for (int i = from; i < to; i += 16)
+        if (!norm.weight)
+            store(out + i - from, load(x + i));
+        else if (norm.bias)
+            store(out + i - from, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_sub_ps(load(x + i), mean), scale), load(norm.weight + i), load(norm.bias + i)));
+        else
+            store(out + i - from, _mm512_mul_ps(load(norm.weight + i), rounded(_mm512_mul_ps(load(x + i), scale))));
 }
 
-INLINE void normed(const value *x, const value *weight, value *out, int size, float eps) { normed_part(x, weight, out, size, eps, 0, size); }
+INLINE void normed(const value *x, Norm norm, value *out, int size, float eps) { normed_part(x, norm, out, size, eps, 0, size); }
 
 /* How T tokens of `size` values become chunks of TAKEN values: several tokens, or some columns of one */
 typedef struct {
@@ -320,13 +335,13 @@ INLINE Cut cut(int T, int size) {
     return (Cut){tokens, columns, parts, (T + tokens - 1) / tokens * parts};
 }
 
-/* A phase: T tokens behind a norm */
-static void norms(Worker *w, const value *x, const value *weight, value *out, int T, int size, float eps) {
+/* A phase: T tokens behind a norm. `out` may be `x` where a chunk has whole tokens. */
+static void norms(Worker *w, const value *x, Norm norm, value *out, int T, int size, float eps) {
     const Cut c = cut(T, size);
     for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
         const int from = i % c.parts * c.columns, to = size - from < c.columns ? size : from + c.columns, begin = i / c.parts * c.tokens;
         value part[TAKEN];
-        for (int t = begin; t < T && t < begin + c.tokens; t++) normed_part(x + (size_t)t * size, weight, part + (t - begin) * c.columns, size, eps, from, to);
+        for (int t = begin; t < T && t < begin + c.tokens; t++) normed_part(x + (size_t)t * size, norm, part + (t - begin) * c.columns, size, eps, from, to);
         for (int t = begin; mine(w) && t < T && t < begin + c.tokens; t++) copied(part + (t - begin) * c.columns, out + (size_t)t * size + from, to - from);
     }
 }
@@ -355,12 +370,36 @@ INLINE __m512 gelu(__m512 x) { /* x (1 + tanh(y)) / 2 with y = sqrt(2 / pi) (x +
     return rounded(_mm512_mul_ps(x, sigmoid(_mm512_mul_ps(x, slope))));
 }
 
+/* x (1 + erf(x / sqrt(2))) / 2. With z = |x| / sqrt(2), erfc(z) is e^(-z z) times a polynomial of t = 1 / (1 + p z) (Abramowitz and Stegun
+ * 7.1.26), within 1.5e-7. The result is off by less than 3e-7 times |x|. */
+INLINE __m512 exact_gelu(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), z = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.70710678f));
+    const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(z, _mm512_set1_ps(0.3275911f), one));
+    __m512 p = _mm512_set1_ps(1.061405429f);
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
+    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
+    const __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), exponential(_mm512_fnmadd_ps(z, z, _mm512_setzero_ps()))); /* erfc(z) */
+    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    const __m512 twice = _mm512_mask_blend_ps(negative, _mm512_sub_ps(_mm512_set1_ps(2.0f), tail), tail);
+    return rounded(_mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), twice));
+}
+
+INLINE __m512 activated(__m512 x, int activation) {
+    switch (activation) {
+        case GELU: return gelu(x);
+        case RELU: return _mm512_max_ps(x, _mm512_setzero_ps());
+        case EXACT: return exact_gelu(x);
+        default: return silu(x);
+    }
+}
+
 INLINE void gated(const value *gate, const value *up, value *out, int size, int activation) {
-    for (int i = 0; i < size; i += 16)
-        if (activation == RELU)
-            store(out + i, _mm512_max_ps(load(gate + i), _mm512_setzero_ps()));
-        else
-            store(out + i, _mm512_mul_ps(activation == GELU ? gelu(load(gate + i)) : silu(load(gate + i)), load(up + i)));
+    for (int i = 0; i < size; i += 16) {
+        const __m512 x = activated(load(gate + i), activation & ~ALONE);
+        store(out + i, activation & ALONE ? x : _mm512_mul_ps(x, load(up + i)));
+    }
 }
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
@@ -460,11 +499,12 @@ typedef struct {
     int64_t hidden, inner, heads, key_heads, size; /* of the model, of the MLP, query heads, key heads, of a head */
     double eps, head_eps, scaling;
     Matrix qkv, output, gate_up, down;
-    const value *before, *after, *query_norm, *key_norm; /* norms; the last two or null */
-    const value *between;                  /* of a layer with cross-attention: the norm in front of it, */
+    Norm before, after, query_norm, key_norm; /* of the attention, of the MLP, of a head */
+    Norm between;                          /* of a layer with cross-attention: its norm, */
     Matrix cross_query, cross_output;      /* and its products; values null for other layers */
     const float *bias;                     /* [heads, reach] of scores, by the distance of query and key; null for none */
     int64_t reach, activation;             /* further keys are as the last one */
+    int64_t behind;                        /* norms are of what a sublayer was added to, rather than of what it reads */
 } Layer;
 
 typedef struct {
@@ -599,12 +639,13 @@ static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *v
         for (int item = from; item < to; item++) {
             const int t = item / turning, head = item % turning;
             const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[p->row_of[t]]) * size;
-            const value *x = p->projected + ((size_t)t * (turning + l->key_heads) + head) * size, *norm = head < queries ? l->query_norm : l->key_norm;
-            if (norm) normed(x, norm, behind, size, l->head_eps);
+            const value *x = p->projected + ((size_t)t * (turning + l->key_heads) + head) * size;
+            const Norm norm = head < queries ? l->query_norm : l->key_norm;
+            if (norm.weight) normed(x, norm, behind, size, l->head_eps);
             if (p->cos)
-                rotated(norm ? behind : x, p->cos + angle, p->sin + angle, out + (item - from) * size, size);
+                rotated(norm.weight ? behind : x, p->cos + angle, p->sin + angle, out + (item - from) * size, size);
             else
-                copied(norm ? behind : x, out + (item - from) * size, size);
+                copied(norm.weight ? behind : x, out + (item - from) * size, size);
         }
         for (int item = from; mine(w) && item < to; item++) {
             const int t = item / turning, head = item % turning;
@@ -637,7 +678,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
 /* A phase: the gate's outputs beside those of `up` become one */
 static void gates(Worker *w, const value *wide, value *thin, int T, int size, int activation) {
     const Cut c = cut(T, size);
-    const int columns = activation == RELU ? size : 2 * size;
+    const int columns = activation & ALONE ? size : 2 * size;
     for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
         const int from = i % c.parts * c.columns, n = size - from < c.columns ? size - from : c.columns, begin = i / c.parts * c.tokens;
         value part[TAKEN];
@@ -649,6 +690,17 @@ static void gates(Worker *w, const value *wide, value *thin, int T, int size, in
     }
 }
 
+/* What a sublayer reads of x, and what becomes of x once it was added */
+static const value *entered(Worker *w, const Layer *l, const Pass *p, Norm norm, const value *x) {
+    if (l->behind) return x;
+    norms(w, x, norm, p->states, p->tokens, l->hidden, l->eps);
+    return p->states;
+}
+
+static void left(Worker *w, const Layer *l, const Pass *p, Norm norm, value *x) {
+    if (l->behind) norms(w, x, norm, x, p->tokens, l->hidden, l->eps);
+}
+
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
  * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own.
  * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. Only the sublayers `parts` are run;
@@ -657,23 +709,23 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
                     value *values, int parts, int number) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, heads = l->heads * size, all = heads + 2 * l->key_heads * size;
     if (parts & ATTENTION) {
-        if (!inputs) norms(w, x, l->before, p->states, T, H, l->eps);
-        product(w, &l->qkv, inputs ? inputs : p->states, p->projected, T, inputs ? K : H, all, 0);
+        product(w, &l->qkv, inputs ? inputs : entered(w, l, p, l->before, x), p->projected, T, inputs ? K : H, all, 0);
         turn(w, l, p, keys, values);
         attention(w, l, p, &(Asked){keys, values, p->row_stride, p->head_stride, all, p->slots, 0, mask, l->bias});
         product(w, &l->output, p->attended, x, T, heads, H, 1);
+        left(w, l, p, l->before, x);
     }
     if (l->cross_query.values) {
-        norms(w, x, l->between, p->states, T, H, l->eps);
-        product(w, &l->cross_query, p->states, p->projected, T, H, heads, 0);
+        product(w, &l->cross_query, entered(w, l, p, l->between, x), p->projected, T, H, heads, 0);
         attention(w, l, p, &(Asked){p->cross_keys[number], p->cross_values[number], p->cross_row_stride, p->cross_head_stride, heads, p->ends, 1});
         product(w, &l->cross_output, p->attended, x, T, heads, H, 1);
+        left(w, l, p, l->between, x);
     }
     if (!(parts & MLP)) return;
-    norms(w, x, l->after, p->states, T, H, l->eps);
-    product(w, &l->gate_up, p->states, p->wide, T, H, l->activation == RELU ? I : 2 * I, 0);
+    product(w, &l->gate_up, entered(w, l, p, l->after, x), p->wide, T, H, l->activation & ALONE ? I : 2 * I, 0);
     gates(w, p->wide, p->thin, T, I, l->activation);
     product(w, &l->down, p->thin, x, T, I, H, 1);
+    left(w, l, p, l->after, x);
 }
 
 typedef struct {
@@ -723,7 +775,7 @@ typedef struct {
     const uint8_t *mask;
     value *x, *const *keys, *const *values;
     int64_t offset;
-    const value *norm;
+    Norm norm;
     double eps;
     value *out;
     const States *states;
@@ -745,8 +797,32 @@ static void do_model(Worker *w, const void *job) {
 /* All layers, and the norm behind them: out [T, hidden] from x [T, hidden], which is overwritten. Keys and values of layer i begin
  * `offset` values behind keys[i] and values[i]. `states` may be null, and so may `parts` [count], the sublayers of each layer that are run. */
 void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *mask, value *x, value *const *keys, value *const *values,
-           int64_t offset, const value *norm, double eps, value *out, const States *states, const uint8_t *parts) {
-    together(p->threads, do_model, &(Model){layers, count, p, mask, x, keys, values, offset, norm, eps, out, states, parts});
+           int64_t offset, const Norm *norm, double eps, value *out, const States *states, const uint8_t *parts) {
+    together(p->threads, do_model, &(Model){layers, count, p, mask, x, keys, values, offset, *norm, eps, out, states, parts});
+}
+
+/* What a decoder reads of a token at a position */
+typedef struct {
+    const value *tokens, *positions; /* tables [.., hidden]; the latter or null */
+    Norm norm;                       /* of the sum; `before` it, of the token's part alone */
+    int64_t hidden, before, padding; /* the last is a token that has no position, or -1 */
+    double scale, eps;               /* of the token's part; of the norm */
+} Embedded;
+
+/* x [T, hidden] of tokens at positions [T] */
+void embed(const Embedded *e, const int64_t *tokens, const int64_t *positions, value *x, int T) {
+    const int H = e->hidden;
+    const __m512 scale = _mm512_set1_ps(e->scale);
+    for (int t = 0; t < T; t++, x += H) {
+        const value *token = e->tokens + (size_t)tokens[t] * H;
+        if (e->scale == 1.0)
+            copied(token, x, H);
+        else
+            for (int i = 0; i < H; i += 16) store(x + i, _mm512_mul_ps(load(token + i), scale));
+        if (e->before) normed(x, e->norm, x, H, e->eps);
+        if (e->positions && tokens[t] != e->padding) add(x, e->positions + (size_t)positions[t] * H, H);
+        if (e->norm.weight && !e->before) normed(x, e->norm, x, H, e->eps);
+    }
 }
 
 /* -- a draft tree, grown in one call --------------------------------------------------------------------------------------- */
@@ -791,7 +867,9 @@ typedef struct {
 
 typedef struct {
     const Layer *const *layers;
-    const value *embeddings, *norm, *cos, *sin; /* [V, hidden], [hidden], by position [.., size] or null */
+    Embedded embedded;
+    Norm norm;
+    const value *cos, *sin;                    /* by position [.., size] or null */
     const Matrix *head;
     value *const *keys, *const *values;
     int64_t count, vocab, columns;             /* of layers, of tokens that may be drafted, of the head's padded outputs */
@@ -860,8 +938,8 @@ static void steps(const Growth *g, Pass *p, const int64_t *tokens, const int32_t
     for (int t = 0; t < T; t++) {
         value *x = g->x + (size_t)t * H, *inputs = e->inputs + (size_t)t * 2 * H;
         if (above) __builtin_memcpy(x, e->states + (size_t)above[t] * H, H * sizeof(value));
-        normed(g->embeddings + (size_t)tokens[t] * H, e->of_embedding, inputs, H, g->eps);
-        normed(x, e->of_state, inputs + H, H, g->eps);
+        normed(g->embedded.tokens + (size_t)tokens[t] * H, (Norm){e->of_embedding}, inputs, H, g->eps);
+        normed(x, (Norm){e->of_state}, inputs + H, H, g->eps);
         if (e->residual_normed) __builtin_memcpy(x, inputs + H, H * sizeof(value));
     }
     layer_over(g->layers[0], p, mask, g->x, e->inputs, 2 * H, g->keys[0] + g->offset, g->values[0] + g->offset);
@@ -1005,8 +1083,9 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
         return;
     }
     const int H = g->layers[0]->hidden, size = g->layers[0]->size;
+    int64_t places[LINE];
     for (int t = 0; t < T; t++) {
-        const int64_t position = positions[t] < g->most ? positions[t] : g->most - 1;
+        const int64_t position = places[t] = positions[t] < g->most ? positions[t] : g->most - 1;
         if (p->positions) p->positions[g->slots[t]] = position;
         for (int i = 0; g->cos && i < size; i += 16) {
             store(g->angles + (size_t)t * size + i, load(g->cos + (size_t)position * size + i));
@@ -1018,8 +1097,8 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
     if (g->eagle)
         steps(g, p, tokens, above, T, n, first, mask);
     else {
-        for (int t = 0; t < T; t++) __builtin_memcpy(g->x + (size_t)t * H, g->embeddings + (size_t)tokens[t] * H, H * sizeof(value));
-        model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, g->norm, g->eps, g->out, 0, 0);
+        embed(&g->embedded, tokens, places, g->x, T);
+        model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, &g->norm, g->eps, g->out, 0, 0);
     }
     linear(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns, p->threads);
 }

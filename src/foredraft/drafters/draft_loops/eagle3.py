@@ -59,7 +59,7 @@ def kernel_layer(layer: Layer) -> native.Layer | None:
         output=products["o"].matrix,
         gate_up=products["gate_up"].matrix,
         down=products["down"].matrix,
-        after=layer.post_attention_layernorm.data_ptr(),
+        after=native.Norm.of(layer.post_attention_layernorm),
     )
 
 
@@ -134,9 +134,9 @@ class Eagle3Growth(Grower):
         about = native.Growth(
             layers=ctypes.addressof(self._layers),
             count=1,
-            norm=layer.norm.data_ptr(),
+            norm=native.Norm.of(layer.norm),
             eps=config.rms_norm_eps,
-            embeddings=layer.embeddings.data_ptr(),
+            embedded=native.Embedded(tokens=layer.embeddings.data_ptr()),
             eagle=ctypes.addressof(self._eagle),
         )
         head = products["lm_head"]
