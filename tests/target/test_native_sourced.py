@@ -66,9 +66,8 @@ def build(name, dtype, seed=3):
         model = getattr(transformers, "MarianMTModel" if kind == "Marian" else f"{kind}ForConditionalGeneration")
         model = model(getattr(transformers, f"{kind}Config")(**options))
         for part, weight in model.named_parameters():
-            weight.data = (
-                1 + 0.3 * torch.randn(weight.shape) if weight.ndim == 1 else torch.randn(weight.shape) * (1 if "bias" in part or "positions" in part else 0.1)
-            )
+            scale = 1 if "bias" in part or "positions" in part else 0.1
+            weight.data = 1 + 0.3 * torch.randn(weight.shape) if weight.ndim == 1 else torch.randn(weight.shape) * scale
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_()
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
