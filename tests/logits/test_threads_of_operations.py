@@ -10,6 +10,7 @@ from helpers import make_drafter, prompts, tiny
 
 from foredraft import Speculator, device, verification
 from foredraft.device import host_threads, one_thread
+from foredraft.logits.sampler import widened
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +65,10 @@ def test_a_round_verifies_on_one_thread_and_the_users_code_has_all(own, monkeypa
     speculator.generate(torch.tensor(prompts((12,))), do_sample=True, max_new_tokens=8, pad_token_id=0, **more)
     assert seen == {"rule": {1}, "race": {1}, "processor": {3} if own else set()}
     assert torch.get_num_threads() == 3
+
+
+def test_logits_of_a_large_vocabulary_are_widened_on_one_thread(monkeypatch):
+    seen, wide = [], torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: (seen.append(torch.get_num_threads()), wide(self))[1])
+    assert widened(torch.zeros(60_000, dtype=torch.bfloat16)).dtype == torch.float32
+    assert seen == [1]

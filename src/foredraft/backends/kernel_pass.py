@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from foredraft.backends import native
 from foredraft.backends.packing import NATIVE
+from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import Override, hooks_of
 from foredraft.models.layers import Aside
@@ -374,7 +375,8 @@ class Direct:
 
     def logits(self, hidden: Tensor) -> Tensor:
         found: Tensor = self.head(hidden)
-        return found if self.bias is None else found + self.bias
+        with one_thread(found):
+            return found if self.bias is None else found + self.bias
 
     @staticmethod
     def of(model: Any) -> Direct | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, pointers
 from foredraft.backends.packing import NATIVE, Packing
+from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.encoder_decoder import Encoded, Source, SourcedCache
 from foredraft.models.masks import MaskInputs
@@ -164,7 +165,9 @@ class SourcedLayer:
     def keys(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[heads, S, size]`` of a source."""
         shape = len(states), self.about.heads, self.about.size
-        return tuple(product(states).view(shape).transpose(0, 1).contiguous() for product in self.cross)  # type: ignore[return-value]
+        keys, values = (product(states).view(shape).transpose(0, 1) for product in self.cross)
+        with one_thread(keys):
+            return keys.contiguous(), values.contiguous()
 
 
 class SourcedModel(NativeModel):

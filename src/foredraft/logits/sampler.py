@@ -97,7 +97,8 @@ class Sampler:
 
 def widened(logits: Tensor) -> Tensor:
     """As transformers, processors see float32; float64 stays, for exact enumeration."""
-    return logits if logits.dtype == torch.float64 else logits.float()
+    with one_thread(logits):
+        return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

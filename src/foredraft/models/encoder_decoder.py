@@ -213,10 +213,10 @@ class Decoder:
     def _read(self, group: Sequence[Source]) -> tuple[Tensor, Sequence[Tensor | None]]:
         """``[n, S, d]`` states of sources of one shape, and which of each count."""
         device, encoder = self.model.device, self.model.get_encoder()
-        given = {name: torch.cat([source.inputs[name] for source in group]).to(device) for name in group[0].inputs}
+        given = {name: together([source.inputs[name] for source in group]).to(device) for name in group[0].inputs}
         mask = given.get("attention_mask")
         if group[0].states is not None:
-            states = torch.cat([source.states for source in group if source.states is not None]).to(device)
+            states = together([source.states for source in group if source.states is not None]).to(device)
         else:
             taken = inspect.signature(encoder.forward).parameters
             anything = "kwargs" in taken or "model_kwargs" in taken
@@ -298,6 +298,11 @@ class Decoder:
         if self._embedded is not None and (keys is not None or (counts and positions.shape[1] > 1)):
             overrides.enter_context(embedded_from(self._embedded, positions, reach))
         return overrides
+
+
+def together(parts: Sequence[Tensor]) -> Tensor:
+    """``parts`` one behind the other; a lone one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def routers(model: torch.nn.Module) -> list[Any]:

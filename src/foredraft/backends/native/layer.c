@@ -431,12 +431,13 @@ INLINE void turned(__m512i r[16]) {
     }
 }
 
-/* The first `count` of KEYS keys as a packed matrix, zeros behind them. */
-static void packed_keys(const value *keys, int count, int size, value *out) {
+/* The first `count` of KEYS keys as a packed matrix, zeros behind them. With `asking` the next KEYS are on their way. */
+static void packed_keys(const value *keys, int count, int size, value *out, int asking) {
     const int words = size / DEPTH;
     for (int b = 0; b < KEYS && b < count; b += 16)
         for (int w = 0; w < words; w += 16) {
             __m512i r[16];
+            for (int j = 0; asking && j < 16; j++) _mm_prefetch((const char *)(keys + (size_t)(KEYS + b + j) * size + w * DEPTH), _MM_HINT_T0);
             for (int j = 0; j < 16; j++)
                 r[j] = b + j < count ? _mm512_loadu_si512(keys + (size_t)(b + j) * size + w * DEPTH) : _mm512_setzero_si512();
             turned(r);
@@ -461,14 +462,17 @@ INLINE void scored(const value *keys, const value *queries, float *scores, int s
         for (int t = 0; t < n; t++) _mm512_storeu_ps(scores + t * KEYS + b * 16, sums[b][t]);
 }
 
-/* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time */
-INLINE void gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int vectors) {
+/* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time. With `asking` the next ones
+ * are on their way. */
+INLINE void gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int vectors, int asking) {
     for (int d = 0; d < size; d += vectors * 16) {
         __m512 all[TOKENS][4];
         for (int t = 0; t < n; t++)
             for (int i = 0; i < vectors; i++) all[t][i] = _mm512_loadu_ps(sums + t * size + d + i * 16);
         for (int j = 0; j < count; j++) {
             __m512 v[4];
+            for (int i = 0; asking && i < vectors * 16; i += LINE / (int)sizeof(value))
+                _mm_prefetch((const char *)(values + (size_t)(KEYS + j) * size + d + i), _MM_HINT_T0);
             for (int i = 0; i < vectors; i++) v[i] = load(values + (size_t)j * size + d + i * 16);
             for (int t = 0; t < n; t++) {
                 const __m512 p = _mm512_set1_ps(probabilities[t * KEYS + j]);
@@ -480,19 +484,19 @@ INLINE void gathered(const float *probabilities, const value *values, float *sum
     }
 }
 
-INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n) {
+INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n, int asking) {
     if (size % 64)
-        gathered(probabilities, values, sums, count, size, n, 2);
+        gathered(probabilities, values, sums, count, size, n, 2, asking);
     else
-        gathered(probabilities, values, sums, count, size, n, 4);
+        gathered(probabilities, values, sums, count, size, n, 4, asking);
 }
 
 static void some_scored(const value *keys, const value *queries, float *scores, int size, int n) {
     FOR_KNOWN(n, scored(keys, queries, scores, size, COUNT))
 }
 
-static void some_gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n) {
-    FOR_KNOWN(n, gathered_all(probabilities, values, sums, count, size, COUNT))
+static void some_gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int asking) {
+    FOR_KNOWN(n, gathered_all(probabilities, values, sums, count, size, COUNT, asking))
 }
 
 typedef struct {
@@ -582,6 +586,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
     const __m512 none = _mm512_set1_ps(-__builtin_inff());
     for (int start = 0; start < reach; start += KEYS) {
         __mmask16 sees[QUERIES][KEYS / 16];
+        const int asking = start + KEYS < reach;
         int count = 0; /* keys up to the last one that a query sees */
         for (int i = 0; i < n; i++)
             for (int b = 0; b < KEYS / 16; b++) {
@@ -590,7 +595,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
                 if (last > count) count = last;
             }
         if (count == 0) continue;
-        packed_keys(a->keys + place + (size_t)start * size, count, size, packed);
+        packed_keys(a->keys + place + (size_t)start * size, count, size, packed, asking);
         for (int t = 0; t < n; t += TOKENS)
             some_scored(packed, queries + t * size, scores + t * KEYS, size, n - t < TOKENS ? n - t : TOKENS);
         for (int i = 0; i < n; i++) {
@@ -620,7 +625,8 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
             most[i] = now, total[i] += _mm512_reduce_add_ps(sum);
         }
         for (int t = 0; t < n; t += TOKENS)
-            some_gathered(scores + t * KEYS, a->values + place + (size_t)start * size, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS);
+            some_gathered(scores + t * KEYS, a->values + place + (size_t)start * size, sums + t * size, count, size,
+                          n - t < TOKENS ? n - t : TOKENS, asking && t == 0);
     }
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
