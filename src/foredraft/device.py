@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ def to_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
+SOFT = 1  # ``omp_pause_soft``
 SMALL = 1 << 21  # elements that one thread has worked through before a second one would have gained what it costs
 
 
@@ -39,11 +40,11 @@ def one_thread(values: Tensor) -> Iterator[None]:
     threads = torch.get_num_threads()
     outside = _outside.threads
     _outside.threads = outside or threads
-    openmp(1)
+    openmp.omp_set_num_threads(1)
     try:
         yield
     finally:
-        openmp(threads)
+        openmp.omp_set_num_threads(threads)
         _outside.threads = outside
 
 
@@ -59,22 +60,32 @@ def host_threads() -> int:
     return _outside.threads or torch.get_num_threads()
 
 
+def end_waiting() -> None:
+    """End OpenMP's threads that the calling thread has used for torch's operations, which starts them anew with the next one by several
+    threads: they would wait for it as :func:`one_thread` says. Does nothing where the OpenMP library that torch uses is not found, or is
+    older than OpenMP 5."""
+    pause = getattr(_openmp(), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(SOFT)
+
+
 @cache
-def _openmp() -> Callable[[int], None] | None:
-    """Sets the number of threads for the calling thread, in the OpenMP library that torch has loaded; None if there is no such library."""
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch has loaded; None if there is none."""
     if not hasattr(os, "RTLD_NOLOAD"):  # Windows
         return None
     bundled = sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*"))
     for name in (*bundled, "libgomp.so.1", "libomp.so.5", "libiomp5.so"):
         try:
-            set_threads = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_set_num_threads
+            found = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+            set_threads = found.omp_set_num_threads
         except (OSError, AttributeError):
             continue
         set_threads.argtypes, set_threads.restype = [ctypes.c_int], None
         threads = torch.get_num_threads()
         set_threads(threads + 1)
-        found = torch.get_num_threads() == threads + 1
+        heard = torch.get_num_threads() == threads + 1
         set_threads(threads)
-        if found:
-            return set_threads
+        if heard:
+            return found
     return None

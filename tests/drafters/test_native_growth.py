@@ -12,7 +12,7 @@ from kernel_cases import DTYPES, build, needs_kernels
 from kernel_cases import always as always  # a fixture
 
 from foredraft import ConfigurationError, Speculator, TreeShape
-from foredraft.backends.native_growth import MISSED, NativeGrowth, laid_out
+from foredraft.backends.native_growth import MISSED, MOST_KEPT, NativeGrowth, laid_out
 from foredraft.drafters.draft_loops.kernels import KernelLoop
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.growth import UNSEEN
@@ -74,6 +74,67 @@ def test_the_same_trees_round_by_round(shape, dtype, drafts):
     assert sum(made) >= len(made) - 1 and len(trees) > 5  # but for the round that reads the prompt
     alike = sum(a == b for a, b in zip(trees, seen))
     assert alike == len(trees) == len(seen) if dtype == torch.float32 else alike > 0.6 * len(trees)  # near ties fall either way
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "length", "how"),
+    [
+        ("rejection", torch.float32, 6, {"top_k": 0}),
+        ("match", torch.float32, 4, {"temperature": 0.7, "top_k": 0}),
+        ("block", torch.bfloat16, 1, {"temperature": 1.3, "top_k": 0}),
+        ("rejection", torch.float32, 5, {"temperature": 1.6, "top_k": 20, "top_p": 0.9}),
+        ("match", torch.float32, 5, {"top_k": 1000, "min_p": 0.2}),
+        ("block", torch.float32, 3, {"temperature": 1.5, "top_k": 7, "top_p": 0.8, "min_p": 0.1}),
+    ],
+)
+def test_drawn_chains_are_those_that_are_drawn_level_by_level(rule, dtype, length, how, drafts):
+    """A wrong word of noise, or a distribution of another temperature, shows in the tokens; in bfloat16 near ties may fall either way."""
+    seen, kernel = drafts
+    how = {"max_new_tokens": 60, "do_sample": True, "seed": 5, **how}
+    by_kernel, by_level = speculators(f"chain({length})", dtype, rule=rule)
+    first = generate(by_kernel, [PROMPT], **how)
+    trees, made = list(seen), list(kernel)
+    seen.clear()
+    second = generate(by_level, [PROMPT], **how)
+    assert sum(made) >= len(made) - 1 and len(trees) > 5
+    if dtype == torch.float32:
+        assert first == second and trees == seen
+    else:
+        assert sum(a == b for a, b in zip(trees, seen)) > 0.6 * len(trees)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_chains_are_drawn_from_the_q_that_is_handed_on(temperature):
+    """Over many seeds the first token has the distribution q, which is the softmax of the draft's logits."""
+    drafter = DraftModel(build("qwen2", torch.float32), execution="native")
+    speculator = Speculator(build("llama", torch.float32), drafter=drafter, shape="chain(3)", rule="rejection")
+    found = []
+    draft = drafter.draft
+
+    def noted(request):
+        tree = draft(request)
+        if tree.q is not None and len(request.rows[0].ids) == len(PROMPT) + 1:
+            found.append(tree)
+        return tree
+
+    drafter.draft = noted
+    for seed in range(250):
+        generate(speculator, [PROMPT], max_new_tokens=4, do_sample=True, temperature=temperature, top_k=0, seed=seed)
+    assert all(torch.allclose(tree.q.sum(-1), torch.ones(()), atol=1e-5) for tree in found)
+    q = torch.stack([tree.q[0, 0] for tree in found])
+    drawn = torch.nn.functional.one_hot(torch.stack([tree.tokens[0, 1] for tree in found]), q.shape[1])
+    variance = (q * (1 - q)).sum(0)
+    scores = (drawn - q).sum(0) / variance.clamp(min=1e-9).sqrt()
+    assert len(drawn) > 200 and float(scores[variance > 1].abs().max()) < 4.5
+
+
+def test_what_else_changes_scores_is_drawn_level_by_level(drafts):
+    _, kernel = drafts
+    by_kernel, by_level = speculators("chain(4)", torch.float32, rule="rejection")
+    for more in ({"top_k": 5, "repetition_penalty": 1.1}, {"top_k": 0, "top_p": 0.9}, {"top_k": MOST_KEPT + 1, "top_p": 0.9}):
+        how = {"max_new_tokens": 20, "do_sample": True, "seed": 3, **more}
+        assert generate(by_kernel, [PROMPT], **how) == generate(by_level, [PROMPT], **how)
+    assert not any(kernel)
 
 
 @pytest.mark.parametrize("draft", ["llama", "llama-biases", "llama-one-key-head", "qwen3"])
@@ -163,10 +224,9 @@ def test_a_hook_on_the_draft_is_called(drafts):
     assert passes and not any(kernel)
 
 
-def test_sampling_and_processors_go_level_by_level(drafts):
+def test_processors_and_several_rows_go_level_by_level(drafts):
     _, kernel = drafts
     (speculator, _) = speculators("chain(4)", torch.float32)
-    generate(speculator, [PROMPT], max_new_tokens=12, do_sample=True, seed=1)
     generate(speculator, [PROMPT], max_new_tokens=12, repetition_penalty=1.3)
     generate(speculator, [PROMPT, PROMPT[:7]], max_new_tokens=12)
     assert kernel and not any(kernel)
@@ -190,7 +250,7 @@ def test_unknown_tokens_are_not_read(monkeypatch):
     generate(speculator, [PROMPT], max_new_tokens=4)
     speculator.drafter._smaller = True
     calls = []
-    monkeypatch.setattr(NativeGrowth, "fill", lambda self, ids, shape, *, vocab_size: calls.append(ids[self.cache.lengths[0] :]))
+    monkeypatch.setattr(NativeGrowth, "fill", lambda self, ids, shape, **others: calls.append(ids[self.cache.lengths[0] :]))
     speculator.drafter.model.vocab_size = 50
     generate(speculator, [[60, 61, 62, 63, 64]], max_new_tokens=12)
     assert calls and all(max(missed) < 50 for missed in calls)

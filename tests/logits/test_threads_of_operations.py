@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import make_drafter, prompts, tiny
 
 from foredraft import Speculator, device, verification
-from foredraft.device import host_threads, one_thread
+from foredraft.device import end_waiting, host_threads, one_thread
 from foredraft.logits.sampler import widened
 
 
@@ -39,6 +40,19 @@ def test_few_values_keep_to_one_thread():
     with pytest.raises(ValueError), one_thread(few):
         raise ValueError
     assert torch.get_num_threads() == host_threads() == 3
+
+
+def test_threads_that_wait_are_ended_and_started_anew():
+    values = torch.randn(1 << 18)
+    expected, working = values.exp(), threads_of_this_process()
+    end_waiting()
+    assert threads_of_this_process() <= working - 2
+    assert torch.equal(values.exp(), expected) and threads_of_this_process() == working
+    assert torch.get_num_threads() == 3
+
+
+def threads_of_this_process():
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["built in", "of the user's own"])

@@ -46,6 +46,7 @@ ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
 STOPPING = ("tests/drafters/test_layer_skip.py",)
 VOCABULARIES = ("tests/drafters/test_vocabularies.py",)
+DRAWN = ("tests/drafters/test_native_growth.py",)
 
 FAULTS = [
     # -- trees
@@ -202,4 +203,8 @@ FAULTS = [
     Fault("kernel_pass.py", "self.decoder.embed(ids, positions)", "self.decoder.embed(ids, places.positions)", SOURCED),
     Fault("kernel_pass.py", "found if self.bias is None else found + self.bias", "found", SOURCED),
     Fault("native_growth.py", "if direct.bias is not None:", "if False:", SOURCED),
+    Fault("layer.c", "d->hashes + x), d->words[i])", "d->hashes + x), d->words[0])", DRAWN),
+    Fault("layer.c", "loadu_ps(there, q + x), whole)", "loadu_ps(there, q + x), _mm512_set1_ps(1.0f))", DRAWN),
+    Fault("layer.c", "_mm512_sub_ps(logit, most), temperature)", "_mm512_sub_ps(logit, most), _mm512_set1_ps(1.0f))", DRAWN),
+    Fault("native_growth.py", "len(hashes), top_k, temperature, top_p", "len(hashes), 0, temperature, top_p", DRAWN),
 ]

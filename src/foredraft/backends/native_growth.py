@@ -1,4 +1,4 @@
-"""A draft tree for one row in one call of a kernel: greedy, by a model whose decoder is one.
+"""A draft for one row in one call of a kernel, by a model whose decoder is one: a greedy tree, or a chain that is drawn.
 
 Level by level from Python, most of a small model's draft is spent between its passes, which the target's pass before has made slow:
 it filled the caches with weights.
@@ -24,6 +24,7 @@ from foredraft.shapes import DynamicShape, StaticShape
 
 MISSED = 8  # tokens that are read in front of the first level, at most; more are for a prefill
 WIDEST = 16  # nodes of a level
+MOST_KEPT = 128  # ``KEPT`` of ``layer.c``
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,26 @@ class Grown:
     own: list[int]
     fed: int
     expected: float | None = None
+
+
+class Draws:
+    """How the tokens of a chain are drawn, and what from.
+
+    Args:
+        words: ``[n]`` int64 words of the noise, one per token.
+        hashes: ``[V]`` int32, of the tokens.
+        temperature: that logits are divided by.
+        top_k, top_p, min_p: as in transformers; 0, 1 and 0 for all tokens. ``top_p`` needs ``top_k``, of :data:`MOST_KEPT` at most.
+
+    Attributes:
+        q: ``[n, V]`` float32 the distributions that they were drawn from.
+    """
+
+    def __init__(self, words: Tensor, hashes: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+        self.q = torch.empty(len(words), len(hashes))
+        self._held = words, hashes
+        where = (each.data_ptr() for each in (words, hashes, self.q))
+        self.about = native.Draws(*where, len(hashes), top_k, temperature, top_p, min_p)
 
 
 class Grower:
@@ -92,8 +113,9 @@ class Grower:
         self._end(ids, fed.value)
         return Grown(tokens[:count], parents[:count], own[:count], fed.value, expected.value)
 
-    def fill(self, ids: Sequence[int], shape: StaticShape, *, vocab_size: int) -> Grown | None:
-        """The likeliest tokens below the last of ``ids`` in every place of ``shape``; otherwise as :meth:`grow`."""
+    def fill(self, ids: Sequence[int], shape: StaticShape, *, vocab_size: int, draws: Draws | None = None) -> Grown | None:
+        """The likeliest tokens below the last of ``ids`` in every place of ``shape``, or those of a chain that ``draws`` says how to draw;
+        otherwise as :meth:`grow`."""
         layout = laid_out(shape)
         if layout is None or layout.siblings > vocab_size:
             return None
@@ -101,7 +123,8 @@ class Grower:
         if text is None:
             return None
         tokens = (ctypes.c_int64 * shape.nodes)()
-        fed = self._library.fill(self._about, self._pass, text, layout.parents, layout.ranks, shape.nodes, tokens)
+        how = None if draws is None else draws.about
+        fed = self._library.fill(self._about, self._pass, text, layout.parents, layout.ranks, shape.nodes, tokens, how)
         self._end(ids, fed)
         own = [node if node < fed else -1 for node in range(1, shape.nodes + 1)]
         return Grown(tokens[:], list(shape.parents[1:]), own, fed)

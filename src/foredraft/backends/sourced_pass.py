@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, pointers
 from foredraft.backends.packing import NATIVE, Packing
-from foredraft.device import one_thread
+from foredraft.device import end_waiting, one_thread
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.encoder_decoder import Encoded, Source, SourcedCache
 from foredraft.models.masks import MaskInputs
@@ -267,8 +267,11 @@ class SourcedModel(NativeModel):
         """Say where the keys of the rows' sources are, which are made if there are none yet."""
         assert isinstance(cache, SourcedCache)
         rows, cross = cache.sources[window.first : window.last], cache.cross
-        for row in {each: None for each in rows if not each.keys}:
+        fresh = dict.fromkeys(each for each in rows if not each.keys)
+        for row in fresh:
             row.keys += [kernel.keys(row.states) for kernel in self.kernels]
+        if fresh:
+            end_waiting()  # after the encoder
         cross.enter(rows)
         if cross.pointers is None:
             held = [[each.data_ptr() for each in some] for some in zip(*((layer.keys, layer.values) for layer in cross.layers))]

@@ -142,6 +142,15 @@ class Noise:
         """
         return _first(weights, self.words(purpose, 0, nodes[None]), k)
 
+    def chain_words(self, depth: int, *, keyed: bool) -> Tensor:
+        """``[depth]`` the words that the tokens of the only row's chain are drawn with: those of :meth:`race`, or else of :meth:`draw`."""
+        index = torch.arange(depth)[None]
+        return (self.words(Purpose.MATCH, index + 1) if keyed else self.words(Purpose.DRAFT, 0, index))[0]
+
+    def hashes(self, vocab_size: int) -> Tensor:
+        """``[V]`` int32, what tells the noise of one token from that of another."""
+        return _token_hashes(vocab_size, self.keys.device)
+
     def race_order(self, p: Tensor, depths: Tensor, k: int) -> Tensor:
         """``[R, N, k]`` the first k tokens of :meth:`race`, the winner first; ``depths`` ``[1, 1]`` stand for all nodes."""
         return _first(p, self.words(Purpose.MATCH, depths + 1), k)

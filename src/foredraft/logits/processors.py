@@ -14,11 +14,12 @@ others run once per history length, or once in all where padding the histories c
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,18 @@ from .known_processors import FOREIGN, Kind, Processor, Row, kind_of
 
 CACHED = 1 << 17  # float32 values that stay in a CPU's cache: larger blocks are quicker in parts, though that takes more calls
 UNDERFLOW = -104.0  # exp(x) is 0 in float32 below this: a token this far under the best one is never chosen
+
+
+class Warping(NamedTuple):
+    """Scores over a temperature, cut to the likeliest tokens: in this order, each after what is left by those before."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+WARPERS = {f"{name}LogitsWarper": field for name, field in zip(("Temperature", "TopK", "TopP", "MinP"), Warping._fields)}
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,19 @@ class Pipeline:
     @property
     def empty(self) -> bool:
         return not self.stages
+
+    @property
+    def warping(self) -> Warping | None:
+        """What becomes of scores, where :class:`Warping` can say it; None where it cannot."""
+        names, found = [type(stage.processor).__name__ for stage in self.stages], {}
+        if any(stage.foreign for stage in self.stages) or names != [name for name in WARPERS if name in names]:
+            return None
+        for name, stage in zip(names, self.stages):
+            settings = vars(stage.processor)
+            if settings.get("min_tokens_to_keep", 1) != 1 or settings.get("filter_value", -math.inf) != -math.inf:
+                return None
+            found[WARPERS[name]] = settings[WARPERS[name]]
+        return Warping(**found)
 
     @property
     def needs_history(self) -> bool:

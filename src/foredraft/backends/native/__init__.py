@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class Norm(ctypes.Structure):
 class Layer(ctypes.Structure):
     """``Layer`` of ``layer.c``."""
 
-    _fields_ = (
+    _fields_: ClassVar[list[Any]] = (
         [(name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "key_heads", "size")]
         + [(name, ctypes.c_double) for name in ("eps", "head_eps", "scaling")]
         + [(name, Matrix) for name in ("qkv", "output", "gate_up", "down")]
@@ -121,6 +121,16 @@ class Eagle(ctypes.Structure):
         [("fuse", Matrix)]
         + [(name, ctypes.c_void_p) for name in ("of_embedding", "of_state", "features", "ids", "inputs", "states")]
         + [(name, ctypes.c_int64) for name in ("width", "residual_normed", "output_normed")]
+    )
+
+
+class Draws(ctypes.Structure):
+    """``Draws`` of ``layer.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("words", "hashes", "q")]
+        + [(name, ctypes.c_int64) for name in ("columns", "top_k")]
+        + [(name, ctypes.c_double) for name in ("temperature", "top_p", "min_p")]
     )
 
 
@@ -215,7 +225,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.model.argtypes = [several, number, ctypes.POINTER(Pass), pointer, pointer, *held]
     kernels.embed.argtypes = [ctypes.POINTER(Embedded), pointer, pointer, pointer, number]
     kernels.grow.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 6]
-    kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer]
+    kernels.fill.argtypes = [ctypes.POINTER(Growth), ctypes.POINTER(Pass), *[pointer] * 3, number, pointer, ctypes.POINTER(Draws)]
     kernels.largest.argtypes = [pointer, size, size, size, number, pointer, number]
     kernels.grow.restype = kernels.fill.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest):

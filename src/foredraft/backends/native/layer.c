@@ -41,6 +41,7 @@
 #define ALONE 4 /* beside one of these: it has no `up` */
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
+#define KEPT 128 /* tokens that a draw is cut to, at most, where it is by their number */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
 #define MATCHES 32 /* the latest places of each length that count */
 
@@ -895,6 +896,16 @@ typedef struct {
     Medusa *medusa;                            /* or null; then nothing is read but tokens, and start is 0 and missed 1 */
 } Growth;
 
+/* How the tokens of a chain are drawn: the i-th from softmax(logits / temperature), cut to the likeliest tokens, which goes to q[i], by the
+ * noise that hashes[x] and words[i] make for token x. */
+typedef struct {
+    const uint64_t *words;
+    const int32_t *hashes; /* [columns] */
+    float *q;              /* [.., columns], 0 where the draft has no such token */
+    int64_t columns, top_k;     /* 0: all */
+    double temperature, top_p, min_p;
+} Draws;
+
 /* The best of `count` values behind (above, at) in the order of larger first, equals by number: its number, and `best` it. */
 INLINE int following(const value *x, int count, float above, int at, float *best) {
     const __m512 limit = _mm512_set1_ps(above), none = _mm512_set1_ps(-__builtin_inff());
@@ -977,6 +988,99 @@ INLINE void put_number(value *p, float x) {
 #else
     *p = x;
 #endif
+}
+
+/* Put x, which is found at `place`, in front of the first of `count` that is smaller; the last one falls out where there are k */
+INLINE int put(float *best, int64_t *at, int count, int k, float x, int64_t place) {
+    int i = count < k ? count++ : k - 1;
+    for (; i > 0 && best[i - 1] < x; i--) best[i] = best[i - 1], at[i] = at[i - 1];
+    best[i] = x, at[i] = place;
+    return count;
+}
+
+/* The k <= width largest of a line, and their places: largest first, and the earlier of equals first */
+static void largest_of(const value *line, int64_t width, int k, float *best, int64_t *at) {
+    int64_t i = 0;
+    int count = 0;
+    for (; i < k; i++) count = put(best, at, count, k, number(line + i), i);
+    for (; i + 64 <= width; i += 64) {
+        const __m512 least = _mm512_set1_ps(best[k - 1]);
+        uint64_t more = 0;
+        for (int b = 0; b < 4; b++) more |= (uint64_t)_mm512_cmp_ps_mask(load(line + i + 16 * b), least, _CMP_GT_OQ) << (16 * b);
+        for (; more; more &= more - 1) {
+            const int64_t place = i + __builtin_ctzll(more);
+            if (number(line + place) > best[k - 1]) put(best, at, k, k, number(line + place), place);
+        }
+    }
+    for (; i < width; i++)
+        if (number(line + i) > best[k - 1]) put(best, at, k, k, number(line + i), i);
+}
+
+/* The least logit that is kept; `most` is the largest */
+static float least_kept(const Draws *d, const value *logits, int vocab, float most) {
+    float least = d->min_p > 0.0 ? most + (float)(d->temperature * __builtin_log(d->min_p)) : -__builtin_inff();
+    if (!d->top_k || d->top_k >= vocab) return least;
+    float best[KEPT];
+    int64_t at[KEPT];
+    int kept = d->top_k;
+    largest_of(logits, vocab, kept, best, at);
+    double whole = 0.0, gone = 0.0;
+    for (int i = 0; i < kept; i++) whole += __builtin_exp((best[i] - most) / d->temperature);
+    while (kept > 1 && (gone += __builtin_exp((best[kept - 1] - most) / d->temperature)) <= (1.0 - d->top_p) * whole) kept--;
+    return best[kept - 1] > least ? best[kept - 1] : least;
+}
+
+/* -log(1 + x) for -1 < x < 0, relative error below 3e-7 */
+INLINE __m512 minus_log(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), y = _mm512_add_ps(x, one), lost = _mm512_sub_ps(x, _mm512_sub_ps(y, one));
+    const __m512 m = _mm512_getmant_ps(y, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_zero), power = _mm512_getexp_ps(_mm512_div_ps(y, m));
+    const __m512 s = _mm512_div_ps(_mm512_sub_ps(m, one), _mm512_add_ps(m, one)), square = _mm512_mul_ps(s, s);
+    __m512 sum = _mm512_set1_ps(1.0f / 11.0f); /* log(m) = 2 artanh(s) */
+    for (int i = 9; i > 0; i -= 2) sum = _mm512_fmadd_ps(sum, square, _mm512_set1_ps(1.0f / i));
+    const __m512 log = _mm512_fmadd_ps(power, _mm512_set1_ps(0.69314718f), _mm512_mul_ps(_mm512_add_ps(s, s), sum));
+    return _mm512_sub_ps(_mm512_setzero_ps(), _mm512_add_ps(log, _mm512_div_ps(lost, y)));
+}
+
+/* 16 numbers of an exponential distribution: `_negative_exponentials` of noise.py, negated */
+INLINE __m512 noise(__m512i hashes, uint64_t word) {
+    __m512i bits = _mm512_mullo_epi32(_mm512_xor_si512(hashes, _mm512_set1_epi32((int32_t)word)), _mm512_set1_epi32((int32_t)(word >> 32) | 1));
+    bits = _mm512_mullo_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15)), _mm512_set1_epi32(0x2C1B3C6D));
+    bits = _mm512_mullo_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 12)), _mm512_set1_epi32(0x297A2D39));
+    bits = _mm512_and_si512(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15)), _mm512_set1_epi32(0x7FFFFFFF));
+    const __m512 unit = _mm512_mul_ps(_mm512_add_ps(_mm512_cvtepi32_ps(bits), _mm512_set1_ps(0.5f)), _mm512_set1_ps(-0x1p-31f));
+    return minus_log(_mm512_max_ps(unit, _mm512_set1_ps(0x1p-24f - 1.0f)));
+}
+
+/* Token i of a chain, of the `vocab` that the draft has */
+static int drawn(const Draws *d, int i, const value *logits, int vocab) {
+    float *q = d->q + (size_t)i * d->columns, largest;
+    following(logits, vocab, __builtin_inff(), -1, &largest);
+    const __m512 least = _mm512_set1_ps(least_kept(d, logits, vocab, largest));
+    const __m512 most = _mm512_set1_ps(largest), temperature = _mm512_set1_ps(d->temperature), none = _mm512_set1_ps(-1.0f);
+    __m512 sum = _mm512_setzero_ps(), best = none;
+    for (int x = 0; x < vocab; x += 16) {
+        const __mmask16 there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
+        const __m512 logit = load(logits + x);
+        const __mmask16 kept = _mm512_mask_cmp_ps_mask(there, logit, least, _CMP_GE_OQ);
+        const __m512 e = _mm512_maskz_mov_ps(kept, exponential(_mm512_div_ps(_mm512_sub_ps(logit, most), temperature)));
+        _mm512_mask_storeu_ps(q + x, there, e);
+        sum = _mm512_add_ps(sum, e);
+    }
+    const __m512 whole = _mm512_set1_ps(_mm512_reduce_add_ps(sum));
+    __m512i which = _mm512_setzero_si512(), index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int x = 0; x < vocab; x += 16) {
+        const __mmask16 there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
+        const __m512 p = _mm512_div_ps(_mm512_maskz_loadu_ps(there, q + x), whole);
+        _mm512_mask_storeu_ps(q + x, there, p);
+        const __m512 ratio = _mm512_div_ps(p, noise(_mm512_maskz_loadu_epi32(there, d->hashes + x), d->words[i]));
+        const __mmask16 better = _mm512_mask_cmp_ps_mask(there, ratio, best, _CMP_GT_OQ);
+        best = _mm512_mask_mov_ps(best, better, ratio);
+        which = _mm512_mask_mov_epi32(which, better, index);
+        index = _mm512_add_epi32(index, _mm512_set1_epi32(16));
+    }
+    __builtin_memset(q + vocab, 0, (d->columns - vocab) * sizeof(float));
+    const __mmask16 equal = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
+    return _mm512_mask_reduce_min_epi32(equal, which); /* 0 where logits are no numbers, and q then neither */
 }
 
 /* The place of `wanted` among `count` ascending numbers, or -1 */
@@ -1137,8 +1241,10 @@ static void seen_from(const Growth *g, int number, int parent) {
 }
 
 /* Fills a tree in whose nodes are known beforehand: node i of `count` is the one ranked ranks[i] below node parents[i], level by level in
- * order; 0 is the root. Every node above the last level is read. Returns how many were, the root included. */
-int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, const int32_t *ranks, int count, int64_t *out_tokens) {
+ * order; 0 is the root. Every node above the last level is read. Returns how many were, the root included. With `draws`, which may be null,
+ * the tokens of a chain are drawn. */
+int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, const int32_t *ranks, int count, int64_t *out_tokens,
+         const Draws *draws) {
     const int root = g->start + g->missed - 1;
     int64_t positions[LINE];
     int first = 0, n = 1, read = 1, node = 1, level = 0; /* the nodes above are n from number `first` on */
@@ -1149,7 +1255,10 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
             const value *logits = g->logits + (size_t)i * g->columns;
             float last = __builtin_inff();
             for (int at = -1, rank = 0; node <= count && parents[node - 1] == first + i; node++)
-                for (; rank <= ranks[node - 1]; rank++) out_tokens[node - 1] = named(g, at = following(logits, g->vocab, last, at, &last));
+                for (; rank <= ranks[node - 1]; rank++) {
+                    at = draws ? drawn(draws, node - 1, logits, g->vocab) : following(logits, g->vocab, last, at, &last);
+                    out_tokens[node - 1] = named(g, at);
+                }
         }
         if (node == begin || node > count) break;
         first = begin, n = node - begin, level++;
@@ -1243,14 +1352,6 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
 
 #define MOST 16 /* of them */
 
-/* Put x, which is found at `place`, in front of the first of `count` that is smaller; the last one falls out where there are k */
-INLINE int put(float *best, int64_t *at, int count, int k, float x, int64_t place) {
-    int i = count < k ? count++ : k - 1;
-    for (; i > 0 && best[i - 1] < x; i--) best[i] = best[i - 1], at[i] = at[i - 1];
-    best[i] = x, at[i] = place;
-    return count;
-}
-
 typedef struct {
     const value *x;
     int64_t lines, width, stride;
@@ -1260,25 +1361,11 @@ typedef struct {
 
 static void do_largest(Worker *w, const void *job) {
     const Largest *j = job;
-    const int k = j->k;
     for (int l = first(w, j->lines); l >= 0; l = next(w)) {
-        const value *line = j->x + l * j->stride;
         float best[MOST];
-        int64_t at[MOST], i = 0;
-        int count = 0;
-        for (; i < k; i++) count = put(best, at, count, k, number(line + i), i);
-        for (; i + 64 <= j->width; i += 64) {
-            const __m512 least = _mm512_set1_ps(best[k - 1]);
-            uint64_t more = 0;
-            for (int b = 0; b < 4; b++) more |= (uint64_t)_mm512_cmp_ps_mask(load(line + i + 16 * b), least, _CMP_GT_OQ) << (16 * b);
-            for (; more; more &= more - 1) {
-                const int64_t place = i + __builtin_ctzll(more);
-                if (number(line + place) > best[k - 1]) put(best, at, k, k, number(line + place), place);
-            }
-        }
-        for (; i < j->width; i++)
-            if (number(line + i) > best[k - 1]) put(best, at, k, k, number(line + i), i);
-        if (mine(w)) __builtin_memcpy(j->out + l * k, at, k * sizeof(int64_t));
+        int64_t at[MOST];
+        largest_of(j->x + l * j->stride, j->width, j->k, best, at);
+        if (mine(w)) __builtin_memcpy(j->out + l * j->k, at, j->k * sizeof(int64_t));
     }
 }
 

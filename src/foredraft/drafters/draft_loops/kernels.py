@@ -1,13 +1,14 @@
-"""Drafts of a single greedy row by a kernel that grows them in one call."""
+"""Drafts of a single row by a kernel that makes them in one call: greedy trees, and chains that are drawn."""
 
 from __future__ import annotations
 
 import torch
 
 from foredraft.backends.kernel_pass import Direct
-from foredraft.backends.native_growth import Grower, NativeGrowth
+from foredraft.backends.native_growth import MOST_KEPT, Draws, Grower, NativeGrowth
 from foredraft.drafters.base import DraftRequest
 from foredraft.drafters.growth import UNSEEN, Growth
+from foredraft.logits.noise import Noise
 from foredraft.shapes import DynamicShape, StaticShape
 from foredraft.target import Target
 from foredraft.tree import TokenTree
@@ -18,19 +19,34 @@ def greedy(request: DraftRequest) -> bool:
     return len(request.rows) == 1 and request.proposal == "deterministic" and request.sampler.plain and not request.needs_q
 
 
-def grow_by(kernel: Grower, request: DraftRequest) -> Growth | None:
-    """What ``kernel`` grows for a request that is :func:`greedy`; None where it cannot go on with that text."""
+def draws_for(request: DraftRequest) -> Draws | None:
+    """How kernels draw a chain for ``request``, with the noise that level-by-level drafting draws it with; None where they cannot."""
+    sampler, noise = request.sampler, request.sampler.noise
+    alone = len(request.rows) == 1 and request.shape.is_chain and request.thresholds is None and request.known is None
+    if not (alone and type(noise) is Noise and request.proposal in ("iid", "keyed") and sampler.sampled[0]):
+        return None
+    warping = sampler.pipelines[0].warping
+    if warping is not None and warping.top_k >= request.vocab_size:
+        warping = warping._replace(top_k=0)
+    if warping is None or warping.top_k > MOST_KEPT or (warping.top_p < 1 and not warping.top_k):
+        return None
+    return Draws(noise.chain_words(request.depth, keyed=request.proposal == "keyed"), noise.hashes(request.vocab_size), *warping)
+
+
+def grow_by(kernel: Grower, request: DraftRequest, draws: Draws | None = None) -> Growth | None:
+    """What ``kernel`` grows for a request that is :func:`greedy`, or draws; None where it cannot go on with that text."""
     shape, ids = request.shape, request.rows[0].ids
     if isinstance(shape, DynamicShape):
         grown = kernel.grow(ids, shape, depth=request.depth, vocab_size=request.vocab_size)
     else:
         assert isinstance(shape, StaticShape)
-        grown = kernel.fill(ids, shape.truncate(request.depth), vocab_size=request.vocab_size)
+        grown = kernel.fill(ids, shape.truncate(request.depth), vocab_size=request.vocab_size, draws=draws)
     if grown is None:
         return None
     tokens = [ids[-1], *grown.tokens]
     if shape.is_chain:
-        tree = TokenTree.from_chain(torch.tensor([tokens]))
+        q = None if draws is None or not request.needs_q else draws.q[None]
+        tree = TokenTree.from_chain(torch.tensor([tokens]), proposal=request.proposal, q=q)
     else:
         parents, pruned = [[-1, *grown.parents]], isinstance(shape, DynamicShape)
         tree = TokenTree.from_lists([tokens], parents, [[True] * len(tokens)], pruned=pruned)
@@ -52,10 +68,11 @@ class KernelLoop:
         Afterwards the draft model's cache holds every node that was fed behind the root, uncommitted.
         """
         model, direct = self.model, self.model.backend.direct
-        if direct is None or not greedy(request) or model.device != request.device:
+        draws = None if greedy(request) or not chain else draws_for(request)
+        if direct is None or not (draws or greedy(request)) or model.device != request.device:
             return None
         if direct is not self._direct:
             self._direct, self._kernel = direct, NativeGrowth.of(direct, model.cache, model.trained)
         if self._kernel is None or max(request.rows[0].ids[model.lengths[0] :], default=0) >= model.vocab_size:
             return None
-        return grow_by(self._kernel, request)
+        return grow_by(self._kernel, request, draws)
