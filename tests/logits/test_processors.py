@@ -43,7 +43,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.errors import ConfigurationError
 from foredraft.logits.histories import NodeHistories
 from foredraft.logits.known_processors import KNOWN, REFUSED
-from foredraft.logits.processors import Pipeline, process, row_pipelines
+from foredraft.logits.processors import Pipeline, Stage, process, row_pipelines
 from foredraft.tree import TokenTree
 
 
@@ -215,10 +215,30 @@ def test_history_free_stages_run_once(monkeypatch):
     assert calls == [(3 * 6, VOCAB)]
 
 
+def test_banned_tokens_are_those_of_transformers():
+    """Of all that only rule tokens out, at each length; some of the tokens lie outside the vocabulary."""
+    ends = torch.tensor([EOS, VOCAB + 3])
+    own = [
+        hf.SuppressTokensLogitsProcessor([3, 0, VOCAB, 3]),
+        hf.SuppressTokensAtBeginLogitsProcessor([4, -1], 6),
+        hf.MinLengthLogitsProcessor(7, ends),
+        hf.MinNewTokensLengthLogitsProcessor(5, 1, ends),
+    ]
+    for chosen in [*([each] for each in own), own]:
+        pipeline, scores = Pipeline.alone(chosen, prompt_length=5), torch.randn(1, VOCAB)
+        for length in (5, 6, 7):
+            ids, wanted = torch.zeros(1, length, dtype=torch.long), scores
+            for each in chosen:
+                wanted = each(ids, wanted)
+            tree = TokenTree.from_chain(torch.zeros(1, 1, dtype=torch.long))
+            assert_same(process([pipeline], scores[:, None], NodeHistories(ids, [length], tree))[:, 0], wanted)
+            assert {token for token in pipeline.banned(length) if 0 <= token < VOCAB} == set(wanted.isinf()[0].nonzero()[:, 0].tolist())
+    assert Pipeline.alone([*own, hf.TemperatureLogitsWarper(0.5)], prompt_length=5).banned(5) is None
+
+
 def test_length_stages_are_not_called_where_they_do_nothing(monkeypatch):
-    calls, cls = [], hf.MinNewTokensLengthLogitsProcessor
-    original = cls.__call__
-    monkeypatch.setattr(cls, "__call__", lambda self, ids, scores: calls.append(ids.shape[1]) or original(self, ids, scores))
+    calls, cls, original = [], hf.MinNewTokensLengthLogitsProcessor, Stage.__call__
+    monkeypatch.setattr(Stage, "__call__", lambda self, ids, scores: calls.append(ids.shape[1]) or original(self, ids, scores))
     committed, lengths = committed_rows(random_prompts((5,)), (1,))
     tree = random_tree(committed, lengths)
     pipeline = Pipeline.alone([cls(5, 3, EOS)], prompt_length=5)

@@ -202,9 +202,10 @@ FAULTS = [
     Fault("layer.c", "embed(&g->embedded, tokens, places,", "embed(&g->embedded, tokens, tokens,", SOURCED),
     Fault("kernel_pass.py", "self.decoder.embed(ids, positions)", "self.decoder.embed(ids, places.positions)", SOURCED),
     Fault("kernel_pass.py", "found if self.bias is None else found + self.bias", "found", SOURCED),
-    Fault("native_growth.py", "if direct.bias is not None:", "if False:", SOURCED),
     Fault("layer.c", "d->hashes + x), d->words[i])", "d->hashes + x), d->words[0])", DRAWN),
     Fault("layer.c", "loadu_ps(there, q + x), whole)", "loadu_ps(there, q + x), _mm512_set1_ps(1.0f))", DRAWN),
     Fault("layer.c", "_mm512_sub_ps(logit, most), temperature)", "_mm512_sub_ps(logit, most), _mm512_set1_ps(1.0f))", DRAWN),
     Fault("native_growth.py", "len(hashes), top_k, temperature, top_p", "len(hashes), 0, temperature, top_p", DRAWN),
+    Fault("native_growth.py", "self._bias += added[0]", "added[0]", SOURCED),
+    Fault("native_growth.py", "if tokens == self._banned:", "if self._banned is not None:", SOURCED),
 ]

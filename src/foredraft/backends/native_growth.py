@@ -180,10 +180,8 @@ class NativeGrowth(Grower):
         decoder, first = direct.decoder, direct.decoder.kernels[0]
         about = native.Growth(layers=ctypes.addressof(decoder.abouts), count=len(decoder.kernels), norm=decoder.norm, eps=decoder.eps)
         super().__init__(first.library, first.about, head, decoder.base.embed_tokens.weight.new_empty(0), about)
-        if direct.bias is not None:
-            self._bias = padded(direct.bias.flatten().to(head.dtype))
-            self._matrix = native.Matrix(head.matrix.values, head.matrix.scale, self._bias.data_ptr())
-            about.head = ctypes.addressof(self._matrix)
+        self._banned: tuple[int, ...] | None = None
+        self.ban(())
 
     @staticmethod
     def of(direct: Direct, cache: TreeCache, context: int | None) -> NativeGrowth | None:
@@ -195,6 +193,21 @@ class NativeGrowth(Grower):
         if native.library(head.dtype, head.int8) is not layer.library:
             return None
         return NativeGrowth(direct, head, cache, context)
+
+    def ban(self, tokens: tuple[int, ...]) -> None:
+        """Do not draft ``tokens`` from now on."""
+        if tokens == self._banned:
+            return
+        self._banned, head, added = tokens, self.head, self.direct.bias
+        self._matrix = native.Matrix(head.matrix.values, head.matrix.scale, head.matrix.bias)
+        if added is not None or tokens:
+            self._bias = torch.zeros(head.outputs, dtype=head.dtype) if head.bias is None else head.bias[: head.outputs].clone()
+            if added is not None:
+                self._bias += added[0].to(head.dtype)
+            self._bias[[token for token in tokens if 0 <= token < head.outputs]] = -torch.inf
+            self._bias = padded(self._bias)
+            self._matrix.bias = self._bias.data_ptr()
+        self._about.head = ctypes.addressof(self._matrix)
 
     def _begin(self, ids: Sequence[int], widest: int, nodes: int, vocab_size: int) -> Any:
         """What the cache lacks of ``ids``."""

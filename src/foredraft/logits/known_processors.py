@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -74,6 +75,7 @@ class Kind:
             can reach.
         strict: it raises on NaN scores.
         call: a quicker way to the same scores, called with the processor and its arguments.
+        bans: tokens whose scores become -inf while it is active, which is all that it does.
         begin: makes the processor that keeps the state of one row, from the processor and the length of the row's prompt.
         at_nodes: changes scores ``[R * N, V]`` in place, called with (processor, cells) of each row, histories and scores.
     """
@@ -86,6 +88,7 @@ class Kind:
     guarded: bool = False
     strict: bool = False
     call: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    bans: Callable[[Any], Tensor] | None = None
     begin: Callable[[Any, int], Any] | None = None
     at_nodes: Callable[[Sequence[tuple[Any, Sequence[int]]], NodeHistories, Tensor], None] | None = None
 
@@ -172,7 +175,7 @@ def sequences(processor: Any) -> Padding:
     return Padding(max(map(len, processor.sequence_bias)), -1)
 
 
-FREE = Kind("nothing")
+FREE, END = Kind("nothing"), attrgetter("eos_token_id")
 BIASED = Kind("tokens", lambda processor, row: {"prepared_bias_variables": False}, padding=sequences)  # caches stay off the caller's
 KNOWN: dict[str, Kind] = {
     "TemperatureLogitsWarper": FREE,
@@ -183,18 +186,24 @@ KNOWN: dict[str, Kind] = {
     "TypicalLogitsWarper": FREE,
     "EpsilonLogitsWarper": FREE,
     "EtaLogitsWarper": Kind("nothing", strict=True),
-    "SuppressTokensLogitsProcessor": FREE,
+    "SuppressTokensLogitsProcessor": Kind("nothing", bans=attrgetter("suppress_tokens")),
     "InfNanRemoveLogitsProcessor": FREE,
     "LogitNormalization": FREE,
     "EncoderRepetitionPenaltyLogitsProcessor": Kind("nothing", encoder_ids),
-    "MinLengthLogitsProcessor": Kind("length", min_length, lambda p, length: length < p.min_length, alike=True),
+    "MinLengthLogitsProcessor": Kind("length", min_length, lambda p, length: length < p.min_length, alike=True, bans=END),
     "MinNewTokensLengthLogitsProcessor": Kind(
-        "length", shifted("prompt_length_to_skip"), lambda p, length: length - p.prompt_length_to_skip < p.min_new_tokens, alike=True
+        "length",
+        shifted("prompt_length_to_skip"),
+        lambda p, length: length - p.prompt_length_to_skip < p.min_new_tokens,
+        alike=True,
+        bans=END,
     ),
     "ForcedBOSTokenLogitsProcessor": Kind("length", None, lambda p, length: length == 1),
     "ForcedEOSTokenLogitsProcessor": Kind("length", shifted("max_length"), lambda p, length: length == p.max_length - 1),
     "ExponentialDecayLengthPenalty": Kind("length", shifted("regulation_start"), lambda p, length: length > p.regulation_start),
-    "SuppressTokensAtBeginLogitsProcessor": Kind("length", begin_index, lambda p, length: length == p.begin_index),
+    "SuppressTokensAtBeginLogitsProcessor": Kind(
+        "length", begin_index, lambda p, length: length == p.begin_index, bans=attrgetter("begin_suppress_tokens")
+    ),
     "RepetitionPenaltyLogitsProcessor": Kind("tokens", ignored_prompt, padding=unordered),
     "NoRepeatNGramLogitsProcessor": Kind("tokens", padding=ngrams),
     "EncoderNoRepeatNGramLogitsProcessor": Kind("tokens", encoder_ngrams, padding=ngrams),

@@ -81,6 +81,9 @@ class Stage:
         shape = scores.shape
         if self.kind.call is not None:
             return self.kind.call(self.processor, input_ids, scores)
+        if self.kind.bans is not None and scores.device.type == "cpu":  # transformers looks every token up in a list
+            tokens = self.kind.bans(self.processor).to(scores.device)
+            return scores.index_fill(-1, tokens[(tokens >= 0) & (tokens < shape[-1])], -torch.inf)
         scores = self.processor(input_ids, scores)
         if self.foreign and (not isinstance(scores, Tensor) or scores.shape != shape):
             got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -131,6 +134,13 @@ class Pipeline:
     def needs_history(self) -> bool:
         """Whether :func:`process` needs the node histories: to read tokens or lengths, or to leave out filler."""
         return any(stage.kind.reads != "nothing" for stage in self.stages)
+
+    def banned(self, length: int) -> tuple[int, ...] | None:
+        """The tokens that are ruled out at this history length; None if that is not all that happens to scores."""
+        if any(stage.kind.bans is None for stage in self.stages):
+            return None
+        active = [stage for stage in self.stages if not stage.idle(length)]
+        return tuple(token for stage in active if stage.kind.bans for token in stage.kind.bans(stage.processor).tolist())
 
     @property
     def removes_invalid(self) -> bool:

@@ -14,9 +14,14 @@ from foredraft.target import Target
 from foredraft.tree import TokenTree
 
 
+def likeliest(request: DraftRequest) -> bool:
+    """Whether ``request`` is for the likeliest tokens of one row."""
+    return len(request.rows) == 1 and request.proposal == "deterministic" and not request.needs_q
+
+
 def greedy(request: DraftRequest) -> bool:
     """Whether kernels can draft for ``request``: the likeliest tokens of one row, with no processor in between."""
-    return len(request.rows) == 1 and request.proposal == "deterministic" and request.sampler.plain and not request.needs_q
+    return likeliest(request) and request.sampler.plain
 
 
 def draws_for(request: DraftRequest) -> Draws | None:
@@ -68,11 +73,13 @@ class KernelLoop:
         Afterwards the draft model's cache holds every node that was fed behind the root, uncommitted.
         """
         model, direct = self.model, self.model.backend.direct
-        draws = None if greedy(request) or not chain else draws_for(request)
-        if direct is None or not (draws or greedy(request)) or model.device != request.device:
+        draws = None if likeliest(request) or not chain else draws_for(request)
+        if direct is None or not (draws or likeliest(request)) or model.device != request.device:
             return None
+        banned = () if draws else request.sampler.pipelines[0].banned(request.sampler.lengths[0])
         if direct is not self._direct:
             self._direct, self._kernel = direct, NativeGrowth.of(direct, model.cache, model.trained)
-        if self._kernel is None or max(request.rows[0].ids[model.lengths[0] :], default=0) >= model.vocab_size:
+        if self._kernel is None or banned is None or max(request.rows[0].ids[model.lengths[0] :], default=0) >= model.vocab_size:
             return None
+        self._kernel.ban(banned)
         return grow_by(self._kernel, request, draws)
