@@ -118,6 +118,11 @@ class EncDecBlock(Block):
     def cells(self, texts: Sequence[tuple[str, Sequence[int]]], vocabulary: int) -> list[Cell]:
         return cells(self.settings, texts, self.everyone())
 
+    def _curve(self, repeat: int, context: int, temperatures: Sequence[float] = (0.0,)) -> None:
+        """In the middle of a text of usual length, of which the decoder has read nothing but what was written."""
+        written = [len(row) for _, _, rows in self.done for row in rows]
+        super()._curve(repeat, int(median(written)) // 2 if written else context, tuple(TEMPERATURES.values()))
+
     def _warm_up(self, calls: Sequence[Cell]) -> None:
         """With the first sources of each scenario and batch."""
         super()._warm_up(list({(cell.scenario, cell.batch): cell for cell in reversed(calls)}.values()))
@@ -138,7 +143,7 @@ class HearingBlock(EncDecBlock):
         who, tokens = tuple(each.name for each in self.everyone()), self.settings.tokens
         return [Cell(scenario(task, GREEDY), index, task, (tuple(ids),), tokens, 0.0, who) for index, (task, ids) in enumerate(texts)]
 
-    def _curve(self, repeat: int, context: int) -> None:
+    def _curve(self, repeat: int, context: int, temperatures: Sequence[float] = (0.0,)) -> None:
         """None: speed-ups of noise are compared with nothing that theory says."""
 
 
@@ -241,7 +246,8 @@ class EncDec(PeerSuite[Settings]):
             f"bootstrap intervals over sources and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "transformers drafts by a constant schedule without a confidence threshold, one row at a time.",
             "Predicted speed-ups: tokens per round, times the seconds of a plain pass, over those of a draft and the pass that verifies "
-            "it, each timed alone. α is the share of drafted tokens that are kept, up to the first that is not.",
+            "it, timed one after the other in the middle of a text, without what a round takes besides. α is the share of drafted tokens "
+            "that are kept, up to the first that is not.",
             quiet(self),
         ]
 
@@ -338,17 +344,18 @@ class Findings(Comparison):
                 for name in calls.by_method:
                     method = self.methods[name]
                     measured = ratio(calls.decoding_rate(name), calls.decoding_rate(PLAIN_OF_OURS))
-                    predicted = self.expected(calls, name) if method.side == FOREDRAFT and method.length else None
+                    predicted = self.expected(calls, name, TEMPERATURES[how]) if method.side == FOREDRAFT and method.length else None
                     if measured is not None and predicted is not None:
                         found.append((method.mode, name, scenario(task, how), alpha(calls, name) or 0.0, measured, predicted))
         return found
 
-    def expected(self, calls: Calls, name: str) -> float | None:
+    def expected(self, calls: Calls, name: str, temperature: float) -> float | None:
         """The predicted speed-up."""
         method, share, kept = self.methods[name], alpha(calls, name), calls.acceptance(name)
         if method.mode == BIGRAM:
             return None if share is None else sum(share**depth for depth in range(method.length + 1))
-        mine = [each.values for each in self.run.curves if (each.target, each.dtype, each.method) == (self.target, self.dtype, name)]
+        wanted = self.target, self.dtype, name, temperature
+        mine = [each.values for each in self.run.curves if (each.target, each.dtype, each.method, each.values["temperature"]) == wanted]
         if kept is None or not mine:
             return None
         plain, verified, draft = (median(each[part] for each in mine) for part in ("t1", "tn", "draft"))

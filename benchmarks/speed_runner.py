@@ -384,22 +384,23 @@ class Block:
         moved = READ if self.settings.device == "cpu" else 2 * READ
         self.run_.reads.append(Read(self.target.source, self.dtype, index, repeat, moved / median(seconds[1:])))
 
-    def _curve(self, repeat: int, context: int) -> None:
+    def _curve(self, repeat: int, context: int, temperatures: Sequence[float] = (0.0,)) -> None:
         """Cost curves of Foredraft's draft models, and of drafts with layers of the target, in chains of a fixed length, at ``context``
-        tokens."""
+        tokens; drafts are drawn at each of ``temperatures``."""
         if repeat >= CURVE_REPEATS:
             return
         for name, (method, key) in list(self.at.items()):
-            if method.side == FOREDRAFT and method.mode in (DRAFT, LAYER_SKIP) and method.length:
+            if not (method.side == FOREDRAFT and method.mode in (DRAFT, LAYER_SKIP) and method.length):
+                continue
+            for temperature in temperatures:
+                about = {"name": name, "rows": 1, "length": method.length, "context": context, "temperature": temperature}
                 try:
-                    values = self.processes[key].ask(
-                        "costs", limit=self.settings.timeout, name=name, rows=1, length=method.length, context=context
-                    )
+                    values = self.processes[key].ask("costs", limit=self.settings.timeout, **about)
                 except PeerError as error:  # the calls themselves have been measured
                     self._failed(f"cost curve of {name}", "measurement", error)
                     continue
-                curve = Curve(self.target.source, self.dtype, name, method.length, 1, repeat, values)
-                self.run_.curves.append(curve)
+                found = {**values, "temperature": temperature}
+                self.run_.curves.append(Curve(self.target.source, self.dtype, name, method.length, 1, repeat, found))
 
 
 def available_memory() -> int | None:

@@ -117,25 +117,19 @@ class Engine:
         rows = [StandIn(slot, list(row), len(row) + tokens) for slot, row in enumerate(ids)]
         return float(planner.forecast(rows, greedy=True).best.rate)
 
-    def costs(self, name: str, rows: int, length: int, context: int) -> dict[str, Any]:
-        """The measured cost curve: ``target`` seconds by nodes per row; ``t1``, ``tn`` of passes over 1 and ``length`` + 1 nodes at
-        ``context`` tokens, ``draft`` of ``length`` tokens; all for ``rows`` rows. What a round takes besides is not in them. Where
-        drafts run layers of the target, ``tn`` is what verification has left to do after one."""
+    def costs(self, name: str, rows: int, length: int, context: int, temperature: float = 0.0) -> dict[str, Any]:
+        """The measured cost curve, for ``rows`` rows at ``context`` tokens: seconds ``t1`` of a plain pass, ``draft`` of ``length`` tokens,
+        and ``tn`` of the pass that verifies them, one after the other as in a loop; what a round takes besides is not in them. ``target``
+        has seconds of passes by nodes per row, where drafts do not run layers of the target: ``tn`` is then what is left to do."""
 
         speculator = self.speculators[name]
-        if speculator.drafter.info.shares_target:
-            return self._shared_costs(speculator, rows, length, context)
-        exact, curve = (self._curve(speculator, rows, depth, context) for depth in (length, CURVE_DEPTH))
-        t1, tn = exact.target.line(rows, (1, length + 1))
-        return {
-            "t1": t1,
-            "tn": tn,
-            "draft": exact.draft_seconds(rows, (1,) * length),
-            "target": {str(size): seconds for size, seconds in sorted(curve.target.points[rows].items())},
-        }
+        found: dict[str, Any] = self._turns(speculator, rows, length, context, temperature)
+        if not speculator.drafter.info.shares_target:
+            curve = self._curve(speculator, rows, CURVE_DEPTH, context)
+            found["target"] = {str(size): seconds for size, seconds in sorted(curve.target.points[rows].items())}
+        return found
 
-    def _shared_costs(self, speculator: Any, rows: int, length: int, context: int) -> dict[str, Any]:
-        """One after the other: a plain pass, a draft, and the pass that verifies it."""
+    def _turns(self, speculator: Any, rows: int, length: int, context: int, temperature: float) -> dict[str, float]:
         from foredraft.planning.costs import StandIn
         from foredraft.shapes import TreeShape
 
@@ -143,9 +137,11 @@ class Engine:
         try:
             with self.torch.inference_mode():
                 run._open(run.texts)
-                live = [StandIn(slot, list(text), context + length + 1) for slot, text in enumerate(run.texts)]
+                sources = speculator.target.some_sources(rows)
+                live = [StandIn(slot, list(text), context + length + 1, sources[slot]) for slot, text in enumerate(run.texts)]
                 run._begin(live)
-                draft = run._drafting(live, TreeShape.chain(length))
+                how = self._sampling(speculator, live, temperature) if temperature else {}
+                draft = run._drafting(live, TreeShape.chain(length), **how)
                 turn = {"t1": run._scoring(run._chain(1)), "draft": draft, "tn": run._scoring(run._chain(length + 1))}
                 while len(run.times.get("tn", ())) <= run.warm_ups or time.perf_counter() < deadline:
                     for part, call in turn.items():
@@ -154,6 +150,28 @@ class Engine:
             speculator.target.reset()
             speculator.drafter.reset()
         return {part: self.torch.tensor(run.times[part][run.warm_ups :]).median().item() for part in turn}
+
+    def _sampling(self, speculator: Any, rows: list[Any], temperature: float) -> dict[str, Any]:
+        """How drafts are drawn for ``rows``: as in calls with that temperature alone, and without a seed that is to be repeated."""
+        from transformers import TemperatureLogitsWarper
+
+        from foredraft.logits.noise import Noise
+        from foredraft.logits.processors import Pipeline
+        from foredraft.logits.sampler import Sampler
+
+        warpers = [] if temperature == 1 else [TemperatureLogitsWarper(temperature)]
+        keys, roots = (self.torch.tensor(each) for each in (list(range(len(rows))), [len(row.ids) - 1 for row in rows]))
+        sampler = Sampler(
+            pipelines=[Pipeline.alone(warpers, prompt_length=len(row.ids)) for row in rows],
+            sampled=[True] * len(rows),
+            lengths=[len(row.ids) for row in rows],
+            noise=Noise(keys, roots),
+            committed=lambda: self.torch.tensor([row.ids for row in rows]),
+        )
+        return {
+            "sampler": sampler,
+            "proposal": "iid" if "iid" in speculator.drafter.info.proposals else speculator.drafter.info.proposals[0],
+        }
 
     def _measurement(self, speculator: Any, rows: int, depth: int, context: int) -> Any:
         """As the planner measures costs before its first round, but at ``context`` tokens."""

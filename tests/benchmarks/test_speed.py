@@ -536,8 +536,14 @@ def test_the_cost_curve_is_measured(work, monkeypatch):
     one.start(threads=1, device="cpu", folder="")
     target, draft = (str(checkpoints.written(name, work).path) for name in ("zoo:python-8m", "zoo:python-1m"))
     one.load(name="a", checkpoint=target, draft=draft, dtype="float32", mode="draft", length=3, ngram=3, options={})
-    curve = one.costs(name="a", rows=1, length=3, context=64)
-    assert curve["t1"] > 0 and curve["tn"] > 0 and curve["draft"] > 0 and "1" in curve["target"]
+    drafts, drafter = [], one.speculators["a"].drafter
+    draft = drafter.draft
+    monkeypatch.setattr(drafter, "draft", lambda request: drafts.append(request.proposal) or draft(request))
+    for temperature, proposal in ((0.0, "deterministic"), (0.7, "iid")):
+        drafts.clear()
+        curve = one.costs(name="a", rows=1, length=3, context=64, temperature=temperature)
+        assert curve["t1"] > 0 and curve["tn"] > 0 and curve["draft"] > 0 and "1" in curve["target"]
+        assert proposal in drafts
 
 
 # -- the command ----------------------------------------------------------------------------------------------------------

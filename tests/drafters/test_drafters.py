@@ -340,7 +340,8 @@ def test_a_sampled_chain_ends_where_nothing_was_seen():
 
 
 def test_ngram_draws_from_q_where_that_does_not_cost_too_much():
-    assert Speculator(tiny(), drafter="ngram", shape="chain(5)").proposal == "keyed"
+    for shape, proposal in (("chain(5)", "deterministic"), ("product(2,1)", "keyed")):
+        assert Speculator(tiny(), drafter="ngram", shape=shape).proposal == proposal
     model = NGramModel.from_tokens([[1, 2, 3, 1, 2, 3, 1, 2, 4]], 3)
     row = Row([1, 2])
     for siblings, vocabulary, proposal in (

@@ -34,7 +34,7 @@ class Engine:
         return {{**found, "passes": rounds + 1, "split": {{"prefill": 0.5, "draft": 0.0, "target": times[-1] - 0.5, "overhead": 0.0}},
             "drafted_by_depth": [4, 2], "accepted_by_depth": [2, 1], "predicted": None if mode == "plain" else per_pass / {second}}}
 
-    def costs(self, name, rows, length, context):
+    def costs(self, name, rows, length, context, temperature):
         return {{"t1": {second}, "tn": {second}, "draft": 0.0, "target": {{"1": {second}, "5": {second}}}}}
 '''
 

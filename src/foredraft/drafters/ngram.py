@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from foredraft.target import Target
 
 DENSE = 1 << 15  # tokens of a vocabulary up to which "auto" makes distributions over all of it; above, they cost more than they gain
+LIKELY = replace(SHARED, chains=("deterministic", "keyed", "iid", "without-replacement"))  # of few counts, which are no good q
 BRANCHES = 4  # successors that a node of a deterministic tree may have
 REMEMBERED = 1 << 14  # contexts of a model that does not change whose successors are kept
 LEAST = 0.01  # probability of a path that is worth a node of it
@@ -48,13 +49,13 @@ class NGram(Drafter):
     tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers.
     siblings: how tokens are chosen when sampling: ``iid`` (from the model's q, for the p/q rules), ``without-replacement`` (likewise,
         all different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: keyed where the rule is
-        match, but the most likely where the vocabulary is large.
+        match, but the most likely where the vocabulary is large, and in chains without a ``source``.
     most: n-grams that learning may add up to; beyond it the rarest half is forgotten.
     """
 
     name = "ngram"
     summary = "a back-off n-gram model counted from a text, a file or the target's own outputs; chains and trees"
-    info = replace(LOOKS_UP, proposals=SHARED.chains)
+    info = replace(LOOKS_UP, proposals=LIKELY.chains)
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class NGram(Drafter):
         self._made_from = source, order, tokenizer
         self.learn = source is None if learn is None else learn
         self.min_context, self.siblings, self.most = min_context, siblings, most
-        self.offer = offered(siblings, SHARED)
+        self.offer = offered(siblings, LIKELY if source is None else SHARED)
         self.info = replace(self.info, proposals=self.offer.chains)
         self._counted: dict[int, int] = {}
         self._known: dict[tuple[int, ...], list[tuple[int, float]]] = {}

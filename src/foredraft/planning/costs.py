@@ -19,7 +19,7 @@ from foredraft.planning.curves import Curve, monotone
 from foredraft.shapes import StaticShape, TreeShape
 from foredraft.speedup import ENOUGH
 from foredraft.target import Target
-from foredraft.tree import TokenTree
+from foredraft.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -407,8 +407,17 @@ class Measurement:
     def _leaving(self, root: TokenTree, layer: int) -> Callable[[], object]:
         return lambda: self.target.score_early(root, layer)
 
-    def _drafting(self, rows: Sequence[StandIn], shape: TreeShape, *, verified: bool = False) -> Callable[[], object]:
-        sampler = Sampler(
+    def _drafting(
+        self,
+        rows: Sequence[StandIn],
+        shape: TreeShape,
+        *,
+        verified: bool = False,
+        sampler: Sampler | None = None,
+        proposal: Proposal = "deterministic",
+    ) -> Callable[[], object]:
+        """Greedily, unless a ``sampler`` and how drafts are chosen are given."""
+        greedy = Sampler(
             pipelines=[Pipeline()] * self.rows,
             sampled=[False] * self.rows,
             lengths=[len(row.ids) for row in rows],
@@ -416,7 +425,15 @@ class Measurement:
             committed=self._no_history,
         )
         request = DraftRequest(
-            rows, shape, shape.depth, [shape.depth] * self.rows, "deterministic", False, self.target.vocab_size, self.target.device, sampler
+            rows=rows,
+            shape=shape,
+            depth=shape.depth,
+            limits=[shape.depth] * self.rows,
+            proposal=proposal,
+            needs_q=proposal == "iid",
+            vocab_size=self.target.vocab_size,
+            device=self.target.device,
+            sampler=sampler or greedy,
         )
 
         def draft() -> None:
