@@ -1,9 +1,10 @@
 """One torch thread: on tiny models, threads that wait for each other cost more than they compute.
 
-Nothing is patched: a test that names no shape gets the planner, as users do, and asserts nothing that depends on time. Nothing is read from
-or written to the user's cache.
+A test that names no shape gets the planner, as users do, and asserts nothing that depends on time. Nothing is read from or written to the
+user's cache. What costs the same in every test and is tested elsewhere is done once: see ``pytest_collection_finish``.
 """
 
+import functools
 import gc
 import os
 import sys
@@ -23,19 +24,27 @@ if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
 
 def pytest_collection_finish() -> None:
     """The process that hands tests out to others collects none, and so imports nothing of this."""
+    import self_tested
     import torch
+    import typer.testing
 
     from foredraft import observer
+    from foredraft.backends import choice, packing
     from foredraft.planning import planner
 
     torch.set_num_threads(1)
     observer.contention.said = True  # what a test sees must not depend on how busy the machine is
     planner.QUIET = 0.0
+    packing.MOST_REPEATS = 1  # whichever layout is the fastest
+    choice.self_test = self_tested.once(choice.self_test)
+    typer.testing._get_command = functools.cache(typer.testing._get_command)
     gc.freeze()  # hundreds of thousands of objects of the libraries, which stay anyway
 
 
 @pytest.fixture(autouse=True)
-def accelerate_of_its_own():
-    """accelerate keeps one precision per process: a test that trains in bfloat16 must not decide for those that train in float32."""
+def on_its_own(request):
+    """What a test patches is found by the self-test. And accelerate keeps one precision per process: a test that trains in bfloat16 must
+    not decide for those that train in float32."""
+    sys.modules["self_tested"].patching = "monkeypatch" in request.fixturenames
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state()

@@ -28,7 +28,7 @@ from foredraft.tree import TokenTree, reach, reach_on_host
 from foredraft.verification.match import Match
 
 VOCAB = 5
-often = settings(max_examples=200, deadline=None)
+often = settings(max_examples=100, deadline=None)
 
 
 @st.composite

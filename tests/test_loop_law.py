@@ -28,7 +28,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.logits.noise import Noise, Purpose
 
 VOCAB, COUNT, PROMPT = 5, 5, [1, 2, 4]
-ROWS, BATCH, SEED = 8_000, 250, 3
+ROWS, BATCH, SEED = 8_000, 1000, 3
 ALPHA = 1e-4
 TEXTS = torch.tensor(list(itertools.product(range(VOCAB), repeat=COUNT)))  # [3125, COUNT], a text's row is its number
 
@@ -177,4 +177,4 @@ def same_in_every_row(noise: Noise, purpose: Purpose, offsets: Any, node: Any = 
 )
 def test_noise_that_is_used_twice_is_found(name: str, fault, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Noise, "words", fault)
-    assert LOOPS[name].sample(8 * BATCH).p_value(law(0)) < 1e-9
+    assert LOOPS[name].sample(2 * BATCH).p_value(law(0)) < 1e-9

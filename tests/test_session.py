@@ -104,7 +104,7 @@ def play(session, plans):
 
 
 @pytest.mark.parametrize(("family", "drafter"), covered(["llama", "gemma3_text"], drafter_names(), ways=1))
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(plans=PLANS)
 def test_rows_equal_their_solo_runs(family, drafter, plans):
     session = speculator(family, drafter, "match").session(keep_stats=True)

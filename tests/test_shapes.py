@@ -54,7 +54,7 @@ def static(draw: st.DrawFn) -> StaticShape:
     return TreeShape.paths(paths[1:])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(static(), st.integers(0, 6))
 def test_levels_cut_and_print(shape: StaticShape, depth: int):
     assert TreeShape.parse(str(shape)) == shape

@@ -15,7 +15,7 @@ from foredraft.verification import Verdict
 from foredraft.verification.match import follow
 
 VOCAB = 4
-trees_per_property = settings(max_examples=200, deadline=None)
+trees_per_property = settings(max_examples=100, deadline=None)
 
 
 @st.composite
@@ -139,7 +139,7 @@ def assert_same(tree: TokenTree, first: Verdict, second: Verdict) -> None:
         assert first.path[row, : accepted + 1].tolist() == second.path[row, : accepted + 1].tolist()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_follow_is_the_walk_along_the_targets_choices(data: st.DataObject):
     tree = data.draw(trees() | chains())
@@ -203,7 +203,7 @@ def test_filler_may_hold_any_token():
     tree_of([0, VOCAB, -7], [-1, 0, 0], valid=valid_of(True, False, False)).check(VOCAB)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(trees(), st.data())
 def test_check_finds_a_single_broken_parent_anywhere(tree: TokenTree, data: st.DataObject):
     row, node = data.draw(st.integers(0, tree.rows - 1)), data.draw(st.integers(0, tree.nodes - 1))

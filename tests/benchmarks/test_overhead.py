@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks import drafters_plan, environment, hosts, overhead, prompts, report, verification
+from benchmarks import drafters_plan, environment, hosts, kernels, overhead, prompts, report, verification
 from benchmarks.cli import app
 from benchmarks.figures import Figure
 from benchmarks.overhead import Measurement, Overhead, Settings, measurement
@@ -293,7 +293,8 @@ def test_it_claims_for_gpus_alone():
 # -- the kernels suite -------------------------------------------------------------------------------------------------------
 
 
-def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path):
+def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "READ", 1 << 20)
     options = [
         "--target",
         "zoo:python-1m",

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from helpers import forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from foredraft import Speculator, __version__, drafters, verification, zoo
-from foredraft.cli import app, demo, printers
+from foredraft.cli import app, demo, main, printers
 from foredraft.cli.demo import Comparison, Demo, Difference, Run, Setting
 from foredraft.cli.figures import combine, counted, figures_line, sentence
 from foredraft.cli.progress import Progress
@@ -35,7 +36,7 @@ from foredraft.target import Target
 from foredraft.text import MAX_NEW_TOKENS
 
 POISON = "~"  # the tiny model answers this token with NaN
-EXACT = ("--dtype", "float32", "--max-new-tokens", "24")
+EXACT = ("--target", "zoo:python-1m", "--dtype", "float32", "--max-new-tokens", "24")
 
 
 def cli(*arguments, stdin=None):
@@ -51,6 +52,14 @@ def generate(*arguments, stdin=None):
 def hear_interrupts():
     """A process started in the background of a shell inherits that SIGINT is ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def in_a_terminal(stdout, stderr, *arguments):
+    """A command without a drafter, in a process of its own."""
+    hear_interrupts()
+    sys.stdout, sys.stderr = os.fdopen(stdout, "w"), open(stderr, "w")
+    sys.argv = ["foredraft", *map(str, arguments), "--drafter", "none"]
+    main()
 
 
 def process(*arguments, **options):
@@ -220,7 +229,7 @@ def test_libraries_keep_quiet(tiny):
 
 def test_greedy_text_does_not_depend_on_the_drafter():
     texts = {
-        generate("class Stack:\n    def push(self, item):\n", *EXACT, "--drafter", spec).stdout
+        generate("class Stack:\n    def push(self, item):\n", *EXACT, "--target", "zoo:python-8m", "--drafter", spec).stdout
         for spec in ("none", "prompt-lookup", "ngram", "draft-model:zoo:python-1m")
     }
     assert len(texts) == 1
@@ -247,7 +256,7 @@ def test_json_is_a_line_per_prompt(tmp_path, tokenizer):
     assert [line["prompt"] for line in found] == prompts and [line["index"] for line in found] == [0, 1, 2]
     for line in found:
         assert line["text"] == tokenizer.decode(line["tokens"], skip_special_tokens=True)
-        assert line["finish_reason"] in ("eos", "length") and line["seed"] is None and line["target"] == "zoo:python-8m"
+        assert line["finish_reason"] in ("eos", "length") and line["seed"] is None and line["target"] == "zoo:python-1m"
         assert line["stats"]["tokens"] == len(line["tokens"]) <= 24 and line["stats"]["acceptance_length"] >= 1
 
 
@@ -449,14 +458,18 @@ def test_a_full_context_ends_the_text_and_is_said(tiny, tokenizer):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_interrupt_prints_what_was_generated_and_the_figures(tiny):
-    how = {"preexec_fn": hear_interrupts, "env": {**os.environ, "PATH": ""}}  # without a compiler, which would take seconds
-    running = process("generate", "x", "--target", tiny, "--max-new-tokens", 30000, "--drafter", "none", **how)
-    begin = os.read(running.stdout.fileno(), 1)
-    running.send_signal(signal.SIGINT)
-    rest, stderr = running.communicate(timeout=60)
-    assert running.returncode == 130
+def test_interrupt_prints_what_was_generated_and_the_figures(tiny, tmp_path):
+    readable, writable = os.pipe()
+    running = forked(in_a_terminal, writable, tmp_path / "stderr", "generate", "x", "--target", tiny, "--max-new-tokens", 30000)
+    os.close(writable)
+    with open(readable) as stdout:
+        begin = stdout.read(1)
+        os.kill(running.pid, signal.SIGINT)
+        rest = stdout.read()
+    running.join(timeout=60)
+    assert running.exitcode == 130
     assert begin and rest.endswith("\n")
+    stderr = (tmp_path / "stderr").read_text()
     assert stderr.startswith("interrupted · ") and "plain decoding" in stderr and len(stderr.splitlines()) == 1
 
 

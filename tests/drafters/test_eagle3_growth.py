@@ -115,7 +115,7 @@ def test_the_same_trees_round_by_round(shape):
 
 @pytest.mark.parametrize(("variant", "shape"), covered(list(VARIANTS), ["product(3,2,1)", "opt(total=10,depth=6,delta=0.05,k=3)"], ways=1))
 def test_every_kind_of_head(variant, shape):
-    kernel, levels = both(head(variant), shape)
+    kernel, levels = both(head(variant), shape, new=24)
     assert kernel.by_kernel == len(kernel.trees) > 8
     alike(kernel, levels)
 

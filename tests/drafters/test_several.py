@@ -259,7 +259,7 @@ def texts(tree: TokenTree, row: int) -> dict[int, tuple[int, ...]]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(parts(), st.data())
 def test_every_row_keeps_one_tree_and_its_drafter_hears_of_it(given_parts: list[Part], data: st.DataObject):
     tree = merged(given_parts, CPU)

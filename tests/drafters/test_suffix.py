@@ -111,7 +111,7 @@ def naive_chain(text, most, depth, first=None, recent=float("inf")) -> list[int]
 WEIGHTS = st.sampled_from([0.0, module.RECENT, float("inf")])
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(text=TEXTS, steps=STEPS, most=st.integers(1, 6), first=st.integers(1, 6), recent=WEIGHTS, depth=st.integers(1, 8))
 def test_a_chain_goes_the_way_that_the_text_went(text, steps, most, first, recent, depth):
     first = min(first, most)
@@ -156,7 +156,7 @@ def test_counting_is_bounded_in_a_text_that_repeats_itself():
 # -- who drafts ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     text=st.lists(st.integers(0, 2), min_size=3, max_size=60),
     prompt=st.integers(1, 30),
@@ -285,7 +285,7 @@ def naive_find(sequences, ids, most, least, depth):
     return None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     sequences=st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=30), max_size=12),
     ids=TEXTS,

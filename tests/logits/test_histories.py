@@ -18,7 +18,7 @@ from foredraft.logits.sampler import Sampler
 from foredraft.tree import TokenTree
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(data=st.data())
 def test_history_of_any_node_of_any_tree(data):
     rows, nodes = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8))

@@ -368,7 +368,7 @@ def test_other_seeds_are_refused(seed, message: str):
     assert message in str(error.value)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(-(2**80), 2**80), st.integers(-(2**80), 2**80)), min_size=2, max_size=20, unique=True))
 def test_seeds_of_any_size_have_keys_of_their_own(seeds: list[tuple[int, int]]):
     keys = [row_key(seed) for seed in seeds]

@@ -30,7 +30,7 @@ def scores(draw: st.DrawFn) -> torch.Tensor:
     return values
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(scores(), st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999]), st.integers(1, 5))
 def test_the_scores_are_those_of_transformers(values: torch.Tensor, p: float, least: int):
     warper, ids = TopPLogitsWarper(p, min_tokens_to_keep=least), torch.zeros(len(values), 0, dtype=torch.long)

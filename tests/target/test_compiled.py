@@ -26,8 +26,20 @@ NO_COMPILER = compilation._no_compiler()
 needs_compiler = pytest.mark.skipif(NO_COMPILER is not None, reason=str(NO_COMPILER))
 
 
+@pytest.fixture(scope="module")
+def traced_once():
+    """A Speculator for all tests that leave it as it is; its passes are all traced when it is built."""
+    with pytest.MonkeyPatch.context() as patch:
+        trace(patch)
+        return Speculator(clone(tiny()), "prompt-lookup", shape="chain(3)", execution="compiled")
+
+
 @pytest.fixture
 def traced(monkeypatch):
+    trace(monkeypatch)
+
+
+def trace(monkeypatch):
     """Graphs run as torch's own operations; tracing, guards and recompilation are the real ones."""
     torch._dynamo.reset()
     monkeypatch.setattr(compilation.torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -79,9 +91,8 @@ def test_logits_are_the_same_and_no_step_compiles(family, traced):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_compiled_passes_are_used_in_the_loop_alone(traced, monkeypatch):
-    model = clone(tiny())
-    target = Target(model, execution="compiled")
+def test_compiled_passes_are_used_in_the_loop_alone(traced_once, monkeypatch):
+    model, target = traced_once.model, traced_once.target
     with pytest.raises(ConfigurationError, match="overrides of their own already"):
         Target(model, execution="compiled")
     ids = torch.tensor([ROWS[0]])
@@ -110,6 +121,15 @@ def assert_compiled_passes(target, monkeypatch):
     assert len(ran) == 4
 
 
+def test_a_cache_that_grows_and_rows_that_leave(traced_once):
+    speculator, rows = traced_once, repetitive((40, 6), seed=3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for row in rows:
+            expected = alone(tiny(), row, max_new_tokens=300)
+            assert generate(speculator, [row], max_new_tokens=300) == [expected]
+        assert generate(speculator, rows, max_new_tokens=40) == [alone(tiny(), row, max_new_tokens=40) for row in rows]
+
+
 @pytest.mark.parametrize("shape", [pytest.param("chain(3)", marks=pytest.mark.nightly), "product(2,1,1)"])
 def test_text_is_the_same_with_a_compiled_draft(shape, traced):
     target, draft = clone(tiny()), clone(perturbed())
@@ -118,16 +138,6 @@ def test_text_is_the_same_with_a_compiled_draft(shape, traced):
     assert generate(speculator, ROWS, max_new_tokens=12) == [alone(tiny(), row, max_new_tokens=12) for row in ROWS]
     speculator.close()
     assert not any("forward" in vars(module) for model in (target, draft) for module in model.modules())
-
-
-def test_a_cache_that_grows_and_rows_that_leave(traced):
-    speculator = Speculator(clone(tiny()), "prompt-lookup", shape="chain(3)", execution="compiled")
-    rows = repetitive((40, 6), seed=3)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for row in rows:
-            expected = alone(tiny(), row, max_new_tokens=300)
-            assert generate(speculator, [row], max_new_tokens=300) == [expected]
-        assert generate(speculator, rows, max_new_tokens=40) == [alone(tiny(), row, max_new_tokens=40) for row in rows]
 
 
 def test_what_can_not_be_compiled_says_why(traced):

@@ -43,6 +43,12 @@ REFUSED = {  # every other family attends through FlexAttention
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+@pytest.fixture
+def untraced(monkeypatch):
+    """Torch traces FlexAttention even where nothing compiles the trace, for each shape anew; here it runs as it is."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+
+
 def both(name: str, **options) -> tuple[Target, Target]:
     """The same tiny model through its own attention and through FlexAttention."""
     model = build(name, ARCHITECTURES[name].implementations[0])
@@ -87,7 +93,7 @@ def assert_attends_alike(plain: Target, flexed: Target, nodes: int, tolerance: f
 
 
 @pytest.mark.parametrize("name", by_turns(NAMES, 0, always={"gemma3n_text"}, left_out=REFUSED))  # the others replay in test_graphs.py
-def test_every_other_family_attends_as_it_did(name):
+def test_every_other_family_attends_as_it_did(name, untraced):
     plain, flexed = both(name, prefill_chunk=16)
     assert type(plain.backend) is Eager and plain.reasons.get("flex") == "attention='model' was asked for"
     assert flexed.reasons.get("flex") is None
@@ -97,13 +103,13 @@ def test_every_other_family_attends_as_it_did(name):
 @pytest.mark.parametrize(
     "name", ["llama", "gemma3_text", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "llama4_text"))]
 )
-def test_a_tree_of_several_words_of_ancestors(name):
+def test_a_tree_of_several_words_of_ancestors(name, untraced):
     plain, flexed = both(name)
     assert_attends_alike(plain, flexed, nodes=131)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_can_not_is_refused_with_the_reason(name):
+def test_a_family_that_can_not_is_refused_with_the_reason(name, untraced):
     model = build(name, ARCHITECTURES[name].implementations[0])
     with pytest.raises(ConfigurationError, match=f"{type(model).__name__}.*FlexAttention: .*{REFUSED[name]}.*use attention='auto'"):
         Target(model, attention="flex")
@@ -120,7 +126,7 @@ def test_a_model_that_takes_chains_only_keeps_its_attention(name):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("lengths", [(20,), (20, 20)])
-def test_chains_behind_prefixes_of_one_length(lengths):
+def test_chains_behind_prefixes_of_one_length(lengths, untraced):
     """Without a prefix and for single tokens nothing is masked, and the model's own attention is used."""
     plain, flexed = both("mistral")
     texts = prompts(lengths)
