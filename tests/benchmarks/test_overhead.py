@@ -339,7 +339,14 @@ def test_a_kernels_suite_that_makes_no_sense_is_refused(option, value, message):
 # -- the hosts suite ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_hosts_suite_times_every_drafter_beside_the_pass_over_its_draft(tmp_path):
+@pytest.fixture
+def few_files(monkeypatch):
+    """Of Python's library."""
+    files = hosts.library_files()[:40]
+    monkeypatch.setattr(hosts, "library_files", lambda: files)
+
+
+def test_the_hosts_suite_times_every_drafter_beside_the_pass_over_its_draft(tmp_path, few_files):
     options = ["--target", "zoo:python-1m", "--dtype", "float32", "--threads", "1", "--context", "1500", "--rounds", "3"]
     result = CliRunner().invoke(app, ["hosts", *options, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -349,7 +356,7 @@ def test_the_hosts_suite_times_every_drafter_beside_the_pass_over_its_draft(tmp_
         (name, number) for name in names for number in range(3)
     )
     assert all(each["host"] > 0 and each["target"] > 0 and 1 <= each["nodes"] <= 64 for each in found["measurements"])
-    assert len(found["figures"]) == len(names) and found["known"] > 100_000
+    assert len(found["figures"]) == len(names) and found["known"] > 10_000
     page = (tmp_path / "hosts.md").read_text()
     assert "behind 1500 tokens" in page and page.count("| several |") == 2
 
@@ -378,6 +385,6 @@ def test_rounds_go_on_along_the_text():
         ("--context", "100000000", "Python's library here has"),
     ],
 )
-def test_a_hosts_suite_that_makes_no_sense_is_refused(option, value, message):
+def test_a_hosts_suite_that_makes_no_sense_is_refused(option, value, message, few_files):
     result = CliRunner().invoke(app, ["hosts", "--target", "zoo:python-1m", option, value])
     assert result.exit_code == 2 and message in result.output.replace("\n", " ")

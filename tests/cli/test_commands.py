@@ -57,7 +57,7 @@ def hear_interrupts():
 def in_a_terminal(stdout, stderr, *arguments):
     """A command without a drafter, in a process of its own."""
     hear_interrupts()
-    sys.stdout, sys.stderr = os.fdopen(stdout, "w"), open(stderr, "w")
+    sys.stdout, sys.stderr = (os.fdopen(each, "w") for each in (stdout, os.open(stderr, os.O_CREAT | os.O_WRONLY)))
     sys.argv = ["foredraft", *map(str, arguments), "--drafter", "none"]
     main()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import pytest
 import torch
@@ -57,7 +57,13 @@ def every_feature(family: str) -> tuple[int, ...]:
 
 def states_of(family: str, ids, features) -> torch.Tensor:
     """``[len(ids), F * d]``, by a plain pass."""
-    model, given = plain(family), torch.tensor([list(ids)])
+    return _states_of(family, tuple(ids), tuple(features))
+
+
+@lru_cache(2048)
+@torch.inference_mode()
+def _states_of(family: str, ids: tuple[int, ...], features: tuple[int, ...]) -> torch.Tensor:
+    model, given = plain(family), torch.tensor([ids])
     if family in STREAMS:
         return model.base_model(input_ids=given, use_cache=False).last_hidden_state[0]
     states = model(input_ids=given, use_cache=False, output_hidden_states=True).hidden_states
@@ -259,7 +265,8 @@ def test_recordings_with_wrong_hidden_states_are_given_up(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
-def test_flex_attention(family):
+def test_flex_attention(family, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)  # not traced
     target = Target(clone(model_of(family)), attention="flex", test=False, prefill_chunk=16)
     check(target, family, every_feature(family), rounds=1)
     assert target.backend.flexed
