@@ -121,7 +121,7 @@ def test_a_run_learns_stops_and_resumes(tmp_path, monkeypatch, early):
         return run
 
     assert run(2_000, resume=False).progress.tokens == 2_048
-    assert 7_000 <= run(7_000, resume=True).progress.tokens < 7_256
+    assert 4_000 <= run(4_000, resume=True).progress.tokens < 4_256
     losses = [json.loads(line)["held_out_nats_per_token"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
     assert losses[1] < losses[0] < 9
     assert fit.load_weights(tmp_path).config._attn_implementation == "sdpa"
