@@ -36,7 +36,7 @@ def assert_equals_transformers(speculator, rows, expected, **options):
 
 @pytest.mark.parametrize(("name", "implementation"), nightly_but(TURNS, TREE))
 def test_greedy_text_is_that_of_transformers(name, implementation):
-    model, rows = build(name, implementation), prompts()
+    model, rows = tiny(name, implementation), prompts(LENGTHS[:2])
     assert min(LENGTHS) > (ARCHITECTURES[name].window or 0)
     expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
     oracle = Oracle([row + text for row, text in zip(rows, expected)])
@@ -73,7 +73,7 @@ GREEDY = {"max_new_tokens": 9}
 
 def assert_trees_equal_plain(name, implementation, shape, *, ways=((SAMPLED, 3), (SAMPLED, 1), (GREEDY, 3), (GREEDY, 1))):
     """Keyed sampling and greedy, a row alone and a ragged batch, through a draft model's trees."""
-    model, rows = build(name, implementation), repetitive()
+    model, rows = tiny(name, implementation), repetitive()
     plain = Speculator(model, drafter="none")
     speculator = Speculator(model, drafter=make_drafter("draft-model", name, implementation), rule="match", shape=shape)
     for options, count in ways:
@@ -95,7 +95,7 @@ def test_the_text_of_a_seed_is_the_same_with_any_tree(name, implementation, shap
 
 @pytest.mark.parametrize(("name", "implementation"), CHAIN)
 def test_chains_only_text_is_that_of_transformers(name, implementation):
-    model, rows = build(name, implementation), prompts()
+    model, rows = tiny(name, implementation), prompts(LENGTHS[:2])
     expected = [alone(model, row, max_new_tokens=NEW) for row in rows]
     speculator = Speculator(model, drafter=Oracle([row + text for row, text in zip(rows, expected)]), shape="chain(5)")
     assert type(model).__name__ in speculator.target.chains_only

@@ -48,6 +48,7 @@ def test_greedy_text_is_finite_and_varied(name):
     assert (best - second > 1e-3).float().mean() > 0.9
 
 
+@pytest.mark.nightly  # it asks transformers alone
 @pytest.mark.parametrize("name", [name for name in NAMES if len(ARCHITECTURES[name].implementations) > 1])
 def test_every_implementation_writes_the_same_text(name):
     first, *others = (greedy(build(name, implementation), new_tokens=8)[0] for implementation in ARCHITECTURES[name].implementations)

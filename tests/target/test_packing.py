@@ -135,11 +135,13 @@ def test_the_fastest_layout_is_taken(took, best, monkeypatch):
 
 
 def test_a_trial_is_the_best_time_of_turns(monkeypatch):
+    monkeypatch.setattr(packing_module, "MOST_REPEATS", 8)
     steady = [(20, 23), (30, 31), (40, 42), (50, 59), (60, 62), (70, 71), (80, 83), (90, 95)]
     assert trial(monkeypatch, steady) == ({None: 2.0, 8: 1.0}, [None, 8] * 5)
 
 
 def test_a_trial_goes_on_until_the_best_times_are_no_luck(monkeypatch):
+    monkeypatch.setattr(packing_module, "MOST_REPEATS", 8)
     lucky = [(20, 23), (30, 31), (40, 41), (50, 59), (60, 65), (70, 71), (80, 83), (90, 95)]
     assert trial(monkeypatch, [*lucky, (100, 101), (110, 119)]) == ({None: 1.0, 8: 1.0}, [None, 8] * 6)
     monkeypatch.setattr(packing_module, "MOST_REPEATS", 4)
