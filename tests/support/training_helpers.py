@@ -53,8 +53,7 @@ class ToyHead(Head):
     config_class = ToyConfig
 
     def __init__(self, config: ToyConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.out = torch.nn.Linear(config.target.hidden_size, config.target.vocab_size)
 
     @classmethod

@@ -97,6 +97,10 @@ class Head(nn.Module):
     config_class: ClassVar[type[HeadConfig]]
     config: HeadConfig
 
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+
     def __init_subclass__(cls) -> None:
         if "kind" in vars(cls) and "drafter" not in vars(cls):
             cls.drafter = cls.kind

@@ -79,8 +79,7 @@ class Eagle3Head(Head):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         width, vocabulary, fused = config.target.hidden_size, config.draft_vocab_size, config.target.hidden_size * len(config.aux_layers)
         with torch.device("meta"):
             if config.norm_before_fc:

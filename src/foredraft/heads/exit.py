@@ -60,8 +60,7 @@ class ExitHead(Head):
     config_class = ExitConfig
 
     def __init__(self, config: ExitConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self._lm_head: tuple[nn.Module, ...] = ()  # a tuple, so that it is not registered and stored
         size = config.target.hidden_size
         with torch.device("meta"):

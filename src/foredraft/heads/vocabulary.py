@@ -135,8 +135,7 @@ class VocabularyHead(Head):
     config_class: ClassVar[type[VocabularyConfig]]
 
     def __init__(self, config: VocabularyConfig):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self._lm_head: tuple[nn.Module, ...] = ()  # a tuple, so that neither is registered and stored
         self._embeddings: tuple[nn.Module, ...] = ()
         size, vocabulary, bias = config.target.hidden_size, config.target.vocab_size, config.lm_head_bias

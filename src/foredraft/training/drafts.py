@@ -46,8 +46,7 @@ class Draft(Head):
     config_class = DraftConfig
 
     def __init__(self, config: DraftConfig, model: PreTrainedModel):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         vars(self)["model"] = model
 
     @classmethod

@@ -40,10 +40,6 @@ class EarlyExits(Head):
     config: EarlyExitsConfig
     config_class = EarlyExitsConfig
 
-    def __init__(self, config: EarlyExitsConfig):
-        super().__init__()
-        self.config = config
-
     @classmethod
     def for_target(cls, model: PreTrainedModel, **options: Any) -> EarlyExits:
         """Options: those of :class:`~foredraft.training.layerskip.Recipe`."""
