@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -309,7 +310,7 @@ def suggest(target: Annotated[str, typer.Argument(metavar="MODEL", help="A path,
 @app.command()
 def demo(
     target: options.Target = "zoo:python-8m",
-    drafter: options.Candidates = None,
+    drafters: options.Candidates = None,
     dtype: options.Dtype = "float32",
     device: options.Device = None,
     threads: options.Threads = None,
@@ -321,24 +322,12 @@ def demo(
     The target is loaded twice, once for transformers. zoo:python-300m computes the same as zoo:python-8m at the cost of a model with 300
     million parameters; give it more --seconds.
     """
-    import time
-
-    started = time.monotonic()
-    check(Configuration(target, dtype=dtype, device=device), drafter or ())
+    given = {**locals(), "started": time.monotonic()}
+    check(Configuration(target, dtype=dtype, device=device), drafters or ())
     with Progress(f"loading {target}; about {seconds:.0f} s left") as progress:
         from foredraft.cli.demo import Demo, Setting, show
 
-        setting = Setting(
-            target,
-            drafters=drafter,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            max_new_tokens=max_new_tokens,
-            seconds=seconds,
-            started=started,
-        )
-        if not show(Demo(setting, progress)):
+        if not show(Demo(Setting(**given), progress)):
             raise typer.Exit(FAILED)
 
 

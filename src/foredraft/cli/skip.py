@@ -50,6 +50,7 @@ def search(
 
     Exit codes: 0 success, 1 failure while running, 2 invalid arguments, 130 interrupted.
     """
+    given = dict(locals())
     check_model(target, dtype, device)
     check_data([data])
     check_output(out)
@@ -60,21 +61,5 @@ def search(
     from foredraft.cli.generation import pick_device
     from foredraft.training.skips import run
 
-    finished = run(
-        target,
-        data,
-        out,
-        trials=trials,
-        seed=seed,
-        tokens=tokens,
-        costs=costs,
-        finalists=finalists,
-        partial=partial,
-        other_target=other_target,
-        dtype=dtype,
-        device=pick_device(device, target),
-        threads=threads,
-        report=typer.echo,
-    )
-    if not finished:
+    if not run(**{**given, "device": pick_device(device, target)}, report=typer.echo):
         raise typer.Exit(INTERRUPTED)

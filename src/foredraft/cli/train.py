@@ -175,24 +175,8 @@ def train(
     if kind in ALONE:
         RECIPES[kind](**recipe)  # what is wrong with it is said before anything is loaded
     options = Options(**named, head=recipe)
-    finished = run(
-        target,
-        data,
-        out,
-        options,
-        resume=resume,
-        partial=partial,
-        other_target=other_target,
-        held_out_data=held_out_data,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        tree_nodes=tree_nodes,
-        successors=successors,
-        stored_hidden=stored_hidden,
-        prompt_tokens=prompt_tokens,
-        report=show,
-    )
+    own = {name: given[name] for name in inspect.signature(run).parameters if name in given}
+    finished = run(**own, options=options, report=show)
     if finished is None:
         note(f"stopped and saved; the same command with --resume goes on from there: {out}")
         raise typer.Exit(INTERRUPTED)

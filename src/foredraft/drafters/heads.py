@@ -224,7 +224,7 @@ AnyHead = TypeVar("AnyHead", bound=Head)
 
 def copied(head: AnyHead) -> AnyHead:
     """A head with the same weights, attached to nothing."""
-    other: Any = type(head)(head.config)  # type: ignore[call-arg]
+    other: Any = type(head)(head.config)
     other.load_state_dict({name: value.detach().clone() for name, value in head.state_dict().items()}, assign=True)
     if isinstance(head, VocabularyHead):
         other.log_odds = head.log_odds
