@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any, ClassVar
 
 import torch
@@ -245,9 +245,9 @@ class EncDec(PeerSuite[Settings]):
             f"Tokens per second are new tokens over the sum of each source's median seconds, encoder included; in brackets {LEVEL:.0%} "
             f"bootstrap intervals over sources and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "transformers drafts by a constant schedule without a confidence threshold, one row at a time.",
-            "Predicted speed-ups: tokens per round, times the seconds of a plain pass, over those of a draft and the pass that verifies "
-            "it, timed one after the other in the middle of a text, without what a round takes besides. α is the share of drafted tokens "
-            "that are kept, up to the first that is not.",
+            "Predicted speed-ups: tokens per round, times the seconds of a plain pass, over those of a draft and the pass that verifies it, "
+            "timed one after the other in the middle of a text, and a share of what the draft's encoder takes, which reads the source once; "
+            "what a round takes besides is not in them. α is the share of drafted tokens that are kept, up to the first that is not.",
             quiet(self),
         ]
 
@@ -358,8 +358,9 @@ class Findings(Comparison):
         mine = [each.values for each in self.run.curves if (each.target, each.dtype, each.method, each.values["temperature"]) == wanted]
         if kept is None or not mine:
             return None
-        plain, verified, draft = (median(each[part] for each in mine) for part in ("t1", "tn", "draft"))
-        return kept.value * plain / (verified + draft)
+        plain, verified, draft, begin = (median(each[part] for each in mine) for part in ("t1", "tn", "draft", "begin"))
+        rounds = mean(each.rounds for each in calls.by_method[name] if each.rounds)  # of a text, which the draft's encoder reads once
+        return kept.value * plain / (verified + draft + begin / rounds)
 
     def predictions(self) -> Table:
         rows = [

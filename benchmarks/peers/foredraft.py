@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 CURVE_DEPTH = 16  # tokens of the longest chain whose pass is timed
+BEGINNINGS = 6
 SECONDS = 2.0  # for timing a cost curve
 READ = ("medusa", "hydra", "rnn", "eagle3")  # drafters that read the target's hidden states
 
@@ -119,7 +120,8 @@ class Engine:
 
     def costs(self, name: str, rows: int, length: int, context: int, temperature: float = 0.0) -> dict[str, Any]:
         """The measured cost curve, for ``rows`` rows at ``context`` tokens: seconds ``t1`` of a plain pass, ``draft`` of ``length`` tokens,
-        and ``tn`` of the pass that verifies them, one after the other as in a loop; what a round takes besides is not in them. ``target``
+        and ``tn`` of the pass that verifies them, one after the other as in a loop; what a round takes besides is not in them. ``begin`` is
+        what a drafter does before its first draft of a text: its encoder reads the source. ``target``
         has seconds of passes by nodes per row, where drafts do not run layers of the target: ``tn`` is then what is left to do."""
 
         speculator = self.speculators[name]
@@ -139,7 +141,9 @@ class Engine:
                 run._open(run.texts)
                 sources = speculator.target.some_sources(rows)
                 live = [StandIn(slot, list(text), context + length + 1, sources[slot]) for slot, text in enumerate(run.texts)]
-                run._begin(live)
+                for _ in range(BEGINNINGS):
+                    speculator.drafter.end(live)
+                    run.timed("begin", lambda: run._begin(live))
                 how = self._sampling(speculator, live, temperature) if temperature else {}
                 draft = run._drafting(live, TreeShape.chain(length), **how)
                 turn = {"t1": run._scoring(run._chain(1)), "draft": draft, "tn": run._scoring(run._chain(length + 1))}
@@ -149,7 +153,7 @@ class Engine:
         finally:
             speculator.target.reset()
             speculator.drafter.reset()
-        return {part: self.torch.tensor(run.times[part][run.warm_ups :]).median().item() for part in turn}
+        return {part: self.torch.tensor(run.times[part][run.warm_ups :]).median().item() for part in ("begin", *turn)}
 
     def _sampling(self, speculator: Any, rows: list[Any], temperature: float) -> dict[str, Any]:
         """How drafts are drawn for ``rows``: as in calls with that temperature alone, and without a seed that is to be repeated."""
