@@ -245,9 +245,9 @@ class EncDec(PeerSuite[Settings]):
             f"Tokens per second are new tokens over the sum of each source's median seconds, encoder included; in brackets {LEVEL:.0%} "
             f"bootstrap intervals over sources and repeats ({RESAMPLES} draws that all methods share, so that quotients are paired). "
             "transformers drafts by a constant schedule without a confidence threshold, one row at a time.",
-            "Predicted speed-ups: tokens per round, times the seconds of a plain pass, over those of a draft and the pass that verifies it, "
-            "timed one after the other in the middle of a text, and a share of what the draft's encoder takes, which reads the source once; "
-            "what a round takes besides is not in them. α is the share of drafted tokens that are kept, up to the first that is not.",
+            "Predicted speed-ups: tokens per round, times the seconds of a plain pass, over those of a draft and the pass that verifies "
+            "it, timed one after the other in the middle of a text, and a share of what the draft's encoder takes, which reads the source "
+            "once; what a round takes besides is not in them. α is the share of drafted tokens that are kept, up to the first that is not.",
             quiet(self),
         ]
 
