@@ -128,6 +128,14 @@ def test_chains_are_drawn_from_the_q_that_is_handed_on(temperature):
     assert len(drawn) > 200 and float(scores[variance > 1].abs().max()) < 4.5
 
 
+def test_nothing_is_made_for_draws_where_no_kernel_draws(monkeypatch):
+    """On a GPU, noise for the kernels would have to come from there."""
+    monkeypatch.setattr("foredraft.drafters.draft_loops.kernels.draws_for", lambda request: pytest.fail("there is no kernel"))
+    drafter = DraftModel(build("qwen2", torch.float32), execution="eager")
+    speculator = Speculator(build("llama", torch.float32), drafter=drafter, shape="chain(3)", rule="rejection")
+    generate(speculator, [PROMPT], max_new_tokens=4, do_sample=True, seed=1)
+
+
 def test_what_else_changes_scores_is_drawn_level_by_level(drafts):
     _, kernel = drafts
     by_kernel, by_level = speculators("chain(4)", torch.float32, rule="rejection")

@@ -144,7 +144,7 @@ class Noise:
 
     def chain_words(self, depth: int, *, keyed: bool) -> Tensor:
         """``[depth]`` the words that the tokens of the only row's chain are drawn with: those of :meth:`race`, or else of :meth:`draw`."""
-        index = torch.arange(depth)[None]
+        index = torch.arange(depth, device=self.keys.device)[None]
         return (self.words(Purpose.MATCH, index + 1) if keyed else self.words(Purpose.DRAFT, 0, index))[0]
 
     def hashes(self, vocab_size: int) -> Tensor:

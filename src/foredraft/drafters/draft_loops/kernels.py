@@ -73,8 +73,10 @@ class KernelLoop:
         Afterwards the draft model's cache holds every node that was fed behind the root, uncommitted.
         """
         model, direct = self.model, self.model.backend.direct
-        draws = None if likeliest(request) or not chain else draws_for(request)
-        if direct is None or not (draws or likeliest(request)) or model.device != request.device:
+        if direct is None or model.device != request.device:
+            return None
+        draws = draws_for(request) if chain and not likeliest(request) else None
+        if draws is None and not likeliest(request):
             return None
         banned = () if draws else request.sampler.pipelines[0].banned(request.sampler.lengths[0])
         if direct is not self._direct:
