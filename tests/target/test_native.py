@@ -343,13 +343,20 @@ def test_no_room_to_compile(fresh, monkeypatch, caplog):
     assert len(caplog.records) == 1 and "slower" in caplog.text
 
 
+def _asking_for_avx512(patch):
+    patch.setenv("FOREDRAFT_INSTRUCTIONS", "avx512")
+    patch.setattr(native, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda patch: patch.setattr(native.shutil, "which", lambda name: None), "no C compiler"),
         (lambda patch: patch.setattr(native, "FLAGS", ("-fno-such-flag",)), "could not be compiled or loaded: .* failed"),
-        (lambda patch: patch.setattr(native.torch.cpu, "_is_avx512_supported", lambda: False), "no AVX-512"),
+        (lambda patch: patch.setattr(native, "cpu_flags", lambda: frozenset({"avx"})), "no AVX2 and no FMA"),
+        (lambda patch: patch.setenv("FOREDRAFT_INSTRUCTIONS", "avx3"), "'avx3'; set it to avx512 or avx2"),
+        (_asking_for_avx512, "asks for avx512, which this CPU does not have"),
         (lambda patch: patch.setattr(native.platform, "machine", lambda: "arm64"), "Linux on arm64"),
         (lambda patch: patch.setattr(native.subprocess, "run", _hang), "could not be compiled or loaded: .* timed out"),
     ],

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -354,7 +355,7 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     trial = trial[: max(1, -(-TRIAL // size))]
     inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
     fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % UNIT)]
-    fitting = [hint for hint in fitting if hint == NATIVE or not int8]
+    fitting = [hint for hint in fitting if hint == NATIVE or not int8 and (hint == PLAIN or onednn_lays_out(weight.dtype))]
     runs: dict[int | None, Forward] = {hint: all_of([Product(layers, hint) for layers in trial]) for hint in fitting}
     runs[None] = all_of([layer for layers in trial for layer in layers])
     took = best_seconds(runs, inputs)
@@ -362,6 +363,16 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     if NATIVE in took:
         took[NATIVE] = WHOLE * took[NATIVE] - CALL * len(trial) * len(inputs)
     return min(took, key=lambda hint: took[hint])
+
+
+@lru_cache(maxsize=8)
+def onednn_lays_out(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has layouts for ``dtype`` on this CPU; for bfloat16 it needs AVX-512."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(UNIT, UNIT, dtype=dtype), HINTS[-1])
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Kernels of our own for CPUs with AVX-512, compiled on the machine that runs them.
+"""Kernels of our own for CPUs with AVX-512 or AVX2, compiled on the machine that runs them.
 
-``layer.c`` is compiled once per dtype with the C compiler at hand, in about a second, and kept in the cache folder together with its hash.
-Where that folder cannot be used, it is compiled anew in every process. Where there is no compiler or no AVX-512, :func:`library` says so
-and other layouts are used. The kernels have threads of their own, as many as torch is told to use, which do not wait for each other on a
+``layer.c`` is compiled once per dtype with the C compiler at hand, in a few seconds, for the instructions that the machine has
+(``vectors.h``), and kept in the cache folder together with its hash. Where that folder cannot be used, it is compiled anew in every process.
+Where there is no compiler, or no AVX2, :func:`library` says so and other layouts are used. The kernels have threads of their own, as many as torch is told to use, which do not wait for each other on a
 busy machine (``crew.h``).
 """
 
@@ -29,8 +29,10 @@ from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 
 SOURCE = Path(__file__).with_name("layer.c")
-SOURCES = (SOURCE, SOURCE.with_name("crew.h"))
+SOURCES = (SOURCE, SOURCE.with_name("crew.h"), SOURCE.with_name("vectors.h"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
+INSTRUCTIONS = {"avx512": (), "avx2": ("-mno-avx512f",)}  # what FOREDRAFT_INSTRUCTIONS may say, and what it tells the compiler
+NEEDED = ("avx2", "fma")
 LIMIT = 120  # seconds for the compiler
 DIGEST = 32  # bytes of the hash behind the kernels in a file
 LOADING = threading.Lock()
@@ -186,7 +188,7 @@ def _loaded(dtype: torch.dtype, int8: bool) -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang)")
-    flags = [*FLAGS, *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
+    flags = [*FLAGS, *INSTRUCTIONS.get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ()), *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
     folder = private_folder("kernels")
     kept = None if folder is None else folder / f"kernels-{_key(compiler, flags)}.so"
     if kept is not None and _whole(kept):
@@ -297,11 +299,24 @@ def refusal(dtype: torch.dtype) -> str | None:
 def _check_machine(dtype: torch.dtype) -> None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise Unavailable(f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
-    needed = {torch.float32: torch.cpu._is_avx512_supported, torch.bfloat16: torch.cpu._is_avx512_bf16_supported}.get(dtype)
-    if needed is None:
+    if dtype not in (torch.float32, torch.bfloat16):
         raise Unavailable(f"they are for float32 and bfloat16, not {dtype}")
-    if not needed():
-        raise Unavailable(f"this CPU has no AVX-512{' for bfloat16' if dtype == torch.bfloat16 else ''}")
+    has = cpu_flags()
+    if missing := [name.upper() for name in NEEDED if name not in has]:
+        raise Unavailable(f"this CPU has no {' and no '.join(missing)}")
+    asked = os.environ.get("FOREDRAFT_INSTRUCTIONS", "")
+    if asked and asked not in INSTRUCTIONS:
+        raise Unavailable(f"FOREDRAFT_INSTRUCTIONS is {asked!r}; set it to {' or '.join(INSTRUCTIONS)}, or leave it out")
+    if asked == "avx512" and "avx512f" not in has:
+        raise Unavailable("FOREDRAFT_INSTRUCTIONS asks for avx512, which this CPU does not have; leave it out")
+
+
+@lru_cache(maxsize=1)
+def cpu_flags() -> frozenset[str]:
+    """The names of the instruction sets that the CPU has, as Linux lists them."""
+    about = Path("/proc/cpuinfo")
+    line = next((line for line in about.read_text().splitlines() if line.startswith("flags")), "") if about.exists() else ""
+    return frozenset(line.split())
 
 
 @lru_cache(maxsize=1)
@@ -313,9 +328,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 def _key(compiler: str, flags: list[str]) -> str:
     """Changes with whatever the compiled code depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False, timeout=LIMIT).stdout
-    about = Path("/proc/cpuinfo")
-    cpu = next((line for line in about.read_text().splitlines() if line.startswith("flags")), "") if about.exists() else ""
-    parts = [revision(), version, " ".join(flags), cpu]
+    parts = [revision(), version, " ".join(flags), " ".join(sorted(cpu_flags()))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
 
 

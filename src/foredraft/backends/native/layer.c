@@ -1,4 +1,4 @@
-/* Decoder layers of the llama family, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512.
+/* Decoder layers of the llama family, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512 or AVX2.
  *
  * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
  * cache line, used for all tokens at once while it is in a register. The threads are those of crew.h. Sums are in float32; results are rounded to the model's dtype at the
@@ -12,17 +12,29 @@
  */
 #define _GNU_SOURCE
 #include "crew.h"
+#include "vectors.h"
 
-#include <immintrin.h>
-#include <stddef.h>
-
-#define BLOCKS 4 /* of 16 outputs computed together */
-#define TOKENS 6 /* computed together: BLOCKS * TOKENS + BLOCKS + 1 registers */
+#define BLOCKS 4 /* of 16 outputs that a thread takes at a time */
+#define TOKENS 6 /* computed together */
 #define FEW 3 /* tokens up to which computing is nothing beside reading */
+/* Registers hold the sums of TOGETHER(n) blocks for n tokens, and of ASIDE blocks for WIDE tokens. */
+#ifdef __AVX512F__
+#define TOGETHER(n) BLOCKS
+#define ASIDE (BLOCKS / 2)
 #if defined(INT8) && !defined(BF16)
 #define WIDE 8 /* weights take registers while they are widened */
 #else
-#define WIDE 12 /* computed together over half as many outputs, which take as many registers */
+#define WIDE 12
+#endif
+#else
+#ifndef TWO
+#define TWO 2
+#endif
+#define TOGETHER(n) ((n) == 1 ? BLOCKS : (n) <= 3 ? TWO : 1)
+#define ASIDE 1
+#ifndef WIDE
+#define WIDE 6
+#endif
 #endif
 #define SOME 32 /* tokens up to which weights are read from memory once, and from the second cache for each further WIDE of them */
 #define AHEAD 4096 /* bytes of each block of weights that are asked for before their turn: a page */
@@ -45,50 +57,20 @@
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
 #define MATCHES 32 /* the latest places of each length that count */
 
-INLINE __m512 widened(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
-
-#ifdef BF16
-typedef uint16_t value;
-INLINE __m512 load(const value *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
-}
-INLINE void store(value *p, __m512 x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
-INLINE __m512 rounded(__m512 x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-}
-typedef __m512bh operand;
-#define DEPTH 2 /* elements of the inner dimension per step */
-INLINE operand weights(const value *p) { return (__m512bh)_mm512_loadu_si512(p); }
-INLINE operand eights(const int8_t *p) { return _mm512_cvtne2ps_pbh(widened(p + 16), widened(p)); }
-INLINE operand input(const value *p) { return (__m512bh)_mm512_set1_epi32(*(const int32_t *)p); }
-INLINE __m512 multiply(__m512 sum, operand w, operand x) { return _mm512_dpbf16_ps(sum, w, x); }
-#else
-typedef float value;
-INLINE __m512 load(const value *p) { return _mm512_loadu_ps(p); }
-INLINE void store(value *p, __m512 x) { _mm512_storeu_ps(p, x); }
-INLINE __m512 rounded(__m512 x) { return x; }
-typedef __m512 operand;
-#define DEPTH 1
-INLINE operand weights(const value *p) { return _mm512_loadu_ps(p); }
-INLINE operand eights(const int8_t *p) { return widened(p); }
-INLINE operand input(const value *p) { return _mm512_set1_ps(*p); }
-INLINE __m512 multiply(__m512 sum, operand w, operand x) { return _mm512_fmadd_ps(w, x, sum); }
-#endif
-
 /* e^x, relative error below 2e-7 for x <= 0 */
-INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f * 0.69314718f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
+INLINE f32 exponential(f32 x) {
+    x = f32_max(x, f32_of(-126.0f * 0.69314718f));
+    f32 n = f32_nearest(f32_mul(x, f32_of(1.44269504f)));
+    f32 r = f32_fnma(n, f32_of(0.693359375f), x);
+    r = f32_fnma(n, f32_of(-2.12194440e-4f), r);
+    f32 p = f32_of(1.9875691500e-4f);
+    p = f32_fma(p, r, f32_of(1.3981999507e-3f));
+    p = f32_fma(p, r, f32_of(8.3334519073e-3f));
+    p = f32_fma(p, r, f32_of(4.1665795894e-2f));
+    p = f32_fma(p, r, f32_of(1.6666665459e-1f));
+    p = f32_fma(p, r, f32_of(5.0000001201e-1f));
+    p = f32_fma(f32_mul(p, r), r, f32_add(r, f32_of(1.0f)));
+    return f32_power_of_two(p, n);
 }
 
 /* -- products ---------------------------------------------------------------------------------------------------------- */
@@ -120,66 +102,72 @@ typedef struct {
 /* Where the sum of 16 outputs begins, and what becomes of it: torch adds a bias inside a product, but behind the scale of one with
  * weights of eight bits, and rounds in between. */
 #ifdef INT8
-INLINE __m512 begun(const Matrix *m, int o) { return _mm512_setzero_ps(); }
-INLINE __m512 ended(__m512 sum, const Matrix *m, int o) {
-    sum = _mm512_mul_ps(rounded(sum), load(m->scale + o));
-    return m->bias ? _mm512_add_ps(rounded(sum), load(m->bias + o)) : sum;
+INLINE f32 begun(const Matrix *m, int o) { return f32_zero(); }
+INLINE f32 ended(f32 sum, const Matrix *m, int o) {
+    sum = f32_mul(rounded(sum), load(m->scale + o));
+    return m->bias ? f32_add(rounded(sum), load(m->bias + o)) : sum;
 }
 #else
-INLINE __m512 begun(const Matrix *m, int o) { return m->bias ? load(m->bias + o) : _mm512_setzero_ps(); }
-INLINE __m512 ended(__m512 sum, const Matrix *m, int o) { return sum; }
+INLINE f32 begun(const Matrix *m, int o) { return m->bias ? load(m->bias + o) : f32_zero(); }
+INLINE f32 ended(f32 sum, const Matrix *m, int o) { return sum; }
 #endif
 
 /* BLOCKS * 16 outputs from o on, of n tokens; y begins with the first of them and has N columns */
 INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
-    __m512 sums[BLOCKS][TOKENS];
     const size_t block = (size_t)K * 16;
-    const weight *w = m->values + (size_t)o * K;
-    for (int b = 0; b < BLOCKS; b++)
-        for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16);
-    for (int k = 0; k < K; k += DEPTH) {
-        operand w_k[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++) w_k[b] = READ(w + b * block + (size_t)k * 16);
-        for (int t = 0; t < n; t++) {
-            operand x_k = input(x + (size_t)t * K + k);
-            for (int b = 0; b < BLOCKS; b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
+    for (int end = o + BLOCKS * 16; o < end; o += TOGETHER(n) * 16, y += TOGETHER(n) * 16) {
+        f32 sums[BLOCKS][TOKENS];
+        const weight *w = m->values + (size_t)o * K;
+        for (int b = 0; b < TOGETHER(n); b++)
+            for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16);
+        for (int k = 0; k < K; k += DEPTH) {
+            operand w_k[BLOCKS];
+            for (int b = 0; b < TOGETHER(n); b++) w_k[b] = READ(w + b * block + (size_t)k * 16);
+            for (int t = 0; t < n; t++) {
+                operand x_k = input(x + (size_t)t * K + k);
+                for (int b = 0; b < TOGETHER(n); b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
+            }
         }
+        for (int b = 0; b < TOGETHER(n); b++)
+            for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16));
     }
-    for (int b = 0; b < BLOCKS; b++)
-        for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16));
 }
 
 static void some_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
     FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT))
 }
 
-/* BLOCKS * 8 outputs from o on, of n tokens. With `asking` the weights are on their way AHEAD of their use, so that reading and computing
+/* ASIDE * 16 outputs from o on, of n tokens. With `asking` the weights are on their way AHEAD of their use, so that reading and computing
  * overlap; left to itself the processor looks ahead less far the more tokens there are, and at a page's end not at all. */
 INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int asking) {
-    __m512 sums[BLOCKS / 2][WIDE];
+    f32 sums[ASIDE][WIDE];
     const size_t block = (size_t)K * 16;
     const weight *w = m->values + (size_t)o * K;
-    for (int b = 0; b < BLOCKS / 2; b++)
+    for (int b = 0; b < ASIDE; b++)
         for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16);
     for (int k = 0; k < K; k += DEPTH) {
-        operand w_k[BLOCKS / 2];
-        for (int b = 0; asking && b < BLOCKS / 2; b++) _mm_prefetch((const char *)(w + b * block + (size_t)k * 16) + AHEAD, _MM_HINT_T0);
-        for (int b = 0; b < BLOCKS / 2; b++) w_k[b] = READ(w + b * block + (size_t)k * 16);
+        operand w_k[ASIDE];
+        for (int b = 0; asking && b < ASIDE; b++) _mm_prefetch((const char *)(w + b * block + (size_t)k * 16) + AHEAD, _MM_HINT_T0);
+        for (int b = 0; b < ASIDE; b++) w_k[b] = READ(w + b * block + (size_t)k * 16);
         for (int t = 0; t < n; t++) {
             operand x_k = input(x + (size_t)t * K + k);
-            for (int b = 0; b < BLOCKS / 2; b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
+            for (int b = 0; b < ASIDE; b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
         }
     }
-    for (int b = 0; b < BLOCKS / 2; b++)
+    for (int b = 0; b < ASIDE; b++)
         for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16));
 }
 
 #define WITH(n, asking) \
     case n: wide_tile(m, o, x, y, K, N, n, asking); break;
+#if WIDE > 6
+#define MORE(asking) WITH(7, asking) WITH(8, asking) WITH(9, asking) WITH(10, asking) WITH(11, asking) WITH(12, asking)
+#else
+#define MORE(asking)
+#endif
 #define FOR_EACH(asking) \
     switch (n) { \
-        WITH(1, asking) WITH(2, asking) WITH(3, asking) WITH(4, asking) WITH(5, asking) WITH(6, asking) \
-        WITH(7, asking) WITH(8, asking) WITH(9, asking) WITH(10, asking) WITH(11, asking) WITH(12, asking) \
+        WITH(1, asking) WITH(2, asking) WITH(3, asking) WITH(4, asking) WITH(5, asking) WITH(6, asking) MORE(asking) \
     }
 
 static void asking_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_EACH(1) }
@@ -188,7 +176,7 @@ static void further_tokens(const Matrix *m, int o, const value *x, value *y, int
 /* BLOCKS * 16 outputs from o on, of FEW < T <= SOME tokens */
 static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N) {
     const int rounds = (T + WIDE - 1) / WIDE, each = (T + rounds - 1) / rounds;
-    for (int end = o + BLOCKS * 16; o < end; o += BLOCKS * 8, y += BLOCKS * 8) {
+    for (int end = o + BLOCKS * 16; o < end; o += ASIDE * 16, y += ASIDE * 16) {
         asking_tokens(m, o, x, y, K, N, each);
         for (int t = each; t < T; t += each) further_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each);
     }
@@ -198,22 +186,24 @@ static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T,
  * After every GROUP steps `lines` cache lines of the weights behind these are asked for, from number `from` on. */
 INLINE void part(const weight *w, size_t block, const value *x, float *sums_so_far, int K, int n, int steps, const weight *next, int from,
                  int lines) {
-    __m512 sums[BLOCKS][TOKENS];
-    for (int b = 0; b < BLOCKS; b++)
-        for (int t = 0; t < n; t++) sums[b][t] = _mm512_loadu_ps(sums_so_far + (t * BLOCKS + b) * 16);
-    for (int k = 0; k < steps; k += GROUP * DEPTH) {
-        for (int i = 0; i < lines; i++, from++) _mm_prefetch((const char *)(next + from % BLOCKS * block) + from / BLOCKS * LINE, _MM_HINT_T0);
-        for (int j = k; j < k + GROUP * DEPTH; j += DEPTH) {
-            operand w_k[BLOCKS];
-            for (int b = 0; b < BLOCKS; b++) w_k[b] = READ(w + b * block + (size_t)j * 16);
-            for (int t = 0; t < n; t++) {
-                operand x_k = input(x + (size_t)t * K + j);
-                for (int b = 0; b < BLOCKS; b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
+    for (int c = 0; c < BLOCKS; c += TOGETHER(n), w += TOGETHER(n) * block, sums_so_far += TOGETHER(n) * 16) {
+        f32 sums[BLOCKS][TOKENS];
+        for (int b = 0; b < TOGETHER(n); b++)
+            for (int t = 0; t < n; t++) sums[b][t] = f32_load(sums_so_far + (t * BLOCKS + b) * 16);
+        for (int k = 0; k < steps; k += GROUP * DEPTH) {
+            for (int i = 0; c == 0 && i < lines; i++, from++) _mm_prefetch((const char *)(next + from % BLOCKS * block) + from / BLOCKS * LINE, _MM_HINT_T0);
+            for (int j = k; j < k + GROUP * DEPTH; j += DEPTH) {
+                operand w_k[BLOCKS];
+                for (int b = 0; b < TOGETHER(n); b++) w_k[b] = READ(w + b * block + (size_t)j * 16);
+                for (int t = 0; t < n; t++) {
+                    operand x_k = input(x + (size_t)t * K + j);
+                    for (int b = 0; b < TOGETHER(n); b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
+                }
             }
         }
+        for (int b = 0; b < TOGETHER(n); b++)
+            for (int t = 0; t < n; t++) f32_store(sums_so_far + (t * BLOCKS + b) * 16, sums[b][t]);
     }
-    for (int b = 0; b < BLOCKS; b++)
-        for (int t = 0; t < n; t++) _mm512_storeu_ps(sums_so_far + (t * BLOCKS + b) * 16, sums[b][t]);
 }
 
 static void some_parts(const weight *w, size_t block, const value *x, float *sums, int K, int n, int steps, const weight *next, int from,
@@ -230,7 +220,7 @@ static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T,
     const int chunks = (T + TOKENS - 1) / TOKENS, each = (T + chunks - 1) / chunks; /* of about equal size */
     const int groups = STEP / (GROUP * DEPTH), whole = BLOCKS * STEP * 16 * (int)sizeof(weight) / LINE;
     for (int t = 0; t < T; t++)
-        for (int b = 0; b < BLOCKS; b++) _mm512_storeu_ps(sums + (t * BLOCKS + b) * 16, begun(m, o + b * 16));
+        for (int b = 0; b < BLOCKS; b++) f32_store(sums + (t * BLOCKS + b) * 16, begun(m, o + b * 16));
     for (int k = 0; k < K; k += STEP) {
         const weight *next = k + STEP < K ? w + (size_t)(k + STEP) * 16 : after;
         const int steps = K - k < STEP ? K - k : STEP, lines = next ? (whole + chunks * groups - 1) / (chunks * groups) : 0;
@@ -240,7 +230,7 @@ static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T,
     }
     for (int t = 0; t < T; t++)
         for (int b = 0; b < BLOCKS; b++)
-            store(y + (size_t)t * N + b * 16, ended(_mm512_loadu_ps(sums + (t * BLOCKS + b) * 16), m, o + b * 16));
+            store(y + (size_t)t * N + b * 16, ended(f32_load(sums + (t * BLOCKS + b) * 16), m, o + b * 16));
 }
 
 INLINE void copied(const value *from, value *to, int size) {
@@ -248,7 +238,7 @@ INLINE void copied(const value *from, value *to, int size) {
 }
 
 INLINE void add(value *x, const value *y, int size) {
-    for (int i = 0; i < size; i += 16) store(x + i, _mm512_add_ps(load(x + i), load(y + i)));
+    for (int i = 0; i < size; i += 16) store(x + i, f32_add(load(x + i), load(y + i)));
 }
 
 /* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16] */
@@ -307,21 +297,21 @@ typedef struct {
 
 /* Columns from `from` up to `to` of x [size] behind a norm */
 INLINE void normed_part(const value *x, Norm norm, value *out, int size, float eps, int from, int to) {
-    __m512 sum = _mm512_setzero_ps(), mean = sum;
-    for (int i = 0; norm.bias && i < size; i += 16) sum = _mm512_add_ps(sum, load(x + i));
-    if (norm.bias) mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / size), sum = _mm512_setzero_ps();
+    f32 sum = f32_zero(), mean = sum;
+    for (int i = 0; norm.bias && i < size; i += 16) sum = f32_add(sum, load(x + i));
+    if (norm.bias) mean = f32_of(f32_sum(sum) / size), sum = f32_zero();
     for (int i = 0; i < size; i += 16) {
-        __m512 v = _mm512_sub_ps(load(x + i), mean);
-        sum = _mm512_fmadd_ps(v, v, sum);
+        f32 v = f32_sub(load(x + i), mean);
+        sum = f32_fma(v, v, sum);
     }
-    const __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / size + eps));
+    const f32 scale = f32_of(1.0f / __builtin_sqrtf(f32_sum(sum) / size + eps));
     for (int i = from; i < to; i += 16)
         if (!norm.weight)
             store(out + i - from, load(x + i));
         else if (norm.bias)
-            store(out + i - from, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_sub_ps(load(x + i), mean), scale), load(norm.weight + i), load(norm.bias + i)));
+            store(out + i - from, f32_fma(f32_mul(f32_sub(load(x + i), mean), scale), load(norm.weight + i), load(norm.bias + i)));
         else
-            store(out + i - from, _mm512_mul_ps(load(norm.weight + i), rounded(_mm512_mul_ps(load(x + i), scale))));
+            store(out + i - from, f32_mul(load(norm.weight + i), rounded(f32_mul(load(x + i), scale))));
 }
 
 INLINE void normed(const value *x, Norm norm, value *out, int size, float eps) { normed_part(x, norm, out, size, eps, 0, size); }
@@ -351,46 +341,46 @@ static void norms(Worker *w, const value *x, Norm norm, value *out, int T, int s
 INLINE void rotated(const value *x, const value *cos, const value *sin, value *out, int size) {
     const int half = size / 2;
     for (int i = 0; i < half; i += 16) {
-        __m512 a = load(x + i), b = load(x + half + i);
-        __m512 left = rounded(_mm512_mul_ps(a, load(cos + i))), right = rounded(_mm512_mul_ps(b, load(cos + half + i)));
-        store(out + i, _mm512_sub_ps(left, rounded(_mm512_mul_ps(b, load(sin + i)))));
-        store(out + half + i, _mm512_add_ps(right, rounded(_mm512_mul_ps(a, load(sin + half + i)))));
+        f32 a = load(x + i), b = load(x + half + i);
+        f32 left = rounded(f32_mul(a, load(cos + i))), right = rounded(f32_mul(b, load(cos + half + i)));
+        store(out + i, f32_sub(left, rounded(f32_mul(b, load(sin + i)))));
+        store(out + half + i, f32_add(right, rounded(f32_mul(a, load(sin + half + i)))));
     }
 }
 
-INLINE __m512 sigmoid(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x))); /* e^-|x| */
-    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    return _mm512_div_ps(_mm512_mask_blend_ps(negative, one, e), _mm512_add_ps(one, e));
+INLINE f32 sigmoid(f32 x) {
+    const f32 one = f32_of(1.0f), e = exponential(f32_sub(f32_zero(), f32_abs(x))); /* e^-|x| */
+    const lanes negative = f32_less(x, f32_zero());
+    return f32_div(f32_pick(negative, one, e), f32_add(one, e));
 }
 
-INLINE __m512 silu(__m512 x) { return rounded(_mm512_mul_ps(x, sigmoid(x))); }
+INLINE f32 silu(f32 x) { return rounded(f32_mul(x, sigmoid(x))); }
 
-INLINE __m512 gelu(__m512 x) { /* x (1 + tanh(y)) / 2 with y = sqrt(2 / pi) (x + 0.044715 x^3) is x sigmoid(2 y) */
-    const __m512 slope = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.071354816f), _mm512_set1_ps(1.5957691f));
-    return rounded(_mm512_mul_ps(x, sigmoid(_mm512_mul_ps(x, slope))));
+INLINE f32 gelu(f32 x) { /* x (1 + tanh(y)) / 2 with y = sqrt(2 / pi) (x + 0.044715 x^3) is x sigmoid(2 y) */
+    const f32 slope = f32_fma(f32_mul(x, x), f32_of(0.071354816f), f32_of(1.5957691f));
+    return rounded(f32_mul(x, sigmoid(f32_mul(x, slope))));
 }
 
 /* x (1 + erf(x / sqrt(2))) / 2. With z = |x| / sqrt(2), erfc(z) is e^(-z z) times a polynomial of t = 1 / (1 + p z) (Abramowitz and Stegun
  * 7.1.26), within 1.5e-7. The result is off by less than 3e-7 times |x|. */
-INLINE __m512 exact_gelu(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f), z = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.70710678f));
-    const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(z, _mm512_set1_ps(0.3275911f), one));
-    __m512 p = _mm512_set1_ps(1.061405429f);
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
-    p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
-    const __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), exponential(_mm512_fnmadd_ps(z, z, _mm512_setzero_ps()))); /* erfc(z) */
-    const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    const __m512 twice = _mm512_mask_blend_ps(negative, _mm512_sub_ps(_mm512_set1_ps(2.0f), tail), tail);
-    return rounded(_mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), twice));
+INLINE f32 exact_gelu(f32 x) {
+    const f32 one = f32_of(1.0f), z = f32_mul(f32_abs(x), f32_of(0.70710678f));
+    const f32 t = f32_div(one, f32_fma(z, f32_of(0.3275911f), one));
+    f32 p = f32_of(1.061405429f);
+    p = f32_fma(p, t, f32_of(-1.453152027f));
+    p = f32_fma(p, t, f32_of(1.421413741f));
+    p = f32_fma(p, t, f32_of(-0.284496736f));
+    p = f32_fma(p, t, f32_of(0.254829592f));
+    const f32 tail = f32_mul(f32_mul(p, t), exponential(f32_fnma(z, z, f32_zero()))); /* erfc(z) */
+    const lanes negative = f32_less(x, f32_zero());
+    const f32 twice = f32_pick(negative, f32_sub(f32_of(2.0f), tail), tail);
+    return rounded(f32_mul(f32_mul(x, f32_of(0.5f)), twice));
 }
 
-INLINE __m512 activated(__m512 x, int activation) {
+INLINE f32 activated(f32 x, int activation) {
     switch (activation) {
         case GELU: return gelu(x);
-        case RELU: return _mm512_max_ps(x, _mm512_setzero_ps());
+        case RELU: return f32_max(x, f32_zero());
         case EXACT: return exact_gelu(x);
         default: return silu(x);
     }
@@ -398,98 +388,73 @@ INLINE __m512 activated(__m512 x, int activation) {
 
 INLINE void gated(const value *gate, const value *up, value *out, int size, int activation) {
     for (int i = 0; i < size; i += 16) {
-        const __m512 x = activated(load(gate + i), activation & ~ALONE);
-        store(out + i, activation & ALONE ? x : _mm512_mul_ps(x, load(up + i)));
+        const f32 x = activated(load(gate + i), activation & ~ALONE);
+        store(out + i, activation & ALONE ? x : f32_mul(x, load(up + i)));
     }
 }
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
-
-/* 16 rows of 16 words, each row becoming a column */
-INLINE void turned(__m512i r[16]) {
-    __m512i s[16];
-    for (int i = 0; i < 16; i += 2) {
-        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        s[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        s[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        s[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        s[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(s[i], s[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(s[i], s[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd);
-    }
-}
 
 /* The first `count` of KEYS keys as a packed matrix, zeros behind them. With `asking` the next KEYS are on their way. */
 static void packed_keys(const value *keys, int count, int size, value *out, int asking) {
     const int words = size / DEPTH;
     for (int b = 0; b < KEYS && b < count; b += 16)
         for (int w = 0; w < words; w += 16) {
-            __m512i r[16];
+            i32 r[16];
             for (int j = 0; asking && j < 16; j++) _mm_prefetch((const char *)(keys + (size_t)(KEYS + b + j) * size + w * DEPTH), _MM_HINT_T0);
             for (int j = 0; j < 16; j++)
-                r[j] = b + j < count ? _mm512_loadu_si512(keys + (size_t)(b + j) * size + w * DEPTH) : _mm512_setzero_si512();
+                r[j] = b + j < count ? i32_load(keys + (size_t)(b + j) * size + w * DEPTH) : i32_zero();
             turned(r);
-            for (int j = 0; j < 16; j++) _mm512_storeu_si512(out + (size_t)b * size + (w + j) * 16 * DEPTH, r[j]);
+            for (int j = 0; j < 16; j++) i32_store(out + (size_t)b * size + (w + j) * 16 * DEPTH, r[j]);
         }
 }
 
 /* Products of n queries with KEYS packed keys, in float32 */
 INLINE void scored(const value *keys, const value *queries, float *scores, int size, int n) {
-    __m512 sums[KEYS / 16][TOKENS];
-    for (int b = 0; b < KEYS / 16; b++)
-        for (int t = 0; t < n; t++) sums[b][t] = _mm512_setzero_ps();
-    for (int d = 0; d < size; d += DEPTH) {
-        operand k[KEYS / 16];
-        for (int b = 0; b < KEYS / 16; b++) k[b] = weights(keys + (size_t)b * 16 * size + d * 16);
-        for (int t = 0; t < n; t++) {
-            operand q = input(queries + t * size + d);
-            for (int b = 0; b < KEYS / 16; b++) sums[b][t] = multiply(sums[b][t], k[b], q);
+    for (int c = 0; c < KEYS; c += TOGETHER(n) * 16, keys += TOGETHER(n) * 16 * size, scores += TOGETHER(n) * 16) {
+        f32 sums[BLOCKS][TOKENS];
+        for (int b = 0; b < TOGETHER(n); b++)
+            for (int t = 0; t < n; t++) sums[b][t] = f32_zero();
+        for (int d = 0; d < size; d += DEPTH) {
+            operand k[BLOCKS];
+            for (int b = 0; b < TOGETHER(n); b++) k[b] = weights(keys + (size_t)b * 16 * size + d * 16);
+            for (int t = 0; t < n; t++) {
+                operand q = input(queries + t * size + d);
+                for (int b = 0; b < TOGETHER(n); b++) sums[b][t] = multiply(sums[b][t], k[b], q);
+            }
         }
+        for (int b = 0; b < TOGETHER(n); b++)
+            for (int t = 0; t < n; t++) f32_store(scores + t * KEYS + b * 16, sums[b][t]);
     }
-    for (int b = 0; b < KEYS / 16; b++)
-        for (int t = 0; t < n; t++) _mm512_storeu_ps(scores + t * KEYS + b * 16, sums[b][t]);
 }
 
 /* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time. With `asking` the next ones
  * are on their way. */
 INLINE void gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int vectors, int asking) {
     for (int d = 0; d < size; d += vectors * 16) {
-        __m512 all[TOKENS][4];
+        f32 all[TOKENS][4];
         for (int t = 0; t < n; t++)
-            for (int i = 0; i < vectors; i++) all[t][i] = _mm512_loadu_ps(sums + t * size + d + i * 16);
+            for (int i = 0; i < vectors; i++) all[t][i] = f32_load(sums + t * size + d + i * 16);
         for (int j = 0; j < count; j++) {
-            __m512 v[4];
+            f32 v[4];
             for (int i = 0; asking && i < vectors * 16; i += LINE / (int)sizeof(value))
                 _mm_prefetch((const char *)(values + (size_t)(KEYS + j) * size + d + i), _MM_HINT_T0);
             for (int i = 0; i < vectors; i++) v[i] = load(values + (size_t)j * size + d + i * 16);
             for (int t = 0; t < n; t++) {
-                const __m512 p = _mm512_set1_ps(probabilities[t * KEYS + j]);
-                for (int i = 0; i < vectors; i++) all[t][i] = _mm512_fmadd_ps(p, v[i], all[t][i]);
+                const f32 p = f32_of(probabilities[t * KEYS + j]);
+                for (int i = 0; i < vectors; i++) all[t][i] = f32_fma(p, v[i], all[t][i]);
             }
         }
         for (int t = 0; t < n; t++)
-            for (int i = 0; i < vectors; i++) _mm512_storeu_ps(sums + t * size + d + i * 16, all[t][i]);
+            for (int i = 0; i < vectors; i++) f32_store(sums + t * size + d + i * 16, all[t][i]);
     }
 }
 
 INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n, int asking) {
     if (size % 64)
-        gathered(probabilities, values, sums, count, size, n, 2, asking);
+        gathered(probabilities, values, sums, count, size, n, TOGETHER(n) < 2 ? 1 : 2, asking);
     else
-        gathered(probabilities, values, sums, count, size, n, 4, asking);
+        gathered(probabilities, values, sums, count, size, n, TOGETHER(n), asking);
 }
 
 static void some_scored(const value *keys, const value *queries, float *scores, int size, int n) {
@@ -540,12 +505,11 @@ typedef struct {
 } Asked;
 
 /* Which of the 16 slots from `first` on a query sees: those in `seen`, or all up to its own */
-INLINE __mmask16 visible(const uint8_t *seen, int slot, int first, int width) {
+INLINE lanes visible(const uint8_t *seen, int slot, int first, int width) {
     const int left = (seen ? width : slot + 1) - first;
-    const __mmask16 there = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
+    const lanes there = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
     if (!seen) return there;
-    const __m128i bytes = _mm_maskz_loadu_epi8(there, seen + first);
-    return _mm_test_epi8_mask(bytes, bytes);
+    return bytes_set(there, seen + first);
 }
 
 INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
@@ -553,13 +517,13 @@ INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
 }
 
 /* What is added to the scores of the 16 slots from `first` on, of which there are `there`, for a head of a query in `slot` */
-INLINE __m512 by_distance(const Layer *l, const Pass *p, const float *bias, int row, int head, int slot, int first, __mmask16 there) {
+INLINE f32 by_distance(const Layer *l, const Pass *p, const float *bias, int row, int head, int slot, int first, lanes there) {
     const int32_t *positions = p->positions ? p->positions + (size_t)row * p->width : 0;
-    const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i at = positions ? _mm512_maskz_loadu_epi32(there, positions + first) : _mm512_add_epi32(count, _mm512_set1_epi32(first));
-    __m512i distance = _mm512_sub_epi32(_mm512_set1_epi32(positions ? positions[slot] : slot), at);
-    distance = _mm512_max_epi32(_mm512_min_epi32(distance, _mm512_set1_epi32(l->reach - 1)), _mm512_setzero_si512());
-    return _mm512_i32gather_ps(distance, bias + (size_t)head * l->reach, 4);
+    const i32 count = i32_count();
+    const i32 at = positions ? i32_load_some(there, positions + first) : i32_add(count, i32_of(first));
+    i32 distance = i32_sub(i32_of(positions ? positions[slot] : slot), at);
+    distance = i32_max(i32_min(distance, i32_of(l->reach - 1)), i32_zero());
+    return f32_gather(bias + (size_t)head * l->reach, distance);
 }
 
 /* A chunk: queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. Keys are taken
@@ -577,16 +541,16 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         const value *q = p->projected + ((size_t)begin + node) * a->columns + (size_t)which * size;
         for (int d = 0; d < size; d += 16) store(queries + i * size + d, load(q + d));
-        for (int d = 0; d < size; d += 16) _mm512_storeu_ps(sums + i * size + d, _mm512_setzero_ps());
+        for (int d = 0; d < size; d += 16) f32_store(sums + i * size + d, f32_zero());
         most[i] = -__builtin_inff(), total[i] = 0.0f;
         seen[i] = mask ? mask + row * p->mask_row_stride + node * p->mask_stride : 0;
         slots[i] = a->slots[a->by_row ? row : begin + node];
         if (slots[i] >= reach) reach = slots[i] + 1;
     }
     if (mask) reach = width;
-    const __m512 none = _mm512_set1_ps(-__builtin_inff());
+    const f32 none = f32_of(-__builtin_inff());
     for (int start = 0; start < reach; start += KEYS) {
-        __mmask16 sees[QUERIES][KEYS / 16];
+        lanes sees[QUERIES][KEYS / 16];
         const int asking = start + KEYS < reach;
         int count = 0; /* keys up to the last one that a query sees */
         for (int i = 0; i < n; i++)
@@ -601,29 +565,29 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
             some_scored(packed, queries + t * size, scores + t * KEYS, size, n - t < TOKENS ? n - t : TOKENS);
         for (int i = 0; i < n; i++) {
             float *s = scores + i * KEYS;
-            __m512 each[KEYS / 16], largest = _mm512_set1_ps(most[i]), sum = _mm512_setzero_ps();
+            f32 each[KEYS / 16], largest = f32_of(most[i]), sum = f32_zero();
             for (int b = 0; b < KEYS / 16; b++) {
-                each[b] = _mm512_mask_mul_ps(none, sees[i][b], _mm512_loadu_ps(s + b * 16), _mm512_set1_ps(l->scaling));
+                each[b] = f32_pick(sees[i][b], none, f32_mul(f32_load(s + b * 16), f32_of(l->scaling)));
                 if (a->bias && sees[i][b])
-                    each[b] = _mm512_add_ps(each[b], by_distance(l, p, a->bias, row, head * group + (first + i) % group, slots[i], start + b * 16, sees[i][b]));
-                largest = _mm512_max_ps(largest, each[b]);
+                    each[b] = f32_add(each[b], by_distance(l, p, a->bias, row, head * group + (first + i) % group, slots[i], start + b * 16, sees[i][b]));
+                largest = f32_max(largest, each[b]);
             }
-            const float before = most[i], now = _mm512_reduce_max_ps(largest);
+            const float before = most[i], now = f32_most(largest);
             if (now == -__builtin_inff()) { /* sees nothing so far */
-                for (int b = 0; b < KEYS / 16; b++) _mm512_storeu_ps(s + b * 16, sum);
+                for (int b = 0; b < KEYS / 16; b++) f32_store(s + b * 16, sum);
                 continue;
             }
             for (int b = 0; b < KEYS / 16; b++) {
-                const __m512 e = _mm512_maskz_mov_ps(sees[i][b], exponential(_mm512_sub_ps(each[b], _mm512_set1_ps(now))));
-                _mm512_storeu_ps(s + b * 16, e);
-                sum = _mm512_add_ps(sum, e);
+                const f32 e = f32_keep(sees[i][b], exponential(f32_sub(each[b], f32_of(now))));
+                f32_store(s + b * 16, e);
+                sum = f32_add(sum, e);
             }
             if (now > before && before > -__builtin_inff()) {
-                const __m512 less = exponential(_mm512_set1_ps(before - now));
-                total[i] *= _mm512_cvtss_f32(less);
-                for (int d = 0; d < size; d += 16) _mm512_storeu_ps(sums + i * size + d, _mm512_mul_ps(less, _mm512_loadu_ps(sums + i * size + d)));
+                const f32 less = exponential(f32_of(before - now));
+                total[i] *= f32_first(less);
+                for (int d = 0; d < size; d += 16) f32_store(sums + i * size + d, f32_mul(less, f32_load(sums + i * size + d)));
             }
-            most[i] = now, total[i] += _mm512_reduce_add_ps(sum);
+            most[i] = now, total[i] += f32_sum(sum);
         }
         for (int t = 0; t < n; t += TOKENS)
             some_gathered(scores + t * KEYS, a->values + place + (size_t)start * size, sums + t * size, count, size,
@@ -632,8 +596,8 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         value *out = p->attended + ((size_t)begin + node) * l->heads * size + (size_t)which * size;
-        const __m512 scale = _mm512_set1_ps(total[i] > 0.0f ? 1.0f / total[i] : 0.0f); /* filler may see nothing */
-        for (int d = 0; d < size; d += 16) store(out + d, _mm512_mul_ps(_mm512_loadu_ps(sums + i * size + d), scale));
+        const f32 scale = f32_of(total[i] > 0.0f ? 1.0f / total[i] : 0.0f); /* filler may see nothing */
+        for (int d = 0; d < size; d += 16) store(out + d, f32_mul(f32_load(sums + i * size + d), scale));
     }
 }
 
@@ -819,13 +783,13 @@ typedef struct {
 /* x [T, hidden] of tokens at positions [T] */
 void embed(const Embedded *e, const int64_t *tokens, const int64_t *positions, value *x, int T) {
     const int H = e->hidden;
-    const __m512 scale = _mm512_set1_ps(e->scale);
+    const f32 scale = f32_of(e->scale);
     for (int t = 0; t < T; t++, x += H) {
         const value *token = e->tokens + (size_t)tokens[t] * H;
         if (e->scale == 1.0)
             copied(token, x, H);
         else
-            for (int i = 0; i < H; i += 16) store(x + i, _mm512_mul_ps(load(token + i), scale));
+            for (int i = 0; i < H; i += 16) store(x + i, f32_mul(load(token + i), scale));
         if (e->before) normed(x, e->norm, x, H, e->eps);
         if (e->positions && tokens[t] != e->padding) add(x, e->positions + (size_t)positions[t] * H, H);
         if (e->norm.weight && !e->before) normed(x, e->norm, x, H, e->eps);
@@ -908,34 +872,34 @@ typedef struct {
 
 /* The best of `count` values behind (above, at) in the order of larger first, equals by number: its number, and `best` it. */
 INLINE int following(const value *x, int count, float above, int at, float *best) {
-    const __m512 limit = _mm512_set1_ps(above), none = _mm512_set1_ps(-__builtin_inff());
-    const __m512i last = _mm512_set1_epi32(at);
-    __m512 most = none;
-    __m512i which = _mm512_set1_epi32(INT32_MAX), index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const f32 limit = f32_of(above), none = f32_of(-__builtin_inff());
+    const i32 last = i32_of(at);
+    f32 most = none;
+    i32 which = i32_of(INT32_MAX), index = i32_count();
     for (int i = 0; i < count; i += 16) {
-        const __mmask16 there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
-        const __m512 v = _mm512_mask_mov_ps(none, there, load(x + i));
-        const __mmask16 open = _mm512_cmp_ps_mask(v, limit, _CMP_LT_OQ) |
-                               (_mm512_cmp_ps_mask(v, limit, _CMP_EQ_OQ) & _mm512_cmpgt_epi32_mask(index, last));
-        const __mmask16 better = open & _mm512_cmp_ps_mask(v, most, _CMP_GT_OQ);
-        most = _mm512_mask_mov_ps(most, better, v);
-        which = _mm512_mask_mov_epi32(which, better, index);
-        index = _mm512_add_epi32(index, _mm512_set1_epi32(16));
+        const lanes there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
+        const f32 v = f32_pick(there, none, load(x + i));
+        const lanes open = f32_less(v, limit) |
+                               (f32_equal(v, limit) & i32_more(index, last));
+        const lanes better = open & f32_less(most, v);
+        most = f32_pick(better, most, v);
+        which = i32_pick(better, which, index);
+        index = i32_add(index, i32_of(16));
     }
-    *best = _mm512_reduce_max_ps(most);
-    const __mmask16 equal = _mm512_cmp_ps_mask(most, _mm512_set1_ps(*best), _CMP_EQ_OQ);
-    const int found = _mm512_mask_reduce_min_epi32(equal, which);
+    *best = f32_most(most);
+    const lanes equal = f32_equal(most, f32_of(*best));
+    const int found = i32_least_of(equal, which);
     return found < count ? found : 0;
 }
 
 /* The logarithm of the sum of e^x over `count` values of which `most` is the largest, `most` left out */
 INLINE float log_sum(const value *x, int count, float most) {
-    __m512 sum = _mm512_setzero_ps();
+    f32 sum = f32_zero();
     for (int i = 0; i < count; i += 16) {
-        const __mmask16 there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
-        sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(there, exponential(_mm512_sub_ps(load(x + i), _mm512_set1_ps(most)))));
+        const lanes there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
+        sum = f32_add(sum, f32_keep(there, exponential(f32_sub(load(x + i), f32_of(most)))));
     }
-    return __builtin_logf(_mm512_reduce_add_ps(sum));
+    return __builtin_logf(f32_sum(sum));
 }
 
 /* The number of the best of scores [from, to) that is not marked, the earlier of equals; -1 if all are */
@@ -1004,9 +968,9 @@ static void largest_of(const value *line, int64_t width, int k, float *best, int
     int count = 0;
     for (; i < k; i++) count = put(best, at, count, k, number(line + i), i);
     for (; i + 64 <= width; i += 64) {
-        const __m512 least = _mm512_set1_ps(best[k - 1]);
+        const f32 least = f32_of(best[k - 1]);
         uint64_t more = 0;
-        for (int b = 0; b < 4; b++) more |= (uint64_t)_mm512_cmp_ps_mask(load(line + i + 16 * b), least, _CMP_GT_OQ) << (16 * b);
+        for (int b = 0; b < 4; b++) more |= (uint64_t)f32_less(least, load(line + i + 16 * b)) << (16 * b);
         for (; more; more &= more - 1) {
             const int64_t place = i + __builtin_ctzll(more);
             if (number(line + place) > best[k - 1]) put(best, at, k, k, number(line + place), place);
@@ -1031,56 +995,57 @@ static float least_kept(const Draws *d, const value *logits, int vocab, float mo
 }
 
 /* -log(1 + x) for -1 < x < 0, relative error below 3e-7 */
-INLINE __m512 minus_log(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f), y = _mm512_add_ps(x, one), lost = _mm512_sub_ps(x, _mm512_sub_ps(y, one));
-    const __m512 m = _mm512_getmant_ps(y, _MM_MANT_NORM_p75_1p5, _MM_MANT_SIGN_zero), power = _mm512_getexp_ps(_mm512_div_ps(y, m));
-    const __m512 s = _mm512_div_ps(_mm512_sub_ps(m, one), _mm512_add_ps(m, one)), square = _mm512_mul_ps(s, s);
-    __m512 sum = _mm512_set1_ps(1.0f / 11.0f); /* log(m) = 2 artanh(s) */
-    for (int i = 9; i > 0; i -= 2) sum = _mm512_fmadd_ps(sum, square, _mm512_set1_ps(1.0f / i));
-    const __m512 log = _mm512_fmadd_ps(power, _mm512_set1_ps(0.69314718f), _mm512_mul_ps(_mm512_add_ps(s, s), sum));
-    return _mm512_sub_ps(_mm512_setzero_ps(), _mm512_add_ps(log, _mm512_div_ps(lost, y)));
+INLINE f32 minus_log(f32 x) {
+    const f32 one = f32_of(1.0f), y = f32_add(x, one), lost = f32_sub(x, f32_sub(y, one));
+    f32 power;
+    const f32 m = fraction(y, &power);
+    const f32 s = f32_div(f32_sub(m, one), f32_add(m, one)), square = f32_mul(s, s);
+    f32 sum = f32_of(1.0f / 11.0f); /* log(m) = 2 artanh(s) */
+    for (int i = 9; i > 0; i -= 2) sum = f32_fma(sum, square, f32_of(1.0f / i));
+    const f32 log = f32_fma(power, f32_of(0.69314718f), f32_mul(f32_add(s, s), sum));
+    return f32_sub(f32_zero(), f32_add(log, f32_div(lost, y)));
 }
 
 /* 16 numbers of an exponential distribution: `_negative_exponentials` of noise.py, negated */
-INLINE __m512 noise(__m512i hashes, uint64_t word) {
-    __m512i bits = _mm512_mullo_epi32(_mm512_xor_si512(hashes, _mm512_set1_epi32((int32_t)word)), _mm512_set1_epi32((int32_t)(word >> 32) | 1));
-    bits = _mm512_mullo_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15)), _mm512_set1_epi32(0x2C1B3C6D));
-    bits = _mm512_mullo_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 12)), _mm512_set1_epi32(0x297A2D39));
-    bits = _mm512_and_si512(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15)), _mm512_set1_epi32(0x7FFFFFFF));
-    const __m512 unit = _mm512_mul_ps(_mm512_add_ps(_mm512_cvtepi32_ps(bits), _mm512_set1_ps(0.5f)), _mm512_set1_ps(-0x1p-31f));
-    return minus_log(_mm512_max_ps(unit, _mm512_set1_ps(0x1p-24f - 1.0f)));
+INLINE f32 noise(i32 hashes, uint64_t word) {
+    i32 bits = i32_mul(i32_xor(hashes, i32_of((int32_t)word)), i32_of((int32_t)(word >> 32) | 1));
+    bits = i32_mul(i32_xor(bits, i32_right(bits, 15)), i32_of(0x2C1B3C6D));
+    bits = i32_mul(i32_xor(bits, i32_right(bits, 12)), i32_of(0x297A2D39));
+    bits = i32_and(i32_xor(bits, i32_right(bits, 15)), i32_of(0x7FFFFFFF));
+    const f32 unit = f32_mul(f32_add(i32_to_f32(bits), f32_of(0.5f)), f32_of(-0x1p-31f));
+    return minus_log(f32_max(unit, f32_of(0x1p-24f - 1.0f)));
 }
 
 /* Token i of a chain, of the `vocab` that the draft has */
 static int drawn(const Draws *d, int i, const value *logits, int vocab) {
     float *q = d->q + (size_t)i * d->columns, largest;
     following(logits, vocab, __builtin_inff(), -1, &largest);
-    const __m512 least = _mm512_set1_ps(least_kept(d, logits, vocab, largest));
-    const __m512 most = _mm512_set1_ps(largest), temperature = _mm512_set1_ps(d->temperature), none = _mm512_set1_ps(-1.0f);
-    __m512 sum = _mm512_setzero_ps(), best = none;
+    const f32 least = f32_of(least_kept(d, logits, vocab, largest));
+    const f32 most = f32_of(largest), temperature = f32_of(d->temperature), none = f32_of(-1.0f);
+    f32 sum = f32_zero(), best = none;
     for (int x = 0; x < vocab; x += 16) {
-        const __mmask16 there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
-        const __m512 logit = load(logits + x);
-        const __mmask16 kept = _mm512_mask_cmp_ps_mask(there, logit, least, _CMP_GE_OQ);
-        const __m512 e = _mm512_maskz_mov_ps(kept, exponential(_mm512_div_ps(_mm512_sub_ps(logit, most), temperature)));
-        _mm512_mask_storeu_ps(q + x, there, e);
-        sum = _mm512_add_ps(sum, e);
+        const lanes there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
+        const f32 logit = load(logits + x);
+        const lanes kept = there & f32_least(logit, least);
+        const f32 e = f32_keep(kept, exponential(f32_div(f32_sub(logit, most), temperature)));
+        f32_store_some(q + x, there, e);
+        sum = f32_add(sum, e);
     }
-    const __m512 whole = _mm512_set1_ps(_mm512_reduce_add_ps(sum));
-    __m512i which = _mm512_setzero_si512(), index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const f32 whole = f32_of(f32_sum(sum));
+    i32 which = i32_zero(), index = i32_count();
     for (int x = 0; x < vocab; x += 16) {
-        const __mmask16 there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
-        const __m512 p = _mm512_div_ps(_mm512_maskz_loadu_ps(there, q + x), whole);
-        _mm512_mask_storeu_ps(q + x, there, p);
-        const __m512 ratio = _mm512_div_ps(p, noise(_mm512_maskz_loadu_epi32(there, d->hashes + x), d->words[i]));
-        const __mmask16 better = _mm512_mask_cmp_ps_mask(there, ratio, best, _CMP_GT_OQ);
-        best = _mm512_mask_mov_ps(best, better, ratio);
-        which = _mm512_mask_mov_epi32(which, better, index);
-        index = _mm512_add_epi32(index, _mm512_set1_epi32(16));
+        const lanes there = vocab - x >= 16 ? 0xffff : (1u << (vocab - x)) - 1;
+        const f32 p = f32_div(f32_load_some(there, q + x), whole);
+        f32_store_some(q + x, there, p);
+        const f32 ratio = f32_div(p, noise(i32_load_some(there, d->hashes + x), d->words[i]));
+        const lanes better = there & f32_less(best, ratio);
+        best = f32_pick(better, best, ratio);
+        which = i32_pick(better, which, index);
+        index = i32_add(index, i32_of(16));
     }
     __builtin_memset(q + vocab, 0, (d->columns - vocab) * sizeof(float));
-    const __mmask16 equal = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
-    return _mm512_mask_reduce_min_epi32(equal, which); /* 0 where logits are no numbers, and q then neither */
+    const lanes equal = f32_equal(best, f32_of(f32_most(best)));
+    return i32_least_of(equal, which); /* 0 where logits are no numbers, and q then neither */
 }
 
 /* The place of `wanted` among `count` ascending numbers, or -1 */
@@ -1102,7 +1067,7 @@ static void guess_alone(const Growth *g, Pass *p, int64_t k) {
     const value *x = m->state;
     for (int64_t l = 0; l < m->count; l++, x = m->x) {
         linear(&m->layers[k * m->count + l], x, m->y, 1, m->hidden, m->hidden, p->threads);
-        for (int64_t i = 0; i < m->hidden; i += 16) store(m->x + i, _mm512_add_ps(load(x + i), silu(load(m->y + i))));
+        for (int64_t i = 0; i < m->hidden; i += 16) store(m->x + i, f32_add(load(x + i), silu(load(m->y + i))));
     }
     linear(&m->lm_heads[k], x, m->own, 1, m->hidden, g->columns, p->threads);
 }
