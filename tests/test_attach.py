@@ -20,6 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 import foredraft
 from foredraft import ConfigurationError, SpeculativeOutput, Speculator
 from foredraft.attachment import Attached, Evaluation
+from foredraft.backends import packing
 
 NEW = 14
 ROWS = repetitive((23, 9, 15))
@@ -294,8 +295,10 @@ def test_copies_pickles_and_saved_files_are_not_attached(tmp_path):
 
 
 @pytest.mark.parametrize("execution", ["packed", pytest.param("native", marks=needs_kernels)])
-def test_copies_of_a_model_whose_layers_are_replaced(execution):
+def test_copies_of_a_model_whose_layers_are_replaced(execution, monkeypatch):
     """They have their own layers and weights, and their own changes."""
+    if execution == "native":  # whatever is faster for layers as small as these
+        monkeypatch.setattr(packing, "fastest_hint", lambda groups, hints: hints[-1])
     model, reference = build_wide("llama wide"), build_wide("llama wide")
     options = {**padded(ROWS[:1]), **GREEDY}
     expected = model.generate(**options)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, TextIteratorStreamer, TextStreamer, pipeline
 
 import foredraft
+from foredraft.backends.packing import onednn_lays_out
 
 STACK = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        self.items"
 PROMPTS = ["import os\n\ndef main(", STACK]
@@ -102,6 +103,8 @@ def test_stop_strings(tokenizer):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate(tokenizer, precision):
     accelerate = pytest.importorskip("accelerate")
+    if precision == "bf16" and not onednn_lays_out(torch.bfloat16):
+        pytest.skip("on this CPU the rounding of a bfloat16 product depends on the number of its rows, and the self-test refuses that")
 
     def program(model):
         accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)

@@ -206,7 +206,7 @@ def test_ngram_is_saved_and_loaded(tmp_path):
     speculator = Speculator(model, drafter=drafter)
     text = generate(speculator, rows, max_new_tokens=15)
     drafter.save(tmp_path / "counts.safetensors")
-    loaded = Speculator(model, drafter=f"ngram:{tmp_path}/counts.safetensors")
+    loaded = Speculator(model, drafter=f"ngram:{tmp_path}/counts.safetensors", shape="chain(3)")
     assert loaded.drafter.model.order == 4 and not loaded.drafter.learn
     out = loaded.generate(**padded(rows), max_new_tokens=15, pad_token_id=0)
     assert [row[: len(new)] for row, new in zip(out.sequences[:, 30:].tolist(), text)] == text

@@ -355,7 +355,7 @@ def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int
     trial = trial[: max(1, -(-TRIAL // size))]
     inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
     fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % UNIT)]
-    fitting = [hint for hint in fitting if hint == NATIVE or not int8 and (hint == PLAIN or onednn_lays_out(weight.dtype))]
+    fitting = [hint for hint in fitting if hint == NATIVE or (not int8 and (hint == PLAIN or onednn_lays_out(weight.dtype)))]
     runs: dict[int | None, Forward] = {hint: all_of([Product(layers, hint) for layers in trial]) for hint in fitting}
     runs[None] = all_of([layer for layers in trial for layer in layers])
     took = best_seconds(runs, inputs)

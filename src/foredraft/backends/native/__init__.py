@@ -1,9 +1,9 @@
 """Kernels of our own for CPUs with AVX-512 or AVX2, compiled on the machine that runs them.
 
 ``layer.c`` is compiled once per dtype with the C compiler at hand, in a few seconds, for the instructions that the machine has
-(``vectors.h``), and kept in the cache folder together with its hash. Where that folder cannot be used, it is compiled anew in every process.
-Where there is no compiler, or no AVX2, :func:`library` says so and other layouts are used. The kernels have threads of their own, as many as torch is told to use, which do not wait for each other on a
-busy machine (``crew.h``).
+(``vectors.h``). The result is kept in the cache folder together with its hash; where that folder cannot be used, every process compiles
+anew. Where there is no compiler, or no AVX2, :func:`library` says so and other layouts are used. The kernels have threads of their own, as
+many as torch is told to use, which do not wait for each other on a busy machine (``crew.h``).
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def _loaded(dtype: torch.dtype, int8: bool) -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang)")
-    flags = [*FLAGS, *INSTRUCTIONS.get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ()), *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
+    asked = INSTRUCTIONS.get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ())
+    flags = [*FLAGS, *asked, *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
     folder = private_folder("kernels")
     kept = None if folder is None else folder / f"kernels-{_key(compiler, flags)}.so"
     if kept is not None and _whole(kept):
