@@ -58,7 +58,7 @@ def inflate(
     The original layers are spread evenly among the new ones. `model` is left as it is.
     """
     layers = layers or model.config.num_hidden_layers
-    config = _inflated_config(model, hidden_size, layers, intermediate_size)
+    config = inflated_config(model, hidden_size, layers, intermediate_size)
     with torch.device("meta"):
         inflated = type(model)(config)
     source = model.state_dict()
@@ -82,7 +82,8 @@ def inflate(
     return inflated.train(model.training).requires_grad_(False)
 
 
-def _inflated_config(model: PreTrainedModel, hidden_size: int, layers: int, intermediate_size: int | None) -> PretrainedConfig:
+def inflated_config(model: PreTrainedModel, hidden_size: int, layers: int, intermediate_size: int | None) -> PretrainedConfig:
+    """That of the model that :func:`inflate` makes; the weights of ``model`` are not read."""
     config = copy.deepcopy(model.config)
     if config.model_type not in ("llama", "t5"):
         raise ValueError(f"only models of the llama or T5 architecture can be inflated, not {config.model_type!r}")

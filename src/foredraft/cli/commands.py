@@ -17,6 +17,7 @@ from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
 from foredraft.cli.failures import FAILED, INTERRUPTED, exit_codes, write_json, writing
 from foredraft.cli.heads import convert, export
+from foredraft.cli.memory import memory
 from foredraft.cli.options import BEGINNINGS, LINES, MODELS, OUTPUT, PROMPTS, SAMPLING, SPECULATION, grouped
 from foredraft.cli.printers import make_printer
 from foredraft.cli.progress import Progress
@@ -298,6 +299,7 @@ def table(
 
 
 app.command()(theory)
+app.command()(memory)
 
 
 @app.command()
