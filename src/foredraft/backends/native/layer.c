@@ -27,14 +27,9 @@
 #define WIDE 12
 #endif
 #else
-#ifndef TWO
-#define TWO 2
-#endif
-#define TOGETHER(n) ((n) == 1 ? BLOCKS : (n) <= 3 ? TWO : 1)
+#define TOGETHER(n) ((n) == 1 ? BLOCKS : (n) <= 3 ? 2 : 1)
 #define ASIDE 1
-#ifndef WIDE
 #define WIDE 6
-#endif
 #endif
 #define SOME 32 /* tokens up to which weights are read from memory once, and from the second cache for each further WIDE of them */
 #define AHEAD 4096 /* bytes of each block of weights that are asked for before their turn: a page */
