@@ -54,6 +54,14 @@ def test_products(outputs, inputs, bias, dtype):
 
 
 @needs_kernels
+def test_kernels_that_are_asked_for_are_taken_without_a_trial(monkeypatch):
+    monkeypatch.setattr(packing, "best_seconds", lambda runs, inputs: {hint: float(hint is not None) for hint in runs})
+    model = build("qwen3", torch.float32)
+    assert Target(model, execution="packed").execution == "packed" and not any(vars(each).get("forward") for each in model.modules())
+    assert Target(model, execution="native").backend.overrides.native == 3
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_refuses_another_dtype(dtype):
     other = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32}[dtype]
