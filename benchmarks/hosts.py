@@ -30,7 +30,9 @@ from foredraft.estimates import Spread, turned
 from foredraft.loading import fingerprint, load_model, load_tokenizer
 from foredraft.logits.processors import Pipeline
 from foredraft.logits.sampler import Sampler
-from foredraft.models.cache import TreeCache
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.paged_cache import PagedCache
+from foredraft.models.pages import PAGE
 from foredraft.planning.costs import StandIn
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
@@ -224,14 +226,22 @@ def lengthened(target: Target, text: Sequence[int], room: int) -> None:
         raise ConfigurationError("this suite takes a target that can verify trees")
     target.open([text[:read]])
     target.prefill([text[:read]], first=0)
+    if read == len(text):
+        return
     cache.reserve(room)
     target.score(TokenTree.root(torch.tensor([text[read - 1]], device=target.device)))  # allocates
+    cache.enter(Window(0, 1, (read,), len(text) - read))
     for layer in cache.written:
         for states in (layer.keys, layer.values):
-            for first in range(read, len(text), read):
-                more = min(read, len(text) - first)
-                states[:, :, first : first + more] = states[:, :, :more]
-    target.rewind([len(text)])
+            if isinstance(cache, PagedCache):
+                pages = cache.tables[0]
+                for index in range(read // PAGE, len(pages)):
+                    states[pages[index]] = states[pages[index % (read // PAGE)]]
+            else:
+                for first in range(read, len(text), read):
+                    more = min(read, len(text) - first)
+                    states[:, :, first : first + more] = states[:, :, :more]
+    cache.commit(None, [len(text) - read])
 
 
 def reached(tree: TokenTree, text: Sequence[int]) -> list[int]:

@@ -363,6 +363,7 @@ class Text:
     prompt_length: int = 0
     capacity: int = 4096
     source: None = None
+    isolation: None = None
 
 
 def rate(calls: Sequence[Call]) -> float:

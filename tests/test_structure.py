@@ -49,7 +49,7 @@ LAYERS = [
     {"outcome", "rows"},
     {"drafters"},
     {"planning", "checks"},
-    {"observer", "choices"},
+    {"admission", "observer", "choices"},
     {"round"},
     {"session", "testing"},
     {"preparation"},

@@ -89,3 +89,12 @@ def _openmp() -> ctypes.CDLL | None:
         if heard:
             return found
     return None
+
+
+def free_memory() -> int | None:
+    """Bytes of main memory that are free or can be made so; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

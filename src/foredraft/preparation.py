@@ -96,6 +96,7 @@ class Prepared:
         streamer: Any,
         output_logprobs: int | None,
         repeatable: bool | None = None,
+        isolation: str | None = None,
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Prepared:
@@ -142,6 +143,7 @@ class Prepared:
                 logprobs=output_logprobs,
                 padding=padding,
                 source=source,
+                isolation=isolation,
             )
             for pipeline, pair, padding, source in zip(pipelines, seeds, paddings, sources)
         ]
@@ -163,10 +165,11 @@ def prepare(
     streamer: Any = None,
     output_logprobs: int | None = None,
     repeatable: bool | None = None,
+    isolation: str | None = None,
     **arguments: Any,
 ) -> Prepared:
     """Let transformers prepare a call of ``model.generate`` and stop it before the first pass."""
-    own = {"seed": seed, "streamer": streamer, "output_logprobs": output_logprobs, "repeatable": repeatable}
+    own = {"seed": seed, "streamer": streamer, "output_logprobs": output_logprobs, "repeatable": repeatable, "isolation": isolation}
 
     def stop(model: Any, input_ids: Tensor, inputs_tensor: Tensor, **given: Any) -> Prepared:
         return Prepared.of(model, input_ids, inputs_tensor=inputs_tensor, **own, **given)

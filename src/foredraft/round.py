@@ -86,17 +86,19 @@ class Loop:
         self._begin(rows)
         return commits
 
-    def read_again(self, rows: list[SessionRow]) -> None:
-        """Have target and drafter, which hold no rows, read the texts of ``rows``: all of them but the last token, as after a prefill."""
+    def read_again(self, rows: list[SessionRow], *, first: int = 0) -> None:
+        """Have target and drafter read the texts of ``rows``, which are those from ``first`` on: all of them but the last token, as after a
+        prefill."""
         self.committed.clear()
         with self.observer.prefill(self.sampler(rows)):
-            self._prefill(rows, [row.ids[:-1] for row in rows], 0)
+            self._prefill(rows, [row.ids[:-1] for row in rows], first, unread=2)
         self._begin(rows)
 
-    def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int) -> Tensor:
+    def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int, unread: int = 1) -> Tensor:
         room = self.planner.shape.nodes + self.drafter.info.extra_nodes + 1
         reserve, sources = [row.capacity + room for row in rows], [row.source for row in rows]
-        self.target.open([row.ids for row in rows], reserve=reserve, sources=sources)
+        isolations = [row.isolation for row in rows]
+        self.target.open([row.ids for row in rows], reserve=reserve, sources=sources, isolations=isolations, unread=unread)
         return self.target.prefill(prompts, first=first)
 
     def _begin(self, rows: Sequence[SessionRow]) -> None:

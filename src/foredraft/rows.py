@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import MaxLengthCriteria
 
 from foredraft.device import to_device
+from foredraft.errors import ConfigurationError
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import Source
@@ -39,6 +40,8 @@ class RowParameters:
         padding: ids that the criteria see in front of the row.
         source: what the encoder reads for the row; None where the model has no encoder.
         logprobs: k, to record the log-probabilities of the row's tokens and of the k most likely tokens at each position; None for none.
+        isolation: the row shares cached beginnings only with rows that have the same string here, or None. Users who have different strings
+            cannot tell from the time to the first token what others have asked.
     """
 
     max_new_tokens: int
@@ -50,6 +53,11 @@ class RowParameters:
     logprobs: int | None = None
     padding: Sequence[int] = ()
     source: Source | None = None
+    isolation: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.isolation is None or isinstance(self.isolation, str)):
+            raise ConfigurationError(f"isolation must be a string or None, got {self.isolation!r}")
 
 
 @dataclass(eq=False)
@@ -71,6 +79,15 @@ class SessionRow:
     @property
     def source(self) -> Source | None:
         return self.parameters.source
+
+    @property
+    def isolation(self) -> str | None:
+        return self.parameters.isolation
+
+    @property
+    def begun(self) -> bool:
+        """It has new tokens: it was live before, and is read again rather than prefilled."""
+        return len(self.ids) > self.prompt_length
 
     @property
     def remaining(self) -> int:

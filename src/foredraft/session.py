@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from foredraft.admission import Admission
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.logits.logprobs import check_logprobs
@@ -24,7 +25,7 @@ from foredraft.planning import FixedPlanner, Planner
 from foredraft.round import Loop
 from foredraft.rows import Commit, RowParameters, SessionRow, read_lengths
 from foredraft.shapes import TreeShape
-from foredraft.stats import RowStats, Stats
+from foredraft.stats import CacheMemory, RowStats, Stats
 from foredraft.target import Target
 from foredraft.tree import Proposal
 from foredraft.turns import Turn
@@ -79,6 +80,7 @@ class Session:
         self._token = object()  # says whose rows the target and the drafter have; they must not keep an abandoned session alive
         self._slots = itertools.count()
         self._read_at = (0, 0)  # the versions of target and drafter that have read the rows
+        self.admission = Admission(target, planner.shape.nodes + drafter.info.extra_nodes + 1)
         self._joined = False  # rows were added while others were under way: more may come
 
     @property
@@ -93,7 +95,29 @@ class Session:
 
         Raises:
             ConfigurationError: an empty prompt, an id outside the vocabulary, or no room left in the model's context.
+            CacheMemoryError: the row can never fit into ``cache_memory``.
         """
+        row = self._row(ids, parameters)
+        self._joined = self._joined or bool(self.rows)
+        self.waiting.append(row)
+        self.stats.rows.append(row.stats)
+        return row.slot
+
+    def fits(self, ids: Sequence[int], parameters: RowParameters) -> str:
+        """``"now"`` if such a row would be prefilled in the next step, ``"later"`` if it would wait for other rows to leave.
+
+        Raises:
+            ConfigurationError, CacheMemoryError: as :meth:`add`.
+        """
+        row = self._row(ids, parameters)
+        return "now" if row in self.admission.joining(self.rows, [*self.waiting, row]) else "later"
+
+    @property
+    def memory(self) -> CacheMemory | None:
+        """What the target's cache holds now; None where it has no pages."""
+        return self.admission.memory
+
+    def _row(self, ids: Sequence[int], parameters: RowParameters) -> SessionRow:
         context = self.target.context
         if not ids:
             raise ConfigurationError("the prompt is empty; give at least one token, for instance the BOS token")
@@ -123,10 +147,8 @@ class Session:
             stats=RowStats(),
             key=row_key(parameters.seed),
         )
-        self._joined = self._joined or bool(self.rows)
-        self.waiting.append(row)
-        self.stats.rows.append(row.stats)
-        return row.slot
+        self.admission.check(row)
+        return row
 
     @torch.inference_mode()
     def remove(self, slot: int) -> None:
@@ -233,8 +255,10 @@ class Session:
         self._read_at = read_at
 
     def _step(self) -> list[Commit]:
-        if self.waiting:
-            commits = self._prefill()
+        if excess := self.admission.excess(self.rows):
+            self._set_aside(excess)
+        if joining := self.admission.joining(self.rows, self.waiting):
+            commits = self._join(joining)
         elif self.rows:
             commits = self.loop.round(self.rows, together=not self._joined)
         else:
@@ -245,9 +269,14 @@ class Session:
         self.stats.clock()
         return commits
 
-    def _prefill(self) -> list[Commit]:
-        rows = self.waiting[:]
+    def _join(self, rows: list[SessionRow]) -> list[Commit]:
+        """``rows``, the first of those that wait, are prefilled, or read again after they were set aside; these go on with a round."""
         del self.waiting[: len(rows)]  # other threads may be adding more
+        if rows[0].begun:
+            first = len(self.rows)
+            self.rows += rows
+            self.loop.read_again(rows, first=first)
+            return self.loop.round(self.rows, together=False)
         if not self.rows:
             self.observer.prepared(self.planner.prepare(self.target, self.drafter, len(rows)))
         first = len(self.rows)
@@ -264,8 +293,20 @@ class Session:
                 f"the model was trained for {trained} tokens; a longer text goes on, as in transformers, but may become worse", stacklevel=2
             )
 
+    def _set_aside(self, rows: Sequence[SessionRow]) -> None:
+        """These rows wait, without their pages, until there is room to read them again."""
+        self._joined = True
+        self._close_up(rows)
+        self.waiting[:0] = sorted(rows, key=lambda row: row.slot)
+
     def _leave(self, done: Sequence[SessionRow]) -> None:
-        """These rows leave and the others close up."""
+        """These rows are over."""
+        self.stats.memory = self.memory
+        self._close_up(done)
+        self._over(done)
+
+    def _close_up(self, done: Sequence[SessionRow]) -> None:
+        """Target and drafter drop these rows, and the others close up."""
         self.observer.settle()
         gone = {row.slot for row in done}
         keep = [index for index, row in enumerate(self.rows) if row.slot not in gone]
@@ -274,7 +315,6 @@ class Session:
             self.target.compact(keep)
         self.rows = [self.rows[index] for index in keep]
         self.loop.committed.clear()
-        self._over(done)
 
     def _over(self, rows: Sequence[SessionRow]) -> None:
         if not self._keep_stats:

@@ -27,6 +27,7 @@ from foredraft.hub import named
 from foredraft.loading import load_model, name_of
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Seed, row_seeds
+from foredraft.models.cache_sizes import parse_memory
 from foredraft.models.encoder_decoder import check_features
 from foredraft.planning import FixedPlanner, Planner, make_planner
 from foredraft.planning.profiles import profile
@@ -111,6 +112,9 @@ class Speculator(TextInterface, Described):
         quantization: ``"int8"`` loads a model given by name with int8 weights (torchao; see docs/quantization.md). The text then has the
             output distribution of the int8 model, not of the original checkpoint.
         tokenizer: for text in and text out; the model's own unless given.
+        cache_memory: most memory for the keys and values of the target and of a draft model: a size such as ``"6GiB"``, a fraction of the
+            memory that is free when the Speculator is built, or ``"auto"`` for 0.8 of it. Where it is used up, rows wait. Models whose
+            cache has no pages (docs/memory.md) take ``"auto"`` only, which sets no limit there.
         wait: where another thread is using this Speculator or a model of it, wait until it is done, instead of raising BusyError.
 
     Threads: one call runs at a time on a Speculator, and on a model object, however many Speculators use it. A call from a second
@@ -146,12 +150,14 @@ class Speculator(TextInterface, Described):
         quantization: str | None = None,
         wait: bool = False,
         tokenizer: Any = None,
+        cache_memory: str | float = "auto",
     ):
         model, self._tokenizer, owned = named(model), tokenizer, False
         wanted = choose_shape(shape, draft_length)
         if not isinstance(model, str) and (dtype is not None or device is not None):
             raise ConfigurationError("dtype and device say how to load a model by name; a model object is used as it is")
         check_quantization(quantization, model)
+        parse_memory(cache_memory)
         self.wait = wait
         self.drafter = choose_drafter(drafter, drafter_options)
         if wanted is None and self.drafter.name == NoDrafter.name:
@@ -171,11 +177,13 @@ class Speculator(TextInterface, Described):
                 owned=owned,
                 attention=attention,
                 wait=wait,
+                cache_memory=cache_memory,
             )
             undo.callback(self.target.close)
             self.target.tokenizer = tokenizer
             self.drafter.bind(self.target)
             undo.callback(self.drafter.close)
+            self.target.share_budget(self.drafter.info.draft_model)
             self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)  # what it offers may depend on the model
             self.drafter.owner = None  # a drafter that served another Speculator starts afresh here
             self.planner = self._plan(wanted, rule, lossless)
@@ -215,7 +223,7 @@ class Speculator(TextInterface, Described):
             arguments: those of ``model.generate``. In addition, ``output_logprobs=k`` returns the log-probability of every new token and
                 of the k most likely tokens at its position (k = 0: only its own), from the target's raw logits, before temperature and
                 every other processor. ``json_schema``, ``regex`` or ``grammar`` makes the text match (:class:`foredraft.Grammar`), with
-                the library ``grammar_backend``.
+                the library ``grammar_backend``. ``isolation="name"`` shares cached beginnings of prompts only with calls of that name.
 
         Returns:
             ``sequences`` ``[B, L + new]``, ``stats``, and ``scores``, ``logits`` and ``logprobs`` if requested. In scores

@@ -34,6 +34,29 @@ class RowStats(Described):
         return self.kept / self.passes if self.passes else float("nan")
 
 
+@dataclass(frozen=True)
+class CacheMemory:
+    """What the target's cache holds, in pages of 64 tokens.
+
+    Attributes:
+        limit: most pages; None without a limit.
+        page_bytes: of one page, all layers together.
+        held: pages of rows.
+        shared: of these, the pages that two or more rows hold.
+        cached: pages of texts that are over, kept for later texts that begin alike, as long as nobody needs them.
+        evicted: how many of those were given up for other texts so far.
+        set_aside: how many times a row was set aside because pages ran out.
+    """
+
+    limit: int | None
+    page_bytes: int
+    held: int
+    shared: int
+    cached: int
+    evicted: int
+    set_aside: int
+
+
 @dataclass(repr=False)
 class Stats(Described):
     """Counts and times of one call.
@@ -62,6 +85,7 @@ class Stats(Described):
         speedup: over plain decoding (:class:`~foredraft.speedup.Speedup`); :meth:`summary` says it in words.
         learning: of a drafter that learns (docs/online.md), since it was built: its version, steps, swaps, refusals, seconds, and α over
             the tokens served. None for others.
+        memory: what the target's cache held when a row was over last (:class:`CacheMemory`); None where it has no pages.
         rows: one :class:`RowStats` per row; in a :class:`~foredraft.session.Session`, of the rows that are not over.
     """
 
@@ -85,6 +109,7 @@ class Stats(Described):
     shapes: dict[str, int] = field(default_factory=dict)
     speedup: Speedup = field(default_factory=Speedup)
     learning: dict[str, Any] | None = None
+    memory: CacheMemory | None = None
     rows: list[RowStats] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter, repr=False)
 

@@ -110,6 +110,7 @@ class TableTarget:
         self.ragged = self.sourced = False
         self.owner: object = None
         self.tokenizer: object = None
+        self.pool = None
         self.version = 0
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None
@@ -129,6 +130,12 @@ class TableTarget:
     def follow(self) -> None:
         """A table does not change."""
 
+    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
+        return 0
+
+    def growth(self, nodes: int, *, without: Sequence[int] = ()) -> int:
+        return 0
+
     def some_sources(self, rows: int) -> list[None]:
         return [None] * rows
 
@@ -136,7 +143,7 @@ class TableTarget:
     def lengths(self) -> list[int]:
         return [len(row) for row in self.cached]
 
-    def open(self, texts: Sequence[Sequence[int]], *, reserve: Sequence[int] = (), sources: Sequence[object] = ()) -> None:
+    def open(self, texts: Sequence[Sequence[int]], **others: object) -> None:
         self.cached += [[] for _ in texts]
 
     def prefill(self, prompts: Sequence[Sequence[int]], *, first: int) -> Tensor:

@@ -117,11 +117,11 @@ def test_rows_go_on_with_their_keys_and_later_rows_do_not_copy_them(tmp_path: Pa
     speculator = Speculator(tiny(), drafter, shape="chain(3)")
     long = prompts((60,))
     generate(speculator, long, max_new_tokens=4)
-    assert drafter.model._shared_beginnings(long, 0) == [(0, 59)]
+    assert drafter.model._shared_beginnings(long, [None], 0, 1) == [(0, 59)]
     drafter.learning.versions.save(1, noisy(drafter.learning.versions.load(0), 1))
     drafter._take_up(1)
-    assert drafter.model._shared_beginnings(long, 0) == [(0, 0)]
-    assert speculator.target._shared_beginnings(long, 0) == [(0, 59)]
+    assert drafter.model._shared_beginnings(long, [None], 0, 1) == [(0, 0)]
+    assert speculator.target._shared_beginnings(long, [None], 0, 1) == [(0, 59)]
 
 
 @pytest.mark.parametrize("again", [0.0, 1e9])

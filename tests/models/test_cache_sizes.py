@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache_measuring import measure
-from foredraft.models.cache_sizes import PAGE, UNITS, CacheSizes, LayerKind, in_words, parse_memory
+from foredraft.models.cache_sizes import UNITS, CacheSizes, LayerKind, in_words, parse_memory
+from foredraft.models.pages import PAGE
 from foredraft.target import Target
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

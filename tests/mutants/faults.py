@@ -35,6 +35,9 @@ TREE_RULES = ("tests/verification/test_tree_rules.py",)
 MATCH = ("tests/verification/test_match.py", "tests/verification/test_rules_enumerated.py")
 NOISE = ("tests/logits/test_noise.py", "tests/logits/test_keyed.py")
 CACHE = ("tests/target/test_cache.py",)
+PAGES = ("tests/models/test_pages.py",)
+PAGED = ("tests/models/test_paged_cache.py",)
+ADMISSION = ("tests/test_admission.py",)
 MASKS = ("tests/target/test_trees.py",)
 LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.py")
 HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py")
@@ -140,7 +143,7 @@ FAULTS = [
     Fault("nucleus.py", "before = mass.cumsum(-1) - mass", "before = mass.cumsum(-1)", NUCLEUS),
     # -- cache and masks
     Fault("cache.py", "            self.lengths[row] += count\n", "            self.lengths[row] += count - (count > 1)\n", CACHE),
-    Fault("cache.py", "store[row, :, goal] = store[row, :, source]", "store[row, :, goal] = store[row, :, goal]", CACHE + MASKS),
+    Fault("cache.py", "store[goal[0], :, goal[1]] = store[source[0], :, source[1]]", "pass", CACHE + MASKS),
     Fault("cache.py", "layer.values[goal, :, :length] = layer.values[source, :, :length]", "pass", (*CACHE, "tests/test_session.py")),
     Fault(
         "cache.py",
@@ -185,6 +188,29 @@ FAULTS = [
         (*ATTACH, "tests/test_generate.py", "tests/test_limits.py"),
     ),
     Fault("speculator.py", 'with ending(arguments.get("streamer"))', 'with ending(arguments.get("streamers"))', ATTACH),
+    # -- pages
+    Fault("pages.py", "not node.children and self._pool.counts[node.page] == 1", "not node.children", PAGES),
+    Fault("pages.py", "                if self.counts[page]:\n", "                if self.counts[page] > 1:\n", PAGES),
+    Fault("pages.py", "node: Node | None = self._roots.get(key)", "node: Node | None = next(iter(self._roots.values()), None)", PAGES),
+    Fault("pages.py", "            length += same\n", "            length += size if same else 0\n", PAGES),
+    Fault("pages.py", "for node in reversed(path):", "for node in path:", PAGES),
+    Fault("pages.py", "max(self.spare, self._most_held)", "self._most_held", PAGES),
+    Fault("paged_cache.py", "if self.pool.counts[table[index]] > 1:", "if self.pool.counts[table[index]] > 9:", PAGED),
+    Fault("paged_cache.py", "            if length % PAGE and pages[-1] in fresh:", "            if False:", PAGED),
+    Fault("paged_cache.py", "self.pool.share([*whole, *partly])", "pass", PAGED),
+    Fault("paged_cache.py", "self._copy(partly[0], taken[0], length % PAGE)", "pass", PAGED),
+    Fault(
+        "paged_cache.py",
+        "            setattr(self, name, [held[row] for row in keep])\n        self._lay_out(0)\n",
+        "            setattr(self, name, [held[row] for row in keep])\n",
+        PAGED,
+    ),
+    Fault("target.py", "            self.cache.share_no_more()\n", "            pass\n", PAGED),
+    Fault("layer.c", "(size_t)table[row * p->table_stride + start / KEYS]", "(size_t)table[start / KEYS]", PAGED),
+    Fault("paged_cache.py", "if start < self._filled[row] else 0", "", PAGED),
+    Fault("round.py", "first, unread=2)", "first)", ADMISSION),
+    Fault("session.py", "self.loop.read_again(rows, first=first)", "self.loop.read_again(rows)", ADMISSION),
+    Fault("admission.py", "-rows[index].slot", "rows[index].slot", ADMISSION),
     # -- kernels
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, f32_sub(left,", "store(out + i, f32_add(left,", KERNELS),

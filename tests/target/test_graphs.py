@@ -408,7 +408,7 @@ def test_a_replayed_draft_is_that_of_single_levels(shape, rule, siblings, option
 class Line:
     """A row that only a drafter sees."""
 
-    source = None
+    source = isolation = None
 
     def __init__(self, slot: int, ids: list[int]):
         self.slot, self.ids, self.capacity, self.prompt_length = slot, ids, 500, 1

@@ -23,6 +23,7 @@ from foredraft.models.encoder_decoder import Decoder, SourcedCache
 from foredraft.models.features import picked
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
 from foredraft.models.skips import Sublayers
 from foredraft.models.support import ModelFacts
@@ -130,10 +131,11 @@ class Eager(Backend):
 
     def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):
         super().__init__(facts, overrides, reasons)
-        self.cache = SourcedCache() if facts.sourced else TreeCache()
         self.call = ModelCall(facts)
         self._decoder = facts.model.get_decoder() if facts.sourced else getattr(facts.model, "model", facts.model)
         self._called: tuple[object, Direct | None] = (None, None)
+        kernels = None if facts.sourced else self._kernels()
+        self.cache = SourcedCache() if facts.sourced else TreeCache() if kernels is None else PagedCache(kernels.decoder.page_bytes)
 
     def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
         if isinstance(self.cache, SourcedCache):
@@ -177,13 +179,17 @@ class Eager(Backend):
     @property
     def direct(self) -> Direct | None:  # type: ignore[override]
         """The model in one call of a kernel, where its weights are laid out for that and nobody watches."""
+        found = self._kernels()
+        return found if found is not None and found.ready else None
+
+    def _kernels(self) -> Direct | None:
+        """The same, whoever watches."""
         decoder = vars(self._decoder).get("forward")
         if decoder is None:
             return None
         if decoder is not self._called[0]:
             self._called = decoder, Direct.of(self.facts.model)
-        direct = self._called[1]
-        return direct if direct is not None and direct.ready else None
+        return self._called[1]
 
     def _masked(self, given: ForwardPass) -> tuple[MaskInputs, Tensor] | None:
         """Where the nodes of this pass stand, and their mask; None for a chain, where slots say both."""

@@ -21,6 +21,7 @@ from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.changes import Override, hooks_of
 from foredraft.models.layers import Aside
+from foredraft.models.pages import PAGE
 
 if TYPE_CHECKING:
     from foredraft.backends.base import Part
@@ -176,7 +177,7 @@ class NativeLayer:
         keys, values = cache.buffers(self.index, x, int(self.about.key_heads), int(self.about.size))
         assert cache.window is not None
         about = NativePass.over(cache, self.shared).of(self, x, cache.window, angles)
-        about.row_stride, about.head_stride = keys.stride(0), keys.stride(1)
+        cache.place(about)
         if mask is not None:
             about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
         out = x.clone(memory_format=torch.contiguous_format)
@@ -249,6 +250,12 @@ class NativeModel(Override):
         out = self.run_over(x, position_ids, None, attention_mask, past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values)
 
+    @property
+    def page_bytes(self) -> int:
+        """Of a page of a cache, all layers together."""
+        vectors = sum(2 * int(kernel.about.key_heads) for kernel in self.kernels)
+        return vectors * PAGE * int(self.kernels[0].about.size) * self.base.embed_tokens.weight.itemsize
+
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """``[1, n, hidden]`` what the first layer reads of ``ids`` ``[n]`` at ``positions`` ``[n]``."""
         return nn.functional.embedding(ids[None], self.base.embed_tokens.weight)
@@ -269,12 +276,12 @@ class NativeModel(Override):
         layers to run."""
         window = cache.window
         assert window is not None
-        keys, values, row_stride, head_stride = self.held(cache, x)
+        keys, values = self.held(cache, x)
         about = self.about(x, positions, where, cache, window, places)
-        about.row_stride, about.head_stride = row_stride, head_stride
+        offset = cache.place(about)
         if mask is not None:
             about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
-        out, offset = torch.empty_like(x), window.first * row_stride
+        out = torch.empty_like(x)
         behind = self.norm, self.eps, out.data_ptr()
         seen = None if mask is None else mask.data_ptr()
         begin, end = (0, len(self.kernels)) if part is None else (part.begin, part.end)
@@ -319,18 +326,16 @@ class NativeModel(Override):
             and not (self.watched or torch.is_grad_enabled())
         )
 
-    def held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any, int, int]:
-        """Pointers to every layer's keys and values, and the strides of all of them."""
+    def held(self, cache: TreeCache, x: Tensor) -> tuple[Any, Any]:
+        """Pointers to every layer's keys and values."""
         about, mine = self.kernels[0].about, NativePass.over(cache, self.shared)
-        stale = len(cache.layers) < len(self.kernels) or cache.layers[0].keys.shape[0] < cache.row_capacity
-        if stale or cache.layers[0].keys.shape[2] < cache.capacity or mine.buffers[0] != cache.allocations:
+        if len(cache.layers) < len(self.kernels) or cache.outgrown or mine.buffers[0] != cache.allocations:
             for kernel in self.kernels:
                 cache.buffers(kernel.index, x, int(about.key_heads), int(about.size))
             held = [cache.layers[kernel.index] for kernel in self.kernels]
             keys, values = (pointers([getattr(layer, name).data_ptr() for layer in held]) for name in ("keys", "values"))
             mine.buffers = cache.allocations, keys, values
-        first = cache.layers[0].keys
-        return mine.buffers[1], mine.buffers[2], first.stride(0), first.stride(1)
+        return mine.buffers[1], mine.buffers[2]
 
     def _angles(self, x: Tensor, positions: Tensor, needed: int) -> tuple[Tensor, Tensor]:
         """cos and sin ``[R or 1, N, D]``, from a table where they depend on the position alone, which is below ``needed``."""

@@ -220,7 +220,8 @@ class NativeGrowth(Grower):
         cache.enter(Window(0, 1, (start,), most - start))
         if not decoder.place(about, self._pass, cache, self._like, most):
             return None
-        keys, values, self._pass.row_stride, self._pass.head_stride = decoder.held(cache, self._like)
+        keys, values = decoder.held(cache, self._like)
+        cache.place(self._pass)
         self._make_room(max(MISSED, widest), 1 + nodes, cache.capacity)
         about.embedded = decoder.embedded
         about.keys, about.values = ctypes.addressof(keys), ctypes.addressof(values)

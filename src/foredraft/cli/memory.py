@@ -16,7 +16,8 @@ from foredraft.cli.options import OUTPUT, Dtype, JsonFile, grouped, panel
 from foredraft.cli.progress import Progress
 from foredraft.cli.tables import add_row, console, new_table
 from foredraft.errors import ConfigurationError
-from foredraft.models.cache_sizes import PAGE, CacheSizes, LayerKind, in_words, parse_memory
+from foredraft.models.cache_sizes import CacheSizes, LayerKind, in_words, parse_memory
+from foredraft.models.pages import PAGE
 
 ROWS = panel("Rows")
 LENGTHS: Any = (1000, 4000, 30000)

@@ -50,6 +50,10 @@ class Row(Protocol):
     def source(self) -> Source | None:
         """What the encoder reads for the row; None where the target has no encoder."""
 
+    @property
+    def isolation(self) -> str | None:
+        """Rows that differ in this must not share what was computed for their texts."""
+
 
 @dataclass(frozen=True, eq=False)
 class DraftRequest:

@@ -146,7 +146,9 @@ class DraftModel(LearningDrafter):
         if self.learn is not None:
             draft, owned = draft if owned else copy.deepcopy(unwrap(draft)), True
             self.learning = learning_of(draft, target.model, self.learn)
-        self._target = Target(draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=owned, wait=target.wait)
+        self._target = Target(
+            draft, reuse_prefix=target.reuse_prefix, execution=self.execution, owned=owned, wait=target.wait, cache_memory=None
+        )
         self.info = replace(self.info, draft_model=self._target)
         if self._foreign is not None:
             log.warning("draft model %s: vocabulary %s", name_of(unwrap(draft)), self._foreign)
@@ -199,7 +201,8 @@ class DraftModel(LearningDrafter):
 
     def begin(self, rows: Sequence[Row]) -> None:
         own = rows if self._foreign is None else self._foreign.begin(rows)
-        self.model.open([row.ids for row in own], reserve=[row.capacity for row in rows], sources=self._sources(rows))
+        reserve, isolations = [row.capacity for row in rows], [row.isolation for row in rows]
+        self.model.open([row.ids for row in own], reserve=reserve, sources=self._sources(rows), isolations=isolations)
         super().begin(rows)
         if self.learning is not None:
             self.learning.begin(rows)

@@ -282,6 +282,7 @@ class Reading:
     """
 
     source: Source | None = None  # what an encoder reads is not read in other tokens
+    isolation: str | None = None  # of the target's row
 
     def __init__(self, vocabularies: Vocabularies, row: Row):
         self._words, self.slot, self.capacity, self.prompt_length = vocabularies, row.slot, row.capacity, row.prompt_length

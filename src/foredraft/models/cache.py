@@ -141,6 +141,18 @@ class TreeCache(Cache):
 
     # -- what a kernel asks that writes keys and values itself ---------------------------------------------------------
 
+    @property
+    def outgrown(self) -> bool:
+        """Rows or a row's tokens need more room than buffers have; :meth:`buffers` makes it."""
+        keys = self.layers[0].keys
+        return keys.shape[0] < self.row_capacity or keys.shape[2] < self.capacity
+
+    def place(self, about: Any) -> int:
+        """Tell a pass of the kernels where the slots of its rows are; how many values behind a layer's first one they begin."""
+        keys = self.layers[0].keys
+        about.row_stride, about.head_stride, about.table = keys.stride(0), keys.stride(1), None
+        return self._window.first * keys.stride(0)
+
     def buffers(self, layer_idx: int, like: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
         """The keys and values ``[rows of the pass, heads, capacity, size]`` of a layer, in the dtype of ``like``; the pass writes at
         :attr:`slots` and reads up to the window's width."""
@@ -262,7 +274,7 @@ class TreeCache(Cache):
         """The same on a CPU: the first ``kept[r]`` nodes of each row, and only those that are not in their place. False if some buffers
         are elsewhere."""
         moves = [
-            (row, self.lengths[row] + place, self.lengths[row] + node)
+            (row, place, node)
             for row, (nodes, count) in enumerate(zip(path, kept), first)
             for place, node in enumerate(nodes[:count])
             if node != place
@@ -270,15 +282,20 @@ class TreeCache(Cache):
         if not moves:
             return True
         stores = self._arrays()
-        if len(moves) <= FEW and all(source > goal for _, goal, source in moves):  # then none is overwritten before it was moved
-            for row, goal, source in moves:
+        goals, sources = ([self._at(row, self.lengths[row] + each[which]) for row, *each in moves] for which in (0, 1))
+        if len(moves) <= FEW and all(node > place for _, place, node in moves):  # then none is overwritten before it was moved
+            for goal, source in zip(goals, sources):
                 for store in stores:
-                    store[row, :, goal] = store[row, :, source]
+                    store[goal[0], :, goal[1]] = store[source[0], :, source[1]]
         else:
-            rows, goals, sources = (list(each) for each in zip(*moves))
+            (to, into), (of, out) = (([each[0] for each in some], [each[1] for each in some]) for some in (goals, sources))
             for store in stores:
-                store[rows, :, goals] = store[rows, :, sources]
+                store[to, :, into] = store[of, :, out]
         return bool(stores)
+
+    def _at(self, row: int, slot: int) -> tuple[int, int]:
+        """Where a slot of a row lies in the first and the third dimension of the buffers."""
+        return row, slot
 
     def _arrays(self) -> list[Any]:
         """Every buffer as a NumPy array of its bits, whose vectors are moved in a fraction of the time; none if one is on another

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from foredraft.errors import ConfigurationError
+from foredraft.models.pages import PAGE
 
-PAGE = 64  # tokens
 UNITS = {
     "B": 1,
     "KiB": 2**10,

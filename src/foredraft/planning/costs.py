@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -205,6 +206,7 @@ class StandIn:
     ids: list[int]
     capacity: int
     source: Source | None = None
+    isolation: str | None = None
     prompt_length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -238,20 +240,21 @@ def measure(
     """
     run = Measurement(target, drafter, rows, largest, clock)
     begin, by_the_wall, processor = clock(), time.perf_counter(), time.thread_time()
-    try:
-        target.keep(())
-        own, exits = drafts and timed_beforehand(drafter), drafter.info.exits
-        shares = drafts and drafter.info.shares_target
-        run.passes(begin + (0.6 if own or exits or shares else 0.9) * seconds)
-        if exits:
-            run.exits(exits.layers, begin + (0.8 if shares else 0.9) * seconds)
-        if own:
-            run.drafts(begin + 0.9 * seconds)
-        elif shares:
-            run.rounds(begin + seconds)
-    finally:
-        target.reset()
-        drafter.reset()
+    with nullcontext() if target.pool is None else target.pool.unlimited():  # these rows are short
+        try:
+            target.keep(())
+            own, exits = drafts and timed_beforehand(drafter), drafter.info.exits
+            shares = drafts and drafter.info.shares_target
+            run.passes(begin + (0.6 if own or exits or shares else 0.9) * seconds)
+            if exits:
+                run.exits(exits.layers, begin + (0.8 if shares else 0.9) * seconds)
+            if own:
+                run.drafts(begin + 0.9 * seconds)
+            elif shares:
+                run.rounds(begin + seconds)
+        finally:
+            target.reset()
+            drafter.reset()
     run.fill(costs)
     costs.spent += clock() - begin
     on_cpu = target.device.type == "cpu"

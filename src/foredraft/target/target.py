@@ -14,13 +14,16 @@ from torch import Tensor
 
 from foredraft.backends.base import ForwardPass
 from foredraft.backends.choice import SAMPLE, choose
-from foredraft.device import to_device
+from foredraft.device import free_memory, to_device
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
+from foredraft.models.cache_sizes import in_words, parse_memory
 from foredraft.models.changes import STRUCTURE, ModelState
 from foredraft.models.encoder_decoder import Source, some_source
 from foredraft.models.features import Features, PromptStates, Tap, features_of, taps_of
 from foredraft.models.layers import layer_count
+from foredraft.models.paged_cache import PagedCache
+from foredraft.models.pages import PagePool
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.passes import Passes
 from foredraft.target.prefixes import shared_beginnings
@@ -34,7 +37,21 @@ if TYPE_CHECKING:
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
 SOURCE = 64  # tokens of a source that a model is timed behind
+AUTO = 0.8  # of the memory that is free; the rest is for what passes compute
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
+
+
+def budget(memory: str | float) -> tuple[bool, int | None]:
+    """Whether an amount of memory was asked for, rather than "auto"; and the bytes that a cache may take, None for no limit.
+
+    Raises:
+        ConfigurationError: not an amount of memory.
+    """
+    wanted = parse_memory(memory)
+    if isinstance(wanted, int):
+        return True, wanted
+    free = free_memory()
+    return wanted is not None, None if free is None else int(free * (AUTO if wanted is None else wanted))
 
 
 class Target(Passes):
@@ -51,6 +68,7 @@ class Target(Passes):
         execution: as in :class:`~foredraft.Speculator`.
         attention: as in :class:`~foredraft.Speculator`.
         wait: as in :class:`~foredraft.Speculator`.
+        cache_memory: as in :class:`~foredraft.Speculator`; None for no limit.
         owned: nobody else holds the model, so that packed weights may replace the originals.
 
     Attributes:
@@ -84,6 +102,7 @@ class Target(Passes):
         owned: bool = False,
         attention: str = "auto",
         wait: bool = False,
+        cache_memory: str | float | None = "auto",
     ):
         facts = ModelFacts.of(unwrap(model))
         super().__init__(facts)
@@ -93,7 +112,8 @@ class Target(Passes):
         self.owner: object = None  # a token of the session whose rows these are
         self.reuse_prefix = reuse_prefix
         self._texts: list[Sequence[int]] = []  # of live rows
-        self._dropped: dict[int, list[int]] = {}  # what physical rows past the live ones held when they were dropped
+        self._isolations: list[str | None] = []  # likewise
+        self._dropped: dict[int, tuple[str | None, list[int]]] = {}  # what physical rows past the live ones held when they were dropped
         self.version = 0
         self._taps: list[Tap | None] = []  # where hidden states come by, once that was asked
         self._reused_prefix = reuse_prefix  # before somebody read whole texts
@@ -103,6 +123,13 @@ class Target(Passes):
             self._state.look({})
             self._dtype, self.backend = self.model.dtype, choose(facts, **self._how)
         self._seen = dict(self._state.counts)
+        self._draft: Target | None = None
+        try:
+            self._cache_memory = (False, None) if cache_memory is None else budget(cache_memory)
+            self._limit()
+        except ConfigurationError:
+            self.backend.close()
+            raise
 
     # -- a model that changes -----------------------------------------------------------------------------------------
 
@@ -142,27 +169,90 @@ class Target(Passes):
         layers = layer_count(self.model)
         self.layer_tokens = [*self.layer_tokens, *[0] * layers][:layers]  # who counts on from before must not lose any
         self.backend = choose(facts, **self._how)
+        self._limit()
         if before is not None:
             self.read(before.numbers, whole=before.whole)
 
+    def share_budget(self, draft: Target | None) -> None:
+        """``cache_memory`` is for the keys and values of this model and of ``draft``, whose rows are as long."""
+        self._draft = draft
+        self._limit()
+
+    def _limit(self) -> None:
+        """The cache may have so many pages.
+
+        Raises:
+            ConfigurationError: a limit was asked for, and the cache has no pages, or not one fits.
+        """
+        asked, size = self._cache_memory
+        if self.pool is None and asked:
+            raise ConfigurationError(
+                f"cache_memory needs a cache in pages, which {describe(self.model)} has where its decoder is one call of the kernels "
+                f"(execution='native' or 'auto'), and passes are {self.execution} here; leave cache_memory out"
+            )
+        if self.pool is None:
+            return
+        page_bytes = self.page_bytes + (0 if self._draft is None else self._draft.page_bytes)
+        self.pool.limit = None if size is None else size // page_bytes
+        if self.pool.limit == 0:
+            raise ConfigurationError(
+                f"cache_memory has no room for one page of 64 tokens, which takes {in_words(page_bytes)} here; allow more"
+            )
+
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def open(self, texts: Sequence[Sequence[int]], *, reserve: Sequence[int] = (), sources: Sequence[Source | None] = ()) -> None:
-        """Append a row for each text. What a row shares with the beginning of another row, live or recently dropped, is copied.
+    def open(
+        self,
+        texts: Sequence[Sequence[int]],
+        *,
+        reserve: Sequence[int] = (),
+        sources: Sequence[Source | None] = (),
+        isolations: Sequence[str | None] = (),
+        unread: int = 1,
+    ) -> None:
+        """Append a row for each text. What the cache holds of its beginning, from rows that are live or over, is not computed again.
 
         Args:
             texts: the prompts; a list that its owner extends as tokens are committed.
             reserve: tokens each row will hold in the end, as far as that is known, so that the cache need not grow.
             sources: what the encoder reads for each row, where the model has one. It reads equal sources once.
+            isolations: rows that differ in these share nothing; None for all unless given.
+            unread: so many tokens of each text stay to be computed, because what they give is wanted.
+
+        Raises:
+            CacheMemoryError: the cache has no room for them; nothing has changed.
         """
         self.follow()
-        first = len(self.lengths)
-        beginnings = self._shared_beginnings(texts, first)
-        self.backend.open([length for _, length in beginnings], [source for source in sources if source is not None])
+        first, isolations = len(self.lengths), isolations or [None] * len(texts)
+        if isinstance(self.cache, PagedCache):
+            rows, lengths = [], self.cache.begin(texts, self._texts, isolations, share=self.reuse_prefix, unread=unread)
+        else:
+            rows, lengths = map(list, zip(*self._shared_beginnings(texts, isolations, first, unread)))
+        self.backend.open(lengths, [source for source in sources if source is not None])
         self.cache.reserve(self.backend.roomy(min(max(reserve, default=0), RESERVE)))
-        self.cache.gather([row for row, _ in beginnings], [length for _, length in beginnings], first)
+        if rows:
+            self.cache.gather(rows, lengths, first)
         self._texts += texts
+        self._isolations += isolations
         self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.lengths)}
+
+    @property
+    def pool(self) -> PagePool | None:
+        """Who holds which page of the cache; None where it has none."""
+        return self.cache.pool if isinstance(self.cache, PagedCache) else None
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page of the cache, all layers together; 0 where it has none."""
+        return self.cache.page_bytes if isinstance(self.cache, PagedCache) else 0
+
+    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
+        """Pages that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
+        return self.cache.needed(text, isolation, nodes) if isinstance(self.cache, PagedCache) else 0
+
+    def growth(self, nodes: int, *, without: Sequence[int] = ()) -> int:
+        """Pages that the live rows would take for ``nodes`` each, less what dropping the rows ``without`` would free."""
+        return self.cache.growth(nodes, without) if isinstance(self.cache, PagedCache) else 0
 
     def some_sources(self, rows: int) -> list[Source | None]:
         """Sources to try ``rows`` rows with; None for each where the model has no encoder."""
@@ -170,11 +260,15 @@ class Target(Passes):
 
     def compact(self, keep: Sequence[int]) -> None:
         """Drop every row not in ``keep``, ascending physical indices."""
-        for row in range(len(keep), len(self.lengths)):  # these stay where they are, until a new row takes the place
-            self._dropped[row] = list(self._texts[row][: self.lengths[row]])
+        if isinstance(self.cache, PagedCache):
+            for row in set(range(len(self.lengths))).difference(keep):
+                self.cache.leave(row, self._texts[row])
+        else:
+            for row in range(len(keep), len(self.lengths)):  # these stay where they are, until a new row takes the place
+                self._dropped[row] = self._isolations[row], list(self._texts[row][: self.lengths[row]])
         self._early = None
         self.cache.compact(keep)
-        self._texts = [self._texts[row] for row in keep]
+        self._texts, self._isolations = [self._texts[row] for row in keep], [self._isolations[row] for row in keep]
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget every token behind the first ``lengths[r]`` of each row."""
@@ -187,7 +281,7 @@ class Target(Passes):
     def release(self) -> None:
         """Drop all rows and give the memory back."""
         self.backend.release()
-        self._texts, self._dropped = [], {}
+        self._texts, self._isolations, self._dropped = [], [], {}
         self.hidden, self.prompt_hidden, self.kept = None, None, {}
 
     def unpack(self) -> None:
@@ -221,6 +315,8 @@ class Target(Passes):
         self._state.note()
         self._seen = dict(self._state.counts)
         self._texts, self._dropped = [[] for _ in self._texts], {}
+        if isinstance(self.cache, PagedCache):
+            self.cache.share_no_more()
 
     def close(self) -> None:
         """Release everything and leave the model as it was found; no more passes after this."""
@@ -281,14 +377,16 @@ class Target(Passes):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _shared_beginnings(self, texts: Sequence[Sequence[int]], first: int) -> list[tuple[int, int]]:
+    def _shared_beginnings(
+        self, texts: Sequence[Sequence[int]], keys: Sequence[str | None], first: int, unread: int
+    ) -> list[tuple[int, int]]:
         """For each text the physical row that shares the longest beginning with it, and how long it is."""
         if not (self.reuse_prefix and self.cache.shares):
             return [(first, 0)] * len(texts)
-        held = [(row, ids, self.lengths[row]) for row, ids in enumerate(self._texts)]
+        held = [(row, key, ids, self.lengths[row]) for row, (key, ids) in enumerate(zip(self._isolations, self._texts))]
         spoiled = self.cache.spoiled
-        held += [(row, ids, min(len(ids), spoiled.get(row, len(ids)))) for row, ids in self._dropped.items()]
-        return shared_beginnings(texts, held, first)
+        held += [(row, key, ids, min(len(ids), spoiled.get(row, len(ids)))) for row, (key, ids) in self._dropped.items()]
+        return shared_beginnings(texts, keys, held, first, unread)
 
     def _group(self, prompts: Sequence[Sequence[int]], row: int, first: int) -> int:
         """Rows from ``row`` that go through one pass together: short ones batched, a long one alone in chunks."""

@@ -79,10 +79,12 @@ class Pass(ctypes.Structure):
     """``Pass`` of ``layer.c``."""
 
     _fields_ = (
-        [(name, ctypes.c_int64) for name in ("threads", "rows", "tokens", "nodes", "width", "row_stride", "head_stride", "own_angles")]
+        [(name, ctypes.c_int64) for name in ("threads", "rows", "tokens", "nodes", "width", "row_stride", "head_stride")]
+        + [(name, ctypes.c_int64) for name in ("table_stride", "page_stride", "own_angles")]
         + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
         + [(name, ctypes.c_void_p) for name in (*POINTERS, "positions", "ends", "cross_keys", "cross_values")]
         + [(name, ctypes.c_int64) for name in ("cross_row_stride", "cross_head_stride")]
+        + [("table", ctypes.c_void_p)]
     )
 
 

@@ -390,13 +390,13 @@ INLINE void gated(const value *gate, const value *up, value *out, int size, int 
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
 
-/* The first `count` of KEYS keys as a packed matrix, zeros behind them. With `asking` the next KEYS are on their way. */
-static void packed_keys(const value *keys, int count, int size, value *out, int asking) {
+/* The first `count` of KEYS keys as a packed matrix, zeros behind them. Those at `next`, unless it is null, are on their way. */
+static void packed_keys(const value *keys, int count, int size, value *out, const value *next) {
     const int words = size / DEPTH;
     for (int b = 0; b < KEYS && b < count; b += 16)
         for (int w = 0; w < words; w += 16) {
             i32 r[16];
-            for (int j = 0; asking && j < 16; j++) _mm_prefetch((const char *)(keys + (size_t)(KEYS + b + j) * size + w * DEPTH), _MM_HINT_T0);
+            for (int j = 0; next && j < 16; j++) _mm_prefetch((const char *)(next + (size_t)(b + j) * size + w * DEPTH), _MM_HINT_T0);
             for (int j = 0; j < 16; j++)
                 r[j] = b + j < count ? i32_load(keys + (size_t)(b + j) * size + w * DEPTH) : i32_zero();
             turned(r);
@@ -423,17 +423,17 @@ INLINE void scored(const value *keys, const value *queries, float *scores, int s
     }
 }
 
-/* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time. With `asking` the next ones
- * are on their way. */
-INLINE void gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int vectors, int asking) {
+/* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time. Those at `next`, unless it is
+ * null, are on their way. */
+INLINE void gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int vectors, const value *next) {
     for (int d = 0; d < size; d += vectors * 16) {
         f32 all[TOKENS][4];
         for (int t = 0; t < n; t++)
             for (int i = 0; i < vectors; i++) all[t][i] = f32_load(sums + t * size + d + i * 16);
         for (int j = 0; j < count; j++) {
             f32 v[4];
-            for (int i = 0; asking && i < vectors * 16; i += LINE / (int)sizeof(value))
-                _mm_prefetch((const char *)(values + (size_t)(KEYS + j) * size + d + i), _MM_HINT_T0);
+            for (int i = 0; next && i < vectors * 16; i += LINE / (int)sizeof(value))
+                _mm_prefetch((const char *)(next + (size_t)j * size + d + i), _MM_HINT_T0);
             for (int i = 0; i < vectors; i++) v[i] = load(values + (size_t)j * size + d + i * 16);
             for (int t = 0; t < n; t++) {
                 const f32 p = f32_of(probabilities[t * KEYS + j]);
@@ -445,19 +445,19 @@ INLINE void gathered(const float *probabilities, const value *values, float *sum
     }
 }
 
-INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n, int asking) {
+INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n, const value *next) {
     if (size % 64)
-        gathered(probabilities, values, sums, count, size, n, TOGETHER(n) < 2 ? 1 : 2, asking);
+        gathered(probabilities, values, sums, count, size, n, TOGETHER(n) < 2 ? 1 : 2, next);
     else
-        gathered(probabilities, values, sums, count, size, n, TOGETHER(n), asking);
+        gathered(probabilities, values, sums, count, size, n, TOGETHER(n), next);
 }
 
 static void some_scored(const value *keys, const value *queries, float *scores, int size, int n) {
     FOR_KNOWN(n, scored(keys, queries, scores, size, COUNT))
 }
 
-static void some_gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int asking) {
-    FOR_KNOWN(n, gathered_all(probabilities, values, sums, count, size, COUNT, asking))
+static void some_gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, const value *next) {
+    FOR_KNOWN(n, gathered_all(probabilities, values, sums, count, size, COUNT, next))
 }
 
 typedef struct {
@@ -476,6 +476,7 @@ typedef struct {
     int64_t threads;
     int64_t rows, tokens, nodes, width;    /* of all rows, of a row at most; slots that keys span */
     int64_t row_stride, head_stride;       /* of the cache, in values */
+    int64_t table_stride, page_stride;     /* of a cache in pages of KEYS slots: from row to row of its table, and from page to page */
     int64_t own_angles;                    /* cos and sin are [tokens, size]; 0: [nodes, size], rows share them */
     int64_t mask_row_stride, mask_stride;  /* from row to row, from node to node */
     const value *cos, *sin;
@@ -487,6 +488,7 @@ typedef struct {
     const int32_t *ends;                   /* [rows] the last slot of each one's source, whose keys each layer has here */
     const value *const *cross_keys, *const *cross_values;
     int64_t cross_row_stride, cross_head_stride;
+    const int32_t *table;                  /* [rows, ...] the pages of each row, in order; null where a row's slots lie behind one another */
 } Pass;
 
 /* What queries are asked about: the text so far, or the source */
@@ -497,7 +499,14 @@ typedef struct {
     int by_row;
     const uint8_t *mask;
     const float *bias;
+    const int32_t *table;                     /* as in Pass */
 } Asked;
+
+/* Where the keys of a head in the KEYS slots from `start` on, a multiple of KEYS, begin in a cache */
+INLINE size_t block(const Pass *p, const int32_t *table, int64_t row_stride, int64_t head_stride, int row, int head, int start, int size) {
+    const size_t begin = table ? (size_t)table[row * p->table_stride + start / KEYS] * p->page_stride : (size_t)row * row_stride + (size_t)start * size;
+    return begin + (size_t)head * head_stride;
+}
 
 /* Which of the 16 slots from `first` on a query sees: those in `seen`, or all up to its own */
 INLINE lanes visible(const uint8_t *seen, int slot, int first, int width) {
@@ -526,7 +535,6 @@ INLINE f32 by_distance(const Layer *l, const Pass *p, const float *bias, int row
 static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     const int size = l->size, begin = p->begins[row], width = p->width, group = l->heads / l->key_heads;
     const uint8_t *mask = a->mask;
-    const size_t place = (size_t)row * a->row_stride + (size_t)head * a->head_stride;
     float *scores = own_scratch(w, l, p), *sums = scores + QUERIES * KEYS;
     value *packed = (value *)(sums + QUERIES * size), *queries = packed + KEYS * size;
     float most[QUERIES], total[QUERIES];
@@ -546,7 +554,8 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
     const f32 none = f32_of(-__builtin_inff());
     for (int start = 0; start < reach; start += KEYS) {
         lanes sees[QUERIES][KEYS / 16];
-        const int asking = start + KEYS < reach;
+        const size_t place = block(p, a->table, a->row_stride, a->head_stride, row, head, start, size);
+        const size_t behind = start + KEYS < reach ? block(p, a->table, a->row_stride, a->head_stride, row, head, start + KEYS, size) : 0;
         int count = 0; /* keys up to the last one that a query sees */
         for (int i = 0; i < n; i++)
             for (int b = 0; b < KEYS / 16; b++) {
@@ -555,7 +564,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
                 if (last > count) count = last;
             }
         if (count == 0) continue;
-        packed_keys(a->keys + place + (size_t)start * size, count, size, packed, asking);
+        packed_keys(a->keys + place, count, size, packed, start + KEYS < reach ? a->keys + behind : 0);
         for (int t = 0; t < n; t += TOKENS)
             some_scored(packed, queries + t * size, scores + t * KEYS, size, n - t < TOKENS ? n - t : TOKENS);
         for (int i = 0; i < n; i++) {
@@ -585,8 +594,8 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
             most[i] = now, total[i] += f32_sum(sum);
         }
         for (int t = 0; t < n; t += TOKENS)
-            some_gathered(scores + t * KEYS, a->values + place + (size_t)start * size, sums + t * size, count, size,
-                          n - t < TOKENS ? n - t : TOKENS, asking && t == 0);
+            some_gathered(scores + t * KEYS, a->values + place, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS,
+                          start + KEYS < reach && t == 0 ? a->values + behind : 0);
     }
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
@@ -620,7 +629,8 @@ static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *v
                 copied(out + (item - from) * size, x, size);
                 continue;
             }
-            const size_t place = (size_t)p->row_of[t] * p->row_stride + (size_t)(head - queries) * p->head_stride + (size_t)p->slots[t] * size;
+            const int slot = p->slots[t] % KEYS;
+            const size_t place = block(p, p->table, p->row_stride, p->head_stride, p->row_of[t], head - queries, p->slots[t] - slot, size) + (size_t)slot * size;
             copied(out + (item - from) * size, keys + place, size);
             copied(x + l->key_heads * size, values + place, size);
         }
@@ -677,7 +687,7 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
     if (parts & ATTENTION) {
         product(w, &l->qkv, inputs ? inputs : entered(w, l, p, l->before, x), p->projected, T, inputs ? K : H, all, 0);
         turn(w, l, p, keys, values);
-        attention(w, l, p, &(Asked){keys, values, p->row_stride, p->head_stride, all, p->slots, 0, mask, l->bias});
+        attention(w, l, p, &(Asked){keys, values, p->row_stride, p->head_stride, all, p->slots, 0, mask, l->bias, p->table});
         product(w, &l->output, p->attended, x, T, heads, H, 1);
         left(w, l, p, l->before, x);
     }

@@ -1,0 +1,76 @@
+"""Which rows the target's cache has room for: who may join, and who is set aside while pages are short.
+
+A round writes a whole tree behind every row, and no allocation may fail in the middle of it. So the pages of the next round are counted
+before it begins, and the youngest rows wait, without their pages, until the others leave room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foredraft.errors import CacheMemoryError
+from foredraft.models.cache_sizes import in_words
+from foredraft.models.pages import PAGE
+from foredraft.rows import SessionRow
+from foredraft.stats import CacheMemory
+from foredraft.target import Target
+
+LEEWAY = PAGE  # tokens that every row can grow by when another joins, or it would soon be set aside
+
+
+class Admission:
+    """Counts pages for the rows of a session on ``target``, whose rounds write at most ``nodes`` nodes per row, the root included. Where
+    the target's cache has no pages, everybody may join."""
+
+    def __init__(self, target: Target, nodes: int):
+        self.target, self.nodes = target, nodes
+        self.set_aside = 0
+
+    def check(self, row: SessionRow) -> None:
+        """Raises CacheMemoryError for a row that can never fit."""
+        pool = self.target.pool
+        if pool is None or pool.limit is None:
+            return
+        needed = -(-(row.capacity + self.nodes) // PAGE)
+        if needed > pool.limit:
+            size = self.target.page_bytes
+            raise CacheMemoryError(
+                f"a prompt of {row.prompt_length} tokens with max_new_tokens={row.parameters.max_new_tokens} needs up to "
+                f"{in_words(needed * size)} of key-value cache, and cache_memory allows {in_words(pool.limit * size)}; use a larger "
+                "cache_memory, a smaller max_new_tokens or a shorter prompt"
+            )
+
+    def joining(self, rows: Sequence[SessionRow], waiting: Sequence[SessionRow]) -> list[SessionRow]:
+        """Those of ``waiting`` that may join ``rows`` now: in their order, as long as pages last. Rows that were set aside do not join
+        together with rows that are new."""
+        found: list[SessionRow] = []
+        nodes = self.nodes + LEEWAY
+        taken = self.target.growth(nodes)
+        for row in waiting:
+            if found and row.begun != found[0].begun:
+                break
+            taken += self.target.needed(row.ids, row.isolation, nodes)
+            if (rows or found) and not self._fits(taken):
+                break
+            found.append(row)
+        return found
+
+    def excess(self, rows: Sequence[SessionRow]) -> list[SessionRow]:
+        """The youngest of ``rows``, as few as leave pages for a round of the others; the oldest always stays."""
+        youngest = sorted(range(len(rows)), key=lambda index: -rows[index].slot)
+        gone: list[int] = []
+        while len(gone) < len(rows) - 1 and not self._fits(self.target.growth(self.nodes, without=gone)):
+            gone.append(youngest[len(gone)])
+        self.set_aside += len(gone)
+        return [rows[index] for index in gone]
+
+    def _fits(self, pages: int) -> bool:
+        room = None if self.target.pool is None else self.target.pool.room
+        return room is None or pages <= room
+
+    @property
+    def memory(self) -> CacheMemory | None:
+        pool = self.target.pool
+        if pool is None:
+            return None
+        return CacheMemory(pool.limit, self.target.page_bytes, pool.held, pool.shared, pool.cached, pool.evicted, self.set_aside)

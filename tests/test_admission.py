@@ -1,0 +1,170 @@
+"""Rows within a budget of memory: who may join, who waits, and that waiting changes nothing but the time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers import padded, repetitive
+from kernel_cases import build, needs_kernels
+
+from foredraft import CacheMemoryError, ConfigurationError, RowParameters, Speculator
+from foredraft.admission import Admission
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.models.pages import PAGE
+
+pytestmark = needs_kernels
+
+PAGE_BYTES = 2 * 3 * 2 * 32 * 4 * PAGE  # keys and values, layers, heads, size, bytes
+DRAFTERS = {
+    "none": lambda: "none",
+    "prompt-lookup": lambda: "prompt-lookup",
+    "ngram": lambda: "ngram",
+    "draft-model": lambda: DraftModel(build("llama", torch.float32), execution="native"),
+}
+
+
+def speculator_of(drafter="prompt-lookup", *, pages=None, **options):
+    memory = "auto" if pages is None else f"{pages * PAGE_BYTES}B"
+    fixed = {} if drafter == "none" else {"shape": "chain(3)"}
+    how = {"execution": "native", "cache_memory": memory, "rule": "match", **fixed, **options}
+    return Speculator(build("qwen3", torch.float32), DRAFTERS[drafter](), **how)
+
+
+def rows_of(count, seed=1):
+    rows = repetitive([30 + 37 * index % 90 for index in range(count)], seed=seed)
+    return [[token % 100 for token in row] for row in rows]
+
+
+def serve(session, rows, new=200, every=1, **parameters):
+    """The texts of ``rows``, of which another joins after each ``every`` steps."""
+    found, slots, rows = {}, {}, list(enumerate(rows))
+    steps = 0
+    while session.live or rows:
+        if rows and steps % every == 0:
+            index, row = rows.pop(0)
+            slots[session.add(row, RowParameters(max_new_tokens=new, seed=(7, index), **parameters))] = index
+        steps += 1
+        for commit in session.step():
+            found.setdefault(slots[commit.slot], []).extend(commit.tokens)
+    return [found[index] for index in sorted(found)]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_text_is_the_same_while_rows_wait(drafter, sampled):
+    rows = rows_of(8)
+    wanted = serve(speculator_of(drafter).session(), rows, do_sample=sampled)
+    draft = 2 if drafter == "draft-model" else 1  # its pages count as well, and are as large
+    session = speculator_of(drafter, pages=9 * draft).session()
+    assert serve(session, rows, do_sample=sampled) == wanted
+    assert session.memory.set_aside > 0 and session.memory.held == 0 and session.memory.limit == 9
+    assert session.stats.memory.set_aside == session.memory.set_aside
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "draft-model"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_text_is_the_same_while_rows_are_set_aside_at_random_rounds(drafter, seed, monkeypatch):
+    rows = rows_of(6, seed=2)
+    wanted = serve(speculator_of(drafter).session(), rows, new=40, do_sample=True)
+    dice = random.Random(seed)
+    monkeypatch.setattr(Admission, "excess", lambda self, rows: [row for row in rows if dice.random() < 0.15])
+    assert serve(speculator_of(drafter).session(), rows, new=40, do_sample=True) == wanted
+
+
+def test_a_batch_that_does_not_fit_at_once_is_generated_all_the_same():
+    rows = rows_of(12)
+    few, many = (speculator_of(pages=pages).generate(**padded(rows), max_new_tokens=80, do_sample=False) for pages in (7, None))
+    assert few.sequences.tolist() == many.sequences.tolist()
+    assert few.stats.memory.set_aside + few.stats.memory.evicted > 0 == many.stats.memory.set_aside
+
+
+def test_the_youngest_wait_and_come_back_before_newer_ones():
+    session = speculator_of("none", pages=6).session()
+    for row in rows_of(4):
+        session.add(row[:30], RowParameters(max_new_tokens=150))
+    order = []
+    while session.live:
+        order += [commit.slot for commit in session.step() if commit.finish_reason]
+        waiting = [row.slot for row in session.waiting]
+        assert waiting == sorted(waiting) and all(row.slot < waiting[0] for row in session.rows if waiting)
+    assert order == [0, 1, 2, 3] and session.memory.set_aside > 0
+
+
+def test_pages_of_live_rows_never_exceed_the_limit():
+    speculator = speculator_of("ngram", pages=8, shape="product(2,2)")
+    session, pool = speculator.session(), speculator.target.pool
+    for row in rows_of(10):
+        session.add(row, RowParameters(max_new_tokens=60))
+    while session.live:
+        session.step()
+        assert pool.held <= pool.made <= 8
+        assert speculator.target.cache.layers[0].keys.shape[0] <= 8 + 1
+
+
+# -- questions --------------------------------------------------------------------------------------------------------
+
+
+def test_fits():
+    session = speculator_of("none", pages=6).session()
+    few, many = [5] * 30, [6] * 250
+    assert session.fits(few, RowParameters(max_new_tokens=20)) == "now"
+    session.add(many, RowParameters(max_new_tokens=20))
+    session.step()
+    assert session.fits(many, RowParameters(max_new_tokens=20)) == "later"
+    with pytest.raises(
+        CacheMemoryError, match=r"needs up to 672 KiB.*cache_memory allows 576 KiB.*smaller max_new_tokens or a shorter prompt"
+    ):
+        session.fits([5] * 400, RowParameters(max_new_tokens=20))
+    with pytest.raises(CacheMemoryError):
+        session.add([5] * 30, RowParameters(max_new_tokens=400))
+    assert len(session.rows) == 1 and not session.waiting
+    slot = session.add(many, RowParameters(max_new_tokens=20))
+    assert session.fits(few, RowParameters(max_new_tokens=20)) == "later", "whoever came first is served first"
+    assert session.step() and session.waiting
+    session.remove(slot)
+    assert not session.waiting
+
+
+def test_a_row_that_was_set_aside_can_be_removed(monkeypatch):
+    session = speculator_of("none").session()
+    for row in rows_of(3):
+        session.add(row, RowParameters(max_new_tokens=20))
+    session.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Admission, "excess", lambda self, rows: rows[1:])
+        patch.setattr(Admission, "joining", lambda self, rows, waiting: [])
+        session.step()
+    assert [row.slot for row in session.waiting] == [1, 2]
+    session.remove(1)
+    while session.live:
+        session.step()
+    assert session.memory.held == 0
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_budgets_that_make_no_sense_are_refused():
+    model = build("qwen3", torch.float32)
+    for memory, message in [
+        ("6 gigs", "'6 gigs' is not an amount of memory; write a size such as"),
+        (1.5, "1.5"),
+        (True, "True"),
+        (f"{PAGE_BYTES - 1}B", r"one page of 64 tokens, which takes 96 KiB here; allow more"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            Speculator(model, "none", execution="native", cache_memory=memory)
+        assert not any(vars(each).get("forward") for each in model.modules()), "the model was not left as it was"
+    with pytest.raises(ConfigurationError, match=r"cache_memory needs a cache in pages.*passes are eager here"):
+        Speculator(model, "none", execution="eager", cache_memory="1GiB")
+    with pytest.raises(ConfigurationError, match="isolation must be a string or None, got 7"):
+        RowParameters(max_new_tokens=1, isolation=7)
+    with pytest.raises(ConfigurationError, match="isolation must be a string or None, got 7"):
+        Speculator(model, "none", execution="native").generate(torch.tensor([[1, 2]]), max_new_tokens=1, isolation=7)
+
+
+def test_a_draft_shares_the_budget():
+    alone, both = speculator_of(pages=20), speculator_of("draft-model", pages=20)
+    assert alone.target.pool.limit == 20 and both.target.pool.limit == 10
