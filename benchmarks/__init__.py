@@ -29,6 +29,7 @@ SUITES = {
     "online": "online:Online",
     "distill": "distill:Distill",
     "tokenizers": "tokenizers:Tokenizers",
+    "memory": "memory:Memory",
 }
 
 

@@ -1,0 +1,260 @@
+"""What the key-value cache in pages costs and saves, beside the checkout before it.
+
+    git worktree add /tmp/present 9cd4dee
+    python -m benchmarks memory --present /tmp/present
+
+Both sides are processes of their own (``memory_worker.py``), which load one model each and wait while the other works. Speed is compared in
+turns; the figure is the median over turns of the quotient.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import benchmarks
+from benchmarks.figures import Figure
+from benchmarks.report import Table
+from benchmarks.suite import Failure, Settings, Suite, option
+from foredraft.errors import ConfigurationError
+from foredraft.estimates import Spread
+
+PAGES, PRESENT = "pages", "present"
+ROOT = Path(benchmarks.__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a side is asked in a turn, and the least quotient of tokens/s."""
+
+    name: str
+    what: str
+    least: float
+    given: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    cell: str
+    side: str
+    turn: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that does not depend on the clock, ``side`` by side."""
+
+    what: str
+    side: str
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Seconds to the first token of a request whose beginning is ``new``, and of one that has it ``shared``."""
+
+    turn: int
+    new: float
+    shared: float
+
+
+@dataclass(frozen=True)
+class MemorySettings(Settings):
+    present: Path | None = option(None, "A checkout of the commit before pages; it is compared with this one.", place=True)
+    model: str = option("0.6b", "The shape that speed is measured with: 0.6b, small or tiny; qwen3 with random weights, bfloat16.")
+    contexts: str = option("100 4000 30000", "Tokens in front of one row.")
+    longest: int = option(1500, "Tokens of the longest of the rows of unequal length.", least=15)
+    rows: int = option(16, "How many these are.", least=1)
+    rounds: int = option(24, "Rounds per turn.", least=1)
+    turns: int = option(7, "Turns.", least=1)
+    shared: int = option(4000, "Tokens that a request shares with one before.", least=64)
+    requests: int = option(10000, "Requests that arrive and leave.", least=200)
+    trace: int = option(30000, "Tokens of the long row of the trace.", least=2000)
+
+
+class Memory(Suite[MemorySettings]):
+    """What the key-value cache in pages costs and saves, beside the checkout before it."""
+
+    name = "memory"
+    title = "Keys and values in pages"
+    settings_type = MemorySettings
+    quick: ClassVar[Mapping[str, Any]] = {
+        "model": "small", "contexts": "100 1000", "longest": 300, "rows": 4, "rounds": 4, "turns": 2, "shared": 1000, "requests": 300,
+        "trace": 3000,
+    }  # fmt: skip
+    turns: list[Turn]
+    counts: list[Count]
+    first_tokens: list[FirstToken]
+    failures: list[Failure]
+
+    @property
+    def cells(self) -> list[Cell]:
+        settings, found = self.settings, []
+        for tokens in map(int, settings.contexts.split()):
+            for nodes, what in ((1, "one token"), (16, "a tree of 16")):
+                given: dict[str, Any] = {"tokens": tokens, "nodes": nodes, "rounds": settings.rounds}
+                found.append(Cell(f"one row behind {tokens:,}, {what}", "behind", 0.98, given))
+        given = {"longest": settings.longest, "rows": settings.rows, "new": settings.rounds, "shape": "none"}
+        return [*found, Cell(f"{settings.rows} rows of unequal length", "batch", 1.1, given)]
+
+    @property
+    def steps(self) -> int:
+        return len(self.cells) + 6
+
+    def run(self) -> None:
+        if self.settings.present is None or not (self.settings.present / "src" / "foredraft").is_dir():
+            raise ConfigurationError("--present needs a checkout of the commit before pages: git worktree add /tmp/present 9cd4dee")
+        for cell in self.cells:
+            self._attempt(cell.name, lambda cell=cell: self._compare(cell))
+        self._attempt("first token", self._first_tokens)
+        trace = {"long": self.settings.trace, "rows": 15, "common": 1000}
+        counts = {
+            "trace": ((PRESENT, PAGES), trace),
+            "chat": ((PRESENT, PAGES), {"pages": 292, "requests": 80}),  # 2 GiB of the 0.6 B shape
+            "churn": ((PAGES,), {"requests": self.settings.requests, "settled": self.settings.requests // 10}),
+            "short": ((PAGES,), {"rows": 48, "share": 0.5}),
+        }
+        for what, (sides, given) in counts.items():
+            for side in sides:
+                self._attempt(what, lambda what=what, side=side, given=given: self._count(what, side, given), advance=side == PAGES)
+
+    def _attempt(self, name: str, call: Any, advance: bool = True) -> None:
+        try:
+            call()
+        except WorkerError as error:
+            self.failures.append(Failure(name, "run", str(error)))
+        if advance:
+            self.advance()
+
+    def _compare(self, cell: Cell) -> None:
+        sides = {name: Side(folder, self.settings.model, self.settings.threads) for name, folder in self._folders().items()}
+        with sides[PRESENT], sides[PAGES]:
+            for turn in range(-1, self.settings.turns):  # the first is a warm-up
+                for name in (PRESENT, PAGES) if turn % 2 else (PAGES, PRESENT):
+                    answer = sides[name].ask(cell.what, **cell.given)
+                    if turn >= 0:
+                        self.turns.append(Turn(cell.name, name, turn, answer["tokens"], answer["seconds"]))
+
+    def _first_tokens(self) -> None:
+        with Side(ROOT, self.settings.model, self.settings.threads) as side:
+            for turn in range(-1, 3):
+                answer = side.ask("first_token", shared=self.settings.shared if turn >= 0 else 128, own=32, seed=2 + turn)
+                if turn >= 0:
+                    self.first_tokens.append(FirstToken(turn, answer["new"], answer["shared"]))
+
+    def _count(self, what: str, name: str, given: Mapping[str, Any]) -> None:
+        with Side(self._folders()[name], "tiny", self.settings.threads) as side:
+            for key, value in side.ask(what, **given).items():
+                self.counts.append(Count(what, name, key, value))
+
+    def _folders(self) -> dict[str, Path]:
+        assert self.settings.present is not None
+        return {PRESENT: self.settings.present, PAGES: ROOT}
+
+    # -- what comes of it ---------------------------------------------------------------------------------------------
+
+    def quotients(self, cell: str) -> list[float]:
+        """Tokens/s with pages over those of the present cache, turn by turn."""
+        rates = {(each.side, each.turn): each.tokens / each.seconds for each in self.turns if each.cell == cell}
+        both = sorted({turn for _, turn in rates if (PAGES, turn) in rates and (PRESENT, turn) in rates})
+        return [rates[PAGES, turn] / rates[PRESENT, turn] for turn in both]
+
+    def count(self, what: str, side: str, name: str) -> float | None:
+        return next((each.value for each in self.counts if (each.what, each.side, each.name) == (what, side, name)), None)
+
+    def figures(self) -> list[Figure]:
+        def spread(*values: float | None) -> Spread | None:
+            return None if not values or None in values else Spread.of([value for value in values if value is not None])
+
+        chat = [self.count("chat", side, "rows") for side in (PAGES, PRESENT)]
+        rows = chat[0] / chat[1] if chat[0] is not None and chat[1] else None
+        return [
+            Figure("bytes held over bytes of distinct tokens", spread(self.count("trace", PAGES, "ratio")), high=1.10),
+            *(Figure(f"tokens/s, {cell.name}", spread(*self.quotients(cell.name)), low=cell.least) for cell in self.cells),
+            Figure(
+                f"first token behind {self.settings.shared:,} shared tokens and 32, over reading all",
+                spread(*(each.shared / each.new for each in self.first_tokens)),
+                high=0.05,
+            ),
+            Figure("rows at once, chat trace, over the present cache", spread(rows), low=4),
+            Figure(f"growth of pages, {self.settings.requests:,} requests", spread(self.count("churn", PAGES, "pages")), high=0),
+            Figure("growth of resident size", spread(self.count("churn", PAGES, "resident")), high=0.01),
+            Figure("half the memory: tokens computed again", spread(self.count("short", PAGES, "again")), high=0.3),
+        ]
+
+    def tables(self) -> list[Table]:
+        found = [[each.name, each.bound, "–" if each.spread is None else each.spread.text(3), each.verdict] for each in self.figures()]
+        speeds = [
+            [cell.name, *(self._rate(cell.name, side) for side in (PRESENT, PAGES))] for cell in self.cells if self.quotients(cell.name)
+        ]
+        counts = [[f"{each.what}: {each.name}", each.side, f"{each.value:,.3f}".rstrip("0").rstrip(".")] for each in self.counts]
+        return [
+            Table("Figures", ["figure", "bound", "median (lowest–highest)", "verdict"], found),
+            Table("Tokens per second, medians", ["cell", PRESENT, PAGES], speeds),
+            Table("Counts", ["count", "side", "value"], counts),
+            *([Table("Failures", ["what", "why"], [[each.method, each.message] for each in self.failures])] if self.failures else []),
+        ]
+
+    def _rate(self, cell: str, side: str) -> str:
+        return Spread.of([each.tokens / each.seconds for each in self.turns if (each.cell, each.side) == (cell, side)]).text(1)
+
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        return [
+            f"Speed: qwen3 in the shape {self.settings.model}, random weights, bfloat16. One row behind a text: passes over one token or a "
+            "tree of 16 nodes, of which one token is kept; behind the first 1,024 tokens the text is filler. Both sides take turns.",
+            "Counts: a model of one layer, because only what is held counts. The trace: one long row and 15 of 200 to 2,000 tokens with a "
+            "common beginning of 1,000, while trees are scored; the worst round counts. The chat trace: 80 requests (1,000 common tokens, "
+            "100 to 1,500 of their own, 200 new) within 292 pages, which are 2 GiB of the 0.6 B shape; the mean number of live rows while "
+            "others wait, over the most rows whose block is no larger. Half the memory: 48 rows that need twice the pages.",
+            "Not measured: sliding windows, families without a native layer, and vLLM's blocks.",
+        ]
+
+
+class WorkerError(Exception):
+    """A side ended before it answered."""
+
+
+class Side:
+    """A process with one checkout."""
+
+    def __init__(self, folder: Path, model: str, threads: int):
+        self.asked = {"model": model, "threads": threads}
+        paths = [folder / "src", folder / "zoo", folder]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        command = [
+            sys.executable,
+            "-c",
+            f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'memory_worker.py')!r}, run_name='__main__')",
+        ]
+        self.process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ask(self, what: str, **given: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"what": what, **self.asked, **given}) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise WorkerError(self.process.communicate()[1].strip()[-500:])
+        answer: dict[str, Any] = json.loads(line)
+        return answer
