@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers import padded, repetitive
 from kernel_cases import build, needs_kernels
 
 from foredraft import CacheMemoryError, ConfigurationError, RowParameters, Speculator
+from foredraft import session as session_module
 from foredraft.admission import Admission
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.pages import PAGE
@@ -101,6 +103,44 @@ def test_pages_of_live_rows_never_exceed_the_limit():
         session.step()
         assert pool.held <= pool.made <= 8
         assert speculator.target.cache.layers[0].keys.shape[0] <= 8 + 1
+
+
+# -- long prompts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft-model"])
+def test_long_prompts_are_read_piece_by_piece_between_rounds(drafter, monkeypatch):
+    rows = [*rows_of(2), [token % 97 for token in range(3, 403)], rows_of(1)[0]]
+    wanted = serve(speculator_of(drafter).session(), rows, new=60, do_sample=True)
+    read = []
+    monkeypatch.setattr(session_module, "PAUSE", 0.0)  # a page at a time
+    speculator = speculator_of(drafter)
+    prefill, passed = speculator.target.prefill, speculator.target.layer_tokens[0]
+
+    def watched(prompts, *, first):
+        read.append((speculator.target.layer_tokens[0], first))
+        return prefill(prompts, first=first)
+
+    monkeypatch.setattr(speculator.target, "prefill", watched)
+    session = speculator.session()
+    assert serve(session, rows, new=60, do_sample=True) == wanted
+    behind = [tokens for tokens, first in read if first == 2]
+    assert len(behind) > 6 and all(later - before > 64 for before, later in pairwise(behind)), "no round between two pieces"
+    assert session.memory.held == 0 and passed == 0
+
+
+def test_what_was_read_ahead_is_not_read_again(monkeypatch):
+    monkeypatch.setattr(session_module, "PAUSE", 0.0)
+    speculator = speculator_of("none")
+    session = speculator.session()
+    session.add([5] * 10, RowParameters(max_new_tokens=30))
+    session.step()
+    session.add(list(range(100)) * 3, RowParameters(max_new_tokens=1))
+    before, rounds = speculator.target.layer_tokens[0], 0
+    while session.waiting:
+        session.step()
+        rounds += 1
+    assert rounds == 5 and speculator.target.layer_tokens[0] - before == 300 + 4  # four pieces and rounds, and the rest
 
 
 # -- questions --------------------------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ class Admission:
         """Those of ``waiting`` that may join ``rows`` now: in their order, as long as pages last. Rows that were set aside do not join
         together with rows that are new."""
         found: list[SessionRow] = []
+        if not waiting:
+            return found
         nodes = self.nodes + LEEWAY
         taken = self.target.growth(nodes)
         for row in waiting:

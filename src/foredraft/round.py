@@ -12,6 +12,7 @@ from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.noise import Randomness
 from foredraft.logits.sampler import Sampler
+from foredraft.models.pages import PAGE
 from foredraft.observer import Observer
 from foredraft.outcome import Outcome, decide
 from foredraft.planning import Planner
@@ -93,6 +94,17 @@ class Loop:
         with self.observer.prefill(self.sampler(rows)):
             self._prefill(rows, [row.ids[:-1] for row in rows], first, unread=2)
         self._begin(rows)
+
+    def read_piece(self, row: SessionRow, tokens: int, *, first: int) -> None:
+        """Have the target read the next ``tokens`` or a few more of a row that is to join behind ``first`` others, and leave them in the
+        cache."""
+        unread = self.target.unread(row.ids, row.isolation)
+        assert unread is not None
+        piece = row.ids[: -(-(len(row.ids) - unread + tokens) // PAGE) * PAGE]
+        with self.observer.prefill(self.sampler([row])):
+            self.target.open([piece], isolations=[row.isolation])
+            self.target.prefill([piece], first=first)
+            self.target.compact(range(first))
 
     def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int, unread: int = 1) -> Tensor:
         room = self.planner.shape.nodes + self.drafter.info.extra_nodes + 1

@@ -7,6 +7,7 @@ number of tokens per round. What happens in a round is in :mod:`foredraft.round`
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
+from foredraft.models.pages import PAGE
 from foredraft.observer import Observer
 from foredraft.planning import FixedPlanner, Planner
 from foredraft.round import Loop
@@ -31,6 +33,9 @@ from foredraft.tree import Proposal
 from foredraft.turns import Turn
 from foredraft.verification import Rule
 from foredraft.verification.match import Match
+
+PAUSE = 0.25  # seconds that live rows wait while others are read, about
+FIRST_RATE = 1000.0  # tokens per second, before it is known
 
 
 class Session:
@@ -81,6 +86,7 @@ class Session:
         self._slots = itertools.count()
         self._read_at = (0, 0)  # the versions of target and drafter that have read the rows
         self.admission = Admission(target, planner.shape.nodes + drafter.info.extra_nodes + 1)
+        self._read_rate = FIRST_RATE  # tokens per second of prompts that are read while rows are live
         self._joined = False  # rows were added while others were under way: more may come
 
     @property
@@ -108,9 +114,11 @@ class Session:
 
         Raises:
             ConfigurationError, CacheMemoryError: as :meth:`add`.
+            BusyError: another thread is in a step.
         """
         row = self._row(ids, parameters)
-        return "now" if row in self.admission.joining(self.rows, [*self.waiting, row]) else "later"
+        with self._alone() if self.rows or self.turn.running else nullcontext():
+            return "now" if row in self.admission.joining(self.rows, [*self.waiting, row]) else "later"
 
     @property
     def memory(self) -> CacheMemory | None:
@@ -257,7 +265,10 @@ class Session:
     def _step(self) -> list[Commit]:
         if excess := self.admission.excess(self.rows):
             self._set_aside(excess)
-        if joining := self.admission.joining(self.rows, self.waiting):
+        joining = self.admission.joining(self.rows, self.waiting)
+        if joining and self.rows:
+            joining = self._in_time(joining)
+        if joining:
             commits = self._join(joining)
         elif self.rows:
             commits = self.loop.round(self.rows, together=not self._joined)
@@ -268,6 +279,24 @@ class Session:
             self._leave(done)
         self.stats.clock()
         return commits
+
+    def _in_time(self, rows: list[SessionRow]) -> list[SessionRow]:
+        """Those of ``rows``, in their order, that can be read within :data:`PAUSE`, for which the live rows wait. If the first of them
+        cannot, a piece of it is read; the next steps find that in the cache."""
+        allowed, found, total = max(PAGE, int(PAUSE * self._read_rate)), list[SessionRow](), 0
+        for row in rows:
+            unread = self.target.unread(row.ids, row.isolation)
+            if unread is None:
+                return rows
+            total += unread
+            if total > allowed:
+                break
+            found.append(row)
+        if not found:
+            begin = time.perf_counter()
+            self.loop.read_piece(rows[0], allowed, first=len(self.rows))
+            self._read_rate = allowed / (time.perf_counter() - begin)
+        return found
 
     def _join(self, rows: list[SessionRow]) -> list[Commit]:
         """``rows``, the first of those that wait, are prefilled, or read again after they were set aside; these go on with a round."""

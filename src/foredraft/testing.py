@@ -133,6 +133,9 @@ class TableTarget:
     def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
         return 0
 
+    def unread(self, text: Sequence[int], isolation: str | None) -> None:
+        return None
+
     def growth(self, nodes: int, *, without: Sequence[int] = ()) -> int:
         return 0
 

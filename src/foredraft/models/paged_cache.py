@@ -143,8 +143,11 @@ class PagedCache(TreeCache):
     def needed(self, text: Sequence[int], key: Hashable, nodes: int) -> int:
         """Pages that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
         pages, length = self.pool.prefixes.match(key, text, len(text) - 1)
-        held = set[int]().union(*self.tables)
-        return _pages(len(text) + nodes) - sum(page in held for page in pages[: length // PAGE])
+        return _pages(len(text) + nodes) - sum(self.pool.rows(page) > 0 for page in pages[: length // PAGE])
+
+    def known(self, text: Sequence[int], key: Hashable) -> int:
+        """Tokens of ``text`` that texts which are over have left in the cache, at its beginning; rows of ``key`` find them."""
+        return self.pool.prefixes.match(key, text, len(text) - 1)[1]
 
     def growth(self, nodes: int, without: Sequence[int]) -> int:
         """Pages that live rows would take for ``nodes`` each, less those that only the rows ``without`` hold."""

@@ -119,7 +119,7 @@ class PagePool:
     def share(self, pages: Sequence[int]) -> None:
         """One more row holds each of the pages. Raises ValueError for a free page."""
         for page in pages:
-            rows = self._rows(page)
+            rows = self.rows(page)
             if not rows and page not in self.prefixes._nodes:
                 raise ValueError(f"nobody holds page {page}")
             self.counts[page] += 1
@@ -132,7 +132,7 @@ class PagePool:
     def drop(self, pages: Sequence[int]) -> None:
         """One row fewer holds each of the pages; those that nobody holds then are free. Raises ValueError for a page that no row holds."""
         for page in pages:
-            rows = self._rows(page)
+            rows = self.rows(page)
             if not rows:
                 raise ValueError(f"no row holds page {page}")
             self.counts[page] -= 1
@@ -146,7 +146,7 @@ class PagePool:
                     self._free[page] = 1
         self._shrink()
 
-    def _rows(self, page: int) -> int:
+    def rows(self, page: int) -> int:
         """How many rows hold a page."""
         return self.counts[page] - (page in self.prefixes._nodes) if 0 <= page < self.made else 0
 
@@ -160,7 +160,7 @@ class PagePool:
     def _shrink(self) -> None:
         """Pages beyond the limit disappear from the end, up to the first that a row holds."""
         cached = self.cached
-        while self._limit is not None and self.made > self._limit and not self._rows(self.made - 1):
+        while self._limit is not None and self.made > self._limit and not self.rows(self.made - 1):
             if node := self.prefixes._nodes.get(self.made - 1):
                 self.prefixes._prune(node)
             self.counts.pop()
@@ -266,7 +266,7 @@ class PrefixTree:
                 child, same = node.closest(piece)
                 if child is None or same < len(piece):
                     replaced = child if child and same == len(child.ids) else None
-                    if not pool._rows(page) or self._nodes.get(page, replaced) is not replaced:
+                    if not pool.rows(page) or self._nodes.get(page, replaced) is not replaced:
                         raise ValueError(f"page {page} is free, or in the tree with other tokens")
                     child = self._extend(replaced, piece, page) if replaced else self._add(node, piece, page)
                 path.append(child)

@@ -250,6 +250,12 @@ class Target(Passes):
         """Pages that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
         return self.cache.needed(text, isolation, nodes) if isinstance(self.cache, PagedCache) else 0
 
+    def unread(self, text: Sequence[int], isolation: str | None) -> int | None:
+        """Tokens of ``text`` that its row would read when it is opened; None where a part that is read before is not found again."""
+        if not (isinstance(self.cache, PagedCache) and self.reuse_prefix):
+            return None
+        return len(text) - self.cache.known(text, isolation)
+
     def growth(self, nodes: int, *, without: Sequence[int] = ()) -> int:
         """Pages that the live rows would take for ``nodes`` each, less what dropping the rows ``without`` would free."""
         return self.cache.growth(nodes, without) if isinstance(self.cache, PagedCache) else 0
