@@ -94,6 +94,14 @@ def test_the_youngest_wait_and_come_back_before_newer_ones():
     assert order == [0, 1, 2, 3] and session.memory.set_aside > 0
 
 
+def test_a_row_that_fills_the_memory_is_read_beside_what_others_left():
+    speculator = speculator_of("none", pages=4)
+    for last in (1, 2, 3):  # each shares half a page with the one before
+        row = [*([7, 8, 9] * 30), last]
+        found = serve(speculator.session(), [row], new=4 * PAGE - 1 - len(row))
+        assert found == serve(speculator_of("none").session(), [row], new=4 * PAGE - 1 - len(row))
+
+
 def test_pages_of_live_rows_never_exceed_the_limit():
     speculator = speculator_of("ngram", pages=8, shape="product(2,2)")
     session, pool = speculator.session(), speculator.target.pool

@@ -88,8 +88,12 @@ class PagedCache(TreeCache):
                     length -= length % PAGE
                 whole, partly = pages[: length // PAGE], pages[length // PAGE :][: length % PAGE]
                 self.pool.share([*whole, *partly])
+                count, room = _pages(len(text)) - len(whole), self.pool.room
+                if partly and room is not None and room < count:  # no room for the original beside the copy
+                    self.pool.drop(partly)
+                    partly, length = [], len(whole) * PAGE
                 self._opening.append(whole + partly)
-                taken = self.pool.take(_pages(len(text)) - len(whole))
+                taken = self.pool.take(count)
                 fresh.update(taken)
                 self._opening[-1] = whole + taken
                 self._fit()
