@@ -96,8 +96,8 @@ def test_the_youngest_wait_and_come_back_before_newer_ones():
 
 def test_a_row_that_fills_the_memory_is_read_beside_what_others_left():
     speculator = speculator_of("none", pages=4)
-    for last in (1, 2, 3):  # each shares half a page with the one before
-        row = [*([7, 8, 9] * 30), last]
+    for last in (1, 2, 3):  # each shares a page in part with the one before
+        row = [*([7, 8, 9] * 70), *([last] * 40)]
         found = serve(speculator.session(), [row], new=4 * PAGE - 1 - len(row))
         assert found == serve(speculator_of("none").session(), [row], new=4 * PAGE - 1 - len(row))
 
