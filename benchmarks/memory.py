@@ -113,8 +113,10 @@ class Memory(Suite[MemorySettings]):
     def run(self) -> None:
         if self.settings.present is None or not (self.settings.present / "src" / "foredraft").is_dir():
             raise ConfigurationError("--present needs a checkout of the commit before pages: git worktree add /tmp/present 9cd4dee")
-        for cell in self.cells:
-            self._attempt(cell.name, lambda cell=cell: self._compare(cell))
+        sides = {name: Side(folder, self.settings.model, self.settings.threads) for name, folder in self._folders().items()}
+        with sides[PRESENT], sides[PAGES]:
+            for cell in self.cells:
+                self._attempt(cell.name, lambda cell=cell: self._compare(cell, sides))
         self._attempt("first token", self._first_tokens)
         trace = {"long": self.settings.trace, "rows": 15, "common": 1000}
         counts = {
@@ -123,8 +125,8 @@ class Memory(Suite[MemorySettings]):
             "churn": ((PAGES,), {"requests": self.settings.requests, "settled": self.settings.requests // 10}),
             "short": ((PAGES,), {"rows": 48, "share": 0.5}),
         }
-        for what, (sides, given) in counts.items():
-            for side in sides:
+        for what, (counted, given) in counts.items():
+            for side in counted:
                 self._attempt(what, lambda what=what, side=side, given=given: self._count(what, side, given), advance=side == PAGES)
 
     def _attempt(self, name: str, call: Any, advance: bool = True) -> None:
@@ -135,14 +137,12 @@ class Memory(Suite[MemorySettings]):
         if advance:
             self.advance()
 
-    def _compare(self, cell: Cell) -> None:
-        sides = {name: Side(folder, self.settings.model, self.settings.threads) for name, folder in self._folders().items()}
-        with sides[PRESENT], sides[PAGES]:
-            for turn in range(-1, self.settings.turns):  # the first is a warm-up
-                for name in (PRESENT, PAGES) if turn % 2 else (PAGES, PRESENT):
-                    answer = sides[name].ask(cell.what, **cell.given)
-                    if turn >= 0:
-                        self.turns.append(Turn(cell.name, name, turn, answer["tokens"], answer["seconds"]))
+    def _compare(self, cell: Cell, sides: Mapping[str, Side]) -> None:
+        for turn in range(-1, self.settings.turns):  # the first is a warm-up
+            for name in (PRESENT, PAGES) if turn % 2 else (PAGES, PRESENT):
+                answer = sides[name].ask(cell.what, **cell.given)
+                if turn >= 0:
+                    self.turns.append(Turn(cell.name, name, turn, answer["tokens"], answer["seconds"]))
 
     def _first_tokens(self) -> None:
         with Side(ROOT, self.settings.model, self.settings.threads) as side:
@@ -214,7 +214,8 @@ class Memory(Suite[MemorySettings]):
             "Counts: a model of one layer, because only what is held counts. The trace: one long row and 15 of 200 to 2,000 tokens with a "
             "common beginning of 1,000, while trees are scored; the worst round counts. The chat trace: 80 requests (1,000 common tokens, "
             "100 to 1,500 of their own, 200 new) within 292 pages, which are 2 GiB of the 0.6 B shape; the mean number of live rows while "
-            "others wait, over the most rows whose block is no larger. Half the memory: 48 rows that need twice the pages.",
+            "others wait, over the rows that join one by one before their block is larger. Half "
+            "the memory: 48 rows that need twice the pages.",
             "Not measured: sliding windows, families without a native layer, and vLLM's blocks.",
         ]
 
@@ -236,7 +237,7 @@ class Side:
             f"import runpy; runpy.run_path({str(ROOT / 'benchmarks' / 'memory_worker.py')!r}, run_name='__main__')",
         ]
         self.process = subprocess.Popen(
-            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command, env=environment, text=True, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
     def __enter__(self) -> Side:

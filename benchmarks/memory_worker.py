@@ -151,18 +151,15 @@ class Worker:
         probe.generate(torch.tensor([prompts[0][:80]]), max_new_tokens=2)
         size = pages * PAGE * self.token_bytes(probe.target)
         if not hasattr(probe.target, "pool"):
-            rows = 0
-            for rows in range(1, requests):  # those that fit when all are read and written
-                probe.release()
-                session = probe.session()
-                for index, prompt in enumerate(prompts[:rows]):
-                    session.add(prompt, self.row(2, index))
+            probe.release()
+            session, rows = probe.session(), -1
+            while probe.target.cache.bytes <= size:  # they arrive one after the other
+                rows += 1
+                session.add(prompts[rows], self.row(200, rows))
                 session.step()
                 session.step()
-                if probe.target.cache.bytes > size:
-                    break
-                session.close()
-            return {"rows": rows - 1, "set_aside": 0}
+            session.close()
+            return {"rows": rows, "set_aside": 0}
         session = self.speculator("none", cache_memory=f"{size}B").session()
         for index, prompt in enumerate(prompts):
             session.add(prompt, self.row(200, index))
