@@ -33,7 +33,7 @@ class Admission:
             return
         needed = -(-(row.capacity + self.nodes) // PAGE)
         if needed > pool.limit:
-            size = self.target.page_bytes
+            size = self.target.page_cost
             raise CacheMemoryError(
                 f"a prompt of {row.prompt_length} tokens with max_new_tokens={row.parameters.max_new_tokens} needs up to "
                 f"{in_words(needed * size)} of key-value cache, and cache_memory allows {in_words(pool.limit * size)}; use a larger "

@@ -10,6 +10,7 @@ from helpers import random_tree
 from kernel_cases import DTYPES, TOLERANCE, build, needs_kernels
 
 from foredraft import CacheMemoryError, RowParameters, Speculator, TokenTree
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import paged_cache
 from foredraft.models.pages import PAGE
 from foredraft.target import Target
@@ -109,6 +110,16 @@ def test_a_full_page_that_was_begun_by_another_text_is_shared_whole():
     read(target, [longer])
     for got, wanted in zip(held(target, 1), held(alone, 0)):
         close(got, wanted)
+
+
+@torch.inference_mode()
+def test_a_token_that_is_not_read_yet_is_not_shared():
+    texts = [text(128), text(128) + [5] * 10]  # the last token of each is the root of the next tree
+    target = Target(build("qwen3", torch.float32), execution="native", test=False)
+    target.open(texts, unread=2)
+    target.prefill([each[:-1] for each in texts], first=0)
+    target.advance(torch.tensor([texts[0][-1], 5]))
+    assert_rows(target, texts, opened([[1]], reuse_prefix=False)[0])
 
 
 def test_equal_prompts_of_one_call_share_their_pages():
@@ -251,9 +262,11 @@ def serve_more_and_more(session):
         session.step()
 
 
-@pytest.mark.parametrize("at", range(0, 12, 2))
-def test_after_a_failed_allocation_the_session_goes_on(at, monkeypatch):
-    speculator = Speculator(build("qwen3", torch.float32), "prompt-lookup", execution="native", shape="chain(3)")
+@pytest.mark.parametrize("at", range(0, 20, 3))
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
+def test_after_a_failed_allocation_the_session_goes_on(drafter, at, monkeypatch):
+    drafts = DraftModel(build("llama", torch.float32), execution="native") if drafter == "draft-model" else drafter
+    speculator = Speculator(build("qwen3", torch.float32), drafts, execution="native", shape="chain(3)")
     wanted = speculator.generate(torch.tensor([text(130)]), max_new_tokens=40, do_sample=False).sequences
     calls, empty = [], torch.empty
 

@@ -80,7 +80,7 @@ class PagedCache(TreeCache):
             self._told = [0] * len(self._told)
         for row, text in enumerate(live):
             self._tell(row, text)
-        lengths, fresh = [], set[int]()
+        lengths, told, fresh = list[int](), list[int](), set[int]()
         try:
             for text, key in zip(texts, keys):
                 pages, length = self._longest(text, key, live, len(text) - unread) if share else ([], 0)
@@ -92,16 +92,19 @@ class PagedCache(TreeCache):
                 if partly and room is not None and room < count:  # no room for the original beside the copy
                     self.pool.drop(partly)
                     partly, length = [], len(whole) * PAGE
-                self._opening.append(whole + partly)
+                table = [*whole, *partly]  # all that the row holds, should anything fail
+                self._opening.append(table)
                 taken = self.pool.take(count)
-                fresh.update(taken)
-                self._opening[-1] = whole + taken
+                table += taken
                 self._fit()
                 if partly:
                     self._copy(partly[0], taken[0], length % PAGE)
                     self.pool.drop(partly)
-                if share:
-                    self.pool.prefixes.insert(key, text[: len(text) // PAGE * PAGE], self._opening[-1][: len(text) // PAGE])
+                    table[:] = [*whole, *taken]
+                fresh.update(taken)
+                full = (len(text) - unread + 1) // PAGE if share else 0  # pages that will be full when the row has been read
+                self.pool.prefixes.insert(key, text[: full * PAGE], table[:full])
+                told.append(full * PAGE)
                 lengths.append(length)
         except BaseException:
             for table in self._opening:
@@ -111,7 +114,7 @@ class PagedCache(TreeCache):
             raise
         self._keys += keys
         self._prompts += map(len, self._opening)
-        self._told += [len(text) // PAGE * PAGE if share else 0 for text in texts]
+        self._told += told
         return lengths
 
     def _longest(self, text: Sequence[int], key: Hashable, live: Sequence[Sequence[int]], most: int) -> tuple[list[int], int]:
@@ -269,9 +272,10 @@ class PagedCache(TreeCache):
         """Buffers have room for every page that was taken, and hold zeros where nothing was written: garbage could be NaN."""
         if self.pool.made > self._room or not self.layers:
             more, limit = max(2 * self._room if self.layers else 0, self._ahead), self.pool.limit
-            self._room = max(self.pool.made, more if limit is None else min(more, limit))
+            room = max(self.pool.made, more if limit is None else min(more, limit))
             for layer in self.written:
-                self._allocate(layer, layer.keys, layer.values)
+                self._allocate(layer, layer.keys, layer.values, room)
+            self._room = room
             self._lay_out(0)
         if self.pool.made > self._zeroed:
             for layer in self.written:
@@ -284,16 +288,16 @@ class PagedCache(TreeCache):
             self.layers.append(Layer())
         layer = self.layers[index]
         if not len(layer.keys) or layer.keys.dtype != keys.dtype:
-            self._allocate(layer, keys, values)
+            self._allocate(layer, keys, values, self._room)
         return layer
 
-    def _allocate(self, layer: Layer, keys: Tensor, values: Tensor) -> None:
+    def _allocate(self, layer: Layer, keys: Tensor, values: Tensor, room: int) -> None:  # type: ignore[override]
         stores = []
         for old, new in ((layer.keys, keys), (layer.values, values)):
             try:
-                store = torch.empty(self._room + 1, new.shape[1], PAGE, new.shape[3], dtype=new.dtype, device=new.device)
+                store = torch.empty(room + 1, new.shape[1], PAGE, new.shape[3], dtype=new.dtype, device=new.device)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                raise self._no_room(keys, values) from error
+                raise self._no_room(room, keys.device) from error
             kept = min(len(old) - 1, self._zeroed) if len(old) else 0
             if kept:
                 store[:kept] = old[:kept]
@@ -302,9 +306,9 @@ class PagedCache(TreeCache):
         layer.keys, layer.values = stores
         self.allocations, self._viewed = self.allocations + 1, None
 
-    def _no_room(self, keys: Tensor, values: Tensor) -> CacheMemoryError:
+    def _no_room(self, room: int, device: torch.device) -> CacheMemoryError:  # type: ignore[override]
         return CacheMemoryError(
-            f"the key-value cache grows to {in_words(self._room * self.page_bytes)}, and {keys.device} has no room for it; set "
+            f"the key-value cache grows to {in_words(room * self.page_bytes)}, and {device} has no room for it; set "
             "cache_memory to less, so that rows wait for each other, or use a shorter prompt or a smaller max_new_tokens"
         )
 
@@ -313,7 +317,7 @@ class PagedCache(TreeCache):
         rows, blocks = self._table.shape
         needed = max(self.capacity // PAGE, *(len(table) for table in self.tables), 1)
         if len(self.tables) > rows or needed > blocks:
-            self._table = torch.empty(max(len(self.tables), 2 * rows), max(needed, 2 * blocks), dtype=torch.int32)
+            self._table = torch.zeros(max(len(self.tables), 2 * rows), max(needed, 2 * blocks), dtype=torch.int32)
             self._lines, first = self._table.numpy(), 0
         self._lines[first:] = self._room
         for row, table in enumerate(self.tables[first:], first):

@@ -192,11 +192,10 @@ class Target(Passes):
             )
         if self.pool is None:
             return
-        page_bytes = self.page_bytes + (0 if self._draft is None else self._draft.page_bytes)
-        self.pool.limit = None if size is None else size // page_bytes
+        self.pool.limit = None if size is None else size // self.page_cost
         if self.pool.limit == 0:
             raise ConfigurationError(
-                f"cache_memory has no room for one page of 64 tokens, which takes {in_words(page_bytes)} here; allow more"
+                f"cache_memory has no room for one page of 64 tokens, which takes {in_words(self.page_cost)} here; allow more"
             )
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -245,6 +244,11 @@ class Target(Passes):
     def page_bytes(self) -> int:
         """Of a page of the cache, all layers together; 0 where it has none."""
         return self.cache.page_bytes if isinstance(self.cache, PagedCache) else 0
+
+    @property
+    def page_cost(self) -> int:
+        """Bytes of ``cache_memory`` for each page of the target: its own, and those of the draft's page beside it."""
+        return self.page_bytes + (0 if self._draft is None else self._draft.page_bytes)
 
     def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
         """Pages that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
