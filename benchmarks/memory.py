@@ -98,13 +98,14 @@ class Memory(Suite[MemorySettings]):
 
     @property
     def cells(self) -> list[Cell]:
-        settings, found = self.settings, []
+        settings = self.settings
+        given: dict[str, Any] = {"longest": settings.longest, "rows": settings.rows, "new": settings.rounds, "shape": "none"}
+        found = [Cell(f"{settings.rows} rows of unequal length", "batch", 1.1, given)]
         for tokens in map(int, settings.contexts.split()):
             for nodes, what in ((1, "one token"), (16, "a tree of 16")):
-                given: dict[str, Any] = {"tokens": tokens, "nodes": nodes, "rounds": settings.rounds}
+                given = {"tokens": tokens, "nodes": nodes, "rounds": settings.rounds}
                 found.append(Cell(f"one row behind {tokens:,}, {what}", "behind", 0.98, given))
-        given = {"longest": settings.longest, "rows": settings.rows, "new": settings.rounds, "shape": "none"}
-        return [*found, Cell(f"{settings.rows} rows of unequal length", "batch", 1.1, given)]
+        return found
 
     @property
     def steps(self) -> int:
@@ -256,6 +257,7 @@ class Side:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise WorkerError(self.process.communicate()[1].strip()[-500:])
+            self.process.wait()
+            raise WorkerError(f"exit code {self.process.returncode}: {self.process.communicate()[1].strip()[-300:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer

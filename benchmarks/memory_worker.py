@@ -37,20 +37,20 @@ class Worker:
         config = Qwen3Config(**SHAPES[shape], max_position_embeddings=40960, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
         self.foredraft, self.vocabulary = foredraft, config.vocab_size
-        self.speculators: dict[str, Any] = {}
-        self.filled = 0  # tokens of the one row that the target of "none" holds
+        self.kept: tuple[str, Any] = ("", None)  # what the last speculator is for, and that
 
-    def speculator(self, shape: str, **options: Any) -> Any:
-        """A new one, in the place of the others."""
-        for former in self.speculators.values():
-            former.target.close()
-        self.speculators.clear()
-        self.filled = 0
+    def speculator(self, use: str = "", shape: str = "none", **options: Any) -> Any:
+        """A new one in the place of the last, unless that was made for the same ``use``."""
+        former, found = self.kept
+        if use and use == former:
+            return found
+        if found is not None:
+            found.target.close()
         drafter = "none" if shape == "none" else "ngram"
         how: dict[str, Any] = {} if shape == "none" else {"shape": shape}
         how |= {"execution": "native", "self_test": False, "rule": "match", **options}
-        self.speculators[shape] = found = self.foredraft.Speculator(self.model, drafter, **how)
-        return found
+        self.kept = use, self.foredraft.Speculator(self.model, drafter, **how)
+        return self.kept[1]
 
     def text(self, length: int, seed: int) -> list[int]:
         chance = random.Random(seed)
@@ -67,10 +67,9 @@ class Worker:
         from benchmarks.hosts import lengthened
         from foredraft import TokenTree
 
-        if self.filled != tokens:
-            lengthened(self.speculator("none", reuse_prefix=False).target, self.text(tokens, 1), tokens + 1024)
-            self.filled = tokens
-        target = self.speculators["none"].target
+        target = self.speculator(f"behind {tokens}", reuse_prefix=False).target
+        if not target.lengths:
+            lengthened(target, self.text(tokens, 1), tokens + 1024)
         tree = TokenTree.from_chain(torch.arange(3, 3 + nodes)[None])
         if nodes > 1:
             tree = TokenTree(tree.tokens, torch.tensor([[-1, *[(node - 1) // 4 for node in range(1, nodes)]]]))
@@ -85,7 +84,7 @@ class Worker:
 
     def batch(self, longest: int, rows: int, new: int, shape: str) -> dict[str, Any]:
         """Rounds of rows of unequal length, without what was read before the first round."""
-        speculator = self.speculators.get(shape) or self.speculator(shape)
+        speculator = self.speculator(f"batch {shape}", shape)
         session, chance = speculator.session(), random.Random(3)
         for index in range(rows):
             session.add(self.text(chance.randint(longest // 15, longest), index), self.row(new, index))
@@ -97,7 +96,7 @@ class Worker:
 
     def first_token(self, shared: int, own: int, seed: int) -> dict[str, Any]:
         """Seconds to the first token of a request whose beginning is new, and of one that shares it."""
-        speculator, seconds = self.speculators.get("none") or self.speculator("none"), []
+        speculator, seconds = self.speculator("first token"), []
         for index in range(2):
             session = speculator.session()
             session.add(self.text(shared, seed) + self.text(own, 1000 + 2 * seed + index), self.row(1, 0))
@@ -118,7 +117,7 @@ class Worker:
 
     def trace(self, long: int, rows: int, common: int) -> dict[str, Any]:
         """Bytes held while trees are scored, over those of distinct tokens; the largest ratio after all rows were read."""
-        speculator = self.speculator("product(4,2,1)")
+        speculator = self.speculator(shape="product(4,2,1)")
         session, target, chance = speculator.session(), speculator.target, random.Random(5)
         begin = self.text(common, 99)
         for index, length in enumerate([long, *(chance.randint(200, 2000) for _ in range(rows))]):
@@ -147,7 +146,7 @@ class Worker:
         """Rows served at once within so many pages, or within as many bytes."""
         system, chance = self.text(1000, 98), random.Random(6)
         prompts = [system + self.text(chance.randint(100, 1500), index) for index in range(requests)]
-        probe = self.speculator("none")
+        probe = self.speculator()
         probe.generate(torch.tensor([prompts[0][:80]]), max_new_tokens=2)
         size = pages * PAGE * self.token_bytes(probe.target)
         if not hasattr(probe.target, "pool"):
@@ -160,7 +159,7 @@ class Worker:
                 session.step()
             session.close()
             return {"rows": rows, "set_aside": 0}
-        session = self.speculator("none", cache_memory=f"{size}B").session()
+        session = self.speculator(cache_memory=f"{size}B").session()
         for index, prompt in enumerate(prompts):
             session.add(prompt, self.row(200, index))
         live = []
@@ -173,7 +172,7 @@ class Worker:
 
     def churn(self, requests: int, settled: int) -> dict[str, Any]:
         """Requests of random length that arrive and leave: pages and resident size after the first ``settled``, and at the end."""
-        speculator = self.speculator("none", cache_memory="32MiB")
+        speculator = self.speculator(cache_memory="32MiB")
         session, chance, marks = speculator.session(), random.Random(8), []
         for index in range(requests):
             session.add(self.text(chance.randint(1, 400), index), self.row(chance.randint(1, 12), index))
@@ -191,10 +190,10 @@ class Worker:
         chance = random.Random(9)
         lengths = [(chance.randint(50, 400), chance.randint(100, 400)) for _ in range(rows)]
         wanted = sum(-(-sum(pair) // PAGE) for pair in lengths)
-        probe = self.speculator("none")
+        probe = self.speculator()
         probe.generate(torch.tensor([[5] * 8]), max_new_tokens=2)
         size = int(wanted * share) * PAGE * self.token_bytes(probe.target)
-        speculator = self.speculator("none", cache_memory=f"{size}B")
+        speculator = self.speculator(cache_memory=f"{size}B")
         session = speculator.session()
         for index, (prompt, new) in enumerate(lengths):
             session.add(self.text(prompt, index), self.row(new, index))

@@ -27,7 +27,7 @@ def test_the_worker_counts_what_is_held(worker):
 @needs_kernels
 def test_the_worker_times_rounds(worker):
     assert worker.behind(tokens=2 * 1024 + 5, nodes=16, rounds=2)["tokens"] == 2
-    assert worker.speculators["none"].target.lengths == [2 * 1024 + 5]
+    assert worker.kept[1].target.lengths == [2 * 1024 + 5]
     assert worker.batch(longest=40, rows=3, new=5, shape="none")["tokens"] == 3 * 4
     found = worker.first_token(shared=3 * PAGE, own=5, seed=1)
     assert found["new"] > 0 < found["shared"]

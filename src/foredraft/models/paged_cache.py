@@ -295,7 +295,7 @@ class PagedCache(TreeCache):
         stores = []
         for old, new in ((layer.keys, keys), (layer.values, values)):
             try:
-                store = torch.empty(room + 1, new.shape[1], PAGE, new.shape[3], dtype=new.dtype, device=new.device)
+                store = torch.empty(new.shape[1], room + 1, PAGE, new.shape[3], dtype=new.dtype, device=new.device).transpose(0, 1)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 raise self._no_room(room, keys.device) from error
             kept = min(len(old) - 1, self._zeroed) if len(old) else 0
