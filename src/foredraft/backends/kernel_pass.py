@@ -177,7 +177,7 @@ class NativeLayer:
         keys, values = cache.buffers(self.index, x, int(self.about.key_heads), int(self.about.size))
         assert cache.window is not None
         about = NativePass.over(cache, self.shared).of(self, x, cache.window, angles)
-        cache.place(about)
+        cache.place(about, self.index)
         if mask is not None:
             about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
         out = x.clone(memory_format=torch.contiguous_format)

@@ -147,9 +147,9 @@ class TreeCache(Cache):
         keys = self.layers[0].keys
         return keys.shape[0] < self.row_capacity or keys.shape[2] < self.capacity
 
-    def place(self, about: Any) -> int:
-        """Tell a pass of the kernels where the slots of its rows are; how many values behind a layer's first one they begin."""
-        keys = self.layers[0].keys
+    def place(self, about: Any, layer_idx: int = 0) -> int:
+        """Tell a pass of the kernels where the slots of its rows are in a layer; how many values behind the layer's first one they begin."""
+        keys = self.layers[layer_idx].keys
         about.row_stride, about.head_stride, about.table = keys.stride(0), keys.stride(1), None
         return self._window.first * keys.stride(0)
 

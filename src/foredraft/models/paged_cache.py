@@ -168,8 +168,8 @@ class PagedCache(TreeCache):
     def outgrown(self) -> bool:
         return False  # buffers grow before a pass
 
-    def place(self, about: Any) -> int:
-        keys = self.layers[0].keys
+    def place(self, about: Any, layer_idx: int = 0) -> int:
+        keys = self.layers[layer_idx].keys
         about.page_stride, about.head_stride = keys.stride(0), keys.stride(1)
         about.table_stride = self._table.shape[1]
         about.table = self._table.data_ptr() + self._window.first * self._lines.strides[0]
