@@ -13,17 +13,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.backends import flex, graphs, native, packing, recorder
+from foredraft.backends import flex, graphs, native, packing, paged_attention, recorder
 from foredraft.backends.base import Backend, Overrides
 from foredraft.backends.compilation import Compilation
 from foredraft.backends.compilation import refusal as compilation_refusal
 from foredraft.backends.eager import Eager
 from foredraft.backends.kernels import Kernels
 from foredraft.backends.packing import HINTS, NATIVE
+from foredraft.backends.paged_attention import attention_test, page
 from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
 from foredraft.errors import ConfigurationError
 from foredraft.models.encoder_decoder import plain_arguments
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.support import ModelFacts, describe
 from foredraft.tree import TokenTree
 
@@ -68,6 +70,8 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
             with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
                 backend.facts = facts = replace(facts, chains_only=self_test(backend))
         backend = _record(facts, execution, test, reasons) or backend
+        if type(backend) is Eager and attention != "flex":
+            _page(backend, execution, test)
         if attention == "flex":
             flexed = flex.Flexed(facts, reasons)
             if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
@@ -102,6 +106,20 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
     if execution != "auto":
         raise ConfigurationError(f"{describe(model)} cannot be packed: {reasons['packed']}; use execution='auto'")
     return None
+
+
+def _page(backend: Eager, execution: str, test: bool) -> None:
+    """Keys and values in pages, if the model's attention is the same over them."""
+    if isinstance(backend.cache, PagedCache):
+        return
+    found: int | str = paged_attention.refusal(backend.facts, execution) or "self_test=False, and pages are used where a comparison allows it"
+    if test and not paged_attention.refusal(backend.facts, execution):
+        with packing.one_thread(backend.facts.model):
+            found = attention_test(backend)
+    if isinstance(found, int):
+        page(backend, found)
+    else:
+        backend.reasons["pages"] = found
 
 
 def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:

@@ -184,6 +184,9 @@ class PagedCache(TreeCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         window, layer = self._window, self._layer(layer_idx, key_states, value_states)
+        if self.reader is not None:
+            written: tuple[Tensor, Tensor] = self.reader.write(layer_idx, key_states, value_states)
+            return written
         pages, slots = self._write_indices(key_states.device)
         layer.keys[pages, :, slots] = key_states.transpose(1, 2)
         layer.values[pages, :, slots] = value_states.transpose(1, 2)
