@@ -70,8 +70,6 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
             with nullcontext() if execution == "compiled" else packing.one_thread(facts.model):  # code is compiled for a number of threads
                 backend.facts = facts = replace(facts, chains_only=self_test(backend))
         backend = _record(facts, execution, test, reasons) or backend
-        if type(backend) is Eager and attention != "flex":
-            _page(backend, execution, test)
         if attention == "flex":
             flexed = flex.Flexed(facts, reasons)
             if (why := flex.attention_test(flexed) if test else facts.chains_only) is not None:
@@ -80,6 +78,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         else:
             asked_for = "attention='model' was asked for" if attention == "model" else None
             reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
+        _page(backend, execution, test)
         undo.pop_all()
     backend.passes = 0
     return backend
@@ -108,12 +107,16 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
     return None
 
 
-def _page(backend: Eager, execution: str, test: bool) -> None:
+def _page(backend: Backend, execution: str, test: bool) -> None:
     """Keys and values in pages, if the model's attention is the same over them."""
     if isinstance(backend.cache, PagedCache):
         return
-    found: int | str = paged_attention.refusal(backend.facts, execution) or "self_test=False, and pages are used where a comparison allows it"
-    if test and not paged_attention.refusal(backend.facts, execution):
+    found: int | str | None = paged_attention.refusal(backend.facts, execution)
+    if found is None and type(backend) is not Eager:
+        found = "FlexAttention needs keys and values in one block"
+    if found is None and not test:
+        found = "there is no comparison with the model's own attention (self_test=False)"
+    if found is None:
         with packing.one_thread(backend.facts.model):
             found = attention_test(backend)
     if isinstance(found, int):

@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from foredraft.backends import native
 from foredraft.backends.base import Backend, differs, failure
 from foredraft.backends.kernel_pass import Places, fits
-from foredraft.backends.self_test import PATH, SMALLEST, Trial, some_text, texts_of_test
+from foredraft.backends.self_test import PATH, SMALLEST, Trial, some_text
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskBuilder
 from foredraft.models.paged_cache import PagedCache
@@ -254,11 +254,7 @@ def attention_test(backend: Backend) -> int | str:
 def logits_of_test(backend: Backend) -> list[Tensor]:
     """``[R, N, V]`` logits of each pass of :func:`attention_test` behind the prefill."""
     facts = backend.facts
-    texts = texts_of_test(facts)
-    texts[0] += some_text(facts, PAGE + 6, 5)  # goes on in a second page
-    if facts.context is not None:
-        texts = [text[: facts.context - 16] for text in texts]
-    trial = Trial(backend, texts)
+    trial = Trial(backend, [some_text(facts, PAGE + 6, 3), some_text(facts, 3, 1)])  # one goes on in a second page
     tree = trial.tree()
     found = [trial.score(tree)]
     trial.commit(torch.tensor([PATH] * 2, device=facts.device), (len(PATH), 1))
