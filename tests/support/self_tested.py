@@ -1,4 +1,5 @@
-"""The self-test of targets, and that of attention over pages, once per process for each model: tests build the same small models hundreds of times.
+"""The self-test of targets, and that of attention over pages, once per process for each model: tests build the same small models hundreds
+of times.
 
 Models are the same if they have the same configuration, modules and weights. Those with hooks or overrides are tested each time, and so is
 every model in a test that patches something.

@@ -79,7 +79,7 @@ class TreeCache(Cache):
     Attributes:
         lengths: tokens cached per live row, in physical order.
         scratch: what kernels keep between passes over this cache.
-        reader: who reads keys and values where they lie, for the length of a pass; None where they are handed to the model.
+        reader: who reads keys and values where they lie, for the length of a pass; None where the model gets them.
     """
 
     is_compileable = False
