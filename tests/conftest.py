@@ -36,7 +36,7 @@ def pytest_collection_finish() -> None:
     observer.contention.said = True  # what a test sees must not depend on how busy the machine is
     planner.QUIET = 0.0
     packing.MOST_REPEATS = 1  # whichever layout is the fastest
-    choice.self_test = self_tested.once(choice.self_test)
+    choice.self_test, choice.attention_test = map(self_tested.once, (choice.self_test, choice.attention_test))
     typer.testing._get_command = functools.cache(typer.testing._get_command)
     gc.freeze()  # hundreds of thousands of objects of the libraries, which stay anyway
 

@@ -1,4 +1,5 @@
-"""The self-test of targets, once per process for each model: tests build the same small models hundreds of times.
+"""The self-test of targets, and that of attention over pages, once per process for each model: tests build the same small models hundreds
+of times.
 
 Models are the same if they have the same configuration, modules and weights. Those with hooks or overrides are tested each time, and so is
 every model in a test that patches something.
@@ -17,11 +18,11 @@ LARGEST = 1 << 21  # weights of a model of which this is told; others are used o
 patching = False  # whether the test that runs may have patched what the self-test would find
 
 
-def once(test: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-    passed: dict[Any, str | None] = {}
+def once(test: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    passed: dict[Any, Any] = {}
 
     @wraps(test)
-    def self_test(backend: Any) -> str | None:
+    def self_test(backend: Any) -> Any:
         key = None if patching or backend.overrides is not None else same(backend)
         if key is None or key not in passed:
             found = test(backend)

@@ -114,12 +114,15 @@ class Backend:
         features: the hidden states that passes hand out; None for none.
         ragged: each row of a chain pays for its own nodes alone.
         direct: the model in one call of a kernel, None where it is none; draft loops build on it.
+        pages: the model's attention over a cache in pages (:mod:`foredraft.backends.paged_attention`); None where layers read what
+            the cache hands out, or are kernels.
         warm_up: passes of one kind until the next is as fast as it will be.
     """
 
     cache: Any
     ragged = False
     direct: Any = None
+    pages: Any = None
     warm_up = 0
 
     def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):

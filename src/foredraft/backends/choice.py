@@ -13,17 +13,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foredraft.backends import flex, graphs, native, packing, recorder
+from foredraft.backends import flex, graphs, native, packing, paged_attention, recorder
 from foredraft.backends.base import Backend, Overrides
 from foredraft.backends.compilation import Compilation
 from foredraft.backends.compilation import refusal as compilation_refusal
 from foredraft.backends.eager import Eager
 from foredraft.backends.kernels import Kernels
 from foredraft.backends.packing import HINTS, NATIVE
+from foredraft.backends.paged_attention import attention_test, page
 from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
 from foredraft.errors import ConfigurationError
 from foredraft.models.encoder_decoder import plain_arguments
+from foredraft.models.paged_cache import Kind, PagedCache
 from foredraft.models.support import ModelFacts, describe
 from foredraft.tree import TokenTree
 
@@ -76,6 +78,7 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
         else:
             asked_for = "attention='model' was asked for" if attention == "model" else None
             reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
+        _page(backend, execution, test)
         undo.pop_all()
     backend.passes = 0
     return backend
@@ -102,6 +105,24 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
     if execution != "auto":
         raise ConfigurationError(f"{describe(model)} cannot be packed: {reasons['packed']}; use execution='auto'")
     return None
+
+
+def _page(backend: Backend, execution: str, test: bool) -> None:
+    """Keys and values in pages, if the model's attention is the same over them."""
+    if isinstance(backend.cache, PagedCache):
+        return
+    found: list[Kind] | str | None = paged_attention.refusal(backend.facts, execution)
+    if found is None and type(backend) is not Eager:
+        found = "FlexAttention needs keys and values in one block"
+    if found is None and not test:
+        found = "there is no comparison with the model's own attention (self_test=False)"
+    if found is None:
+        with packing.one_thread(backend.facts.model):
+            found = attention_test(backend)
+    if isinstance(found, list):
+        page(backend, found)
+    else:
+        backend.reasons["pages"] = found
 
 
 def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:

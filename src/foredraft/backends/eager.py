@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -160,12 +160,15 @@ class Eager(Backend):
             tree_inputs, context = self._masked(given), self.facts.context
             return PassOutput(*direct(given.tokens, window, self.cache, context, tree_inputs, given.keep, self.features, given.part))
         positions, where, mask = self.positions(tree, window), None, None
+        pages = self.pages if self.pages is not None and self.pages.serves else None
+        masks = self.call.masks if pages is None else pages.masks
         if not given.uniform_chain:
             where = MaskInputs(tree, window, positions)
-            mask = self.call.masks(where, self.cache)
+            mask = masks(where, self.cache)
         elif not self.call.uses_alibi:
-            mask = self.call.masks.for_chain(window, self.facts.device)
-        return self.called(given, window, positions, mask, where)
+            mask = masks.for_chain(window, self.facts.device)
+        with nullcontext() if pages is None else pages.in_use(self.cache):
+            return self.called(given, window, positions, mask, where)
 
     def called(self, given: ForwardPass, window: Window, positions: Tensor, mask: Any, where: MaskInputs | None) -> PassOutput:
         """The call of the model in ``window``, which the cache has entered, with the ``positions`` of its newest nodes last."""

@@ -186,6 +186,9 @@ class FusedLayer(Override):
         key, value = both[:, :, queries:].transpose(1, 2), heads[:, :, self.pairs :].transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.index)
+        if isinstance(cache, TreeCache) and cache.reader is not None:
+            attended: Tensor = cache.reader.attended(both[:, :, :queries].transpose(1, 2), key, value, mask, self.scaling)
+            return self.output(attended.flatten(2))
         return self.output(self._attended(both[:, :, :queries], key, value, mask))
 
     @property

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foredraft.models.cache import TreeCache, Window
+from foredraft.models.cache import Layer, TreeCache, Window
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder
+from foredraft.models.paged_cache import Kind
+from foredraft.models.pages import PAGE
 
 SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # by layer type, in configurations
 
@@ -24,6 +27,20 @@ def windows_of(model: Any) -> list[int | None]:
         return [None] * len(kinds)
     sizes = {kind: _size(model, config, kind) for kind in set(kinds)}
     return [sizes[kind] for kind in kinds]
+
+
+def kinds_of(model: Any, layers: Sequence[Layer]) -> list[Kind]:
+    """The kinds of decoder layers of a model, whose keys and values are like those in ``layers``."""
+    found: dict[int | None, list[int]] = {}
+    for index, (window, layer) in enumerate(zip(windows_of(model), layers)):
+        if len(layer.keys):
+            found.setdefault(window, []).append(index)
+    return [Kind(sum(page_bytes(layers[index]) for index in some), window, frozenset(some)) for window, some in found.items()]
+
+
+def page_bytes(layer: Layer) -> int:
+    """Of a page of a layer whose keys and values are like those of ``layer``."""
+    return sum(each.shape[1] * PAGE * each.shape[3] * each.itemsize for each in (layer.keys, layer.values))
 
 
 def _only_kind(config: Any) -> str:

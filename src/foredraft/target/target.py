@@ -187,8 +187,8 @@ class Target(Passes):
         (asked, size), cache = self._cache_memory, self._pages
         if cache is None and asked:
             raise ConfigurationError(
-                f"cache_memory needs a cache in pages, which {describe(self.model)} has where its decoder is one call of the kernels "
-                f"(execution='native' or 'auto'), and passes are {self.execution} here; leave cache_memory out"
+                f"cache_memory needs a cache in pages, and that of {describe(self.model)} has none: {self.reasons['pages']}; "
+                "leave cache_memory out"
             )
         if cache is None:
             return

@@ -72,6 +72,7 @@ class Layer(ctypes.Structure):
         + [(name, Norm) for name in ("before", "after", "query_norm", "key_norm", "between")]
         + [(name, Matrix) for name in ("cross_query", "cross_output")]
         + [("bias", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("reach", "activation", "behind"))]
+        + [("sinks", ctypes.c_void_p), ("cap", ctypes.c_double)]
     )
 
 
@@ -226,6 +227,8 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.layer.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, pointer, number]
     kernels.layer_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer, number, pointer, pointer]
     several, size = ctypes.POINTER(pointer), ctypes.c_int64
+    kernels.attend_over.argtypes = [ctypes.POINTER(Layer), ctypes.POINTER(Pass), pointer, pointer, pointer]
+    kernels.write_over.argtypes = [ctypes.POINTER(Pass), pointer, size, size, size, number, number, pointer]
     held: list[Any] = [several, several, size, ctypes.POINTER(Norm), ctypes.c_double, pointer, ctypes.POINTER(States), pointer]
     kernels.model.argtypes = [several, number, ctypes.POINTER(Pass), pointer, pointer, *held]
     kernels.embed.argtypes = [ctypes.POINTER(Embedded), pointer, pointer, pointer, number]
@@ -235,6 +238,7 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.grow.restype = kernels.fill.restype = number
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest):
         each.restype = None
+    kernels.attend_over.restype = kernels.write_over.restype = None
     kernels.share.argtypes, kernels.share.restype = [pointer], pointer
     _crew[:] = [kernels.share(_crew[0] if _crew else None)]
     return kernels

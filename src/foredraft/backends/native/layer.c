@@ -5,7 +5,7 @@
  * places where torch rounds them.
  *
  * Compiled once per dtype: -DBF16 for bfloat16, without it for float32; and with -DINT8 for weights of eight bits, which are
- * widened to the model's dtype in a register, exactly. All sizes are multiples of 32.
+ * widened to the model's dtype in a register, exactly. All sizes are multiples of 32; of heads that only attend, of 16.
  *
  * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS) and [N/16][K][16] in float32, N padded to 64;
  * one of eight bits has the order of the dtype that it is multiplied in.
@@ -395,12 +395,15 @@ static void packed_keys(const value *keys, int count, int size, value *out, cons
     const int words = size / DEPTH;
     for (int b = 0; b < KEYS && b < count; b += 16)
         for (int w = 0; w < words; w += 16) {
+            const int some = words - w < 16 ? words - w : 16;
             i32 r[16];
             for (int j = 0; next && j < 16; j++) _mm_prefetch((const char *)(next + (size_t)(b + j) * size + w * DEPTH), _MM_HINT_T0);
-            for (int j = 0; j < 16; j++)
-                r[j] = b + j < count ? i32_load(keys + (size_t)(b + j) * size + w * DEPTH) : i32_zero();
+            for (int j = 0; j < 16; j++) {
+                const void *from = keys + (size_t)(b + j) * size + w * DEPTH;
+                r[j] = b + j >= count ? i32_zero() : some == 16 ? i32_load(from) : i32_load_some((1u << some) - 1, from);
+            }
             turned(r);
-            for (int j = 0; j < 16; j++) i32_store(out + (size_t)b * size + (w + j) * 16 * DEPTH, r[j]);
+            for (int j = 0; j < some; j++) i32_store(out + (size_t)b * size + (w + j) * 16 * DEPTH, r[j]);
         }
 }
 
@@ -447,7 +450,7 @@ INLINE void gathered(const float *probabilities, const value *values, float *sum
 
 INLINE void gathered_all(const float *probabilities, const value *values, float *sums, int count, int size, int n, const value *next) {
     if (size % 64)
-        gathered(probabilities, values, sums, count, size, n, TOGETHER(n) < 2 ? 1 : 2, next);
+        gathered(probabilities, values, sums, count, size, n, TOGETHER(n) < 2 || size % 32 ? 1 : 2, next);
     else
         gathered(probabilities, values, sums, count, size, n, TOGETHER(n), next);
 }
@@ -470,6 +473,8 @@ typedef struct {
     const float *bias;                     /* [heads, reach] of scores, by the distance of query and key; null for none */
     int64_t reach, activation;             /* further keys are as the last one */
     int64_t behind;                        /* norms are of what a sublayer was added to, rather than of what it reads */
+    const float *sinks;                    /* [heads] a score beside those of the keys, without a value; null for none */
+    double cap;                            /* scores become cap tanh(score / cap); 0: they stay as they are */
 } Layer;
 
 typedef struct {
@@ -530,6 +535,13 @@ INLINE f32 by_distance(const Layer *l, const Pass *p, const float *bias, int row
     return f32_gather(bias + (size_t)head * l->reach, distance);
 }
 
+/* cap tanh(x / cap) */
+INLINE f32 capped(f32 x, float cap) {
+    const f32 one = f32_of(1.0f), e = exponential(f32_mul(f32_abs(x), f32_of(-2.0f / cap)));
+    const f32 y = f32_mul(f32_div(f32_sub(one, e), f32_add(one, e)), f32_of(cap));
+    return f32_pick(f32_less(x, f32_zero()), y, f32_sub(f32_zero(), y));
+}
+
 /* A chunk: queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. Keys are taken
  * KEYS at a time, with the largest score and the sum so far. */
 static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
@@ -545,7 +557,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
         const value *q = p->projected + ((size_t)begin + node) * a->columns + (size_t)which * size;
         for (int d = 0; d < size; d += 16) store(queries + i * size + d, load(q + d));
         for (int d = 0; d < size; d += 16) f32_store(sums + i * size + d, f32_zero());
-        most[i] = -__builtin_inff(), total[i] = 0.0f;
+        most[i] = l->sinks ? l->sinks[which] : -__builtin_inff(), total[i] = l->sinks ? 1.0f : 0.0f;
         seen[i] = mask ? mask + row * p->mask_row_stride + node * p->mask_stride : 0;
         slots[i] = a->slots[a->by_row ? row : begin + node];
         if (slots[i] >= reach) reach = slots[i] + 1;
@@ -571,7 +583,9 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
             float *s = scores + i * KEYS;
             f32 each[KEYS / 16], largest = f32_of(most[i]), sum = f32_zero();
             for (int b = 0; b < KEYS / 16; b++) {
-                each[b] = f32_pick(sees[i][b], none, f32_mul(f32_load(s + b * 16), f32_of(l->scaling)));
+                each[b] = f32_mul(f32_load(s + b * 16), f32_of(l->scaling));
+                if (l->cap) each[b] = capped(each[b], l->cap);
+                each[b] = f32_pick(sees[i][b], none, each[b]);
                 if (a->bias && sees[i][b])
                     each[b] = f32_add(each[b], by_distance(l, p, a->bias, row, head * group + (first + i) % group, slots[i], start + b * 16, sees[i][b]));
                 largest = f32_max(largest, each[b]);
@@ -726,6 +740,36 @@ void layer_over(const Layer *l, const Pass *p, const uint8_t *mask, value *x, co
 
 void layer(const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *keys, value *values, int parts) {
     together(p->threads, do_layer, &(OneLayer){l, p, mask, x, 0, 0, keys, values, parts});
+}
+
+typedef struct {
+    const Layer *layer;
+    const Pass *pass;
+    Asked asked;
+} Attention;
+
+static void do_attention(Worker *w, const void *job) {
+    const Attention *a = job;
+    attention(w, a->layer, a->pass, &a->asked);
+}
+
+/* The attention of a layer alone: of p->projected [tokens, heads * size] over keys and values into p->attended of that shape. Of the layer
+ * only heads and their size, scaling, sinks and cap are read. */
+void attend_over(const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values) {
+    const Asked asked = {keys, values, p->row_stride, p->head_stride, l->heads * l->size, p->slots, 0, mask, 0, p->table};
+    together(p->threads, do_attention, &(Attention){l, p, asked});
+}
+
+/* The vectors [rows, heads, nodes, size] with those strides into the slots of their tokens, in pages */
+void write_over(const Pass *p, const value *from, int64_t row_step, int64_t head_step, int64_t step, int heads, int size, value *to) {
+    for (int t = 0; t < p->tokens; t++) {
+        const int row = p->row_of[t], slot = p->slots[t] % KEYS;
+        const value *vector = from + row * row_step + (t - p->begins[row]) * step;
+        for (int h = 0; h < heads; h++) {
+            const size_t place = block(p, p->table, p->row_stride, p->head_stride, row, h, p->slots[t] - slot, size) + (size_t)slot * size;
+            __builtin_memcpy(to + place, vector + h * head_step, size * sizeof(value));
+        }
+    }
 }
 
 /* Hidden states that a pass hands out: out [T, count * hidden], those of `numbers` side by side. 0 is what the first layer reads, i what

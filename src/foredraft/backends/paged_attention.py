@@ -1,0 +1,268 @@
+"""Attention over keys and values that lie in pages, by the kernels in ``native``, inside models whose layers are otherwise their own.
+
+Most families call their attention through transformers' ``AttentionInterface``. A function of a name of its own is registered there; a
+model uses it for the length of a pass only. The cache then writes keys and values into pages and returns nothing that could be read:
+what the function gets is a key to what was written, and the kernels read the pages where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from foredraft.backends import native
+from foredraft.backends.base import Backend, differs, failure
+from foredraft.backends.kernel_pass import Places, fits
+from foredraft.backends.self_test import PATH, SMALLEST, Trial, some_text
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.masks import MaskBuilder
+from foredraft.models.paged_cache import Kind, PagedCache
+from foredraft.models.pages import PAGE
+from foredraft.models.positions import uses_alibi
+from foredraft.models.support import ModelFacts
+from foredraft.models.windows import kinds_of
+from foredraft.tree import TokenTree
+
+NAME = "foredraft_pages"
+VECTOR = 16  # numbers; a head is a multiple of it
+
+
+def refusal(facts: ModelFacts, execution: str) -> str | None:
+    """Why the keys and values of a model cannot lie in pages; None if nothing speaks against it."""
+    model = facts.model
+    if facts.chains_only is not None:
+        return facts.chains_only
+    if facts.sourced:
+        return "the model has an encoder"
+    if execution in ("compiled", "graphs"):
+        return f"execution={execution!r} was asked for"
+    if any(each.device.type != "cpu" for each in model.parameters()):
+        return "the kernels that read pages are for CPUs"
+    if model.config.get_text_config()._attn_implementation not in ("sdpa", "eager"):
+        return f"its attention is {model.config._attn_implementation!r}"
+    if uses_alibi(model):
+        return "the model adds a bias by position to its scores"
+    return native.refusal(model.dtype)
+
+
+class PagedAttention:
+    """The attention of one model over a cache in pages.
+
+    Attributes:
+        masks: for passes that use it.
+        calls, writes: of the attention function; of layers that had keys and values cached for it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls, self.writes = model, 0, 0
+        configs = [vars(module).get("config") for module in model.modules()]
+        self._configs = list({id(each): each for each in configs if isinstance(each, PreTrainedConfig)}.values())
+        self.masks = MaskBuilder(model.config.get_text_config(), NAME, model.dtype)
+        self._library = native.library(model.dtype)
+        self._about, self._layer = native.Pass(), native.Layer()
+        self._window: Window | None = None  # that `_about` is about
+        self._held: Any = None  # what it points to
+        self._scratch = torch.empty(0)
+        self._cache: PagedCache | None = None
+        self._written: dict[int, tuple[Tensor, Tensor, int, Tensor, Tensor]] = {}  # by the id of the keys that layers were given
+
+    @property
+    def serves(self) -> bool:
+        """Nobody asks for what only the model's own attention gives."""
+        return not (self.model.config.output_attentions or self.model.training or torch.is_grad_enabled())
+
+    @contextmanager
+    def in_use(self, cache: PagedCache) -> Iterator[None]:
+        """For one pass over ``cache``, whose window it has entered, the model's attention is :meth:`attended`."""
+        before = [config.__dict__["_attn_implementation_internal"] for config in self._configs]
+        for config in self._configs:
+            config.__dict__.update(_attn_implementation_internal=NAME, foredraft_pages=self)
+        cache.reader, self._cache = self, cache
+        try:
+            yield
+        finally:
+            cache.reader = self._cache = self._window = None
+            self._written.clear()
+            for config, implementation in zip(self._configs, before):
+                config.__dict__["_attn_implementation_internal"] = implementation
+                del config.__dict__["foredraft_pages"]
+
+    def write(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write ``[R, heads, N, size]`` at the window's slots of a layer. What is returned has the shapes of keys and values up to the
+        window's width, and no numbers: whoever computes with it gets NaN, and :meth:`attended` knows by it what was written."""
+        assert self._cache is not None
+        self.writes += 1
+        about, layer = self._pass(self._cache.window, keys.shape[3]), self._cache.layers[layer_idx]
+        offset = self._cache.place(about, layer_idx)
+        for new, store in ((keys, layer.keys), (values, layer.values)):
+            new = new if new.stride(3) == 1 else new.contiguous()
+            goal = store.data_ptr() + offset * store.itemsize
+            self._library.write_over(about, new.data_ptr(), *new.stride()[:3], *new.shape[1::2], goal)
+        given = [each.new_full((), torch.nan).expand(*each.shape[:2], int(about.width), each.shape[3]) for each in (keys, values)]
+        self._written[id(given[0])] = given[0], given[1], layer_idx, keys, values
+        return given[0], given[1]
+
+    def attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """``[R, N, heads, size]`` for ``query`` ``[R, heads, N, size]`` over ``key`` and ``value`` that :meth:`write` has returned.
+
+        Args:
+            mask: bool ``[R or 1, 1, N, width]``; None where a node sees every slot up to its own.
+            softcap: scores become softcap * tanh(score / softcap).
+            sinks: ``[heads]`` one more score of each head, without a value.
+
+        Raises:
+            NotImplementedError: keys, values or a mask that the kernels do not read.
+        """
+        found = self._written.get(id(key))
+        if self._cache is None or found is None or found[0] is not key or found[1] is not value:
+            raise NotImplementedError("a layer attends over other keys or values than those that it has cached")
+        if not fits(mask):
+            raise NotImplementedError("a mask is not the same for every head, or no mask of bools")
+        self.calls += 1
+        (rows, heads, nodes, size), layer_idx, layer = query.shape, found[2], self._layer
+        about = self._pass(self._cache.window, size)
+        offset = self._cache.place(about, layer_idx)
+        layer.heads, layer.key_heads, layer.size = heads, key.shape[1], size
+        layer.scaling, layer.cap = size**-0.5 if scaling is None else scaling, softcap or 0.0
+        apart = None if sinks is None else sinks.detach().float().contiguous()
+        layer.sinks = None if apart is None else apart.data_ptr()
+        if mask is not None:
+            about.mask_row_stride, about.mask_stride = 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2)
+        asked = query.transpose(1, 2).contiguous()
+        out = query.new_empty(rows, nodes, heads, size)
+        about.projected, about.attended = asked.data_ptr(), out.data_ptr()
+        held = self._cache.layers[layer_idx]
+        stores = [each.data_ptr() + offset * each.itemsize for each in (held.keys, held.values)]
+        self._library.attend_over(layer, about, None if mask is None else mask.data_ptr(), *stores)
+        return out
+
+    def _pass(self, window: Any, size: int) -> native.Pass:
+        """About ``window``, with scratch for heads of ``size``."""
+        about = self._about
+        if window is not self._window:
+            places = Places(window, ragged=False)
+            about.threads, about.rows, about.tokens = torch.get_num_threads(), window.rows, places.count
+            about.nodes, about.width = window.nodes, window.width
+            self._held, self._window = (places.begins, places.rows, places.slots), window
+            about.begins, about.row_of, about.slots = (each.data_ptr() for each in self._held)
+        needed = int(about.threads) * native.scratch(size)
+        if len(self._scratch) < needed:
+            self._scratch = torch.empty(needed)
+        about.scratch = self._scratch.data_ptr()
+        return about
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """:meth:`PagedAttention.attended` in transformers' interface.
+
+    Raises:
+        NotImplementedError: an option that has no counterpart here.
+    """
+    if dropout or position_bias is not None or is_causal is False:
+        raise NotImplementedError("dropout" if dropout else "a bias by position" if position_bias is not None else "no causality")
+    pages: PagedAttention = module.config.foredraft_pages
+    return pages.attended(query, key, value, attention_mask, scaling, softcap, s_aux), None
+
+
+def mask(
+    *,
+    kv_length: int,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **others: Any,
+) -> Tensor | None:
+    """A mask builder in transformers' interface: that of sdpa, and none where a node sees every slot up to its own."""
+    everything = mask_function is causal_mask_function and (local_size is None or kv_length <= local_size)
+    if everything and attention_mask is None and allow_is_causal_skip:
+        return None
+    given = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size}
+    return sdpa_mask(kv_length=kv_length, allow_is_causal_skip=allow_is_causal_skip, **given, **others)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, mask)
+
+
+# -- the comparison -----------------------------------------------------------------------------------------------------
+
+
+def page(backend: Backend, kinds: Sequence[Kind]) -> None:
+    """``backend``, which has no rows, keeps keys and values of such ``kinds`` of layers in pages from now on."""
+    backend.cache, backend.pages = PagedCache(kinds), PagedAttention(backend.facts.model)
+
+
+@torch.inference_mode()
+def attention_test(backend: Backend) -> list[Kind] | str:
+    """Make the same passes through the model's own attention and over pages: a prefill of rows of unequal length, a tree, and chains after
+    a path of it was kept. ``backend`` is left as it was.
+
+    Returns:
+        The kinds of its layers; or why pages are not to be used.
+    """
+    facts, before = backend.facts, backend.cache
+    if facts.context is not None and facts.context < SMALLEST:
+        return f"a context of {facts.context} tokens has no room for the test"
+    try:
+        backend.cache = TreeCache()
+        expected = logits_of_test(backend)
+        stores = [(layer.keys, layer.values) for layer in backend.cache.written]
+        if any(keys.shape != values.shape for keys, values in stores):
+            return "its keys and values have unequal sizes"
+        if sizes := {keys.shape[3] for keys, _ in stores if keys.shape[3] % VECTOR}:
+            return f"its heads have {min(sizes)} numbers, and the kernels take multiples of {VECTOR}"
+        kinds = kinds_of(facts.model, backend.cache.layers)
+        page(backend, kinds)
+        found = logits_of_test(backend)
+        if backend.pages.writes and not backend.pages.calls:  # without either, all layers are kernels
+            return "its layers do not ask transformers' attention interface"
+        differences = [differs(facts.model, *pair) for pair in zip(found, expected)]
+        return next((each for each in differences if each is not None), kinds)
+    except Exception as error:  # what a model raises that was given another attention has no common type
+        return failure(error)
+    finally:
+        backend.cache, backend.pages = before, None
+
+
+def logits_of_test(backend: Backend) -> list[Tensor]:
+    """``[R, N, V]`` logits of each pass of :func:`attention_test` behind the prefill."""
+    facts = backend.facts
+    trial = Trial(backend, [some_text(facts, PAGE + 6, 3), some_text(facts, 3, 1)])  # one goes on in a second page
+    tree = trial.tree()
+    found = [trial.score(tree)]
+    trial.commit(torch.tensor([PATH] * 2, device=facts.device), (len(PATH), 1))
+    chain = TokenTree.from_chain(tree.tokens[:, :3])
+    found.append(trial.score(chain))
+    trial.commit(None, (2, 3))
+    backend.cache.compact([0])
+    alone = TokenTree.from_chain(tree.tokens[:1, 2:5])
+    return [*found, trial.score(alone)]

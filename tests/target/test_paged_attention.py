@@ -1,0 +1,249 @@
+"""Attention over pages in models whose layers are their own: the logits are those of the model's own attention, whatever rows share."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, build
+from helpers import random_tree
+from kernel_cases import DTYPES, needs_kernels
+from kernel_cases import build as build_native
+
+from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.backends import paged_attention
+from foredraft.models.paged_cache import PagedCache
+from foredraft.models.pages import PAGE
+from foredraft.target import Target
+
+pytestmark = needs_kernels
+
+FAMILIES = ("gemma2", "gemma3_text", "phi3", "gpt_neox", "gpt_oss", "qwen3_moe", "starcoder2", "mistral", "llama4_text", "gemma3n_text")
+
+LIMIT = {torch.float32: 2e-5, torch.bfloat16: 1e-1}  # of the largest logit; both sides round
+
+
+def wide(name, dtype=torch.float32, size=16, how=None, **options):
+    """A tiny model with heads of so many numbers."""
+    make = ARCHITECTURES[name].build
+    given = {**make.args[-1], "hidden_size": 4 * size, **options}
+    if "n_embd" in given:
+        given["n_embd"] = given.pop("hidden_size")
+    if "num_key_value_heads" in given:
+        given["head_dim"] = size
+    if "num_local_experts" in given:
+        given["num_experts_per_tok"] = given["num_local_experts"]  # rounding does not choose others
+    return make.func(*make.args[:-1], given, how or ARCHITECTURES[name].implementations[0]).to(dtype)
+
+
+def pair(model, **options):
+    """Targets with pages and without."""
+    paged = Target(model, execution="eager", **options)
+    assert isinstance(paged.cache, PagedCache), paged.reasons
+    contiguous = Target(model, execution="eager", test=False, **options)
+    assert not isinstance(contiguous.cache, PagedCache)
+    return paged, contiguous
+
+
+def text(length, seed=0):
+    return [(7 * i * i + 3 * seed * i + seed) % 100 for i in range(length)]
+
+
+def close(got, wanted):
+    limit = LIMIT[got.dtype] * wanted.float().abs().max()
+    errors = (got.float() - wanted.float()).abs().amax(-1).flatten()
+    found = errors.quantile(1.0 if got.dtype == torch.float32 else 0.75, interpolation="lower")  # rounding may choose other experts
+    assert found <= limit, float(found / limit)
+
+
+@torch.inference_mode()
+def read(target, texts):
+    first = len(target.lengths)
+    target.open(texts)
+    return target.prefill(texts, first=first)
+
+
+@torch.inference_mode()
+def through(targets, texts, seeds=range(3)):
+    """The same rounds on both: prefills, trees of which a path is kept, chains, and rows that leave."""
+    for found in zip(*(read(target, list(map(list, texts))) for target in targets)):
+        close(*found)
+    for seed in seeds:
+        rows = len(targets[0].lengths)
+        tree = random_tree(rows, 9, seed)
+        tree = TokenTree(tree.tokens % 100, tree.parents)
+        close(*(target.score(tree) for target in targets))
+        leaf = tree.parents.tolist()[0].index(0) if 0 in tree.parents.tolist()[0] else 1
+        for target in targets:
+            target.commit(torch.tensor([[0, leaf]] * rows), [2 if row == 0 else 1 for row in range(rows)])
+        chain = TokenTree.from_chain(tree.tokens[:, :5])
+        close(*(target.score(chain) for target in targets))
+        for target in targets:
+            target.commit(None, [5 - row % 2 for row in range(rows)])
+        if rows > 1:
+            for target in targets:
+                target.compact(list(range(1, rows)))
+    one = torch.tensor([7] * len(targets[0].lengths))
+    close(*(target.advance(one) for target in targets))
+
+
+# -- the same logits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_the_models_own_attention(name, dtype):
+    """Behind texts that outgrow windows and end in other pages."""
+    targets = pair(wide(name, dtype))
+    through(targets, [text(150, 1), text(63, 2), text(20, 3)])
+    assert targets[0].backend.pages.calls > 0
+
+
+@pytest.mark.parametrize("size", [16, 48, 80])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_any_multiple_of_16(size, dtype):
+    through(pair(wide("gemma3_text", dtype, size=size)), [text(70, 1), text(5, 2)], seeds=(0,))
+
+
+@pytest.mark.parametrize("family", ["mistral-window", "llama"])
+def test_packed_layers_attend_over_pages(family):
+    """Of one kernel each where windows keep the decoder from being one; and of fused products that are no kernels."""
+    model = build_native(family, torch.float32)
+    other = copy.deepcopy(model)
+    execution = "native" if family == "mistral-window" else "packed"
+    paged, plain = Target(model, execution=execution), Target(other, execution="eager", test=False)
+    assert isinstance(paged.cache, PagedCache), paged.reasons
+    through([paged, plain], [text(150, 1), text(20, 3)])
+    paged.close()
+
+
+def test_rows_share_what_they_begin_with():
+    base = text(150)
+    paged, contiguous = pair(wide("gemma3_text"))
+    through([paged, contiguous], [base, [*base[:140], 3, 4, 5], base[:80]], seeds=(0,))
+    paged.reset()
+    contiguous.reset()
+    before = paged.layer_tokens[0]
+    close(read(paged, [base]), read(contiguous, [base]))
+    assert paged.layer_tokens[0] - before < PAGE, "a page of a text that is over is found again"
+
+
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass():
+    model = wide("phi3")
+    alone, among = Target(model, execution="eager"), Target(model, execution="eager")
+    asked = [torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16)]
+    found = []
+    for target, lengths in ((alone, [70]), (among, [9, 70, 130])):
+        cache, pages = target.cache, target.backend.pages
+        cache.open(lengths)
+        tree = TokenTree.from_chain(torch.zeros(len(lengths), 3, dtype=torch.long))
+        target.score(tree)
+        row = lengths.index(70)
+        generator = torch.Generator().manual_seed(5)
+        for store in (cache.layers[0].keys, cache.layers[0].values):
+            store[cache.tables[row]] = torch.randn(2, *store.shape[1:], generator=generator)
+        with torch.inference_mode(), pages.in_use(cache):
+            query, key, value = (torch.cat([each if at == row else each + at for at in range(len(lengths))]) for each in asked)
+            found.append(pages.attended(query, *cache.update(key, value, 0), None, None)[row])
+    assert torch.equal(*found)
+
+
+# -- who has pages, and who has not ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("llama", {"size": 8}, "its heads have 8 numbers"),
+        ("deepseek_v2", {}, "unequal sizes"),
+        ("gptj", {}, "do not ask transformers' attention interface"),
+        ("bloom", None, "adds a bias by position"),
+        ("mamba2", None, "recurrent state"),
+        ("t5", None, "has an encoder"),
+    ],
+)
+def test_why_a_model_has_no_pages(name, options, why):
+    if name == "t5":
+        from encoder_decoders import build as build_sourced
+
+        model = build_sourced("t5")
+    else:
+        model = build(name, ARCHITECTURES[name].implementations[0]) if options is None else wide(name, **options)
+    target = Target(model)
+    assert not isinstance(target.cache, PagedCache) and why in target.reasons["pages"]
+    with pytest.raises(ConfigurationError, match="cache_memory needs a cache in pages"):
+        Target(model, cache_memory="1GiB")
+
+
+def test_other_ways_to_make_passes_have_no_pages():
+    assert "block" in Target(wide("phi3"), attention="flex").reasons["pages"]
+    assert "no comparison" in Target(wide("phi3"), test=False).reasons["pages"]
+
+
+def test_the_model_is_left_as_it_was():
+    model = wide("gemma2")
+    before = dict(vars(model.config))
+    target = Target(model, execution="eager")
+    read(target, [text(20)])
+    assert dict(vars(model.config)) == before
+
+
+@torch.inference_mode()
+def test_attention_weights_are_those_of_the_model():
+    """Who asks for them gets the model's own attention, over keys and values gathered from the pages."""
+    paged, contiguous = pair(wide("gemma3_text", how="eager"))
+    through([paged, contiguous], [text(70, 1), text(5, 2)], seeds=(0,))
+    calls, seen = paged.backend.pages.calls, []
+    paged.model.config.output_attentions = True
+    paged.model.model.layers[0].self_attn.register_forward_hook(lambda module, given, out: seen.append(out[1]))
+    chain = TokenTree.from_chain(torch.tensor([[3, 4]]).expand(len(paged.lengths), -1))
+    close(paged.score(chain), contiguous.score(chain))
+    assert paged.backend.pages.calls == calls and len(seen) == 2 and all(each is not None for each in seen)
+
+
+def test_a_budget_for_a_family_without_kernels():
+    speculator = Speculator(wide("gemma2"), "prompt-lookup", cache_memory="1MiB")
+    ids = torch.tensor([text(100)])
+    out = speculator.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    again = Speculator(wide("gemma2"), "none", self_test=False)
+    same = again.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+    assert out.sequences.tolist() == same.sequences.tolist() and out.stats.memory.held > 0
+
+
+# -- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def without_cap(self, *given):
+    return ATTENDED(self, *given[:5], None, *given[6:])
+
+
+def sinks_rolled(self, *given):
+    return ATTENDED(self, *given[:6], given[6].roll(1))
+
+
+def without_mask(self, query, key, value, mask, *given):
+    return ATTENDED(self, query, key, value, None, *given)
+
+
+ATTENDED = paged_attention.PagedAttention.attended
+
+
+@pytest.mark.parametrize(("name", "fault"), [("gemma2", without_cap), ("gpt_oss", sinks_rolled), ("phi3", without_mask)])
+def test_a_fault_is_found_when_a_target_is_built(name, fault, monkeypatch):
+    monkeypatch.setattr(paged_attention.PagedAttention, "attended", fault)
+    target = Target(wide(name), execution="eager")
+    assert not isinstance(target.cache, PagedCache) and "differ" in target.reasons["pages"]
+
+
+def test_pages_of_another_row_are_found_when_a_target_is_built(monkeypatch):
+    place = PagedCache.place
+
+    def wrong(self, about, layer_idx=0):
+        offset = place(self, about, layer_idx)
+        about.table_stride = 0
+        return offset
+
+    monkeypatch.setattr(PagedCache, "place", wrong)
+    target = Target(wide("phi3"), execution="eager")
+    assert not isinstance(target.cache, PagedCache) and "differ" in target.reasons["pages"]
