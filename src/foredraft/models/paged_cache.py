@@ -31,12 +31,14 @@ class PagedCache(TreeCache):
     Attributes:
         pool: who holds which page.
         tables: the pages of each live row, in order.
+        reader: who reads keys and values where they lie, for the length of a pass; None where the model is handed them.
     """
 
     def __init__(self, page_bytes: int) -> None:
         super().__init__()
         self.page_bytes = page_bytes
         self.pool = PagePool()
+        self.reader: Any = None
         self._reset()
 
     def _reset(self) -> None:
