@@ -44,6 +44,7 @@ LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.
 HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py")
 NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
+PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
 SOURCED = ("tests/target/test_native_sourced.py",)
 THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
@@ -220,6 +221,13 @@ FAULTS = [
     Fault("target.py", "            self.cache.share_no_more()\n", "            pass\n", PAGED),
     Fault("layer.c", "(size_t)table[row * p->table_stride + start / KEYS]", "(size_t)table[start / KEYS]", PAGED),
     Fault("paged_cache.py", "if start < self._filled[row] else 0", "", PAGED),
+    Fault("layer.c", "if (l->cap) each[b] = capped(each[b], l->cap);", "", PAGED_ATTENTION),
+    Fault("layer.c", "l->sinks ? l->sinks[which]", "l->sinks ? l->sinks[head]", PAGED_ATTENTION),
+    Fault("layer.c", "total[i] = l->sinks ? 1.0f : 0.0f", "total[i] = 0.0f", PAGED_ATTENTION),
+    Fault("layer.c", "|| size % 32 ? 1 : 2", "? 1 : 2", PAGED_ATTENTION),
+    Fault("layer.c", "row, h, p->slots[t] - slot, size)", "0, h, p->slots[t] - slot, size)", PAGED_ATTENTION),
+    Fault("paged_attention.py", "None if mask is None else mask.data_ptr(), *stores", "None, *stores", PAGED_ATTENTION),
+    Fault("paged_attention.py", "if everything and attention_mask is None", "if attention_mask is None", PAGED_ATTENTION),
     Fault("round.py", "first, unread=2)", "first)", ADMISSION),
     Fault("session.py", "self.loop.read_again(rows, first=first)", "self.loop.read_again(rows)", ADMISSION),
     Fault("admission.py", "-rows[index].slot", "rows[index].slot", ADMISSION),

@@ -21,8 +21,6 @@ pytestmark = needs_kernels
 
 FAMILIES = ("gemma2", "gemma3_text", "phi3", "gpt_neox", "gpt_oss", "qwen3_moe", "starcoder2", "mistral", "llama4_text", "gemma3n_text")
 
-LIMIT = {torch.float32: 2e-5, torch.bfloat16: 1e-1}  # of the largest logit; both sides round
-
 
 def wide(name, dtype=torch.float32, size=16, how=None, **options):
     """A tiny model with heads of so many numbers."""
@@ -37,24 +35,27 @@ def wide(name, dtype=torch.float32, size=16, how=None, **options):
     return make.func(*make.args[:-1], given, how or ARCHITECTURES[name].implementations[0]).to(dtype)
 
 
-def pair(model, **options):
-    """Targets with pages and without."""
-    paged = Target(model, execution="eager", **options)
+def pair(model):
+    """Targets with pages and without; in bfloat16 also one of the same weights in float32."""
+    paged = Target(model, execution="eager")
     assert isinstance(paged.cache, PagedCache), paged.reasons
-    contiguous = Target(model, execution="eager", test=False, **options)
-    assert not isinstance(contiguous.cache, PagedCache)
-    return paged, contiguous
+    models = [model] if model.dtype == torch.float32 else [model, copy.deepcopy(model).float()]
+    others = [Target(each, execution="eager", test=False) for each in models]
+    assert not any(isinstance(each.cache, PagedCache) for each in others)
+    return [paged, *others]
 
 
 def text(length, seed=0):
     return [(7 * i * i + 3 * seed * i + seed) % 100 for i in range(length)]
 
 
-def close(got, wanted):
-    limit = LIMIT[got.dtype] * wanted.float().abs().max()
-    errors = (got.float() - wanted.float()).abs().amax(-1).flatten()
-    found = errors.quantile(1.0 if got.dtype == torch.float32 else 0.75, interpolation="lower")  # rounding may choose other experts
-    assert found <= limit, float(found / limit)
+def close(got, wanted, exact=None):
+    """In bfloat16, ``got`` is as near to what is ``exact`` as what is ``wanted``."""
+    if exact is None:
+        assert (got - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    else:
+        error, allowed = ((each.float() - exact).square().mean().sqrt() for each in (got, wanted))
+        assert error <= 1.5 * allowed
 
 
 @torch.inference_mode()
@@ -91,8 +92,10 @@ def through(targets, texts, seeds=range(3)):
 # -- the same logits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in FAMILIES for dtype in DTYPES if name != "llama4_text" or dtype == torch.float32],  # its experts
+)
 def test_logits_are_those_of_the_models_own_attention(name, dtype):
     """Behind texts that outgrow windows and end in other pages."""
     targets = pair(wide(name, dtype))
@@ -142,7 +145,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass():
         row = lengths.index(70)
         generator = torch.Generator().manual_seed(5)
         for store in (cache.layers[0].keys, cache.layers[0].values):
-            store[cache.tables[row]] = torch.randn(2, *store.shape[1:], generator=generator)
+            store[cache._store(0).tables[row]] = torch.randn(2, *store.shape[1:], generator=generator)
         with torch.inference_mode(), pages.in_use(cache):
             query, key, value = (torch.cat([each if at == row else each + at for at in range(len(lengths))]) for each in asked)
             found.append(pages.attended(query, *cache.update(key, value, 0), None, None)[row])

@@ -24,6 +24,7 @@ from foredraft.backends.packing import PLAIN, Packing, Product
 from foredraft.backends.sourced_pass import SourcedModel
 from foredraft.models.cache import TreeCache
 from foredraft.models.changes import Override, Structure, hooks_of, take_back
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.skips import LeftOut
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -186,7 +187,7 @@ class FusedLayer(Override):
         key, value = both[:, :, queries:].transpose(1, 2), heads[:, :, self.pairs :].transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.index)
-        if isinstance(cache, TreeCache) and cache.reader is not None:
+        if isinstance(cache, PagedCache) and cache.reader is not None:
             attended: Tensor = cache.reader.attended(both[:, :, :queries].transpose(1, 2), key, value, mask, self.scaling)
             return self.output(attended.flatten(2))
         return self.output(self._attended(both[:, :, :queries], key, value, mask))

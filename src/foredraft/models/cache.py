@@ -79,12 +79,10 @@ class TreeCache(Cache):
     Attributes:
         lengths: tokens cached per live row, in physical order.
         scratch: what kernels keep between passes over this cache.
-        reader: who reads keys and values where they lie, for the length of a pass; None where the model gets them.
     """
 
     is_compileable = False
     shares = True  # rows may begin with what other rows hold
-    reader: Any = None
 
     def __init__(self, *, reserve: int = 256):
         super().__init__(layers=[])

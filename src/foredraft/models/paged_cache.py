@@ -242,6 +242,7 @@ class PagedCache(TreeCache):
     Attributes:
         pool: who holds which page of the layers without a window. Where there are none, it counts pages that take no memory.
         stores: the pages of each kind, those without a window first.
+        reader: who reads keys and values where they lie, for the length of a pass; None where the model is handed them.
     """
 
     def __init__(self, kinds: Sequence[Kind]) -> None:
@@ -250,6 +251,7 @@ class PagedCache(TreeCache):
         self.pool = PagePool()
         self.windows = [WindowStore(kind, self.pool) for kind in kinds if kind.window is not None]
         self.stores: list[PageStore] = [PageStore(whole, self.pool), *self.windows]
+        self.reader: Any = None
         self._reset()
 
     def _reset(self) -> None:
