@@ -4,14 +4,17 @@ model."""
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
 from helpers import random_tree
-from kernel_cases import MODELS, SIZES
+from kernel_cases import MODELS, SIZES, needs_kernels
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
-from foredraft import TokenTree
+from foredraft import RowParameters, Speculator, TokenTree
+from foredraft.admission import Admission
+from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import paged_cache, windows
 from foredraft.models.paged_cache import GONE, LEEWAY, Kind, PagedCache
 from foredraft.models.pages import PAGE
@@ -224,18 +227,18 @@ def test_a_page_that_others_hold_is_not_written_over():
 
 
 def test_a_budget_is_divided_among_kinds():
-    model = build("gemma3")
-    cache = PagedCache(kinds(model))
-    cache.divide(100 * cache.page_bytes, 0)
+    cache = PagedCache(kinds(build("gemma3")))
+    cache.divide(200 * cache.page_bytes, 0, PAGE)
     limits = [store.pool.limit for store in cache.stores]
     sizes = [store.kind.page_bytes for store in cache.stores]
-    assert 90 * cache.page_bytes < sum(limit * size for limit, size in zip(limits, sizes)) <= 100 * cache.page_bytes
+    assert 180 * cache.page_bytes < sum(limit * size for limit, size in zip(limits, sizes)) <= 200 * cache.page_bytes
     assert limits[0] > 5 * limits[1], "a long row has few pages in its windows"
-    needed = cache.whole(3000, 64)
-    least = cache.least(needed, 0)
-    for memory, fits in ((least, True), (least - cache.page_bytes, False)):
-        cache.divide(memory, 0)
-        assert all(count <= store.pool.limit for count, store in zip(needed, cache.stores)) == fits
+    for tokens in (1, 64, 100, 700, 3000, 10000):
+        needed = cache.whole(tokens, PAGE)
+        least = cache.least(needed, 0, PAGE)
+        for memory, fits in ((least, True), (least - 1, False), (2 * least, True)):
+            cache.divide(memory, 0, PAGE)
+            assert all(count <= store.pool.limit for count, store in zip(needed, cache.stores)) == fits, tokens
 
 
 @torch.inference_mode()
@@ -254,3 +257,37 @@ def test_a_long_row_takes_a_fraction_of_what_full_layers_would():
     read(paged, [text(1900)])
     assert most <= paged.cache.windows[0].kind.pages(1900, 128) == 6 and paged.cache.pool.held == 30
     assert paged_cache.LEEWAY == PAGE
+
+
+# -- whole sessions ---------------------------------------------------------------------------------------------------
+
+
+def serve(speculator, texts, new=70):
+    session = speculator.session()
+    slots = {
+        session.add(each, RowParameters(max_new_tokens=new, seed=(7, row), do_sample=bool(row % 2))): row for row, each in enumerate(texts)
+    }
+    found = [[] for _ in texts]
+    while session.live:
+        for commit in session.step():
+            found[slots[commit.slot]] += commit.tokens
+    return found, session.memory
+
+
+@needs_kernels
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
+def test_texts_are_those_of_rows_without_drafts_while_memory_is_short(drafter, monkeypatch):
+    """A draft model has windows too, and takes back what it drafted."""
+    model, texts = build("gemma3"), [text(150, seed) for seed in (1, 2)] + [text(150, 1)[:120] + text(60, seed) for seed in (3, 4)]
+    wanted, _ = serve(Speculator(model, "none", execution="eager", reuse_prefix=False), texts)
+    drafts = DraftModel(build("gemma3"), execution="eager") if drafter == "draft-model" else drafter
+    few = f"{2 * sum(each.page_bytes * each.pages(250, PAGE) for each in kinds(model))}B"
+    how = {"execution": "eager", "rule": "match", "shape": "chain(3)", "prefill_chunk": 64}
+    for memory, chance in (("auto", 0.0), (few, 0.0), ("auto", 0.2)):
+        speculator, dice = Speculator(model, drafts, cache_memory=memory, **how), random.Random(5)
+        assert isinstance(speculator.target.cache, PagedCache) and len(speculator.target.cache.windows) == 1
+        if chance:
+            monkeypatch.setattr(Admission, "excess", lambda self, rows: [row for row in rows if dice.random() < chance])  # noqa: B023
+        found, held = serve(speculator, texts)
+        assert found == wanted
+        assert held.windows[0].held == held.held == 0 and (memory == "auto" or held.evicted + held.windows[0].evicted > 0)

@@ -429,26 +429,36 @@ class PagedCache(TreeCache):
             found.append(wanted - len(freed - {GONE}))
         return found
 
-    def divide(self, memory: int | None, beside: int) -> None:
+    def divide(self, memory: int | None, beside: int, written: int) -> None:
         """Set how many pages of each kind there may be: together they take at most ``memory`` bytes, None for no limit. Rows of
-        :data:`TYPICAL` tokens use them up evenly.
+        :data:`TYPICAL` tokens use them up evenly, or a single row where there is no room for so many.
 
         Args:
             beside: bytes that a draft model takes for each page of 64 tokens.
+            written: tokens that are written in one pass.
         """
-        row = sum(pages * size for pages, size in self._typical(beside))
-        for store, (pages, size) in zip(self.stores, self._typical(beside)):
+        tokens = PAGE
+        while memory is not None and tokens < TYPICAL and self._cost(tokens + PAGE, beside, written) <= memory:
+            tokens += PAGE
+        row = self._cost(tokens, beside, written)
+        for store, pages, size in zip(self.stores, self.whole(tokens, written), self._sizes(beside)):
             store.pool.limit = None if memory is None or not size else memory * pages // row
 
-    def least(self, pages: Sequence[int], beside: int) -> int:
+    def least(self, pages: Sequence[int], beside: int, written: int) -> int:
         """The least memory that :meth:`divide` turns into so many ``pages`` of each kind."""
-        row = sum(typical * size for typical, size in self._typical(beside))
-        return max(-(-count * row // typical) for count, (typical, size) in zip(pages, self._typical(beside)) if size)
+        for tokens in range(PAGE, TYPICAL, PAGE):
+            if all(count <= there for count, there in zip(pages, self.whole(tokens, written))):
+                return self._cost(tokens, beside, written)
+        row, typical = self._cost(TYPICAL, beside, written), self.whole(TYPICAL, written)
+        return max(-(-count * row // there) for count, there, size in zip(pages, typical, self._sizes(beside)) if size)
 
-    def _typical(self, beside: int) -> list[tuple[int, int]]:
-        """Of each kind, the pages of a typical row, and the bytes that each takes."""
-        sizes = [store.kind.page_bytes + (beside if store is self.stores[0] else 0) for store in self.stores]
-        return list(zip(self.whole(TYPICAL, PAGE), sizes))
+    def _cost(self, tokens: int, beside: int, written: int) -> int:
+        """Bytes of a row of so many tokens."""
+        return sum(pages * size for pages, size in zip(self.whole(tokens, written), self._sizes(beside)))
+
+    def _sizes(self, beside: int) -> list[int]:
+        """Bytes of a page of each kind."""
+        return [store.kind.page_bytes + (beside if store is self.stores[0] else 0) for store in self.stores]
 
     # -- what kernels ask ---------------------------------------------------------------------------------------------
 

@@ -192,9 +192,9 @@ class Target(Passes):
             )
         if cache is None:
             return
-        cache.divide(size, self._beside)
+        cache.divide(size, self._beside, self.prefill_chunk)
         if any(pool.limit == 0 for pool in self.pools):
-            least = in_words(cache.least([1] * len(self.pools), self._beside))
+            least = in_words(self.least([1] * len(self.pools)))
             raise ConfigurationError(f"cache_memory has no room for one page of 64 tokens, which takes {least} here; allow more")
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Target(Passes):
 
     def least(self, pages: Sequence[int]) -> int:
         """The least ``cache_memory``, in bytes, that has room for so many ``pages`` of each kind."""
-        return 0 if self._pages is None else self._pages.least(pages, self._beside)
+        return 0 if self._pages is None else self._pages.least(pages, self._beside, self.prefill_chunk)
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
