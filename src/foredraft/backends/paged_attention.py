@@ -64,7 +64,7 @@ class PagedAttention:
         configs = [vars(module).get("config") for module in model.modules()]
         self._configs = list({id(each): each for each in configs if isinstance(each, PreTrainedConfig)}.values())
         self.masks = MaskBuilder(model.config.get_text_config(), NAME, model.dtype)
-        self._library = native.library(model.dtype)
+        self._library, self._dtype = native.library(model.dtype), model.dtype
         self._about, self._layer = native.Pass(), native.Layer()
         self._window: Window | None = None  # that `_about` is about
         self._held: Any = None  # what it points to
@@ -75,7 +75,8 @@ class PagedAttention:
     @property
     def serves(self) -> bool:
         """Nobody asks for what only the model's own attention gives."""
-        return not (self.model.config.output_attentions or self.model.training or torch.is_grad_enabled())
+        config, casting = self.model.config, torch.is_autocast_enabled("cpu")
+        return not (config.output_attentions or self.model.training or torch.is_grad_enabled() or casting)
 
     @contextmanager
     def in_use(self, cache: PagedCache) -> Iterator[None]:
@@ -95,8 +96,14 @@ class PagedAttention:
 
     def write(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write ``[R, heads, N, size]`` at the window's slots of a layer. What is returned has the shapes of keys and values up to the
-        window's width, and no numbers: whoever computes with it gets NaN, and :meth:`attended` knows by it what was written."""
+        window's width, and no numbers: whoever computes with it gets NaN, and :meth:`attended` knows by it what was written.
+
+        Raises:
+            NotImplementedError: keys or values that the kernels do not read.
+        """
         assert self._cache is not None
+        if {keys.dtype, values.dtype} != {self._dtype} or keys.shape != values.shape:
+            raise NotImplementedError(f"a layer caches keys and values that are no {self._dtype}, or of unequal sizes")
         self.writes += 1
         about, layer = self._pass(self._cache.window, keys.shape[3]), self._cache.layers[layer_idx]
         offset = self._cache.place(about, layer_idx)
@@ -131,11 +138,13 @@ class PagedAttention:
         found = self._written.get(id(key))
         if self._cache is None or found is None or found[0] is not key or found[1] is not value:
             raise NotImplementedError("a layer attends over other keys or values than those that it has cached")
-        if not fits(mask):
-            raise NotImplementedError("a mask is not the same for every head, or no mask of bools")
-        self.calls += 1
         (rows, heads, nodes, size), layer_idx, layer = query.shape, found[2], self._layer
+        if (rows, nodes, size) != (len(key), found[3].shape[2], key.shape[3]) or heads % key.shape[1] or query.dtype != self._dtype:
+            raise NotImplementedError("a layer's queries are not those of the tokens whose keys it has cached")
         about = self._pass(self._cache.window, size)
+        if mask is not None and not (fits(mask) and mask.shape[0] in (1, rows) and mask.shape[2:] == (nodes, about.width)):
+            raise NotImplementedError("a mask is no mask of bools, or not the same for every head")
+        self.calls += 1
         offset = self._cache.place(about, layer_idx)
         layer.heads, layer.key_heads, layer.size = heads, key.shape[1], size
         layer.scaling, layer.cap = size**-0.5 if scaling is None else scaling, softcap or 0.0
