@@ -1,10 +1,10 @@
 """What the key-value cache in pages costs and saves, beside the checkout before it.
 
     git worktree add /tmp/present 9cd4dee
-    python -m benchmarks memory --present /tmp/present
+    python -m benchmarks memory --present /tmp/present --peers .peers
 
 Both sides are processes of their own (``memory_worker.py``), which load one model each and wait while the other works. Speed is compared in
-turns; the figure is the median over turns of the quotient.
+turns; the figure is the median over turns of the quotient. Where vLLM is installed (``make peer-vllm``), its blocks are counted beside.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +21,22 @@ from typing import Any, ClassVar
 
 import benchmarks
 from benchmarks.figures import Figure
+from benchmarks.peer_process import PeerError, PeerProcess, PeerSettings, find
 from benchmarks.report import Table
-from benchmarks.suite import Failure, Settings, Suite, option
+from benchmarks.suite import Failure, Suite, option
 from foredraft.errors import ConfigurationError
 from foredraft.estimates import Spread
 
-PAGES, PRESENT = "pages", "present"
+PAGES, PRESENT, VLLM = "pages", "present", "vllm"
 ROOT = Path(benchmarks.__file__).parents[1]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a side is asked in a turn, and the least quotient of tokens/s."""
+    """What a side with a model is asked in a turn, and the least quotient of tokens/s."""
 
     name: str
+    model: str
     what: str
     least: float
     given: Mapping[str, Any]
@@ -68,10 +71,14 @@ class FirstToken:
 
 
 @dataclass(frozen=True)
-class MemorySettings(Settings):
+class MemorySettings(PeerSettings):
     present: Path | None = option(None, "A checkout of the commit before pages; it is compared with this one.", place=True)
     model: str = option("0.6b", "The shape that speed is measured with: 0.6b, small or tiny; qwen3 with random weights, bfloat16.")
     contexts: str = option("100 4000 30000", "Tokens in front of one row.")
+    families: str = option("gemma3 phi3 gpt_neox qwen3_moe", "Shapes of models that the kernels do not run.")
+    behind: int = option(4000, "Tokens in front of one row of each of these.", least=64)
+    family_rounds: int = option(6, "Rounds per turn of each of these.", least=1)
+    windowed: int = option(16000, "Tokens of the row of the model with sliding windows.", least=64)
     longest: int = option(1500, "Tokens of the longest of the rows of unequal length.", least=15)
     rows: int = option(16, "How many these are.", least=1)
     rounds: int = option(24, "Rounds per turn.", least=1)
@@ -89,35 +96,43 @@ class Memory(Suite[MemorySettings]):
     settings_type = MemorySettings
     quick: ClassVar[Mapping[str, Any]] = {
         "model": "small", "contexts": "100 1000", "longest": 300, "rows": 4, "rounds": 4, "turns": 2, "shared": 1000, "requests": 300,
-        "trace": 3000,
+        "trace": 3000, "families": "windows", "behind": 1000, "windowed": 2000,
     }  # fmt: skip
     turns: list[Turn]
     counts: list[Count]
     first_tokens: list[FirstToken]
     failures: list[Failure]
+    vllm: str  # its version, or why its blocks were not counted
 
     @property
     def cells(self) -> list[Cell]:
         settings = self.settings
         given: dict[str, Any] = {"longest": settings.longest, "rows": settings.rows, "new": settings.rounds, "shape": "none"}
-        found = [Cell(f"{settings.rows} rows of unequal length", "batch", 1.1, given)]
+        found = [Cell(f"{settings.rows} rows of unequal length", settings.model, "batch", 1.1, given)]
+        trees = ((1, "one token"), (16, "a tree of 16"))
         for tokens in map(int, settings.contexts.split()):
-            for nodes, what in ((1, "one token"), (16, "a tree of 16")):
+            for nodes, what in trees:
                 given = {"tokens": tokens, "nodes": nodes, "rounds": settings.rounds}
-                found.append(Cell(f"one row behind {tokens:,}, {what}", "behind", 0.98, given))
+                found.append(Cell(f"one row behind {tokens:,}, {what}", settings.model, "behind", 0.98, given))
+        for family in settings.families.split():
+            for nodes, what in trees:
+                given = {"tokens": settings.behind, "nodes": nodes, "rounds": settings.family_rounds}
+                found.append(Cell(f"{family}: one row behind {settings.behind:,}, {what}", family, "family", 1.0, given))
         return found
 
     @property
     def steps(self) -> int:
-        return len(self.cells) + 6
+        return len(self.cells) + 7
 
     def run(self) -> None:
         if self.settings.present is None or not (self.settings.present / "src" / "foredraft").is_dir():
             raise ConfigurationError("--present needs a checkout of the commit before pages: git worktree add /tmp/present 9cd4dee")
-        sides = {name: Side(folder, self.settings.model, self.settings.threads) for name, folder in self._folders().items()}
-        with sides[PRESENT], sides[PAGES]:
-            for cell in self.cells:
-                self._attempt(cell.name, lambda cell=cell: self._compare(cell, sides))
+        for model in dict.fromkeys(cell.model for cell in self.cells):
+            sides = {name: Side(folder, model, self.settings.threads) for name, folder in self._folders().items()}
+            with sides[PRESENT], sides[PAGES]:
+                for cell in self.cells:
+                    if cell.model == model:
+                        self._attempt(cell.name, lambda cell=cell, sides=sides: self._compare(cell, sides))
         self._attempt("first token", self._first_tokens)
         trace = {"long": self.settings.trace, "rows": 15, "common": 1000}
         counts = {
@@ -125,15 +140,17 @@ class Memory(Suite[MemorySettings]):
             "chat": ((PRESENT, PAGES), {"pages": 292, "requests": 80}),  # 2 GiB of the 0.6 B shape
             "churn": ((PAGES,), {"requests": self.settings.requests, "settled": self.settings.requests // 10}),
             "short": ((PAGES,), {"rows": 48, "share": 0.5}),
+            "windows": ((PAGES,), {"tokens": self.settings.windowed, "new": 8}),
         }
         for what, (counted, given) in counts.items():
             for side in counted:
                 self._attempt(what, lambda what=what, side=side, given=given: self._count(what, side, given), advance=side == PAGES)
+        self._attempt(VLLM, lambda: self._blocks(trace))
 
     def _attempt(self, name: str, call: Any, advance: bool = True) -> None:
         try:
             call()
-        except WorkerError as error:
+        except (WorkerError, PeerError) as error:
             self.failures.append(Failure(name, "run", str(error)))
         if advance:
             self.advance()
@@ -142,6 +159,8 @@ class Memory(Suite[MemorySettings]):
         for turn in range(-1, self.settings.turns):  # the first is a warm-up
             for name in (PRESENT, PAGES) if turn % 2 else (PAGES, PRESENT):
                 answer = sides[name].ask(cell.what, **cell.given)
+                if name == PAGES and not answer.get("pages", True):
+                    raise WorkerError("its keys and values are not in pages")
                 if turn >= 0:
                     self.turns.append(Turn(cell.name, name, turn, answer["tokens"], answer["seconds"]))
 
@@ -153,9 +172,29 @@ class Memory(Suite[MemorySettings]):
                     self.first_tokens.append(FirstToken(turn, answer["new"], answer["shared"]))
 
     def _count(self, what: str, name: str, given: Mapping[str, Any]) -> None:
-        with Side(self._folders()[name], "tiny", self.settings.threads) as side:
+        with Side(self._folders()[name], "windows" if what == "windows" else "tiny", self.settings.threads) as side:
             for key, value in side.ask(what, **given).items():
                 self.counts.append(Count(what, name, key, value))
+
+    def _blocks(self, trace: Mapping[str, Any]) -> None:
+        """What vLLM holds for the same trace."""
+        settings = self.settings
+        try:
+            peer = find(VLLM, settings.peers_folder)
+        except PeerError as error:
+            self.vllm = str(error)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            with Side(ROOT, "tiny", settings.threads) as side:
+                given = side.ask("written", folder=folder, **trace)
+            process = PeerProcess(peer, threads=settings.threads, log=settings.work_folder / "logs" / "memory-vllm.log")
+            try:
+                about = process.ask("start", limit=settings.patience, threads=settings.threads, device="cpu", folder=str(peer.folder))
+                found = process.ask("blocks", limit=settings.patience, checkpoint=folder, dtype="bfloat16", **given)
+            finally:
+                process.close()
+        self.vllm = about["versions"]["vllm"]
+        self.counts += [Count("trace", VLLM, key, value) for key, value in found.items()]
 
     def _folders(self) -> dict[str, Path]:
         assert self.settings.present is not None
@@ -178,8 +217,14 @@ class Memory(Suite[MemorySettings]):
 
         chat = [self.count("chat", side, "rows") for side in (PAGES, PRESENT)]
         rows = chat[0] / chat[1] if chat[0] is not None and chat[1] else None
+        peaks = [self.count("trace", side, "peak") for side in (PAGES, VLLM)]
+        blocks = peaks[0] / peaks[1] if peaks[0] is not None and peaks[1] else None
+        windows = f"sliding windows, {self.settings.windowed:,} tokens: bytes held over those of layers of full length"
         return [
             Figure("bytes held over bytes of distinct tokens", spread(self.count("trace", PAGES, "ratio")), high=1.10),
+            Figure("most bytes held, over vLLM's blocks", spread(blocks), high=1.05),
+            Figure(windows, spread(self.count("windows", PAGES, "ratio")), high=0.25),
+            Figure(f"{windows}, the most while it is read", spread(self.count("windows", PAGES, "peak ratio")), high=0.25),
             *(Figure(f"tokens/s, {cell.name}", spread(*self.quotients(cell.name)), low=cell.least) for cell in self.cells),
             Figure(
                 f"first token behind {self.settings.shared:,} shared tokens and 32, over reading all",
@@ -217,8 +262,23 @@ class Memory(Suite[MemorySettings]):
             "100 to 1,500 of their own, 200 new) within 292 pages, which are 2 GiB of the 0.6 B shape; the mean number of live rows while "
             "others wait, over the rows that join one by one before their block is larger. Half "
             "the memory: 48 rows that need twice the pages.",
-            "Not measured: sliding windows, families without a native layer, and vLLM's blocks.",
+            f"Families: {self.settings.families}, each a few layers of the shape of a released model with random weights, bfloat16, "
+            "execution packed on both sides; behind the first 64 tokens the text is filler.",
+            "Sliding windows: gemma3 with 26 narrow layers, of which 22 have a window of 512. What the row holds behind its prompt and 8 "
+            "tokens, and the most while the prompt was read in pieces of 1,024, over whole pages of all its tokens in every layer.",
+            self._beside_vllm(),
+            "Not measured: sliding windows and families on a GPU, vLLM on a GPU (where its blocks have 16 tokens), and families in other "
+            "executions than packed.",
         ]
+
+    def _beside_vllm(self) -> str:
+        if self.count("trace", VLLM, "peak") is None:
+            return f"vLLM's blocks are not measured: {self.vllm or 'see the failures'}."
+        return (
+            f"vLLM {self.vllm}, its CPU engine: the same trace and model, prefix caching on, {self.count('trace', VLLM, 'block size'):.0f} "
+            "tokens per block as it chooses, no drafts; the most blocks that running requests hold in a step, without those that only its "
+            "prefix cache holds. Ours is the most while trees of 21 nodes (the root counted) are scored."
+        )
 
 
 class WorkerError(Exception):

@@ -92,6 +92,35 @@ class Engine:
         core.get_output = watched
         return {}
 
+    def blocks(self, checkpoint: str, dtype: str, ids: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Blocks that running requests hold in the worst step, those of the prefix cache alone not counted, and the bytes of one."""
+        longest = max(map(len, ids)) + tokens
+        engine = self.library.LLM(
+            checkpoint,
+            dtype=dtype,
+            max_model_len=longest,
+            max_num_seqs=len(ids),
+            enable_prefix_caching=True,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            seed=0,
+        )
+        scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        pool, config, inner = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_config, scheduler.schedule
+        steps: list[tuple[int, int]] = []
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            result = inner(*arguments, **options)
+            steps.append((pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), len(scheduler.running)))  # one block is nobody's
+            return result
+
+        scheduler.schedule = watched
+        parameters = self.library.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine.generate([{"prompt_token_ids": row} for row in ids], parameters, use_tqdm=False)
+        most, size = max(steps)[0], sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
+        running = max(rows for _, rows in steps)
+        return {"peak": most * size, "blocks": most, "block size": scheduler.block_size, "block bytes": size, "rows": running}
+
     def generate(self, name: str, ids: list[list[int]], tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         parameters = self.library.SamplingParams(
             temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=seed if temperature else None
