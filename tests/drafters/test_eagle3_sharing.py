@@ -183,10 +183,13 @@ def test_a_page_that_others_hold_is_not_written_over():
 
 def test_a_row_that_was_opened_and_never_begun_is_dropped():
     pair, alone = Pair(), Pair(reuse=False)
+    pair.read(text(80, 5))
     with torch.inference_mode():
-        pair.target.open([text(150)])
-        pair.target.compact([])
+        pair.target.open([text(150, 4)])
+        pair.target.compact([0])
     assert pair.read(text(150)) == 150
+    pair.drop(0, 1)
+    assert pair.read(text(150, 4)) == 150 and pair.read(text(150)) == 1
     assert_as_alone(pair, alone)
 
 
@@ -227,11 +230,14 @@ def test_nothing_is_shared_with_what_other_weights_of_the_head_have_made(executi
     pair, alone = Pair(execution, learn=tmp_path / "a"), Pair(execution, reuse=False, learn=tmp_path / "b")
     pair.read(text(150), text(90, 1))
     pair.drop(1)
+    asked = [(pair.target.needed(text(150), None, 0), pair.target.unread(text(90, 1), None))]
     weights = noisy(pair.drafter.learning.versions.load(0), 1, amount=1.0)
     for each in (pair, alone):
         each.drafter.learning._newer = lambda now: None
         each.drafter.learning.versions.save(1, weights)
         each.drafter._take_up(1)
+    asked.append((pair.target.needed(text(150), None, 0), pair.target.unread(text(90, 1), None)))
+    assert asked == ([(1, 2), (3, 90)] if execution == "native" else [(0, None)] * 2)
     assert pair.read(text(150)) == 150 and pair.read(text(90, 1)) == 90  # like a row that goes on, and like one that is over
     pair.drop(0)
     assert_as_alone(pair, alone)
