@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from foredraft.target.prefixes import Companion
 
 AT_ONCE = 2048  # tokens of a prompt that are read together
+FEW = 16  # tokens per row that a kernel reads whole, though only the last one of each row is asked about
 
 
 @dataclass
@@ -245,10 +246,10 @@ class Eagle3(HeadDrafter):
         window, positions = Window(0, len(rows), tuple(lengths), most), self._positions(lengths, most, together.device)
         ends = [length + count for length, count in zip(lengths, counts)]
         self._begins = [end - 1 for end in ends]
-        if even and self._step is not None:
-            states = self._step(padded, self.layer.fused(together), positions, window, self._cache, None)[:, -1:]
+        if self._step is not None and (even or most <= FEW):
+            states = self._step(padded, self.layer.fused(together), positions, window, self._cache, None)
             self._cache.commit(None, counts)
-            return states
+            return states[:, -1:] if even else states[range(len(counts)), [count - 1 for count in counts]][:, None]
         entered = self.layer.enter(padded, self.layer.fused(together), positions)
         keys, values = self._write(entered.keys, entered.values, window)
         self._cache.commit(None, counts)
