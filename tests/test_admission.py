@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from head_cases import shaken
 from helpers import padded, repetitive, tiny
 from kernel_cases import build, needs_kernels
 
@@ -14,6 +15,8 @@ from foredraft import CacheMemoryError, ConfigurationError, RowParameters, Specu
 from foredraft import session as session_module
 from foredraft.admission import Admission
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.eagle3 import Eagle3
+from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.models.pages import PAGE
 
 pytestmark = needs_kernels
@@ -24,7 +27,9 @@ DRAFTERS = {
     "prompt-lookup": lambda: "prompt-lookup",
     "ngram": lambda: "ngram",
     "draft-model": lambda: DraftModel(build("llama", torch.float32), execution="native"),
+    "eagle3": lambda: Eagle3(shaken(Eagle3Head.for_target(build("qwen3", torch.float32)))),
 }
+BESIDE = {"draft-model": 1, "eagle3": 1 / 3}  # what they keep beside a page, of a model of three layers, and of one layer as large
 
 
 def speculator_of(drafter="prompt-lookup", *, pages=None, **options):
@@ -58,14 +63,13 @@ def serve(session, rows, new=200, every=1, **parameters):
 def test_the_text_is_the_same_while_rows_wait(drafter, sampled):
     rows = rows_of(8)
     wanted = serve(speculator_of(drafter).session(), rows, do_sample=sampled)
-    draft = 2 if drafter == "draft-model" else 1  # its pages count as well, and are as large
-    session = speculator_of(drafter, pages=9 * draft).session()
+    session = speculator_of(drafter, pages=9 + int(9 * BESIDE.get(drafter, 0))).session()
     assert serve(session, rows, do_sample=sampled) == wanted
     assert session.memory.set_aside > 0 and session.memory.held == 0 and session.memory.limit == 9
     assert session.stats.memory.set_aside == session.memory.set_aside
 
 
-@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "draft-model"])
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "draft-model", "eagle3"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_text_is_the_same_while_rows_are_set_aside_at_random_rounds(drafter, seed, monkeypatch):
     rows = rows_of(6, seed=2)
@@ -116,7 +120,7 @@ def test_pages_of_live_rows_never_exceed_the_limit():
 # -- long prompts -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["none", "draft-model"])
+@pytest.mark.parametrize("drafter", ["none", "draft-model", "eagle3"])
 def test_long_prompts_are_read_piece_by_piece_between_rounds(drafter, monkeypatch):
     rows = [*rows_of(2), [token % 97 for token in range(3, 403)], rows_of(1)[0]]
     wanted = serve(speculator_of(drafter).session(), rows, new=60, do_sample=True)
@@ -137,9 +141,10 @@ def test_long_prompts_are_read_piece_by_piece_between_rounds(drafter, monkeypatc
     assert session.memory.held == 0 and passed == 0
 
 
-def test_what_was_read_ahead_is_not_read_again(monkeypatch):
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_what_was_read_ahead_is_not_read_again(drafter, monkeypatch):
     monkeypatch.setattr(session_module, "PAUSE", 0.0)
-    speculator = speculator_of("none")
+    speculator = speculator_of(drafter, **({} if drafter == "none" else {"shape": "chain(1)"}))
     session = speculator.session()
     session.add([5] * 10, RowParameters(max_new_tokens=30))
     session.step()
@@ -148,7 +153,8 @@ def test_what_was_read_ahead_is_not_read_again(monkeypatch):
     while session.waiting:
         session.step()
         rounds += 1
-    assert rounds == 5 and speculator.target.layer_tokens[0] - before == 300 + 4  # four pieces and rounds, and the rest
+    wanted = 300 + 4 if drafter == "none" else 300 + 4 + 4 * 2  # a head needs the last state of a piece again, and drafts one token
+    assert rounds == 5 and speculator.target.layer_tokens[0] - before == wanted  # four pieces and rounds, and the rest
 
 
 # -- questions --------------------------------------------------------------------------------------------------------
@@ -214,5 +220,5 @@ def test_budgets_that_make_no_sense_are_refused():
 
 
 def test_a_draft_shares_the_budget():
-    alone, both = speculator_of(pages=20), speculator_of("draft-model", pages=20)
-    assert alone.target.pools[0].limit == 20 and both.target.pools[0].limit == 10
+    for drafter, pages in (("prompt-lookup", 20), ("draft-model", 10), ("eagle3", 15)):
+        assert speculator_of(drafter, pages=20).target.pools[0].limit == pages

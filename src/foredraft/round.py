@@ -96,14 +96,17 @@ class Loop:
         self._begin(rows)
 
     def read_piece(self, row: SessionRow, tokens: int, *, first: int) -> None:
-        """Have the target read the next ``tokens`` or a few more of a row that is to join behind ``first`` others, and leave them in the
-        cache."""
+        """Have the target, and a drafter that reads whole prompts, read the next ``tokens`` or a few more of a row that is to join behind
+        ``first`` others, and leave them in the cache."""
         unread = self.target.unread(row.ids, row.isolation)
         assert unread is not None
         piece = row.ids[: -(-(len(row.ids) - unread + tokens) // PAGE) * PAGE]
         with self.observer.prefill(self.sampler([row])):
             self.target.open([piece], isolations=[row.isolation])
             self.target.prefill([piece], first=first)
+            if self.drafter.companion is not None:
+                assert self.target.prompt_hidden is not None
+                self.drafter.read_ahead(piece, self.target.prompt_hidden[0])
             self.target.compact(range(first))
 
     def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int, unread: int = 1) -> Tensor:

@@ -154,6 +154,7 @@ class Row:
     slot: int = 0
     prompt_length: int = 1
     capacity: int = 500
+    isolation: str | None = None
 
 
 def request(rows, shape, proposal="deterministic", limits=None) -> DraftRequest:

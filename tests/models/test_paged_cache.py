@@ -155,7 +155,7 @@ def test_trees_and_commits_behind_shared_pages(dtype):
         target.commit(torch.tensor([[*nodes, *[0] * (width - len(nodes))] for nodes in path]), kept)
         texts = [each + tree.tokens[row, path[row][: kept[row]]].tolist() for row, each in enumerate(texts)]
         for row, each in enumerate(texts):
-            target._texts[row][:] = each
+            target._texts.live[row][:] = each
         if seed in (3, 8):
             keep = [row for row in range(len(texts)) if row != 1]
             target.compact(keep)

@@ -140,7 +140,7 @@ def test_rewinding(back):
         assert paged.lengths == ([0] if paged.lengths[0] == 0 and back > LEEWAY else [length - back])
         again = [*text(length)[: length - back], 8, 9]
         close(paged.prefill([again], first=0), plain.prefill([again], first=0))
-        paged._texts[0][:] = again  # what it holds now, for those that come after it
+        paged._texts.live[0][:] = again  # what it holds now, for those that come after it
         counted(paged)
     assert back <= LEEWAY or paged.lengths == plain.lengths
 

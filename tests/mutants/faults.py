@@ -38,6 +38,7 @@ CACHE = ("tests/target/test_cache.py",)
 PAGES = ("tests/models/test_pages.py",)
 PAGED = ("tests/models/test_paged_cache.py",)
 WINDOWS = ("tests/models/test_windows.py",)
+SHARING = ("tests/drafters/test_eagle3_sharing.py",)
 ADMISSION = ("tests/test_admission.py",)
 MASKS = ("tests/target/test_trees.py",)
 LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.py")
@@ -218,7 +219,8 @@ FAULTS = [
     Fault("pages.py", "and pool.lacks_windows(child.page):", "and False:", WINDOWS),
     Fault("pages.py", "        for each in self.windows:\n            each._release_for(page)\n", "", WINDOWS),
     Fault("windows.py", "return size if hidden else None", "return size", WINDOWS),
-    Fault("target.py", "            self.cache.share_no_more()\n", "            pass\n", PAGED),
+    Fault("prefixes.py", "            cache.share_no_more()\n", "            pass\n", PAGED),
+    Fault("prefixes.py", "return (isolation, *text[: self.ahead])", "return tuple(text[: self.ahead])", PAGED),
     Fault("layer.c", "(size_t)table[row * p->table_stride + start / KEYS]", "(size_t)table[start / KEYS]", PAGED),
     Fault("paged_cache.py", "if start < self._filled[row] else 0", "", PAGED),
     Fault("layer.c", "if (l->cap) each[b] = capped(each[b], l->cap);", "", PAGED_ATTENTION),
@@ -231,6 +233,14 @@ FAULTS = [
     Fault("round.py", "first, unread=2)", "first)", ADMISSION),
     Fault("session.py", "self.loop.read_again(rows, first=first)", "self.loop.read_again(rows)", ADMISSION),
     Fault("admission.py", "-rows[index].slot", "rows[index].slot", ADMISSION),
+    Fault("prefixes.py", "return (isolation, *text[: self.ahead])", "return isolation", SHARING),
+    Fault("eagle3.py", "Texts(ahead=1)", "Texts()", SHARING),
+    Fault("eagle3.py", "        self._texts.share_no_more(self._cache)\n", "", SHARING),
+    Fault("eagle3.py", "if self._version != self._target.version:", "if False:", SHARING),
+    Fault("eagle3.py", "        self._texts.compact(self._cache, range(first))  # those", "        # those", SHARING),
+    Fault("target.py", "unread=unread, most=most)", "unread=unread)", SHARING),
+    Fault("target.py", "return own if self._companion is None else max(", "return own if True else max(", SHARING),
+    Fault("target.py", "(known if self._companion is None else min(", "(known if True else min(", SHARING),
     # -- kernels
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, f32_sub(left,", "store(out + i, f32_add(left,", KERNELS),

@@ -641,12 +641,12 @@ def test_what_a_wrong_replay_overwrote_is_read_again(monkeypatch):
         assert_same(target.score(chain), eager.score(chain))
         for each in (target, eager):
             each.commit(None, (1,))
-            each._texts[0].append(11 * step)
+            each._texts.live[0].append(11 * step)
         for more in (50, 60, 70):
             token = torch.tensor([more + step])
             assert_same(target.advance(token), eager.advance(token))
             for each in (target, eager):
-                each._texts[0].append(more + step)
+                each._texts.live[0].append(more + step)
     assert "differ" in target.reasons.get("graphs")
 
 

@@ -26,6 +26,7 @@ from foredraft.tree import Proposal, TokenTree
 if TYPE_CHECKING:
     from foredraft.models.encoder_decoder import Source
     from foredraft.target import Target
+    from foredraft.target.prefixes import Companion
 
 
 class Row(Protocol):
@@ -224,6 +225,16 @@ class DrafterHooks:
         """What came of learning while serving, for ``stats.learning``; None for a drafter that does not."""
         return None
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of keys and values that it keeps beside each page of the target's cache."""
+        return 0 if self.info.draft_model is None else sum(self.info.draft_model.page_bytes)
+
+    @property
+    def companion(self) -> Companion | None:
+        """What it passes to ``target.read`` if it reads whole prompts, and keeps what it makes of a beginning for the next text."""
+        return None
+
     def proposals_for(self, shape: TreeShape) -> tuple[Proposal, ...]:
         """How it can choose tokens in trees of ``shape``, best first."""
         return self.info.proposals
@@ -240,8 +251,13 @@ class DrafterHooks:
 
     def read(self, rows: Sequence[Row], hidden: Sequence[Tensor]) -> None:
         """Called right before :meth:`Drafter.begin` with the same rows if ``info.features`` names any. ``hidden[r]`` holds them at the
-        last token of the prompt of ``rows[r]``, ``[1, F * d]``, or at every token, ``[L, F * d]``, with ``info.whole_prompt``. The first
-        generated token has no hidden state yet."""
+        last token of the prompt of ``rows[r]``, ``[1, F * d]``, or at every token, ``[L, F * d]``, with ``info.whole_prompt``; then only
+        behind the beginning that the target has reused, if there is a :attr:`companion`. The first generated token has no hidden state
+        yet."""
+
+    def read_ahead(self, text: Sequence[int], hidden: Tensor) -> None:
+        """The target has read ``text``, a part of a prompt whose row is yet to begin. Called for a :attr:`companion` only, which has opened
+        a row for it; ``hidden`` ``[n, F * d]`` are the states of its last n tokens."""
 
     def shared(self) -> list[object]:
         """What others may use as well, but no two threads at once: models, heads, stores that were handed in; called once it is bound."""

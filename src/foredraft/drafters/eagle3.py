@@ -2,7 +2,8 @@
 
 Of every committed token its layer keeps keys and values, made from the target's features, never from its own guesses: after a round they
 are made from the hidden states that verification came by anyway, when the next draft begins. A draft is written behind them, level by
-level in one pass each, and forgotten. The step that stands at position t reads the features at t and the token at t + 1.
+level in one pass each, and forgotten. The step that stands at position t reads the features at t and the token at t + 1. So texts that
+have n + 1 tokens in common share n steps, and the target, which reuses no longer beginning, hands out the features behind these.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskInputs
+from foredraft.models.paged_cache import Kind, PagedCache
+from foredraft.models.pages import PAGE
+from foredraft.target.prefixes import Texts
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
     from foredraft.target import Target
+    from foredraft.target.prefixes import Companion
 
 AT_ONCE = 2048  # tokens of a prompt that are read together
+FEW = 16  # tokens per row that a kernel reads whole, though only the last one of each row is asked about
 
 
 @dataclass
@@ -64,9 +70,12 @@ class Eagle3(HeadDrafter):
     _layer: Layer | None = None
     _kernel: Eagle3Growth | None = None  # for whole drafts of greedy rows
     _step: Eagle3Step | None = None
+    _target: Target
+    _version: int  # of the target whose features the cache is made of
     _cache: TreeCache
-    _rows: list[Unread]  # in the order of the cache
-    _prompts: dict[int, Tensor]  # features of prompts whose rows are about to begin
+    _texts: Texts  # of the rows in the cache
+    _rows: list[Unread]  # of those that have begun
+    _prompts: dict[int, Tensor]  # features of prompts whose rows are about to begin, as far as their steps are not in the cache
     _states: Tensor  # [R, N, d] what the steps of the draft under way hand on
     _begins: list[int]  # slots of its roots
 
@@ -82,12 +91,12 @@ class Eagle3(HeadDrafter):
         assert isinstance(head, Eagle3Head)
         head.attach(target.model)
         self._prepare_to_learn(head, target)
-        self._head, self.info = head, replace(self.info, head=head, features=head.features)
+        self._target, self._head, self.info = target, head, replace(self.info, head=head, features=head.features)
         self._at = target.device, target.model.dtype
         self._packs = bool(target.backend.hints)
-        self._cache, self._rows, self._prompts = TreeCache(), [], {}
         self._lay_out()
-        target.read(head.features, whole=True)
+        self._clear()
+        target.read(head.features, whole=True, companion=self)
 
     @torch.inference_mode()
     def _lay_out(self) -> None:
@@ -102,6 +111,42 @@ class Eagle3(HeadDrafter):
     def rewrite(self, weights: Mapping[str, Tensor]) -> None:
         super().rewrite(weights)
         self._lay_out()
+        self._texts.share_no_more(self._cache)
+
+    # -- beginnings that rows share -------------------------------------------------------------------------------------------
+
+    @property
+    def companion(self) -> Companion:
+        return self
+
+    @property
+    def page_bytes(self) -> int:
+        config, paged = self.head.config, isinstance(self._target.cache, PagedCache)
+        return 2 * PAGE * config.num_key_value_heads * config.head_dim * self._at[1].itemsize if paged else 0
+
+    def open(self, texts: Sequence[Sequence[int]], isolations: Sequence[str | None], *, share: bool, unread: int) -> Sequence[int]:
+        if self._version != self._target.version:
+            self._clear()
+        first = len(self._rows)
+        self._texts.compact(self._cache, range(first))  # those that were opened and never begun
+        read = [text[: len(text) + 1 - unread] for text in texts]
+        rows, lengths = self._texts.find(self._cache, read, isolations, share=share, unread=0)
+        self._cache.open(lengths)
+        if rows:
+            self._cache.gather(rows, lengths, first)
+        self._texts.add(texts, isolations)
+        return lengths
+
+    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
+        return self._texts.needed(self._paged, text, isolation, nodes, AT_ONCE)[0]
+
+    def known(self, text: Sequence[int], isolation: str | None) -> int:
+        return self._texts.known(self._paged, text, isolation)
+
+    @property
+    def _paged(self) -> PagedCache:
+        assert isinstance(self._cache, PagedCache), "pages are counted where the target has some"
+        return self._cache
 
     # -- rows -----------------------------------------------------------------------------------------------------------------
 
@@ -110,32 +155,55 @@ class Eagle3(HeadDrafter):
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Reads the prompts, but for the last position: that is where the first draft begins."""
-        first = len(self._rows)
+        first, texts = len(self._rows), [row.ids for row in rows]
+        if [id(text) for text in self._texts.live[first:]] != [id(text) for text in texts]:  # the target has opened none for them
+            self.open(texts, [row.isolation for row in rows], share=False, unread=2)
+        features = [self._prompts.pop(row.slot) for row in rows]
+        starts = [max(0, len(text) - 1 - len(each)) for text, each in zip(texts, features)]
+        features = [each[: len(text) - 1 - start] for text, start, each in zip(texts, starts, features)]
         if self.learning is not None:
-            self.learning.begin(rows, [self._prompts[row.slot][: len(row.ids) - 1] for row in rows])
+            self.learning.begin(rows, features)
         LearningDrafter.begin(self, rows)
-        self._cache.open([0] * len(rows))
-        for index, row in enumerate(rows, first):
-            features, unread = self._prompts.pop(row.slot)[: len(row.ids) - 1], Unread()
-            last = len(features) - 1
-            self.layer.rotary.reserve(len(row.ids))
-            for begin in range(0, last, AT_ONCE):
-                end = min(begin + AT_ONCE, last)
-                tokens = to_device([row.ids[begin + 1 : end + 1]], features.device)
-                states = self.layer.fused(features[None, begin:end])
-                keys, values = self.layer.keys_values(tokens, states, slice(begin, end))
-                self._write(keys, values, Window(index, index + 1, (begin,), end - begin))
-            self._cache.lengths[index] = last
-            unread.add(features[last:].clone())  # not a view that keeps the whole prompt's
-            self._rows.append(unread)
+        for text, start, each in zip(texts, starts, features):
+            self._read_steps(len(self._rows), text, start, each)
+            self._rows.append(Unread())
+            self._rows[-1].add(each[-1:].clone())  # not a view that keeps the whole prompt's
+
+    def read_ahead(self, text: Sequence[int], hidden: Tensor) -> None:
+        first = len(self._rows)
+        self._read_steps(first, text, len(text) - len(hidden), hidden)
+        self._texts.compact(self._cache, range(first))
+
+    def _read_steps(self, index: int, text: Sequence[int], start: int, features: Tensor) -> None:
+        """Fill row ``index`` of the cache up to the position of the last of ``features`` ``[n, F * d]``, which begin at ``start``."""
+        known, last = self._cache.lengths[index], start + len(features) - 1
+        assert start <= known <= last, "of some steps that are not in the cache there are no hidden states"
+        self.layer.rotary.reserve(len(text))
+        for begin in range(known, last, AT_ONCE):
+            end = min(begin + AT_ONCE, last)
+            tokens = to_device([text[begin + 1 : end + 1]], features.device)
+            states = self.layer.fused(features[None, begin - start : end - start])
+            keys, values = self.layer.keys_values(tokens, states, slice(begin, end))
+            self._write(keys, values, Window(index, index + 1, (begin,), end - begin))
+            self._cache.commit(None, [end - begin])
 
     def _keep(self, rows: list[int]) -> None:
-        self._cache.compact(rows)
+        self._texts.compact(self._cache, rows)
         self._rows = [self._rows[index] for index in rows]
 
     def reset(self) -> None:
         super().reset()
-        self._cache, self._rows, self._prompts = TreeCache(), [], {}
+        if self._texts.live:  # an interrupted round leaves drafted tokens behind
+            self._clear()
+
+    def release(self) -> None:
+        super().release()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget every row, and what was kept of those that are over."""
+        self._version, self._texts, self._rows, self._prompts = self._target.version, Texts(ahead=1), [], {}
+        self._cache = PagedCache([Kind(self.page_bytes)]) if isinstance(self._target.cache, PagedCache) else TreeCache()
 
     # -- a round --------------------------------------------------------------------------------------------------------------
 
@@ -176,21 +244,23 @@ class Eagle3(HeadDrafter):
         padded = to_device([line + [0] * (most - len(line)) for line in tokens], together.device)
         self.layer.rotary.reserve(max(lengths) + most)
         window, positions = Window(0, len(rows), tuple(lengths), most), self._positions(lengths, most, together.device)
-        self._cache.lengths = [length + count for length, count in zip(lengths, counts)]
-        self._begins = [length - 1 for length in self._cache.lengths]
-        if even and self._step is not None:
-            return self._step(padded, self.layer.fused(together), positions, window, self._cache, None)[:, -1:]
+        ends = [length + count for length, count in zip(lengths, counts)]
+        self._begins = [end - 1 for end in ends]
+        if self._step is not None and (even or most <= FEW):
+            states = self._step(padded, self.layer.fused(together), positions, window, self._cache, None)
+            self._cache.commit(None, counts)
+            return states[:, -1:] if even else states[range(len(counts)), [count - 1 for count in counts]][:, None]
         entered = self.layer.enter(padded, self.layer.fused(together), positions)
         keys, values = self._write(entered.keys, entered.values, window)
+        self._cache.commit(None, counts)
         residual, queries, mask = entered.residual[:, -1:], entered.queries[:, -1:], None
         if not even:
             last = to_device(counts, together.device) - 1
             every = torch.arange(len(counts), device=together.device)
             residual, queries = entered.residual[every, last][:, None], entered.queries[every, last][:, None]
-        span = max(self._cache.lengths)
-        if min(self._cache.lengths) < span:
-            ends = to_device(self._cache.lengths, together.device)[:, None]
-            mask = (torch.arange(span, device=together.device) < ends)[:, None, None]
+        span = max(ends)
+        if min(ends) < span:
+            mask = (torch.arange(span, device=together.device) < to_device(ends, together.device)[:, None])[:, None, None]
         return self.layer.leave(residual, attended(queries, keys[:, :, :span], values[:, :, :span], mask))
 
     @staticmethod

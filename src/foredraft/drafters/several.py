@@ -22,6 +22,7 @@ from foredraft.tree import Proposal, TokenTree
 
 if TYPE_CHECKING:
     from foredraft.target import Target
+    from foredraft.target.prefixes import Companion
 
 SUITS_MATCH: tuple[Proposal, ...] = ("keyed", "mixed", "deterministic", "without-replacement", "iid")
 
@@ -82,7 +83,16 @@ class Several(Drafter):
         whole = any(each.whole_prompt for each in wanted if each.features)
         self.info = replace(self.info, features=features, whole_prompt=whole)
         if features:
-            target.read(features, whole=whole)
+            target.read(features, whole=whole, companion=self.companion)
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(drafter.page_bytes for drafter in self.drafters)
+
+    @property
+    def companion(self) -> Companion | None:
+        whole = [drafter for drafter in self.drafters if drafter.info.features and drafter.info.whole_prompt]
+        return whole[0].companion if len(whole) == 1 else None  # two may know different beginnings
 
     def _share(self, drafter: Drafter, hidden: Tensor) -> Tensor:
         """The ``features`` of one member of ``hidden`` ``[..., F * d]``, those of all."""
@@ -105,6 +115,11 @@ class Several(Drafter):
             if drafter.info.features:
                 mine = [self._share(drafter, each if drafter.info.whole_prompt else each[-1:]) for each in hidden]
                 drafter.read(rows, mine)
+
+    def read_ahead(self, text: Sequence[int], hidden: Tensor) -> None:
+        for drafter in self.drafters:
+            if drafter.companion is not None:
+                drafter.read_ahead(text, self._share(drafter, hidden))
 
     def begin(self, rows: Sequence[Row]) -> None:
         for drafter in self.drafters:

@@ -288,6 +288,7 @@ class PagedCache(TreeCache):
         *,
         share: bool = True,
         unread: int = 1,
+        most: Sequence[int] | None = None,
     ) -> list[int]:
         """Take pages for ``texts``, whose rows :meth:`open` is about to append. How many tokens of each the cache holds already, because
         another text began like it. A text may share with those before it in ``texts``, which are computed first.
@@ -297,6 +298,7 @@ class PagedCache(TreeCache):
             keys: of ``texts``; only rows with equal keys share.
             share: whether they may share at all.
             unread: so many tokens of each stay to be computed.
+            most: tokens of each that it may share at most.
 
         Raises:
             CacheMemoryError: there are not enough pages; nothing has changed.
@@ -309,8 +311,8 @@ class PagedCache(TreeCache):
         lengths, told, fresh = list[int](), list[int](), set[int]()
         whole = self.stores[0]
         try:
-            for text, key in zip(texts, keys):
-                pages, length = self._longest(text, key, live, len(text) - unread) if share else ([], 0)
+            for text, key, limit in zip(texts, keys, most or map(len, texts)):
+                pages, length = self._longest(text, key, live, min(limit, len(text) - unread)) if share else ([], 0)
                 if length % PAGE and pages[-1] in fresh:  # what it shall hold is not computed yet
                     length -= length % PAGE
                 length = self._found(pages, length, fresh)
@@ -337,7 +339,7 @@ class PagedCache(TreeCache):
                     for store in self.windows:
                         self._own_copy(store, store.opening[-1], length, taken[0])
                 fresh.update(taken)
-                full = (len(text) - unread + 1) // PAGE if share else 0  # pages that will be full when the row has been read
+                full = (len(text) - max(0, unread - 1)) // PAGE if share else 0  # pages that will be full when the row has been read
                 self.pool.prefixes.insert(key, text[: full * PAGE], table[:full])
                 told.append(full * PAGE)
                 lengths.append(length)

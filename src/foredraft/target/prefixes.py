@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 from foredraft.backends.rollback import shared_beginning
+from foredraft.models.paged_cache import PagedCache
 
 WORTH_COPYING = 16  # a shorter shared beginning is computed again
 CANDIDATES = 8  # rows compared with a prompt that begins as they do
@@ -16,6 +18,7 @@ def shared_beginnings(
     held: Sequence[tuple[int, Hashable, Sequence[int], int]],
     first: int,
     unread: int = 1,
+    most: Sequence[int] | None = None,
 ) -> list[tuple[int, int]]:
     """For each text the row of the same key that shares the longest beginning with it, and how long it is, (``first``, 0) for none.
 
@@ -23,15 +26,118 @@ def shared_beginnings(
         keys: of ``texts``.
         held: rows, their keys, their ids, and how many of these their cache holds.
         unread: so many tokens of each text stay to be computed.
+        most: tokens of each text that it may share at most.
     """
     alike: dict[Hashable, list[tuple[int, Sequence[int], int]]] = {}
     for row, key, ids, length in held:
         if length >= WORTH_COPYING:
             alike.setdefault((key, *ids[:WORTH_COPYING]), []).append((row, ids, length))
     found = []
-    for text, key in zip(texts, keys):
+    for text, key, limit in zip(texts, keys, most or map(len, texts)):
         candidates = alike.get((key, *text[:WORTH_COPYING]), [])[-CANDIDATES:]
-        shared = [(shared_beginning(ids, text, min(length, len(text) - unread)), row) for row, ids, length in candidates]
+        shared = [(shared_beginning(ids, text, min(length, limit, len(text) - unread)), row) for row, ids, length in candidates]
         length, row = max(shared, default=(0, first))
         found.append((row, length) if length >= WORTH_COPYING else (first, 0))
     return found
+
+
+class Companion(Protocol):
+    """Keeps something of its own for the tokens of a target's rows, made from their hidden states. So it must be told those of every token
+    that it does not hold already. Only :meth:`open` changes anything."""
+
+    def open(self, texts: Sequence[Sequence[int]], isolations: Sequence[str | None], *, share: bool, unread: int) -> Sequence[int]:
+        """The target is about to open rows, as in :meth:`~foredraft.target.Target.open`. For each the tokens at its beginning whose hidden
+        states need not be computed again."""
+
+    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
+        """As :meth:`~foredraft.target.Target.needed`, as far as it is up to what this holds."""
+
+    def known(self, text: Sequence[int], isolation: str | None) -> int:
+        """Tokens of ``text``, at its beginning, that it holds of texts which are over."""
+
+
+class Texts:
+    """The texts of a cache's rows, by which rows that begin alike find each other. Where the cache has no pages, a row that was dropped
+    stays behind the live ones, where it can be copied from until another takes its place.
+
+    Args:
+        ahead: what the cache holds of a token was made with so many tokens behind it in sight. So the first slot of a row stands for its
+            token number ``ahead``, and what rows share ends as many tokens before their texts differ.
+
+    Attributes:
+        live: of live rows, in their order; lists that their owners extend.
+    """
+
+    def __init__(self, *, ahead: int = 0):
+        self.ahead = ahead
+        self.live: list[Sequence[int]] = []
+        self._isolations: list[str | None] = []
+        self._dropped: dict[int, tuple[Hashable, Sequence[int]]] = {}  # by physical row
+
+    def find(
+        self,
+        cache: Any,
+        texts: Sequence[Sequence[int]],
+        isolations: Sequence[str | None],
+        *,
+        share: bool,
+        unread: int,
+        most: Sequence[int] | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """How many slots of each of ``texts``, whose rows are about to be appended to ``cache``, are filled already, at most ``most``, and
+        all but ``unread``; and in front of that the rows that they are to be copied from, or nothing where they need not be."""
+        own, keys = [self._own(text) for text in texts], [self._key(*each) for each in zip(texts, isolations)]
+        if isinstance(cache, PagedCache):
+            live = [self._own(text) for text in self.live]
+            return [], cache.begin(own, live, keys, share=share, unread=unread, most=most)
+        held: list[tuple[int, Hashable, Sequence[int], int]] = []
+        if share:
+            for row, each in enumerate(zip(self.live, self._isolations)):
+                held.append((row, self._key(*each), self._own(each[0]), cache.lengths[row]))
+            for row, (key, ids) in self._dropped.items():
+                held.append((row, key, ids, min(len(ids), cache.spoiled.get(row, len(ids)))))
+        found = shared_beginnings(own, keys, held, len(self.live), unread, most)
+        return [row for row, _ in found], [length for _, length in found]
+
+    def add(self, texts: Sequence[Sequence[int]], isolations: Sequence[str | None]) -> None:
+        """Their rows were appended."""
+        self.live += texts
+        self._isolations += isolations
+        self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.live)}
+
+    def compact(self, cache: Any, keep: Sequence[int]) -> None:
+        """Drop every row not in ``keep``, ascending, here and in ``cache``."""
+        if isinstance(cache, PagedCache):
+            for row in set(range(len(self.live))).difference(keep):
+                cache.leave(row, self._own(self.live[row]))
+        else:
+            for row in range(len(keep), len(self.live)):
+                text = self.live[row]
+                self._dropped[row] = self._key(text, self._isolations[row]), list(self._own(text)[: cache.lengths[row]])
+        cache.compact(keep)
+        self.live, self._isolations = [self.live[row] for row in keep], [self._isolations[row] for row in keep]
+
+    def share_no_more(self, cache: Any) -> None:
+        """What ``cache`` holds was computed with other weights than what comes."""
+        self.live, self._dropped = [[] for _ in self.live], {}
+        if isinstance(cache, PagedCache):
+            cache.share_no_more()
+
+    def clear(self) -> None:
+        """The cache is empty."""
+        self.live, self._isolations, self._dropped = [], [], {}
+
+    def needed(self, cache: PagedCache, text: Sequence[int], isolation: str | None, nodes: int, written: int) -> list[int]:
+        """Pages of each kind for ``text`` and ``nodes`` behind it, beside those that live rows hold; see :meth:`PagedCache.needed`."""
+        return cache.needed(self._own(text), self._key(text, isolation), nodes + self.ahead, written)
+
+    def known(self, cache: PagedCache, text: Sequence[int], isolation: str | None) -> int:
+        """Slots that texts which are over have left filled for ``text``."""
+        return cache.known(self._own(text), self._key(text, isolation))
+
+    def _own(self, text: Sequence[int]) -> Sequence[int]:
+        """The tokens that slots stand for."""
+        return text[self.ahead :] if self.ahead else text
+
+    def _key(self, text: Sequence[int], isolation: str | None) -> Hashable:
+        return (isolation, *text[: self.ahead])

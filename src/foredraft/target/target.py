@@ -5,7 +5,7 @@ How its passes are made is the business of a backend (:mod:`foredraft.backends`)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PagePool
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.passes import Passes
-from foredraft.target.prefixes import shared_beginnings
+from foredraft.target.prefixes import Companion, Texts
 from foredraft.tree import TokenTree
 from foredraft.turns import Turn
 
@@ -111,9 +111,8 @@ class Target(Passes):
         self.prefill_chunk = prefill_chunk
         self.owner: object = None  # a token of the session whose rows these are
         self.reuse_prefix = reuse_prefix
-        self._texts: list[Sequence[int]] = []  # of live rows
-        self._isolations: list[str | None] = []  # likewise
-        self._dropped: dict[int, tuple[str | None, list[int]]] = {}  # what physical rows past the live ones held when they were dropped
+        self._texts = Texts()
+        self._companion: Companion | None = None  # must be told of every token that it does not hold
         self.version = 0
         self._taps: list[Tap | None] = []  # where hidden states come by, once that was asked
         self._reused_prefix = reuse_prefix  # before somebody read whole texts
@@ -123,7 +122,7 @@ class Target(Passes):
             self._state.look({})
             self._dtype, self.backend = self.model.dtype, choose(facts, **self._how)
         self._seen = dict(self._state.counts)
-        self._draft: Target | None = None
+        self._beside: Callable[[], int] = lambda: 0  # bytes that are kept beside a page
         try:
             self._cache_memory = (False, None) if cache_memory is None else budget(cache_memory)
             self._limit()
@@ -171,11 +170,11 @@ class Target(Passes):
         self.backend = choose(facts, **self._how)
         self._limit()
         if before is not None:
-            self.read(before.numbers, whole=before.whole)
+            self.read(before.numbers, whole=before.whole, companion=self._companion)
 
-    def share_budget(self, draft: Target | None) -> None:
-        """``cache_memory`` is for the keys and values of this model and of ``draft``, whose rows are as long."""
-        self._draft = draft
+    def share_budget(self, page_bytes: Callable[[], int]) -> None:
+        """``cache_memory`` is also for what a drafter keeps of as many tokens: ``page_bytes()`` beside each page."""
+        self._beside = page_bytes
         self._limit()
 
     def _limit(self) -> None:
@@ -192,7 +191,7 @@ class Target(Passes):
             )
         if cache is None:
             return
-        cache.divide(size, self._beside, self.prefill_chunk)
+        cache.divide(size, self._beside(), self.prefill_chunk)
         if any(pool.limit == 0 for pool in self.pools):
             least = in_words(self.least([1] * len(self.pools)))
             raise ConfigurationError(f"cache_memory has no room for one page of 64 tokens, which takes {least} here; allow more")
@@ -222,17 +221,15 @@ class Target(Passes):
         """
         self.follow()
         first, isolations = len(self.lengths), isolations or [None] * len(texts)
-        if isinstance(self.cache, PagedCache):
-            rows, lengths = [], self.cache.begin(texts, self._texts, isolations, share=self.reuse_prefix, unread=unread)
-        else:
-            rows, lengths = map(list, zip(*self._shared_beginnings(texts, isolations, first, unread)))
+        share, most = self.reuse_prefix and self.cache.shares, None
+        if self._companion is not None:
+            most = self._companion.open(texts, isolations, share=share, unread=unread)
+        rows, lengths = self._texts.find(self.cache, texts, isolations, share=share, unread=unread, most=most)
         self.backend.open(lengths, [source for source in sources if source is not None])
         self.cache.reserve(self.backend.roomy(min(max(reserve, default=0), RESERVE)))
         if rows:
             self.cache.gather(rows, lengths, first)
-        self._texts += texts
-        self._isolations += isolations
-        self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.lengths)}
+        self._texts.add(texts, isolations)
 
     @property
     def _pages(self) -> PagedCache | None:
@@ -250,18 +247,16 @@ class Target(Passes):
         return [] if self._pages is None else [store.kind.page_bytes for store in self._pages.stores]
 
     @property
-    def _beside(self) -> int:
-        """Bytes that the draft takes for each page of 64 tokens."""
-        return 0 if self._draft is None else sum(self._draft.page_bytes)
-
-    @property
     def budget(self) -> int:
-        """Bytes that the cache may take, that of the draft included; 0 where there is no limit."""
+        """Bytes that the cache may take, and what a drafter keeps beside it; 0 where there is no limit."""
         return self._cache_memory[1] or 0
 
     def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> list[int]:
         """Pages of each kind that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
-        return [] if self._pages is None else self._pages.needed(text, isolation, nodes, max(nodes, self.prefill_chunk))
+        if self._pages is None:
+            return []
+        first, *others = self._texts.needed(self._pages, text, isolation, nodes, max(nodes, self.prefill_chunk))
+        return [first if self._companion is None else max(first, self._companion.needed(text, isolation, nodes)), *others]
 
     def whole(self, tokens: int) -> list[int]:
         """Pages of each kind that a row of so many ``tokens`` takes, at most."""
@@ -269,7 +264,7 @@ class Target(Passes):
 
     def least(self, pages: Sequence[int]) -> int:
         """The least ``cache_memory``, in bytes, that has room for so many ``pages`` of each kind."""
-        return 0 if self._pages is None else self._pages.least(pages, self._beside, self.prefill_chunk)
+        return 0 if self._pages is None else self._pages.least(pages, self._beside(), self.prefill_chunk)
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
@@ -283,7 +278,8 @@ class Target(Passes):
         """Tokens of ``text`` that its row would read when it is opened; None where a part that is read before is not found again."""
         if self._pages is None or not self.reuse_prefix:
             return None
-        return len(text) - self._pages.known(text, isolation)
+        known = self._texts.known(self._pages, text, isolation)
+        return len(text) - (known if self._companion is None else min(known, self._companion.known(text, isolation)))
 
     def growth(self, nodes: int, *, without: Sequence[int] = ()) -> list[int]:
         """Pages of each kind that the live rows would take for ``nodes`` each, less what dropping the rows ``without`` would free."""
@@ -295,15 +291,8 @@ class Target(Passes):
 
     def compact(self, keep: Sequence[int]) -> None:
         """Drop every row not in ``keep``, ascending physical indices."""
-        if isinstance(self.cache, PagedCache):
-            for row in set(range(len(self.lengths))).difference(keep):
-                self.cache.leave(row, self._texts[row])
-        else:
-            for row in range(len(keep), len(self.lengths)):  # these stay where they are, until a new row takes the place
-                self._dropped[row] = self._isolations[row], list(self._texts[row][: self.lengths[row]])
         self._early = None
-        self.cache.compact(keep)
-        self._texts, self._isolations = [self._texts[row] for row in keep], [self._isolations[row] for row in keep]
+        self._texts.compact(self.cache, keep)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget every token behind the first ``lengths[r]`` of each row."""
@@ -316,7 +305,7 @@ class Target(Passes):
     def release(self) -> None:
         """Drop all rows and give the memory back."""
         self.backend.release()
-        self._texts, self._isolations, self._dropped = [], [], {}
+        self._texts.clear()
         self.hidden, self.prompt_hidden, self.kept = None, None, {}
 
     def unpack(self) -> None:
@@ -349,9 +338,7 @@ class Target(Passes):
         self._state.mark("weights")
         self._state.note()
         self._seen = dict(self._state.counts)
-        self._texts, self._dropped = [[] for _ in self._texts], {}
-        if isinstance(self.cache, PagedCache):
-            self.cache.share_no_more()
+        self._texts.share_no_more(self.cache)
 
     def close(self) -> None:
         """Release everything and leave the model as it was found; no more passes after this."""
@@ -361,7 +348,7 @@ class Target(Passes):
 
     # -- hidden states ------------------------------------------------------------------------------------------------
 
-    def read(self, features: Sequence[int], *, whole: bool = False) -> None:
+    def read(self, features: Sequence[int], *, whole: bool = False, companion: Companion | None = None) -> None:
         """Have passes hand out hidden states from now on; of no ``features``, none, which costs nothing. Replaces what was asked before.
 
         :attr:`hidden` are those of the nodes of a pass, :attr:`prompt_hidden` those of prompts: ``[1, F * d]`` per row at its last token.
@@ -369,8 +356,10 @@ class Target(Passes):
         Args:
             features: numbers as in transformers' ``output_hidden_states``, :data:`~foredraft.models.features.LAST` for what the LM head
                 reads; they are concatenated in this order.
-            whole: hand out those of prompts at every token, ``[L, F * d]`` per row. **No prefix is reused then**: of a beginning that was
-                copied from another row no hidden states are known. ``reuse_prefix`` is what it was once nobody reads whole texts.
+            whole: hand out those of prompts at every token that is computed, ``[n, F * d]`` per row. Of a beginning that is shared with
+                another row none are known. So **no beginning is reused**, and n is the length of the prompt, unless there is a
+                ``companion``. ``reuse_prefix`` is what it was once nobody reads whole texts.
+            companion: who reads them. Of every beginning that is reused it holds what it has made of the hidden states.
 
         Raises:
             ConfigurationError: a number that there is no hidden state for.
@@ -385,9 +374,10 @@ class Target(Passes):
         before = self.backend.features
         self.backend.read(found)
         self.hidden = self.prompt_hidden = None
+        self._companion = companion if found is not None and whole else None
         if before is None or not before.whole:
             self._reused_prefix = self.reuse_prefix
-        self.reuse_prefix = self._reused_prefix and not (found is not None and whole)
+        self.reuse_prefix = self._reused_prefix and not (found is not None and whole and companion is None)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -411,17 +401,6 @@ class Target(Passes):
         return torch.cat(logits)
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _shared_beginnings(
-        self, texts: Sequence[Sequence[int]], keys: Sequence[str | None], first: int, unread: int
-    ) -> list[tuple[int, int]]:
-        """For each text the physical row that shares the longest beginning with it, and how long it is."""
-        if not (self.reuse_prefix and self.cache.shares):
-            return [(first, 0)] * len(texts)
-        held = [(row, key, ids, self.lengths[row]) for row, (key, ids) in enumerate(zip(self._isolations, self._texts))]
-        spoiled = self.cache.spoiled
-        held += [(row, key, ids, min(len(ids), spoiled.get(row, len(ids)))) for row, (key, ids) in self._dropped.items()]
-        return shared_beginnings(texts, keys, held, first, unread)
 
     def _group(self, prompts: Sequence[Sequence[int]], row: int, first: int) -> int:
         """Rows from ``row`` that go through one pass together: short ones batched, a long one alone in chunks."""

@@ -98,7 +98,8 @@ class Eagle3Step:
         row_of = torch.arange(rows, dtype=torch.int32).repeat_interleave(count)
         slots = (torch.tensor(window.starts, dtype=torch.int32)[:, None] + torch.arange(count, dtype=torch.int32)).contiguous()
         about.threads, about.rows, about.tokens, about.nodes, about.own_angles = torch.get_num_threads(), rows, rows * count, count, 1
-        about.width, about.row_stride, about.head_stride = window.width, keys.stride(0), keys.stride(1)
+        about.width = window.width
+        cache.place(about)
         if mask is not None:
             about.mask_row_stride, about.mask_stride = mask.stride(0), mask.stride(2)
         scratch = self._scratch.room(self._about, x, rows * count, int(about.threads))
@@ -169,10 +170,10 @@ class Eagle3Growth(Grower):
         eagle.features = self._features.data_ptr()
         self._places = (ctypes.c_void_p * 1)(keys.data_ptr()), (ctypes.c_void_p * 1)(values.data_ptr())
         about.keys, about.values = (ctypes.addressof(each) for each in self._places)
-        self._pass.row_stride, self._pass.head_stride = keys.stride(0), keys.stride(1)
+        cache.place(self._pass)
         about.vocab = self.head.outputs
         about.start, about.missed, about.most = start, missed, most
         return (ctypes.c_int64 * missed)(*ids[start + 1 :])
 
     def _end(self, ids: Sequence[int], fed: int) -> None:
-        self.cache.lengths[0] += len(self.features)
+        self.cache.commit(None, [len(self.features)])
