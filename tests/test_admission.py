@@ -104,7 +104,7 @@ def test_a_row_that_fills_the_memory_is_read_beside_what_others_left():
 
 def test_pages_of_live_rows_never_exceed_the_limit():
     speculator = speculator_of("ngram", pages=8, shape="product(2,2)")
-    session, pool = speculator.session(), speculator.target.pool
+    session, pool = speculator.session(), speculator.target.pools[0]
     for row in rows_of(10):
         session.add(row, RowParameters(max_new_tokens=60))
     while session.live:
@@ -215,4 +215,4 @@ def test_budgets_that_make_no_sense_are_refused():
 
 def test_a_draft_shares_the_budget():
     alone, both = speculator_of(pages=20), speculator_of("draft-model", pages=20)
-    assert alone.target.pool.limit == 20 and both.target.pool.limit == 10
+    assert alone.target.pools[0].limit == 20 and both.target.pools[0].limit == 10

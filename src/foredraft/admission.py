@@ -7,6 +7,7 @@ before it begins, and the youngest rows wait, without their pages, until the oth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from foredraft.errors import CacheMemoryError
 from foredraft.models.cache_sizes import in_words
@@ -28,15 +29,12 @@ class Admission:
 
     def check(self, row: SessionRow) -> None:
         """Raises CacheMemoryError for a row that can never fit."""
-        pool = self.target.pool
-        if pool is None or pool.limit is None:
-            return
-        needed = -(-(row.capacity + self.nodes) // PAGE)
-        if needed > pool.limit:
-            size = self.target.page_cost
+        needed = self.target.whole(row.capacity + self.nodes)
+        if any(pool.limit is not None and pages > pool.limit for pages, pool in zip(needed, self.target.pools)):
+            allowed = self.target.budget
             raise CacheMemoryError(
                 f"a prompt of {row.prompt_length} tokens with max_new_tokens={row.parameters.max_new_tokens} needs up to "
-                f"{in_words(needed * size)} of key-value cache, and cache_memory allows {in_words(pool.limit * size)}; use a larger "
+                f"{in_words(self.target.least(needed))} of key-value cache, and cache_memory allows {in_words(allowed)}; use a larger "
                 "cache_memory, a smaller max_new_tokens or a shorter prompt"
             )
 
@@ -51,7 +49,7 @@ class Admission:
         for row in waiting:
             if found and row.begun != found[0].begun:
                 break
-            taken += self.target.needed(row.ids, row.isolation, nodes)
+            taken = [sum(pair) for pair in zip(taken, self.target.needed(row.ids, row.isolation, nodes))]
             if (rows or found) and not self._fits(taken):
                 break
             found.append(row)
@@ -66,13 +64,14 @@ class Admission:
         self.set_aside += len(gone)
         return [rows[index] for index in gone]
 
-    def _fits(self, pages: int) -> bool:
-        room = None if self.target.pool is None else self.target.pool.room
-        return room is None or pages <= room
+    def _fits(self, pages: Sequence[int]) -> bool:
+        """Whether there is room for so many more of each kind."""
+        return all(pool.room is None or more <= pool.room for more, pool in zip(pages, self.target.pools))
 
     @property
     def memory(self) -> CacheMemory | None:
-        pool = self.target.pool
-        if pool is None:
-            return None
-        return CacheMemory(pool.limit, self.target.page_bytes, pool.held, pool.shared, pool.cached, pool.evicted, self.set_aside)
+        found = [
+            CacheMemory(pool.limit, size, pool.held, pool.shared, pool.cached, pool.evicted, self.set_aside)
+            for pool, size in zip(self.target.pools, self.target.page_bytes)
+        ]
+        return replace(found[0], windows=tuple(found[1:])) if found else None

@@ -40,12 +40,13 @@ class CacheMemory:
 
     Attributes:
         limit: most pages; None without a limit.
-        page_bytes: of one page, all layers together.
+        page_bytes: of one page, all layers together that see the whole text.
         held: pages of rows.
         shared: of these, the pages that two or more rows hold.
         cached: pages of texts that are over, kept for later texts that begin alike, as long as nobody needs them.
         evicted: how many of those were given up for other texts so far.
         set_aside: how many times a row was set aside because pages ran out.
+        windows: the same for layers that see a sliding window of the text: one for each kind of window.
     """
 
     limit: int | None
@@ -55,6 +56,7 @@ class CacheMemory:
     cached: int
     evicted: int
     set_aside: int
+    windows: tuple[CacheMemory, ...] = ()
 
 
 @dataclass(repr=False)

@@ -110,7 +110,8 @@ class TableTarget:
         self.ragged = self.sourced = False
         self.owner: object = None
         self.tokenizer: object = None
-        self.pool = None
+        self.pools: list[Any] = []
+        self.page_bytes: list[int] = []
         self.version = 0
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None
@@ -130,14 +131,17 @@ class TableTarget:
     def follow(self) -> None:
         """A table does not change."""
 
-    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
-        return 0
+    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> list[int]:
+        return []
+
+    def whole(self, tokens: int) -> list[int]:
+        return []
 
     def unread(self, text: Sequence[int], isolation: str | None) -> None:
         return None
 
-    def growth(self, nodes: int, *, without: Sequence[int] = ()) -> int:
-        return 0
+    def growth(self, nodes: int, *, without: Sequence[int] = ()) -> list[int]:
+        return []
 
     def some_sources(self, rows: int) -> list[None]:
         return [None] * rows

@@ -12,6 +12,7 @@ from kernel_cases import DTYPES, TOLERANCE, build, needs_kernels
 from foredraft import CacheMemoryError, RowParameters, Speculator, TokenTree
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import paged_cache
+from foredraft.models.paged_cache import GONE
 from foredraft.models.pages import PAGE
 from foredraft.target import Target
 
@@ -54,10 +55,10 @@ def assert_rows(target, texts, alone):
         read(alone, [each])
         for got, wanted in zip(held(target, row), held(alone, 0)):
             close(got, wanted)
-    pool, tables = target.cache.pool, target.cache.tables
-    pages = [page for table in tables for page in table]
-    assert pool.held == len(set(pages)) and pool.shared == sum(pages.count(page) > 1 for page in set(pages))
-    assert pool.counts == [pages.count(page) + (page in pool.prefixes._nodes) for page in range(pool.made)]
+    for store in target.cache.stores:
+        pool, pages = store.pool, [page for table in store.tables for page in table if page != GONE]
+        assert pool.held == len(set(pages)) and pool.shared == sum(pages.count(page) > 1 for page in set(pages))
+        assert pool.counts == [pages.count(page) + pool._kept(page) for page in range(pool.made)]
 
 
 # -- sharing ----------------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def test_rows_hold_what_they_need():
     assert target.cache.pool.held == 16 + 7
     target.compact([0, 1])
     assert target.cache.pool.held == 17 and target.cache.pool.cached == 6
-    assert target.cache.bytes == target.cache.pool.made * target.page_bytes
+    assert target.cache.bytes == target.cache.pool.made * sum(target.page_bytes)
 
 
 def test_pages_come_back_from_texts_that_are_over():

@@ -37,6 +37,7 @@ NOISE = ("tests/logits/test_noise.py", "tests/logits/test_keyed.py")
 CACHE = ("tests/target/test_cache.py",)
 PAGES = ("tests/models/test_pages.py",)
 PAGED = ("tests/models/test_paged_cache.py",)
+WINDOWS = ("tests/models/test_windows.py",)
 ADMISSION = ("tests/test_admission.py",)
 MASKS = ("tests/target/test_trees.py",)
 LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.py")
@@ -198,14 +199,25 @@ FAULTS = [
     Fault("pages.py", "max(self.spare, self._most_held)", "self._most_held", PAGES),
     Fault("paged_cache.py", "if self.pool.counts[table[index]] > 1:", "if self.pool.counts[table[index]] > 9:", PAGED),
     Fault("paged_cache.py", "            if length % PAGE and pages[-1] in fresh:", "            if False:", PAGED),
-    Fault("paged_cache.py", "self.pool.share([*whole, *partly])", "pass", PAGED),
-    Fault("paged_cache.py", "self._copy(partly[0], taken[0], length % PAGE)", "pass", PAGED),
+    Fault("paged_cache.py", "self.pool.share([*kept, *partly])", "pass", PAGED),
+    Fault("paged_cache.py", "whole.copy(partly[0], taken[0], length % PAGE)", "pass", PAGED),
     Fault(
         "paged_cache.py",
-        "            setattr(self, name, [held[row] for row in keep])\n        self._lay_out(0)\n",
-        "            setattr(self, name, [held[row] for row in keep])\n",
+        "[self.begins[row] for row in keep]\n        self.lay_out(0, blocks)\n",
+        "[self.begins[row] for row in keep]\n",
         PAGED,
     ),
+    # -- windows
+    Fault("paged_cache.py", "length - self.kind.window + 1", "length - self.kind.window + 2", WINDOWS),
+    Fault("paged_cache.py", "if last - self.sees_from(length) < runs[last]:", "if True:", WINDOWS),
+    Fault("paged_cache.py", "        store.copy(former, mine, length % PAGE)\n", "", WINDOWS),
+    Fault("paged_cache.py", "            if source != GONE:\n", "            if source != GONE and store is self.stores[0]:\n", WINDOWS),
+    Fault("paged_cache.py", "            window.moved(row, index, mine)\n", "            pass\n", WINDOWS),
+    Fault("paged_cache.py", "super().rewind([0 if gone else length for", "super().rewind([length for", WINDOWS),
+    Fault("pages.py", "        if self._whole._kept(owner):\n            self._keep_for(owner)\n", "", WINDOWS),
+    Fault("pages.py", "and pool.lacks_windows(child.page):", "and False:", WINDOWS),
+    Fault("pages.py", "        for each in self.windows:\n            each._release_for(page)\n", "", WINDOWS),
+    Fault("windows.py", "return size if hidden else None", "return size", WINDOWS),
     Fault("target.py", "            self.cache.share_no_more()\n", "            pass\n", PAGED),
     Fault("layer.c", "(size_t)table[row * p->table_stride + start / KEYS]", "(size_t)table[start / KEYS]", PAGED),
     Fault("paged_cache.py", "if start < self._filled[row] else 0", "", PAGED),

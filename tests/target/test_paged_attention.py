@@ -145,7 +145,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass():
         row = lengths.index(70)
         generator = torch.Generator().manual_seed(5)
         for store in (cache.layers[0].keys, cache.layers[0].values):
-            store[cache.tables[row]] = torch.randn(2, *store.shape[1:], generator=generator)
+            store[cache._store(0).tables[row]] = torch.randn(2, *store.shape[1:], generator=generator)
         with torch.inference_mode(), pages.in_use(cache):
             query, key, value = (torch.cat([each if at == row else each + at for at in range(len(lengths))]) for each in asked)
             found.append(pages.attended(query, *cache.update(key, value, 0), None, None)[row])

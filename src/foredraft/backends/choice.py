@@ -25,7 +25,7 @@ from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
 from foredraft.errors import ConfigurationError
 from foredraft.models.encoder_decoder import plain_arguments
-from foredraft.models.paged_cache import PagedCache
+from foredraft.models.paged_cache import Kind, PagedCache
 from foredraft.models.support import ModelFacts, describe
 from foredraft.tree import TokenTree
 
@@ -111,7 +111,7 @@ def _page(backend: Backend, execution: str, test: bool) -> None:
     """Keys and values in pages, if the model's attention is the same over them."""
     if isinstance(backend.cache, PagedCache):
         return
-    found: int | str | None = paged_attention.refusal(backend.facts, execution)
+    found: list[Kind] | str | None = paged_attention.refusal(backend.facts, execution)
     if found is None and type(backend) is not Eager:
         found = "FlexAttention needs keys and values in one block"
     if found is None and not test:
@@ -119,7 +119,7 @@ def _page(backend: Backend, execution: str, test: bool) -> None:
     if found is None:
         with packing.one_thread(backend.facts.model):
             found = attention_test(backend)
-    if isinstance(found, int):
+    if isinstance(found, list):
         page(backend, found)
     else:
         backend.reasons["pages"] = found

@@ -23,7 +23,7 @@ from foredraft.models.encoder_decoder import Decoder, SourcedCache
 from foredraft.models.features import picked
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
-from foredraft.models.paged_cache import PagedCache
+from foredraft.models.paged_cache import Kind, PagedCache
 from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
 from foredraft.models.skips import Sublayers
 from foredraft.models.support import ModelFacts
@@ -135,7 +135,7 @@ class Eager(Backend):
         self._decoder = facts.model.get_decoder() if facts.sourced else getattr(facts.model, "model", facts.model)
         self._called: tuple[object, Direct | None] = (None, None)
         kernels = None if facts.sourced else self._kernels()
-        self.cache = SourcedCache() if facts.sourced else TreeCache() if kernels is None else PagedCache(kernels.decoder.page_bytes)
+        self.cache = SourcedCache() if facts.sourced else TreeCache() if kernels is None else PagedCache([Kind(kernels.decoder.page_bytes)])
 
     def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
         if isinstance(self.cache, SourcedCache):

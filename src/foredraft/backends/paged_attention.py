@@ -7,7 +7,7 @@ what the function gets is a key to what was written, and the kernels read the pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,11 @@ from foredraft.backends.kernel_pass import Places, fits
 from foredraft.backends.self_test import PATH, SMALLEST, TREE, some_text
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskBuilder
-from foredraft.models.paged_cache import PagedCache
+from foredraft.models.paged_cache import Kind, PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.models.positions import uses_alibi
 from foredraft.models.support import ModelFacts
+from foredraft.models.windows import kinds_of
 from foredraft.tree import TokenTree
 
 NAME = "foredraft_pages"
@@ -224,18 +225,18 @@ AttentionMaskInterface.register(NAME, mask)
 # -- the comparison -----------------------------------------------------------------------------------------------------
 
 
-def page(backend: Backend, page_bytes: int) -> None:
-    """``backend`` keeps keys and values in pages of so many bytes from now on; it has no rows."""
-    backend.cache, backend.pages = PagedCache(page_bytes), PagedAttention(backend.facts.model)
+def page(backend: Backend, kinds: Sequence[Kind]) -> None:
+    """``backend``, which has no rows, keeps keys and values of such ``kinds`` of layers in pages from now on."""
+    backend.cache, backend.pages = PagedCache(kinds), PagedAttention(backend.facts.model)
 
 
 @torch.inference_mode()
-def attention_test(backend: Backend) -> int | str:
+def attention_test(backend: Backend) -> list[Kind] | str:
     """Make the same passes through the model's own attention and over pages: a chain, a tree behind rows of unequal length, and a token of
     one row after a path of the tree was kept. ``backend`` is left as it was.
 
     Returns:
-        The bytes of a page, all layers together; or why pages are not to be used.
+        The kinds of its layers; or why pages are not to be used.
     """
     facts, before = backend.facts, backend.cache
     if facts.context is not None and facts.context < SMALLEST:
@@ -250,13 +251,13 @@ def attention_test(backend: Backend) -> int | str:
         if sizes := {keys.shape[3] for keys, _ in stores if keys.shape[3] % VECTOR}:
             return f"its heads have {min(sizes)} numbers, and the kernels take multiples of {VECTOR}"
         expected += passes
-        page_bytes = sum(2 * keys.shape[1] * PAGE * keys.shape[3] * keys.itemsize for keys, _ in stores)
-        page(backend, page_bytes)
+        kinds = kinds_of(facts.model, backend.cache.layers)
+        page(backend, kinds)
         found = list(logits_of_test(backend))
         if backend.pages.writes and not backend.pages.calls:  # without either, all layers are kernels
             return "its layers do not ask transformers' attention interface"
         differences = [differs(facts.model, *pair) for pair in zip(found, expected)]
-        return next((each for each in differences if each is not None), page_bytes)
+        return next((each for each in differences if each is not None), kinds)
     except Exception as error:  # what a model raises that was given another attention has no common type
         return failure(error)
     finally:

@@ -7,7 +7,7 @@ layers are stored full length: the mask does the windowing, so that every layer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,7 +95,7 @@ class TreeCache(Cache):
         self.allocations = 0  # so far; what pointed into the buffers is stale when this changes
         self.scratch: Any = None
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._viewed: list[Any] | None = None
+        self._viewed: list[Movable] | None = None
 
     @property
     def written(self) -> list[Layer]:
@@ -148,7 +148,7 @@ class TreeCache(Cache):
         return keys.shape[0] < self.row_capacity or keys.shape[2] < self.capacity
 
     def place(self, about: Any, layer_idx: int = 0) -> int:
-        """Tell a pass of the kernels where the slots of its rows are in a layer; how many values behind the layer's first one they begin."""
+        """Tell a pass of the kernels where the slots of its rows are in a layer; how many values behind its first one they begin."""
         keys = self.layers[layer_idx].keys
         about.row_stride, about.head_stride, about.table = keys.stride(0), keys.stride(1), None
         return self._window.first * keys.stride(0)
@@ -281,30 +281,34 @@ class TreeCache(Cache):
         ]
         if not moves:
             return True
-        stores = self._arrays()
-        goals, sources = ([self._at(row, self.lengths[row] + each[which]) for row, *each in moves] for which in (0, 1))
-        if len(moves) <= FEW and all(node > place for _, place, node in moves):  # then none is overwritten before it was moved
-            for goal, source in zip(goals, sources):
-                for store in stores:
-                    store[goal[0], :, goal[1]] = store[source[0], :, source[1]]
-        else:
-            (to, into), (of, out) = (([each[0] for each in some], [each[1] for each in some]) for some in (goals, sources))
-            for store in stores:
-                store[to, :, into] = store[of, :, out]
-        return bool(stores)
+        movable = self._movable()
+        for at, arrays in movable:
+            goals, sources = ([at(row, self.lengths[row] + each[which]) for row, *each in moves] for which in (0, 1))
+            if len(moves) <= FEW and all(node > place for _, place, node in moves):  # then none is overwritten before it was moved
+                for goal, source in zip(goals, sources):
+                    for store in arrays:
+                        store[goal[0], :, goal[1]] = store[source[0], :, source[1]]
+            else:
+                (to, into), (of, out) = (([each[0] for each in some], [each[1] for each in some]) for some in (goals, sources))
+                for store in arrays:
+                    store[to, :, into] = store[of, :, out]
+        return bool(movable)
 
-    def _at(self, row: int, slot: int) -> tuple[int, int]:
-        """Where a slot of a row lies in the first and the third dimension of the buffers."""
-        return row, slot
-
-    def _arrays(self) -> list[Any]:
-        """Every buffer as a NumPy array of its bits, whose vectors are moved in a fraction of the time; none if one is on another
-        device."""
+    def _movable(self) -> list[Movable]:
+        """Where slots lie in the first and the third dimension of buffers, and these buffers as NumPy arrays of their bits, whose vectors
+        are moved in a fraction of the time; none if one is on another device."""
         if self._viewed is None:
-            held = [store for layer in self.written for store in (layer.keys, layer.values)]
-            fits = all(store.device.type == "cpu" and store.element_size() in BITS for store in held)
-            self._viewed = [store.view(BITS[store.element_size()]).numpy() for store in held] if fits else []
+            fits = all(
+                store.device.type == "cpu" and store.element_size() in BITS
+                for layer in self.written
+                for store in (layer.keys, layer.values)
+            )
+            self._viewed = [(at, as_arrays(layers)) for at, layers in self._places() if layers] if fits else []
         return self._viewed
+
+    def _places(self) -> list[tuple[Callable[[int, int], tuple[int, int]], Sequence[Layer]]]:
+        """Where a slot of a row lies in the first and the third dimension of the buffers of some layers."""
+        return [(lambda row, slot: (row, slot), self.written)]
 
     def _write_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._indices:
@@ -345,6 +349,14 @@ class TreeCache(Cache):
             f"{len(self.layers)} or more layers) and {keys.device} has no room for it; use a smaller batch, a shorter prompt "
             "or a smaller max_new_tokens"
         )
+
+
+Movable = tuple[Callable[[int, int], tuple[int, int]], list[Any]]
+
+
+def as_arrays(layers: Sequence[Layer]) -> list[Any]:
+    """The buffers of ``layers`` as NumPy arrays of their bits."""
+    return [store.view(BITS[store.element_size()]).numpy() for layer in layers for store in (layer.keys, layer.values)]
 
 
 def _blocks(tokens: int) -> int:

@@ -1,11 +1,13 @@
 """A key-value cache in pages (Kwon et al. 2023): each row has a table of pages of :data:`PAGE` tokens, and rows share what they begin with.
 
-Kernels read pages where they lie. A model that runs without them gets its keys gathered: one copy per layer and pass.
+Layers that see a sliding window of the text have pages of their own, which a row gives back as the window moves on. Kernels read pages
+where they lie. A model that runs without them gets its keys gathered: one copy per layer and pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,45 +16,267 @@ from torch import Tensor
 from foredraft.errors import CacheMemoryError
 from foredraft.models.cache import Layer, TreeCache, Window
 from foredraft.models.cache_sizes import in_words
-from foredraft.models.pages import PAGE, PagePool
+from foredraft.models.pages import PAGE, PagePool, WindowPool
 
 WORTH_SHARING = 16  # a shorter beginning is computed again
+LEEWAY = PAGE  # tokens that a row can be rewound by without losing what its windows see
+GONE = -1  # in tables: a page that was given back
+TYPICAL = 4096  # tokens of the row by which a budget is divided among kinds of layers
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers that keep the keys and values of the same tokens.
+
+    Attributes:
+        page_bytes: of a page, all of these layers together.
+        window: a query sees so many tokens at most, itself included; None for all.
+        layers: their numbers; None for all layers that no other kind has.
+    """
+
+    page_bytes: int
+    window: int | None = None
+    layers: frozenset[int] | None = None
+
+    def pages(self, tokens: int, written: int) -> int:
+        """Pages of a row of so many ``tokens``, at most, of which so many are ``written`` in one pass."""
+        whole = _pages(tokens)
+        return whole if self.window is None else min(whole, _pages(self.window + LEEWAY + written) + 1)
+
+
+class PageStore:
+    """The pages of one kind of layer: whose they are, and their tensors ``[pages, heads, PAGE, head size]`` per layer.
+
+    Attributes:
+        tables: the pages of each live row, in order; :data:`GONE` for those given back.
+        opening: tables of rows that are about to be opened.
+        layers: those of this kind that have tensors.
+        made: pages that were ever used and hold numbers; the others are not even touched.
+        room: pages that tensors have room for; one more behind them takes what nobody reads.
+        table: ``tables`` as kernels read them, ``[rows, blocks]`` int32; where there is no page, the one that nobody reads.
+    """
+
+    def __init__(self, kind: Kind, pool: PagePool):
+        self.kind, self.pool = kind, pool
+        self.reset()
+
+    def reset(self) -> None:
+        self.tables: list[list[int]] = []
+        self.opening: list[list[int]] = []
+        self.layers: list[Layer] = []
+        self.room = self.made = 0
+        self.begins: list[int] = []  # the first page of each live row that was not given back
+        self.table = torch.zeros(1, 1, dtype=torch.int32)
+        self.lines: Any = self.table.numpy()
+
+    def drop(self, table: Sequence[int]) -> None:
+        """A row no longer holds these pages."""
+        self.pool.drop([page for page in table if page != GONE])
+
+    def put(self, row: int, index: int, page: int) -> None:
+        self.lines[row, index] = page if page != GONE else self.room
+        self.tables[row][index] = page
+
+    def extend(self, row: int, pages: Sequence[int]) -> None:
+        table = self.tables[row]
+        self.lines[row, len(table) : len(table) + len(pages)] = [self.room if page == GONE else page for page in pages]
+        table += pages
+
+    def shorten(self, row: int, pages: int) -> None:
+        """Only the first ``pages`` pages of a row stay."""
+        table = self.tables[row]
+        if len(table) > pages:
+            self.drop(table[pages:])
+            self.lines[row, pages : len(table)] = self.room
+            del table[pages:]
+
+    def copy(self, source: int, goal: int, tokens: int) -> None:
+        for layer in self.layers:
+            for store in (layer.keys, layer.values):
+                store[goal, :, :tokens] = store[source, :, :tokens]
+
+    def open(self, blocks: int) -> None:
+        """The rows that are about to be opened are live."""
+        first = len(self.tables)
+        self.tables += self.opening
+        self.begins += [next((index for index, page in enumerate(table) if page != GONE), len(table)) for table in self.opening]
+        self.opening = []
+        self.lay_out(first, blocks)
+
+    def compact(self, keep: Sequence[int], blocks: int) -> None:
+        for row in set(range(len(self.tables))).difference(keep):
+            self.drop(self.tables[row])
+        self.tables, self.begins = [self.tables[row] for row in keep], [self.begins[row] for row in keep]
+        self.lay_out(0, blocks)
+
+    def lay_out(self, first: int, blocks: int) -> None:
+        """Bring ``tables`` from row ``first`` on into the form that kernels read, with room for so many ``blocks``."""
+        rows, now = self.table.shape
+        needed = max(blocks, *(len(table) for table in self.tables), 1)
+        if len(self.tables) > rows or needed > now:
+            self.table = torch.zeros(max(len(self.tables), 2 * rows), max(needed, 2 * now), dtype=torch.int32)
+            self.lines, first = self.table.numpy(), 0
+        self.lines[first:] = self.room
+        for row, table in enumerate(self.tables[first:], first):
+            self.lines[row, : len(table)] = [self.room if page == GONE else page for page in table]
+
+    def fit(self, ahead: int, blocks: int) -> bool:
+        """Tensors have room for every page that was taken, or for ``ahead`` where they grow, and hold zeros where nothing was written:
+        garbage could be NaN. Whether they have moved."""
+        grows = self.pool.made > self.room or not self.layers
+        if grows:
+            more, limit = max(2 * self.room if self.layers else 0, ahead), self.pool.limit
+            room = max(self.pool.made, more if limit is None else min(more, limit))
+            for layer in self.layers:
+                self.allocate(layer, layer.keys, layer.values, room)
+            self.room = room
+            self.lay_out(0, blocks)
+        if self.pool.made > self.made:
+            for layer in self.layers:
+                for store in (layer.keys, layer.values):
+                    store[self.made : self.pool.made] = 0
+            self.made = self.pool.made
+        return grows
+
+    def allocate(self, layer: Layer, keys: Tensor, values: Tensor, room: int) -> None:
+        """Give ``layer`` tensors for ``room`` pages and the one that nobody reads, keeping what it holds. The pages of one head lie behind
+        each other, so that neighbours can be read in one go."""
+        stores = []
+        for old, new in ((layer.keys, keys), (layer.values, values)):
+            try:
+                store = torch.empty(new.shape[1], room + 1, PAGE, new.shape[3], dtype=new.dtype, device=new.device).transpose(0, 1)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                raise CacheMemoryError(
+                    f"the key-value cache grows to {in_words(room * self.kind.page_bytes)}, and {keys.device} has no room for it; set "
+                    "cache_memory to less, so that rows wait for each other, or use a shorter prompt or a smaller max_new_tokens"
+                ) from error
+            kept = min(len(old) - 1, self.made) if len(old) else 0
+            if kept:
+                store[:kept] = old[:kept]
+            store[kept : self.made] = store[-1] = 0
+            stores.append(store)
+        layer.keys, layer.values = stores
+
+
+class WindowStore(PageStore):
+    """The pages of layers with a window. A page belongs to the page of the same tokens in the store of layers that see all of the text."""
+
+    pool: WindowPool
+
+    def __init__(self, kind: Kind, whole: PagePool):
+        super().__init__(kind, WindowPool(whole))
+
+    def sees_from(self, length: int) -> int:
+        """The first page that a query behind ``length`` tokens sees."""
+        assert self.kind.window is not None
+        return max(0, length - self.kind.window + 1) // PAGE
+
+    def found(self, pages: Sequence[int], length: int, fresh: Callable[[int], bool]) -> int:
+        """The most of the first ``length`` tokens, on ``pages`` of the other store, behind which a text can go on: what its first query
+        sees is there, or will be because the page is ``fresh``."""
+        run, runs = 0, []  # how many pages in a row are there, up to each
+        for page in pages[: _pages(length)]:
+            run = run + 1 if fresh(page) or self.pool.of(page) is not None else 0
+            runs.append(run)
+        while length:
+            last = (length - 1) // PAGE
+            if last - self.sees_from(length) < runs[last]:
+                return length
+            length = last * PAGE
+        return 0
+
+    def begun(self, pages: Sequence[int], length: int) -> list[int]:
+        """The table of a row that holds the first ``length`` tokens, on ``pages`` of the other store."""
+        first = self.sees_from(length)
+        while first > self.sees_from(length - LEEWAY) and self.pool.of(pages[first - 1]) is not None:
+            first -= 1
+        table = [GONE] * first
+        self.opening.append(table)
+        for owner in pages[first : _pages(length)]:
+            table.append(self._of(owner))
+        return table
+
+    def moved(self, row: int, index: int, owner: int) -> None:
+        """The row has its own page of the other store now, ``owner``, and needs a copy of what belonged to the former one."""
+        if index < len(self.tables[row]) and (page := self.tables[row][index]) != GONE:
+            mine = self._of(owner)
+            self.put(row, index, mine)
+            self.pool.drop([page])
+
+    def slide(self, row: int, start: int, end: int, owners: Sequence[int]) -> None:
+        """Give back what no query of row ``row`` from slot ``start`` on sees, and have pages for slots ``start`` to ``end``."""
+        table, first = self.tables[row], max(self.begins[row], self.sees_from(start - LEEWAY))
+        if first > self.begins[row]:
+            given_back = range(self.begins[row], min(first, len(table)))
+            self.drop([table[index] for index in given_back])
+            for index in given_back:
+                self.put(row, index, GONE)
+            self.begins[row] = first
+        if (missing := _pages(end) - len(table)) > 0:
+            self.extend(row, [GONE] * missing)
+        for index in range(start // PAGE, _pages(end)):
+            if table[index] == GONE:
+                self.put(row, index, self._of(owners[index]))
+                self.begins[row] = min(self.begins[row], index)
+
+    def _of(self, owner: int) -> int:
+        """What belongs to page ``owner`` of the other store, held by one row more."""
+        page = self.pool.of(owner)
+        if page is None:
+            (page,) = self.pool.take(1)
+            self.pool.assign(owner, page)
+        else:
+            self.pool.share([page])
+        return page
 
 
 class PagedCache(TreeCache):
-    """As :class:`~foredraft.models.cache.TreeCache`, with keys and values ``[pages, heads, PAGE, head size]`` per layer.
+    """As :class:`~foredraft.models.cache.TreeCache`, with keys and values in pages.
 
     A page that more than one row holds, or that a finished text has left behind, is never written: a row that would write there gets a
     copy of its own.
 
     Args:
-        page_bytes: of a page, all layers together.
+        kinds: of layers; one at most without a window.
 
     Attributes:
-        pool: who holds which page.
-        tables: the pages of each live row, in order.
+        pool: who holds which page of the layers without a window. Where there are none, it counts pages that take no memory.
+        stores: the pages of each kind, those without a window first.
         reader: who reads keys and values where they lie, for the length of a pass; None where the model is handed them.
     """
 
-    def __init__(self, page_bytes: int) -> None:
+    def __init__(self, kinds: Sequence[Kind]) -> None:
         super().__init__()
-        self.page_bytes = page_bytes
+        whole = next((kind for kind in kinds if kind.window is None), Kind(0, None, frozenset()))
         self.pool = PagePool()
+        self.windows = [WindowStore(kind, self.pool) for kind in kinds if kind.window is not None]
+        self.stores: list[PageStore] = [PageStore(whole, self.pool), *self.windows]
         self.reader: Any = None
         self._reset()
 
     def _reset(self) -> None:
-        self.tables: list[list[int]] = []
         self._keys: list[Hashable] = []  # of live rows: rows with equal keys share
         self._prompts: list[int] = []  # pages that were taken for each live row when it was opened
         self._told: list[int] = []  # tokens of live rows that the prefix tree knows of
         self._filled: list[int] = []  # most tokens that live rows have held
-        self._opening: list[list[int]] = []  # tables of rows that are about to be opened
-        self._room = 0  # pages that buffers have room for; one more behind them takes what nobody reads
-        self._ahead = 0  # pages that rows will hold in the end, as far as that is known
-        self._zeroed = 0  # pages that were ever used; the others are not even touched
-        self._table = torch.zeros(1, self.capacity // PAGE, dtype=torch.int32)  # `tables`, for kernels; behind them the page for nobody
-        self._lines: Any = self._table.numpy()
+        self._ahead = 0  # tokens that rows will hold in the end, as far as that is known
+        for store in self.stores:
+            store.reset()
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The pages of each live row, in order, in :attr:`pool`."""
+        return self.stores[0].tables
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page, all layers together."""
+        return sum(store.kind.page_bytes for store in self.stores)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the pages that rows hold."""
+        return sum(store.pool.held * store.kind.page_bytes for store in self.stores)
 
     # -- sharing ------------------------------------------------------------------------------------------------------
 
@@ -83,41 +307,60 @@ class PagedCache(TreeCache):
         for row, text in enumerate(live):
             self._tell(row, text)
         lengths, told, fresh = list[int](), list[int](), set[int]()
+        whole = self.stores[0]
         try:
             for text, key in zip(texts, keys):
                 pages, length = self._longest(text, key, live, len(text) - unread) if share else ([], 0)
                 if length % PAGE and pages[-1] in fresh:  # what it shall hold is not computed yet
                     length -= length % PAGE
-                whole, partly = pages[: length // PAGE], pages[length // PAGE :][: length % PAGE]
-                self.pool.share([*whole, *partly])
-                count, room = _pages(len(text)) - len(whole), self.pool.room
+                length = self._found(pages, length, fresh)
+                kept, partly = pages[: length // PAGE], pages[length // PAGE :][: length % PAGE]
+                self.pool.share([*kept, *partly])
+                count, room = _pages(len(text)) - len(kept), self.pool.room
                 if partly and room is not None and room < count:  # no room for the original beside the copy
                     self.pool.drop(partly)
-                    partly, length = [], len(whole) * PAGE
-                table = [*whole, *partly]  # all that the row holds, should anything fail
-                self._opening.append(table)
+                    partly, length = [], self._found(kept, len(kept) * PAGE, fresh)
+                    self.pool.drop(kept[length // PAGE :])
+                    del kept[length // PAGE :]
+                    count = _pages(len(text)) - len(kept)
+                table = [*kept, *partly]  # all that the row holds, should anything fail
+                whole.opening.append(table)
+                for store in self.windows:
+                    store.begun(table, length)
                 taken = self.pool.take(count)
                 table += taken
                 self._fit()
                 if partly:
-                    self._copy(partly[0], taken[0], length % PAGE)
+                    whole.copy(partly[0], taken[0], length % PAGE)
                     self.pool.drop(partly)
-                    table[:] = [*whole, *taken]
+                    table[:] = [*kept, *taken]
+                    for store in self.windows:
+                        self._own_copy(store, store.opening[-1], length, taken[0])
                 fresh.update(taken)
                 full = (len(text) - unread + 1) // PAGE if share else 0  # pages that will be full when the row has been read
                 self.pool.prefixes.insert(key, text[: full * PAGE], table[:full])
                 told.append(full * PAGE)
                 lengths.append(length)
         except BaseException:
-            for table in self._opening:
-                self.pool.drop(table)
-            self._opening = []
+            for each in reversed(self.stores):
+                for table in each.opening:
+                    each.drop(table)
+                each.opening = []
             self.pool.prefixes.clear()  # it may know of pages that will never be filled
             raise
         self._keys += keys
-        self._prompts += map(len, self._opening)
+        self._prompts += map(len, whole.opening)
         self._told += told
         return lengths
+
+    def _own_copy(self, store: WindowStore, table: list[int], length: int, owner: int) -> None:
+        """The last page of ``table``, of which another row's text fills a part, becomes a copy that belongs to ``owner``."""
+        (mine,) = store.pool.take(1)
+        store.pool.assign(owner, mine)
+        former, table[-1] = table[-1], mine
+        self._fit()
+        store.copy(former, mine, length % PAGE)
+        store.pool.drop([former])
 
     def _longest(self, text: Sequence[int], key: Hashable, live: Sequence[Sequence[int]], most: int) -> tuple[list[int], int]:
         """The longest beginning of ``text[:most]`` that finished texts hold, or live rows, and its pages."""
@@ -129,6 +372,15 @@ class PagedCache(TreeCache):
                 if shared > length:
                     pages, length = self.tables[row][: _pages(shared)], shared
         return (pages, length) if length >= WORTH_SHARING else ([], 0)
+
+    def _found(self, pages: Sequence[int], length: int, fresh: set[int]) -> int:
+        """How many of the first ``length`` tokens, on ``pages``, can be shared: layers with a window may have given some up."""
+        before = -1
+        while self.windows and length != before:
+            before = length
+            for store in self.windows:
+                length = store.found(pages, length, fresh.__contains__)
+        return length if length >= WORTH_SHARING else 0
 
     def _tell(self, row: int, text: Sequence[int]) -> None:
         """Let later texts share the full pages of a live row."""
@@ -149,20 +401,64 @@ class PagedCache(TreeCache):
         """What is held was computed with other weights than what comes."""
         self.pool.prefixes.clear()
 
-    def needed(self, text: Sequence[int], key: Hashable, nodes: int) -> int:
-        """Pages that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
+    # -- how much room there is -----------------------------------------------------------------------------------------
+
+    def needed(self, text: Sequence[int], key: Hashable, nodes: int, written: int) -> list[int]:
+        """Pages of each kind that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold. So many tokens
+        are ``written`` in one pass."""
         pages, length = self.pool.prefixes.match(key, text, len(text) - 1)
-        return _pages(len(text) + nodes) - sum(self.pool.rows(page) > 0 for page in pages[: length // PAGE])
+        shared = sum(self.pool.rows(page) > 0 for page in pages[: self._found(pages, length, set()) // PAGE])
+        first, *others = self.whole(len(text) + nodes, written)
+        return [first - shared, *others]
+
+    def whole(self, tokens: int, written: int) -> list[int]:
+        """Pages of each kind that a row of so many ``tokens`` takes, at most."""
+        return [store.kind.pages(tokens, min(written, tokens)) for store in self.stores]
 
     def known(self, text: Sequence[int], key: Hashable) -> int:
         """Tokens of ``text`` that texts which are over have left in the cache, at its beginning; rows of ``key`` find them."""
-        return self.pool.prefixes.match(key, text, len(text) - 1)[1]
+        return self._found(*self.pool.prefixes.match(key, text, len(text) - 1), set())
 
-    def growth(self, nodes: int, without: Sequence[int]) -> int:
-        """Pages that live rows would take for ``nodes`` each, less those that only the rows ``without`` hold."""
+    def growth(self, nodes: int, without: Sequence[int]) -> list[int]:
+        """Pages of each kind that live rows would take for ``nodes`` each, less those that only the rows ``without`` hold."""
         rows = [row for row in range(len(self.tables)) if row not in without]
-        wanted = sum(max(0, _pages(self.lengths[row] + nodes) - len(self.tables[row])) for row in rows)
-        return wanted - (len(set[int]().union(*self.tables) - set[int]().union(*(self.tables[row] for row in rows))) if without else 0)
+        found = []
+        for store in self.stores:
+            wanted = sum(max(0, _pages(self.lengths[row] + nodes) - len(store.tables[row])) for row in rows)
+            freed = set[int]().union(*store.tables) - set[int]().union(*(store.tables[row] for row in rows)) if without else set[int]()
+            found.append(wanted - len(freed - {GONE}))
+        return found
+
+    def divide(self, memory: int | None, beside: int, written: int) -> None:
+        """Set how many pages of each kind there may be: together they take at most ``memory`` bytes, None for no limit. Rows of
+        :data:`TYPICAL` tokens use them up evenly, or a single row where there is no room for so many.
+
+        Args:
+            beside: bytes that a draft model takes for each page of 64 tokens.
+            written: tokens that are written in one pass.
+        """
+        tokens = PAGE
+        while memory is not None and tokens < TYPICAL and self._cost(tokens + PAGE, beside, written) <= memory:
+            tokens += PAGE
+        row = self._cost(tokens, beside, written)
+        for store, pages, size in zip(self.stores, self.whole(tokens, written), self._sizes(beside)):
+            store.pool.limit = None if memory is None or not size else memory * pages // row
+
+    def least(self, pages: Sequence[int], beside: int, written: int) -> int:
+        """The least memory that :meth:`divide` turns into so many ``pages`` of each kind."""
+        for tokens in range(PAGE, TYPICAL, PAGE):
+            if all(count <= there for count, there in zip(pages, self.whole(tokens, written))):
+                return self._cost(tokens, beside, written)
+        row, typical = self._cost(TYPICAL, beside, written), self.whole(TYPICAL, written)
+        return max(-(-count * row // there) for count, there, size in zip(pages, typical, self._sizes(beside)) if size)
+
+    def _cost(self, tokens: int, beside: int, written: int) -> int:
+        """Bytes of a row of so many tokens."""
+        return sum(pages * size for pages, size in zip(self.whole(tokens, written), self._sizes(beside)))
+
+    def _sizes(self, beside: int) -> list[int]:
+        """Bytes of a page of each kind."""
+        return [store.kind.page_bytes + (beside if store is self.stores[0] else 0) for store in self.stores]
 
     # -- what kernels ask ---------------------------------------------------------------------------------------------
 
@@ -171,10 +467,10 @@ class PagedCache(TreeCache):
         return False  # buffers grow before a pass
 
     def place(self, about: Any, layer_idx: int = 0) -> int:
-        keys = self.layers[layer_idx].keys
+        store, keys = self._store(layer_idx), self.layers[layer_idx].keys
         about.page_stride, about.head_stride = keys.stride(0), keys.stride(1)
-        about.table_stride = self._table.shape[1]
-        about.table = self._table.data_ptr() + self._window.first * self._lines.strides[0]
+        about.table_stride = store.table.shape[1]
+        about.table = store.table.data_ptr() + self._window.first * store.lines.strides[0]
         return 0
 
     def buffers(self, layer_idx: int, like: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
@@ -185,61 +481,66 @@ class PagedCache(TreeCache):
     # -- what transformers asks ---------------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        window, layer = self._window, self._layer(layer_idx, key_states, value_states)
+        window, layer, store = self._window, self._layer(layer_idx, key_states, value_states), self._store(layer_idx)
         if self.reader is not None:
             written: tuple[Tensor, Tensor] = self.reader.write(layer_idx, key_states, value_states)
             return written
-        pages, slots = self._write_indices(key_states.device)
-        layer.keys[pages, :, slots] = key_states.transpose(1, 2)
-        layer.values[pages, :, slots] = value_states.transpose(1, 2)
-        seen = self._table[window.first : window.last, : _pages(window.width)].long()
-        keys, values = (store[seen].transpose(1, 2).flatten(2, 3)[:, :, : window.width] for store in (layer.keys, layer.values))
+        rows, slots = self._write_indices(key_states.device)
+        pages = store.table.long()[rows + window.first, slots // PAGE]
+        layer.keys[pages, :, slots % PAGE] = key_states.transpose(1, 2)
+        layer.values[pages, :, slots % PAGE] = value_states.transpose(1, 2)
+        seen = store.table[window.first : window.last, : _pages(window.width)].long()
+        keys, values = (each[seen].transpose(1, 2).flatten(2, 3)[:, :, : window.width] for each in (layer.keys, layer.values))
         return keys, values
 
     # -- what the target asks -----------------------------------------------------------------------------------------
 
     def open(self, lengths: Sequence[int]) -> None:
-        if not self._opening:  # nothing was asked of what they share
+        if not self.stores[0].opening:  # nothing was asked of what they share
             self.begin([range(length) for length in lengths], [], [None] * len(lengths), share=False)
         self.lengths.extend(lengths)
-        self.tables += self._opening
         self._filled += lengths
-        self._opening = []
-        self._lay_out(len(self.tables) - len(lengths))
+        for store in self.stores:
+            store.open(self.capacity // PAGE)
 
     def reserve(self, tokens: int) -> None:
         """Have room in the tables for ``tokens`` per row. Pages are taken when they are written."""
         super().reserve(tokens)
-        self._ahead = max(self._ahead, len(self.tables) * _pages(tokens))
-        if self._table.shape[1] * PAGE < self.capacity:
-            self._lay_out(0)
+        self._ahead = max(self._ahead, tokens)
+        for store in self.stores:
+            if store.table.shape[1] * PAGE < self.capacity:
+                store.lay_out(0, self.capacity // PAGE)
 
     def enter(self, window: Window) -> None:
         super().enter(window)
         for row, start in enumerate(window.starts):
             count = window.nodes if window.counts is None else window.counts[row]
             self._own(window.first + row, start, start + count)
+            for store in self.windows:
+                store.slide(window.first + row, start - window.before, start + count, self.tables[window.first + row])
         self._fit()
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forget what lies behind the first ``lengths[r]`` tokens of each row. A row whose windows have moved on by more than
+        :data:`LEEWAY` since then forgets all of it."""
+        lost = [any(store.begins[row] > store.sees_from(length) for store in self.windows) for row, length in enumerate(lengths)]
+        super().rewind([0 if gone else length for length, gone in zip(lengths, lost)])
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         first = self._window.first
         super().commit(path, kept)
         for row in range(first, first + len(kept)):
-            length, table = self.lengths[row], self.tables[row]
+            length = self.lengths[row]
             self._filled[row] = max(self._filled[row], length)
-            needed = max(_pages(length), self._prompts[row])
-            if len(table) > needed:
-                self.pool.drop(table[needed:])
-                self._lines[row, needed : len(table)] = self._room
-                del table[needed:]
+            for store in reversed(self.stores):
+                store.shorten(row, max(_pages(length), self._prompts[row]))
 
     def compact(self, keep: Sequence[int]) -> None:
-        for row in set(range(len(self.tables))).difference(keep):
-            self.pool.drop(self.tables[row])
-        for name in ("tables", "lengths", "_keys", "_prompts", "_told", "_filled"):
+        for store in reversed(self.stores):
+            store.compact(keep, self.capacity // PAGE)
+        for name in ("lengths", "_keys", "_prompts", "_told", "_filled"):
             held = getattr(self, name)
             setattr(self, name, [held[row] for row in keep])
-        self._lay_out(0)
 
     def forget(self) -> None:
         super().forget()
@@ -249,93 +550,61 @@ class PagedCache(TreeCache):
     @property
     def bytes(self) -> int:
         """Memory that keys and values have ever taken."""
-        return self._zeroed * self.page_bytes
+        return sum(store.made * store.kind.page_bytes for store in self.stores)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _own(self, row: int, start: int, end: int) -> None:
         """Slots ``start`` to ``end`` of a row have pages, and what others read there is not written over."""
-        table, needed = self.tables[row], _pages(end)
-        if needed > len(table):
-            self._lines[row, len(table) : needed] = taken = self.pool.take(needed - len(table))
-            table += taken
+        store, table = self.stores[0], self.tables[row]
+        if (missing := _pages(end) - len(table)) > 0:
+            store.extend(row, self.pool.take(missing))
         over = _pages(min(end, self._filled[row])) if start < self._filled[row] else 0  # behind it nobody has read anything
         for index in range(start // PAGE, over):
             if self.pool.counts[table[index]] > 1:
-                (mine,) = self.pool.take(1)
-                self._fit()
-                self._copy(table[index], mine, PAGE)
-                self.pool.drop([table[index]])
-                self._lines[row, index] = table[index] = mine
+                self._move(row, index)
 
-    def _copy(self, source: int, goal: int, tokens: int) -> None:
-        for layer in self.written:
-            for store in (layer.keys, layer.values):
-                store[goal, :, :tokens] = store[source, :, :tokens]
+    def _move(self, row: int, index: int) -> None:
+        """A row gets a page of its own, with what the one that it shares holds."""
+        (mine,) = self.pool.take(1)
+        former = [store.tables[row][index] if index < len(store.tables[row]) else GONE for store in self.stores]
+        for window in self.windows:
+            window.moved(row, index, mine)
+        self._fit()
+        self.stores[0].put(row, index, mine)
+        for store, source in zip(self.stores, former):
+            if source != GONE:
+                store.copy(source, store.tables[row][index], PAGE)
+        self.pool.drop(former[:1])
 
     def _fit(self) -> None:
-        """Buffers have room for every page that was taken, and hold zeros where nothing was written: garbage could be NaN."""
-        if self.pool.made > self._room or not self.layers:
-            more, limit = max(2 * self._room if self.layers else 0, self._ahead), self.pool.limit
-            room = max(self.pool.made, more if limit is None else min(more, limit))
-            for layer in self.written:
-                self._allocate(layer, layer.keys, layer.values, room)
-            self._room = room
-            self._lay_out(0)
-        if self.pool.made > self._zeroed:
-            for layer in self.written:
-                for store in (layer.keys, layer.values):
-                    store[self._zeroed : self.pool.made] = 0
-            self._zeroed = self.pool.made
+        """Every page that was taken has its place in the tensors."""
+        rows = len(self.tables) + len(self.stores[0].opening)
+        for store in self.stores:
+            if store.fit(rows * store.kind.pages(self._ahead, PAGE), self.capacity // PAGE):
+                self.allocations, self._viewed = self.allocations + 1, None
+
+    def _store(self, index: int) -> PageStore:
+        """The pages of a layer."""
+        return next((store for store in self.windows if store.kind.layers is None or index in store.kind.layers), self.stores[0])
 
     def _layer(self, index: int, keys: Tensor, values: Tensor) -> Layer:
         while len(self.layers) <= index:
             self.layers.append(Layer())
         layer = self.layers[index]
         if not len(layer.keys) or layer.keys.dtype != keys.dtype:
-            self._allocate(layer, keys, values, self._room)
+            store = self._store(index)
+            store.allocate(layer, keys, values, store.room)
+            if layer not in store.layers:
+                store.layers.append(layer)
+            self.allocations, self._viewed = self.allocations + 1, None
         return layer
 
-    def _allocate(self, layer: Layer, keys: Tensor, values: Tensor, room: int) -> None:  # type: ignore[override]
-        stores = []
-        for old, new in ((layer.keys, keys), (layer.values, values)):
-            try:
-                store = torch.empty(new.shape[1], room + 1, PAGE, new.shape[3], dtype=new.dtype, device=new.device).transpose(0, 1)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                raise self._no_room(room, keys.device) from error
-            kept = min(len(old) - 1, self._zeroed) if len(old) else 0
-            if kept:
-                store[:kept] = old[:kept]
-            store[kept : self._zeroed] = store[-1] = 0
-            stores.append(store)
-        layer.keys, layer.values = stores
-        self.allocations, self._viewed = self.allocations + 1, None
+    def _places(self) -> list[tuple[Callable[[int, int], tuple[int, int]], Sequence[Layer]]]:
+        def of(store: PageStore) -> Callable[[int, int], tuple[int, int]]:
+            return lambda row, slot: (store.tables[row][slot // PAGE], slot % PAGE)
 
-    def _no_room(self, room: int, device: torch.device) -> CacheMemoryError:  # type: ignore[override]
-        return CacheMemoryError(
-            f"the key-value cache grows to {in_words(room * self.page_bytes)}, and {device} has no room for it; set "
-            "cache_memory to less, so that rows wait for each other, or use a shorter prompt or a smaller max_new_tokens"
-        )
-
-    def _lay_out(self, first: int) -> None:
-        """Bring ``tables`` from row ``first`` on into the form that kernels read."""
-        rows, blocks = self._table.shape
-        needed = max(self.capacity // PAGE, *(len(table) for table in self.tables), 1)
-        if len(self.tables) > rows or needed > blocks:
-            self._table = torch.zeros(max(len(self.tables), 2 * rows), max(needed, 2 * blocks), dtype=torch.int32)
-            self._lines, first = self._table.numpy(), 0
-        self._lines[first:] = self._room
-        for row, table in enumerate(self.tables[first:], first):
-            self._lines[row, : len(table)] = table
-
-    def _write_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._indices:
-            rows, slots = super()._write_indices(device)
-            self._indices[device] = self._table.long()[rows + self._window.first, slots // PAGE], slots % PAGE
-        return self._indices[device]
-
-    def _at(self, row: int, slot: int) -> tuple[int, int]:
-        return self.tables[row][slot // PAGE], slot % PAGE
+        return [(of(store), store.layers) for store in self.stores]
 
 
 def _pages(tokens: int) -> int:

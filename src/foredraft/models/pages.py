@@ -44,6 +44,7 @@ class PagePool:
 
     def __init__(self, limit: int | None = None, spare: int = 64, page: int = PAGE):
         self._limit, self.spare, self.page = limit, spare, page
+        self.windows: list[WindowPool] = []  # pools of other layers, whose pages belong to pages of this one
         self.prefixes = PrefixTree(self)
         self.clear()
 
@@ -54,6 +55,8 @@ class PagePool:
         self.held = self.shared = self.cached = self.evicted = 0
         self._most_held = 0
         self.prefixes._forget()
+        for each in self.windows:
+            each.clear()
 
     @property
     def made(self) -> int:
@@ -100,7 +103,7 @@ class PagePool:
         if self._limit is not None:
             new = min(new, max(0, self._limit - self.made))
         if short > new:
-            self.prefixes._evict(short - new)
+            self._evict(short - new)
             self.evicted += short - new
         self.counts += [0] * new
         self._free += b"\1" * new
@@ -120,7 +123,7 @@ class PagePool:
         """One more row holds each of the pages. Raises ValueError for a free page."""
         for page in pages:
             rows = self.rows(page)
-            if not rows and page not in self.prefixes._nodes:
+            if not rows and not self._kept(page):
                 raise ValueError(f"nobody holds page {page}")
             self.counts[page] += 1
             self.shared += rows == 1
@@ -141,31 +144,131 @@ class PagePool:
                 self.held -= 1
                 if self.counts[page]:
                     self.cached += 1
-                    self.prefixes._queue(self.prefixes._nodes[page])
+                    self._idle(page)
                 else:
                     self._free[page] = 1
+                    self._freed(page)
         self._shrink()
 
     def rows(self, page: int) -> int:
         """How many rows hold a page."""
-        return self.counts[page] - (page in self.prefixes._nodes) if 0 <= page < self.made else 0
+        return self.counts[page] - self._kept(page) if 0 <= page < self.made else 0
+
+    # -- what is kept of texts that are over -----------------------------------------------------------------------------
+
+    def _kept(self, page: int) -> bool:
+        """Whether the tree holds the page."""
+        return page in self.prefixes._nodes
+
+    def _keep(self, page: int) -> None:
+        """The tree holds the page from now on."""
+        self.counts[page] += 1
+        for each in self.windows:
+            each._keep_for(page)
 
     def _release(self, page: int) -> None:
         """The tree, which has just forgotten the page, no longer holds it."""
+        for each in self.windows:
+            each._release_for(page)
         self.counts[page] -= 1
         if not self.counts[page]:
             self.cached -= 1
             self._free[page] = 1
+            self._freed(page)
+
+    def _idle(self, page: int) -> None:
+        """From now on the tree alone holds the page."""
+        self.prefixes._queue(self.prefixes._nodes[page])
+
+    def _evict(self, count: int) -> None:
+        self.prefixes._evict(count)
+
+    def _give_up(self, page: int) -> None:
+        """The tree gives up a page that it holds."""
+        self.prefixes._prune(self.prefixes._nodes[page])
+
+    def _freed(self, page: int) -> None:
+        """Nobody holds the page now."""
+
+    def lacks_windows(self, page: int) -> bool:
+        """Whether layers with a window have given up what belongs to a page."""
+        return any(each.of(page) is None for each in self.windows)
 
     def _shrink(self) -> None:
         """Pages beyond the limit disappear from the end, up to the first that a row holds."""
         cached = self.cached
         while self._limit is not None and self.made > self._limit and not self.rows(self.made - 1):
-            if node := self.prefixes._nodes.get(self.made - 1):
-                self.prefixes._prune(node)
+            if self._kept(self.made - 1):
+                self._give_up(self.made - 1)
             self.counts.pop()
             self._free.pop()
         self.evicted += cached - self.cached
+
+
+class WindowPool(PagePool):
+    """The pages of layers that see a window of the text only. Each belongs to a page of the layers that see all of it, and holds the same
+    tokens. Rows give their pages back as the window moves on. What belongs to pages in the tree is kept until somebody needs it.
+
+    Args:
+        whole: the pool of the layers that see all of the text.
+    """
+
+    def __init__(self, whole: PagePool):
+        self._whole = whole
+        super().__init__(spare=0, page=whole.page)
+        whole.windows.append(self)
+
+    def clear(self) -> None:
+        self._of: dict[int, int] = {}  # by page of the other pool
+        self._owner: dict[int, int] = {}  # the other way round
+        self._held: dict[int, None] = {}  # pages that are kept for the tree; the least recently used one first
+        super().clear()
+
+    def of(self, owner: int) -> int | None:
+        """The page that belongs to a page of the other pool."""
+        return self._of.get(owner)
+
+    def assign(self, owner: int, page: int) -> None:
+        """A page that was taken belongs to a page of the other pool, which has none so far."""
+        self._of[owner], self._owner[page] = page, owner
+        if self._whole._kept(owner):
+            self._keep_for(owner)
+
+    def share(self, pages: Sequence[int]) -> None:
+        super().share(pages)
+        for page in pages:
+            if page in self._held:
+                self._held[page] = self._held.pop(page)
+
+    def _keep_for(self, owner: int) -> None:
+        page = self._of.get(owner)
+        if page is not None and page not in self._held:
+            self._held[page] = None
+            self.counts[page] += 1
+
+    def _release_for(self, owner: int) -> None:
+        page = self._of.get(owner)
+        if page in self._held:
+            self._give_up(page)
+
+    def _kept(self, page: int) -> bool:
+        return page in self._held
+
+    def _idle(self, page: int) -> None:
+        pass
+
+    def _evict(self, count: int) -> None:
+        for page in list(islice((page for page in self._held if self.counts[page] == 1), count)):
+            self._give_up(page)
+
+    def _give_up(self, page: int) -> None:
+        del self._held[page]
+        self._release(page)
+
+    def _freed(self, page: int) -> None:
+        owner = self._owner.pop(page, None)
+        if owner is not None:
+            del self._of[owner]
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -246,8 +349,9 @@ class PrefixTree:
     def insert(self, key: Hashable, ids: Sequence[int], pages: Sequence[int]) -> None:
         """Adds a text, so that later texts that begin like it find its pages.
 
-        What the tree holds already stays as it is: it keeps its own page and does not add the given one. A last page that is only partly
-        full gives way to one that begins with the same tokens and has more. Once a page is in the tree, nobody may write over ``ids``.
+        What the tree holds already stays as it is: it keeps its own page and does not add the given one, unless layers with a window have
+        given up what belongs to its own. A last page that is only partly full gives way to one that begins with the same tokens and has
+        more. Once a page is in the tree, nobody may write over ``ids``.
 
         Args:
             pages: the pages that hold the tokens ``ids``, in order; a row must hold those that are new to the tree.
@@ -264,7 +368,9 @@ class PrefixTree:
             for index, page in enumerate(pages):
                 piece = tuple(ids[index * size : (index + 1) * size])
                 child, same = node.closest(piece)
-                if child is None or same < len(piece):
+                if child and child.ids == piece and child.page != page and page not in self._nodes and pool.lacks_windows(child.page):
+                    self._extend(child, piece, page)
+                elif child is None or same < len(piece):
                     replaced = child if child and same == len(child.ids) else None
                     if not pool.rows(page) or self._nodes.get(page, replaced) is not replaced:
                         raise ValueError(f"page {page} is free, or in the tree with other tokens")
@@ -278,7 +384,7 @@ class PrefixTree:
         """A new node behind ``parent``."""
         node = self._nodes[page] = Node(ids, page, parent)
         parent.children.insert(bisect_left(parent.children, ids, key=IDS), node)
-        self._pool.counts[page] += 1
+        self._pool._keep(page)
         if isinstance(parent, Root):
             self._roots[parent.key] = parent
         return node
@@ -291,7 +397,7 @@ class PrefixTree:
             self._pool._release(node.page)
             node.page = page
             self._nodes[page] = node
-            self._pool.counts[page] += 1
+            self._pool._keep(page)
         return node
 
     def clear(self) -> None:

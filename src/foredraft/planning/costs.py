@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -240,7 +239,7 @@ def measure(
     """
     run = Measurement(target, drafter, rows, largest, clock)
     begin, by_the_wall, processor = clock(), time.perf_counter(), time.thread_time()
-    with nullcontext() if target.pool is None else target.pool.unlimited():  # these rows are short
+    with target.unlimited():  # these rows are short
         try:
             target.keep(())
             own, exits = drafts and timed_beforehand(drafter), drafter.info.exits

@@ -6,7 +6,7 @@ How its passes are made is the business of a backend (:mod:`foredraft.backends`)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,19 +184,18 @@ class Target(Passes):
         Raises:
             ConfigurationError: a limit was asked for, and the cache has no pages, or not one fits.
         """
-        asked, size = self._cache_memory
-        if self.pool is None and asked:
+        (asked, size), cache = self._cache_memory, self._pages
+        if cache is None and asked:
             raise ConfigurationError(
                 f"cache_memory needs a cache in pages, and that of {describe(self.model)} has none: {self.reasons['pages']}; "
                 "leave cache_memory out"
             )
-        if self.pool is None:
+        if cache is None:
             return
-        self.pool.limit = None if size is None else size // self.page_cost
-        if self.pool.limit == 0:
-            raise ConfigurationError(
-                f"cache_memory has no room for one page of 64 tokens, which takes {in_words(self.page_cost)} here; allow more"
-            )
+        cache.divide(size, self._beside, self.prefill_chunk)
+        if any(pool.limit == 0 for pool in self.pools):
+            least = in_words(self.least([1] * len(self.pools)))
+            raise ConfigurationError(f"cache_memory has no room for one page of 64 tokens, which takes {least} here; allow more")
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -236,33 +235,59 @@ class Target(Passes):
         self._dropped = {row: text for row, text in self._dropped.items() if row >= len(self.lengths)}
 
     @property
-    def pool(self) -> PagePool | None:
-        """Who holds which page of the cache; None where it has none."""
-        return self.cache.pool if isinstance(self.cache, PagedCache) else None
+    def _pages(self) -> PagedCache | None:
+        """The cache, where it is in pages."""
+        return self.cache if isinstance(self.cache, PagedCache) else None
 
     @property
-    def page_bytes(self) -> int:
-        """Of a page of the cache, all layers together; 0 where it has none."""
-        return self.cache.page_bytes if isinstance(self.cache, PagedCache) else 0
+    def pools(self) -> list[PagePool]:
+        """Who holds which page of each kind of layer; none where the cache is not in pages."""
+        return [] if self._pages is None else [store.pool for store in self._pages.stores]
 
     @property
-    def page_cost(self) -> int:
-        """Bytes of ``cache_memory`` for each page of the target: its own, and those of the draft's page beside it."""
-        return self.page_bytes + (0 if self._draft is None else self._draft.page_bytes)
+    def page_bytes(self) -> list[int]:
+        """Of a page of each kind of layer; none where the cache is not in pages."""
+        return [] if self._pages is None else [store.kind.page_bytes for store in self._pages.stores]
 
-    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> int:
-        """Pages that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
-        return self.cache.needed(text, isolation, nodes) if isinstance(self.cache, PagedCache) else 0
+    @property
+    def _beside(self) -> int:
+        """Bytes that the draft takes for each page of 64 tokens."""
+        return 0 if self._draft is None else sum(self._draft.page_bytes)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the cache may take, that of the draft included; 0 where there is no limit."""
+        return self._cache_memory[1] or 0
+
+    def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> list[int]:
+        """Pages of each kind that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
+        return [] if self._pages is None else self._pages.needed(text, isolation, nodes, max(nodes, self.prefill_chunk))
+
+    def whole(self, tokens: int) -> list[int]:
+        """Pages of each kind that a row of so many ``tokens`` takes, at most."""
+        return [] if self._pages is None else self._pages.whole(tokens, self.prefill_chunk)
+
+    def least(self, pages: Sequence[int]) -> int:
+        """The least ``cache_memory``, in bytes, that has room for so many ``pages`` of each kind."""
+        return 0 if self._pages is None else self._pages.least(pages, self._beside, self.prefill_chunk)
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Pages may be made beyond their limit meanwhile."""
+        with ExitStack() as every:
+            for pool in self.pools:
+                every.enter_context(pool.unlimited())
+            yield
 
     def unread(self, text: Sequence[int], isolation: str | None) -> int | None:
         """Tokens of ``text`` that its row would read when it is opened; None where a part that is read before is not found again."""
-        if not (isinstance(self.cache, PagedCache) and self.reuse_prefix):
+        if self._pages is None or not self.reuse_prefix:
             return None
-        return len(text) - self.cache.known(text, isolation)
+        return len(text) - self._pages.known(text, isolation)
 
-    def growth(self, nodes: int, *, without: Sequence[int] = ()) -> int:
-        """Pages that the live rows would take for ``nodes`` each, less what dropping the rows ``without`` would free."""
-        return self.cache.growth(nodes, without) if isinstance(self.cache, PagedCache) else 0
+    def growth(self, nodes: int, *, without: Sequence[int] = ()) -> list[int]:
+        """Pages of each kind that the live rows would take for ``nodes`` each, less what dropping the rows ``without`` would free."""
+        return [] if self._pages is None else self._pages.growth(nodes, without)
 
     def some_sources(self, rows: int) -> list[Source | None]:
         """Sources to try ``rows`` rows with; None for each where the model has no encoder."""
