@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from foredraft.backends import native
-from foredraft.backends.base import Backend, differs, failure
+from foredraft.backends.base import Backend, ForwardPass, differs, failure, tree_window
 from foredraft.backends.kernel_pass import Places, fits
-from foredraft.backends.self_test import PATH, SMALLEST, Trial, some_text
+from foredraft.backends.self_test import PATH, SMALLEST, TREE, some_text
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskBuilder
 from foredraft.models.paged_cache import Kind, PagedCache
@@ -232,8 +232,8 @@ def page(backend: Backend, kinds: Sequence[Kind]) -> None:
 
 @torch.inference_mode()
 def attention_test(backend: Backend) -> list[Kind] | str:
-    """Make the same passes through the model's own attention and over pages: a prefill of rows of unequal length, a tree, and chains after
-    a path of it was kept. ``backend`` is left as it was.
+    """Make the same passes through the model's own attention and over pages: a chain, a tree behind rows of unequal length, and a token of
+    one row after a path of the tree was kept. ``backend`` is left as it was.
 
     Returns:
         The kinds of its layers; or why pages are not to be used.
@@ -243,15 +243,17 @@ def attention_test(backend: Backend) -> list[Kind] | str:
         return f"a context of {facts.context} tokens has no room for the test"
     try:
         backend.cache = TreeCache()
-        expected = logits_of_test(backend)
+        passes = logits_of_test(backend)
+        expected = [next(passes)]
         stores = [(layer.keys, layer.values) for layer in backend.cache.written]
         if any(keys.shape != values.shape for keys, values in stores):
             return "its keys and values have unequal sizes"
         if sizes := {keys.shape[3] for keys, _ in stores if keys.shape[3] % VECTOR}:
             return f"its heads have {min(sizes)} numbers, and the kernels take multiples of {VECTOR}"
+        expected += passes
         kinds = kinds_of(facts.model, backend.cache.layers)
         page(backend, kinds)
-        found = logits_of_test(backend)
+        found = list(logits_of_test(backend))
         if backend.pages.writes and not backend.pages.calls:  # without either, all layers are kernels
             return "its layers do not ask transformers' attention interface"
         differences = [differs(facts.model, *pair) for pair in zip(found, expected)]
@@ -262,16 +264,19 @@ def attention_test(backend: Backend) -> list[Kind] | str:
         backend.cache, backend.pages = before, None
 
 
-def logits_of_test(backend: Backend) -> list[Tensor]:
-    """``[R, N, V]`` logits of each pass of :func:`attention_test` behind the prefill."""
+def logits_of_test(backend: Backend) -> Iterator[Tensor]:
+    """``[R, N, V]`` logits of each pass of :func:`attention_test`. Rows begin shortly before a page ends, behind keys that are zero."""
     facts = backend.facts
-    trial = Trial(backend, [some_text(facts, PAGE + 6, 3), some_text(facts, 3, 1)])  # one goes on in a second page
-    tree = trial.tree()
-    found = [trial.score(tree)]
-    trial.commit(torch.tensor([PATH] * 2, device=facts.device), (len(PATH), 1))
-    chain = TokenTree.from_chain(tree.tokens[:, :3])
-    found.append(trial.score(chain))
-    trial.commit(None, (2, 3))
+    behind = PAGE - 4 if facts.context is None or facts.context >= 2 * PAGE else 0
+    backend.open([behind] * 2)
+
+    def score(tree: TokenTree) -> Tensor:
+        return backend.forward(ForwardPass(tree, tree_window(tree, backend.cache.lengths), tree.tokens)).logits
+
+    tokens = torch.tensor([some_text(facts, 9, 3), some_text(facts, 9, 13)], device=facts.device)
+    yield score(TokenTree.from_chain(tokens))
+    backend.cache.commit(None, (9, 3))
+    yield score(TokenTree(tokens[:, : len(TREE)], torch.tensor([TREE] * 2, device=facts.device)))
+    backend.cache.commit(torch.tensor([PATH] * 2, device=facts.device), (len(PATH), 1))
     backend.cache.compact([0])
-    alone = TokenTree.from_chain(tree.tokens[:1, 2:5])
-    return [*found, trial.score(alone)]
+    yield score(TokenTree.root(tokens[:1, 0]))
