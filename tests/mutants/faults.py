@@ -239,7 +239,7 @@ FAULTS = [
     Fault("eagle3.py", "if self._version != self._target.version:", "if False:", SHARING),
     Fault("eagle3.py", "        self._texts.compact(self._cache, range(first))  # those", "        # those", SHARING),
     Fault("target.py", "unread=unread, most=most)", "unread=unread)", SHARING),
-    Fault("target.py", "return own if self._companion is None else max(", "return own if True else max(", SHARING),
+    Fault("target.py", "return [first if self._companion is None else max(", "return [first if True else max(", SHARING),
     Fault("target.py", "(known if self._companion is None else min(", "(known if True else min(", SHARING),
     # -- kernels
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
