@@ -609,7 +609,7 @@ def test_ctrl_c_in_the_draft_model_and_in_a_criterion():
 
 
 def test_ctrl_c_through_the_other_entry_point():
-    with watched(tiny(), interrupt_at(12)), pytest.raises(Interrupted) as caught:  # the self-test makes the first passes
+    with watched(tiny(), interrupt_at(20)), pytest.raises(Interrupted) as caught:  # the self-test makes the first passes
         tiny().generate(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD, custom_generate=foredraft.custom_generate("none"))
     assert caught.value.output.sequences.shape[1] > WIDTH
 

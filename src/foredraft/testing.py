@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -139,6 +140,9 @@ class TableTarget:
 
     def unread(self, text: Sequence[int], isolation: str | None) -> None:
         return None
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def growth(self, nodes: int, *, without: Sequence[int] = ()) -> list[int]:
         return []
