@@ -14,8 +14,11 @@ from kernel_cases import build, needs_kernels
 from foredraft import CacheMemoryError, ConfigurationError, RowParameters, Speculator
 from foredraft import session as session_module
 from foredraft.admission import Admission
+from foredraft.device import free_memory
 from foredraft.drafters.draft_model import DraftModel
+from foredraft.drafters.draft_verify import DraftVerify
 from foredraft.drafters.eagle3 import Eagle3
+from foredraft.drafters.layer_skip import LayerSkip
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.models.pages import PAGE
 
@@ -157,6 +160,44 @@ def test_what_was_read_ahead_is_not_read_again(drafter, monkeypatch):
     assert rounds == 5 and speculator.target.layer_tokens[0] - before == wanted  # four pieces and rounds, and the rest
 
 
+# -- what is counted --------------------------------------------------------------------------------------------------
+
+
+def test_without_reuse_nothing_is_counted_as_shared():
+    for pages in (15, 19, 22):
+        speculator = speculator_of("none", pages=pages, reuse_prefix=False)
+        texts = serve(speculator.session(), [[token % 100 for token in range(440)]] * 4, new=20)
+        assert len(texts) == 4 and all(text == texts[0] for text in texts)
+
+
+@pytest.mark.parametrize("drafter", [lambda: LayerSkip(exit=1), DraftVerify], ids=["layer-skip", "draft-verify"])
+def test_nodes_that_lower_layers_read_are_counted(drafter):
+    how = {"execution": "native", "rule": "match", "shape": "dynamic(depth=8,k=8,total=8)"}
+    enough, few = (Speculator(build("qwen3", torch.float32), drafter(), cache_memory=f"{pages * PAGE_BYTES}B", **how) for pages in (3, 2))
+    assert serve(enough.session(), [[5] * 10], new=100) == serve(speculator_of("none").session(), [[5] * 10], new=100)
+    with pytest.raises(CacheMemoryError, match="needs up to"):  # at once, not in the middle of the text
+        few.session().add([5] * 10, RowParameters(max_new_tokens=100))
+
+
+@pytest.mark.parametrize("joins", [1, 2], ids=["together", "one by one"])
+def test_a_draft_shares_only_what_it_has_read(joins):
+    """A row that is over before the first draft has never been read by the draft model."""
+    begin = [token % 97 for token in range(3, 203)]
+    speculator = Speculator(
+        build("qwen3", torch.float32), DraftModel(build("qwen3", torch.float32)), execution="native", rule="match", shape="chain(3)"
+    )
+    for _ in range(2):
+        session = speculator.session()
+        session.add([*begin, 1], RowParameters(max_new_tokens=1))
+        if joins == 2:
+            session.step()
+        for last in (2, 3):
+            session.add([*begin, last], RowParameters(max_new_tokens=30))
+        while session.live:
+            session.step()
+        assert session.stats.acceptance_rate == 1.0
+
+
 # -- questions --------------------------------------------------------------------------------------------------------
 
 
@@ -222,3 +263,18 @@ def test_budgets_that_make_no_sense_are_refused():
 def test_a_draft_shares_the_budget():
     for drafter, pages in (("prompt-lookup", 20), ("draft-model", 10), ("eagle3", 15)):
         assert speculator_of(drafter, pages=20).target.pools[0].limit == pages
+
+
+def test_free_memory_is_what_the_machine_and_the_container_leave(tmp_path):
+    assert free_memory(tmp_path) is None
+    for name, content in {
+        "proc/meminfo": "MemTotal: 900 kB\nMemAvailable: 500 kB\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+        "sys/fs/cgroup/memory.current": "300000\n",
+        "sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 20000\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert free_memory(tmp_path) == 500 * 1024
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("400000\n")
+    assert free_memory(tmp_path) == 120_000

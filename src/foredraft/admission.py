@@ -29,13 +29,12 @@ class Admission:
 
     def check(self, row: SessionRow) -> None:
         """Raises CacheMemoryError for a row that can never fit."""
-        needed = self.target.whole(row.capacity + self.nodes)
-        if any(pool.limit is not None and pages > pool.limit for pages, pool in zip(needed, self.target.pools)):
-            allowed = self.target.budget
+        needed, allowed = self.target.cost(self.target.whole(row.capacity + self.nodes)), self.target.budget
+        if allowed is not None and needed > allowed:
             raise CacheMemoryError(
                 f"a prompt of {row.prompt_length} tokens with max_new_tokens={row.parameters.max_new_tokens} needs up to "
-                f"{in_words(self.target.least(needed))} of key-value cache, and cache_memory allows {in_words(allowed)}; use a larger "
-                "cache_memory, a smaller max_new_tokens or a shorter prompt"
+                f"{in_words(needed)} of key-value cache, and cache_memory allows {in_words(allowed)}; use a larger cache_memory, "
+                "a smaller max_new_tokens or a shorter prompt"
             )
 
     def joining(self, rows: Sequence[SessionRow], waiting: Sequence[SessionRow]) -> list[SessionRow]:
@@ -50,7 +49,7 @@ class Admission:
             if found and row.begun != found[0].begun:
                 break
             taken = [sum(pair) for pair in zip(taken, self.target.needed(row.ids, row.isolation, nodes))]
-            if (rows or found) and not self._fits(taken):
+            if not self.target.make_room(taken) and (rows or found):
                 break
             found.append(row)
         return found
@@ -59,14 +58,10 @@ class Admission:
         """The youngest of ``rows``, as few as leave pages for a round of the others; the oldest always stays."""
         youngest = sorted(range(len(rows)), key=lambda index: -rows[index].slot)
         gone: list[int] = []
-        while len(gone) < len(rows) - 1 and not self._fits(self.target.growth(self.nodes, without=gone)):
+        while not self.target.make_room(self.target.growth(self.nodes, without=gone)) and len(gone) < len(rows) - 1:
             gone.append(youngest[len(gone)])
         self.set_aside += len(gone)
         return [rows[index] for index in gone]
-
-    def _fits(self, pages: Sequence[int]) -> bool:
-        """Whether there is room for so many more of each kind."""
-        return all(pool.room is None or more <= pool.room for more, pool in zip(pages, self.target.pools))
 
     @property
     def memory(self) -> CacheMemory | None:

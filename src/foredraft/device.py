@@ -91,10 +91,22 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
-def free_memory() -> int | None:
-    """Bytes of main memory that are free or can be made so; None where the system does not say."""
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of main memory that are free or can be made so, within the limit of the container if there is one; None where the system does
+    not say. ``root`` is where Linux's files about that are looked for."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
+        found = [1024 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
+    except (OSError, KeyError):
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    try:
+        group = root / "sys/fs/cgroup"
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        found.append(max(0, limit - used + _numbers(group / "memory.stat")["inactive_file"]))
+    except (OSError, KeyError, ValueError):
+        pass  # no container, or one without a limit
+    return min(found)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """What Linux lists in a file, a name and a number per line."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}

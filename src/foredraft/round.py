@@ -110,7 +110,7 @@ class Loop:
             self.target.compact(range(first))
 
     def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int, unread: int = 1) -> Tensor:
-        room = self.planner.shape.nodes + self.drafter.info.extra_nodes + 1
+        room = self.drafter.written_nodes(self.planner.shape)
         reserve, sources = [row.capacity + room for row in rows], [row.source for row in rows]
         isolations = [row.isolation for row in rows]
         self.target.open([row.ids for row in rows], reserve=reserve, sources=sources, isolations=isolations, unread=unread)

@@ -85,7 +85,7 @@ class Session:
         self._token = object()  # says whose rows the target and the drafter have; they must not keep an abandoned session alive
         self._slots = itertools.count()
         self._read_at = (0, 0)  # the versions of target and drafter that have read the rows
-        self.admission = Admission(target, planner.shape.nodes + drafter.info.extra_nodes + 1)
+        self.admission = Admission(target, drafter.written_nodes(planner.shape))
         self._read_rate = FIRST_RATE  # tokens per second of prompts that are read while rows are live
         self._joined = False  # rows were added while others were under way: more may come
 

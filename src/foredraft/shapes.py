@@ -43,6 +43,11 @@ class TreeShape:
         raise TypeError(f"{type(self).__name__} must define nodes")
 
     @property
+    def grown_nodes(self) -> int:
+        """Most draft nodes that a model reads while it grows the tree, if they are more than :attr:`nodes`."""
+        return self.nodes
+
+    @property
     def is_chain(self) -> bool:
         return False
 
@@ -236,6 +241,10 @@ class DynamicShape(TreeShape):
     @property
     def nodes(self) -> int:
         return self.total
+
+    @property
+    def grown_nodes(self) -> int:
+        return max(self.total, self.k * (self.levels - 1))
 
     def truncate(self, depth: int) -> DynamicShape:
         if depth >= self.levels:

@@ -113,6 +113,7 @@ class TableTarget:
         self.tokenizer: object = None
         self.pools: list[Any] = []
         self.page_bytes: list[int] = []
+        self.budget = None
         self.version = 0
         self.cached: list[list[int]] = []
         self._tree: TokenTree | None = None
@@ -140,6 +141,12 @@ class TableTarget:
 
     def unread(self, text: Sequence[int], isolation: str | None) -> None:
         return None
+
+    def cost(self, pages: Sequence[int]) -> int:
+        return 0
+
+    def make_room(self, pages: Sequence[int]) -> bool:
+        return True
 
     def unlimited(self) -> AbstractContextManager[None]:
         return nullcontext()

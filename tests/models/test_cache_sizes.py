@@ -57,8 +57,8 @@ def test_gemma3_has_two_kinds(tmp_path: Path):
     layer = 2 * 16 * 2 * 2
     assert kinds(found) == [("sliding window", 6, 6 * layer, 0, 100), ("full attention", 1, layer, 0, None)]
     assert found.row_bytes(1000) == 1024 * 7 * layer
-    assert found.row_bytes(1000, tree=28) == (1024 + 6 * 128) * layer  # 100 and 28 tokens are two pages
-    assert found.row_bytes(1000, tree=29) == (1024 + 6 * 192) * layer
+    assert found.row_bytes(1000, tree=28) == (1024 + 6 * 256) * layer  # 100, 64 and 28 tokens are three pages, and one more may be begun
+    assert found.row_bytes(1000, tree=29) == (1024 + 6 * 320) * layer
     assert found.row_bytes(65, tree=28) == found.row_bytes(65) == 128 * 7 * layer  # no window is full
 
 

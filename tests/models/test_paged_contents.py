@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from foredraft.models.cache import Window
-from foredraft.models.paged_cache import GONE, LEEWAY, Kind, PagedCache
+from foredraft.models.cache_sizes import LEEWAY
+from foredraft.models.paged_cache import GONE, Kind, PagedCache
 from foredraft.models.pages import PAGE
 
 WINDOWS = (None, 70, 3)  # by layer

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from foredraft import RowParameters, Speculator, TokenTree
 from foredraft.admission import Admission
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.models import paged_cache, windows
-from foredraft.models.paged_cache import GONE, LEEWAY, Kind, PagedCache
+from foredraft.models import windows
+from foredraft.models.cache_sizes import LEEWAY, pages_kept
+from foredraft.models.paged_cache import GONE, Kind, PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.models.windows import windows_of
 from foredraft.target import Target
@@ -226,19 +227,40 @@ def test_a_page_that_others_hold_is_not_written_over():
     close(paged.score(tree), plain.score(tree))
 
 
-def test_a_budget_is_divided_among_kinds():
+def test_a_budget_is_for_all_kinds_together():
     cache = PagedCache(kinds(build("gemma3")))
-    cache.divide(200 * cache.page_bytes, 0, PAGE)
-    limits = [store.pool.limit for store in cache.stores]
-    sizes = [store.kind.page_bytes for store in cache.stores]
-    assert 180 * cache.page_bytes < sum(limit * size for limit, size in zip(limits, sizes)) <= 200 * cache.page_bytes
-    assert limits[0] > 5 * limits[1], "a long row has few pages in its windows"
-    for tokens in (1, 64, 100, 700, 3000, 10000):
-        needed = cache.whole(tokens, PAGE)
-        least = cache.least(needed, 0, PAGE)
-        for memory, fits in ((least, True), (least - 1, False), (2 * least, True)):
-            cache.divide(memory, 0, PAGE)
-            assert all(count <= store.pool.limit for count, store in zip(needed, cache.stores)) == fits, tokens
+    full, windowed = (store.kind.page_bytes for store in cache.stores)
+    memory = 100 * cache.page_bytes
+    cache.limit(memory, 0)
+    limits = [store.pool for store in cache.stores]
+    assert [pool.limit for pool in limits] == [100, 100] and windowed == 2 * full
+    assert cache.make_room([100, 90]) and [pool.limit for pool in limits] == [100, 100], "there is room"
+    assert cache.make_room([250, 10]) and sum(pool.limit * size for pool, size in zip(limits, (full, windowed))) <= memory
+    assert limits[0].limit >= 250 and limits[1].limit >= 10
+    before = [pool.limit for pool in limits]
+    assert not cache.make_room([281, 10]) and [pool.limit for pool in limits] == before
+    assert cache.make_room([0, 150]) and limits[1].limit == 150 and limits[0].limit == 0
+
+
+@needs_kernels
+def test_memory_moves_between_kinds_as_traffic_changes():
+    """Short rows take as many pages of either kind, and a long row many of one; all the while no more memory is in use than is allowed."""
+    model = build("gemma3")
+    size = sum(each.page_bytes for each in kinds(model))
+    memory = 20 * size
+    how = {"execution": "eager", "rule": "match", "prefill_chunk": 64}
+    speculator = Speculator(model, "none", cache_memory=f"{memory}B", **how)
+    plain = Speculator(model, "none", reuse_prefix=False, **how)
+    cache = speculator.target.cache
+    for texts in ([text(60, seed) for seed in range(12)], [text(1400, 50)], [text(100, seed) for seed in range(60, 72)]):
+        session, found = speculator.session(), {}
+        slots = [session.add(each, RowParameters(max_new_tokens=20)) for each in texts]
+        while session.live:
+            for commit in session.step():
+                found.setdefault(commit.slot, []).extend(commit.tokens)
+            assert sum(store.pool.held * store.kind.page_bytes for store in cache.stores) <= memory
+            assert cache.bytes <= memory * 1.1
+        assert [found[slot] for slot in slots] == serve(plain, texts, 20, sampled=False)[0]
 
 
 @torch.inference_mode()
@@ -255,17 +277,30 @@ def test_a_long_row_takes_a_fraction_of_what_full_layers_would():
 
     paged.backend.forward = watched
     read(paged, [text(1900)])
-    assert most <= paged.cache.windows[0].kind.pages(1900, 128) == 6 and paged.cache.pool.held == 30
-    assert paged_cache.LEEWAY == PAGE
+    assert most <= pages_kept(1900, WINDOW, 128) == 6 and paged.cache.pool.held == 30
+
+
+@needs_kernels
+@pytest.mark.parametrize("pages", [3, 4, 5])
+def test_a_row_that_fills_the_memory_is_read_beside_what_others_left(pages):
+    """Where all layers have windows, no other kind is short of pages before."""
+    model = build("mistral-window")
+    size = sum(each.page_bytes for each in kinds(model))
+    speculator = Speculator(model, "none", execution="eager", cache_memory=f"{pages * size}B")
+    plain = Speculator(model, "none", execution="eager", reuse_prefix=False)
+    for last in range(3):
+        mine = [*text(PAGE * pages - 15), *[last] * 4]
+        assert serve(speculator, [mine], 5)[0] == serve(plain, [mine], 5)[0]
 
 
 # -- whole sessions ---------------------------------------------------------------------------------------------------
 
 
-def serve(speculator, texts, new=70):
+def serve(speculator, texts, new=70, sampled=True):
     session = speculator.session()
     slots = {
-        session.add(each, RowParameters(max_new_tokens=new, seed=(7, row), do_sample=bool(row % 2))): row for row, each in enumerate(texts)
+        session.add(each, RowParameters(max_new_tokens=new, seed=(7, row), do_sample=sampled and bool(row % 2))): row
+        for row, each in enumerate(texts)
     }
     found = [[] for _ in texts]
     while session.live:
@@ -281,7 +316,7 @@ def test_texts_are_those_of_rows_without_drafts_while_memory_is_short(drafter, m
     model, texts = build("gemma3"), [text(150, seed) for seed in (1, 2)] + [text(150, 1)[:120] + text(60, seed) for seed in (3, 4)]
     wanted, _ = serve(Speculator(model, "none", execution="eager", reuse_prefix=False), texts)
     drafts = DraftModel(build("gemma3"), execution="eager") if drafter == "draft-model" else drafter
-    few = f"{2 * sum(each.page_bytes * each.pages(250, PAGE) for each in kinds(model))}B"
+    few = f"{2 * sum(each.page_bytes * pages_kept(250, each.window, PAGE) for each in kinds(model))}B"
     how = {"execution": "eager", "rule": "match", "shape": "chain(3)", "prefill_chunk": 64}
     for memory, chance in (("auto", 0.0), (few, 0.0), ("auto", 0.2)):
         speculator, dice = Speculator(model, drafts, cache_memory=memory, **how), random.Random(5)

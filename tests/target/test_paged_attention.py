@@ -13,6 +13,7 @@ from kernel_cases import build as build_native
 
 from foredraft import ConfigurationError, Speculator, TokenTree
 from foredraft.backends import paged_attention
+from foredraft.backends.paged_attention import attention_test
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.target import Target
@@ -250,3 +251,9 @@ def test_pages_of_another_row_are_found_when_a_target_is_built(monkeypatch):
     monkeypatch.setattr(PagedCache, "place", wrong)
     target = Target(wide("phi3"), execution="eager")
     assert not isinstance(target.cache, PagedCache) and "differ" in target.reasons["pages"]
+
+
+def test_where_nothing_can_be_compared_there_are_no_pages():
+    backend = Target(wide("phi3"), execution="eager", test=False).backend
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "cannot be compared" in attention_test(backend)

@@ -230,6 +230,10 @@ class DrafterHooks:
         """Bytes of keys and values that it keeps beside each page of the target's cache."""
         return 0 if self.info.draft_model is None else sum(self.info.draft_model.page_bytes)
 
+    def written_nodes(self, shape: TreeShape) -> int:
+        """Nodes that a round writes into the target's cache at most, the root included."""
+        return 1 + self.info.extra_nodes + (shape.grown_nodes if self.info.shares_target else shape.nodes)
+
     @property
     def companion(self) -> Companion | None:
         """What it passes to ``target.read`` if it reads whole prompts, and keeps what it makes of a beginning for the next text."""

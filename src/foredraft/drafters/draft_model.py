@@ -31,7 +31,7 @@ from foredraft.hub import named
 from foredraft.loading import load_model, name_of
 from foredraft.models.encoder_decoder import Source, start_of, with_encoder_of
 from foredraft.quantization import check_quantization
-from foredraft.shapes import DynamicShape, TreeShape, depths_of
+from foredraft.shapes import TreeShape, depths_of
 from foredraft.target import Target, unwrap
 from foredraft.tree import Proposal, TokenTree
 
@@ -194,7 +194,7 @@ class DraftModel(LearningDrafter):
             return f"a draft by text is a chain; use shape='chain({shape.depth})' or the option vocabulary='intersection'"
         if self.model.chains_only:
             return f"the draft model can only draft chains: {self.model.chains_only}; use shape='chain({shape.depth})'"
-        grown = max(shape.nodes, shape.k * (shape.levels - 1)) if isinstance(shape, DynamicShape) else shape.nodes
+        grown = shape.grown_nodes
         if self.model.trained is not None and grown >= self.model.trained:
             return f"shape {shape} grows {grown} nodes, but the draft model's context holds only {self.model.trained}; draft fewer"
         return None
@@ -202,7 +202,7 @@ class DraftModel(LearningDrafter):
     def begin(self, rows: Sequence[Row]) -> None:
         own = rows if self._foreign is None else self._foreign.begin(rows)
         reserve, isolations = [row.capacity for row in rows], [row.isolation for row in rows]
-        self.model.open([row.ids for row in own], reserve=reserve, sources=self._sources(rows), isolations=isolations)
+        self.model.open([row.ids for row in own], reserve=reserve, sources=self._sources(rows), isolations=isolations, at_once=False)
         super().begin(rows)
         if self.learning is not None:
             self.learning.begin(rows)
@@ -254,11 +254,12 @@ class DraftModel(LearningDrafter):
 
     def _first(self, own: Sequence[Row], roots: Tensor, foreign: Foreign) -> tuple[Tensor, list[int]]:
         """``[R]`` the first token that is written in each row, and in place of how many that were read."""
-        begins = [min(length, max(0, len(row.ids) - 1 - BACK)) for length, row in zip(self.model.lengths, own)]
+        if not self.model.chains_only:
+            self.model.rewind([min(length, max(0, len(row.ids) - 1 - BACK)) for length, row in zip(self.model.lengths, own)])
+        begins = list(self.model.lengths)
         width = max(len(row.ids) - begin for row, begin in zip(own, begins))
         if width > FEW or self.model.chains_only:
             return self._after(own, roots).argmax(-1), [0] * len(own)
-        self.model.rewind(begins)
         fresh = [row.ids[begin:] for row, begin in zip(own, begins)]
         tokens = to_device([[*ids, *[0] * (width - len(ids))] for ids in fresh], self.model.device)
         logits = self.model.score(TokenTree.from_chain(tokens))

@@ -145,6 +145,8 @@ class Eagle3(HeadDrafter):
 
     @property
     def _paged(self) -> PagedCache:
+        if self._version != self._target.version:
+            self._clear()
         assert isinstance(self._cache, PagedCache), "pages are counted where the target has some"
         return self._cache
 

@@ -11,6 +11,7 @@ from fractions import Fraction
 from foredraft.errors import ConfigurationError
 from foredraft.models.pages import PAGE
 
+LEEWAY = PAGE  # tokens that a row can be rewound by without losing what its windows see
 UNITS = {
     "B": 1,
     "KiB": 2**10,
@@ -78,20 +79,20 @@ class CacheSizes:
     def row_bytes(self, tokens: int, *, source: int = 0, tree: int | None = None) -> int:
         """Bytes of a row of ``tokens`` tokens, in whole pages, whose source has ``source`` tokens.
 
-        Every layer keeps every token, unless the largest ``tree`` is given: then a layer with a window keeps no more tokens than its
-        window and the tree.
+        Every layer keeps every token, unless the largest ``tree`` is given: then layers with a window give pages back.
         """
         total = self.state_bytes + source * self.source_token_bytes
         for each in self.kinds:
             if not each.of_source:
-                kept = tokens if tree is None or each.window is None else min(tokens, each.window + tree)
-                total += in_pages(kept) * each.token_bytes
+                total += PAGE * pages_kept(tokens, None if tree is None else each.window, tree or 0) * each.token_bytes
         return total
 
 
-def in_pages(tokens: int) -> int:
-    """``tokens``, rounded up to whole pages."""
-    return -(-tokens // PAGE) * PAGE
+def pages_kept(tokens: int, window: int | None, written: int) -> int:
+    """Pages that a row of so many ``tokens`` takes at most in layers that see a ``window`` of the text, None for all of it. So many tokens
+    are ``written`` in one pass."""
+    whole = -(-tokens // PAGE)
+    return whole if window is None else min(whole, -(-(window + LEEWAY + written) // PAGE) + 1)
 
 
 def parse_memory(value: str | float) -> int | float | None:

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from foredraft.errors import CacheMemoryError
 from foredraft.models.cache import Layer, TreeCache, Window
-from foredraft.models.cache_sizes import in_words
+from foredraft.models.cache_sizes import LEEWAY, in_words, pages_kept
 from foredraft.models.pages import PAGE, PagePool, WindowPool
 
 WORTH_SHARING = 16  # a shorter beginning is computed again
-LEEWAY = PAGE  # tokens that a row can be rewound by without losing what its windows see
+SLACK = 16  # this part of a kind's memory may be that of pages that no longer exist
 GONE = -1  # in tables: a page that was given back
-TYPICAL = 4096  # tokens of the row by which a budget is divided among kinds of layers
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,6 @@ class Kind:
     page_bytes: int
     window: int | None = None
     layers: frozenset[int] | None = None
-
-    def pages(self, tokens: int, written: int) -> int:
-        """Pages of a row of so many ``tokens``, at most, of which so many are ``written`` in one pass."""
-        whole = _pages(tokens)
-        return whole if self.window is None else min(whole, _pages(self.window + LEEWAY + written) + 1)
 
 
 class PageStore:
@@ -68,6 +62,10 @@ class PageStore:
         self.begins: list[int] = []  # the first page of each live row that was not given back
         self.table = torch.zeros(1, 1, dtype=torch.int32)
         self.lines: Any = self.table.numpy()
+
+    def first_kept(self, row: int, start: int) -> int:
+        """The first page of a row that is kept while tokens from slot ``start`` on are written."""
+        return 0
 
     def drop(self, table: Sequence[int]) -> None:
         """A row no longer holds these pages."""
@@ -123,7 +121,7 @@ class PageStore:
     def fit(self, ahead: int, blocks: int) -> bool:
         """Tensors have room for every page that was taken, or for ``ahead`` where they grow, and hold zeros where nothing was written:
         garbage could be NaN. Whether they have moved."""
-        grows = self.pool.made > self.room or not self.layers
+        grows = self.pool.made > self.room or (not self.layers and ahead > self.room)
         if grows:
             more, limit = max(2 * self.room if self.layers else 0, ahead), self.pool.limit
             room = max(self.pool.made, more if limit is None else min(more, limit))
@@ -137,6 +135,16 @@ class PageStore:
                     store[self.made : self.pool.made] = 0
             self.made = self.pool.made
         return grows
+
+    def trim(self, blocks: int) -> bool:
+        """Return the memory of pages that no longer exist, if they are many. Whether tensors have moved."""
+        many = self.made - self.pool.made > self.made // SLACK
+        if many:
+            self.made = self.room = self.pool.made
+            for layer in self.layers:
+                self.allocate(layer, layer.keys, layer.values, self.room)
+            self.lay_out(0, blocks)
+        return many
 
     def allocate(self, layer: Layer, keys: Tensor, values: Tensor, room: int) -> None:
         """Give ``layer`` tensors for ``room`` pages and the one that nobody reads, keeping what it holds. The pages of one head lie behind
@@ -185,6 +193,10 @@ class WindowStore(PageStore):
             length = last * PAGE
         return 0
 
+    def short_of_a_copy(self, length: int) -> bool:
+        """Whether there is no room for what a row that holds ``length`` tokens sees, and a copy of its last page."""
+        return self.pool.room is not None and self.pool.room < _pages(length) - self.sees_from(length - LEEWAY) + 1
+
     def begun(self, pages: Sequence[int], length: int) -> list[int]:
         """The table of a row that holds the first ``length`` tokens, on ``pages`` of the other store."""
         first = self.sees_from(length)
@@ -203,15 +215,21 @@ class WindowStore(PageStore):
             self.put(row, index, mine)
             self.pool.drop([page])
 
-    def slide(self, row: int, start: int, end: int, owners: Sequence[int]) -> None:
-        """Give back what no query of row ``row`` from slot ``start`` on sees, and have pages for slots ``start`` to ``end``."""
-        table, first = self.tables[row], max(self.begins[row], self.sees_from(start - LEEWAY))
-        if first > self.begins[row]:
-            given_back = range(self.begins[row], min(first, len(table)))
-            self.drop([table[index] for index in given_back])
-            for index in given_back:
-                self.put(row, index, GONE)
-            self.begins[row] = first
+    def first_kept(self, row: int, start: int) -> int:
+        return max(self.begins[row], self.sees_from(start - LEEWAY))
+
+    def give_back(self, row: int, start: int) -> None:
+        """Give back what no query of row ``row`` from slot ``start`` on sees."""
+        table, first = self.tables[row], self.first_kept(row, start)
+        given_back = range(self.begins[row], min(first, len(table)))
+        self.drop([table[index] for index in given_back])
+        for index in given_back:
+            self.put(row, index, GONE)
+        self.begins[row] = first
+
+    def own(self, row: int, start: int, end: int, owners: Sequence[int]) -> None:
+        """Have pages for slots ``start`` to ``end`` of row ``row``, whose pages of the other store are ``owners``."""
+        table = self.tables[row]
         if (missing := _pages(end) - len(table)) > 0:
             self.extend(row, [GONE] * missing)
         for index in range(start // PAGE, _pages(end)):
@@ -252,6 +270,8 @@ class PagedCache(TreeCache):
         self.windows = [WindowStore(kind, self.pool) for kind in kinds if kind.window is not None]
         self.stores: list[PageStore] = [PageStore(whole, self.pool), *self.windows]
         self.reader: Any = None
+        self._memory: int | None = None
+        self._beside = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -289,6 +309,7 @@ class PagedCache(TreeCache):
         share: bool = True,
         unread: int = 1,
         most: Sequence[int] | None = None,
+        at_once: bool = True,
     ) -> list[int]:
         """Take pages for ``texts``, whose rows :meth:`open` is about to append. How many tokens of each the cache holds already, because
         another text began like it. A text may share with those before it in ``texts``, which are computed first.
@@ -299,6 +320,7 @@ class PagedCache(TreeCache):
             share: whether they may share at all.
             unread: so many tokens of each stay to be computed.
             most: tokens of each that it may share at most.
+            at_once: they are computed before any row leaves. Otherwise nobody shares what is not computed yet.
 
         Raises:
             CacheMemoryError: there are not enough pages; nothing has changed.
@@ -319,7 +341,8 @@ class PagedCache(TreeCache):
                 kept, partly = pages[: length // PAGE], pages[length // PAGE :][: length % PAGE]
                 self.pool.share([*kept, *partly])
                 count, room = _pages(len(text)) - len(kept), self.pool.room
-                if partly and room is not None and room < count:  # no room for the original beside the copy
+                if partly and ((room is not None and room < count) or any(store.short_of_a_copy(length) for store in self.windows)):
+                    # no room for the original beside the copy
                     self.pool.drop(partly)
                     partly, length = [], self._found(kept, len(kept) * PAGE, fresh)
                     self.pool.drop(kept[length // PAGE :])
@@ -339,7 +362,9 @@ class PagedCache(TreeCache):
                     for store in self.windows:
                         self._own_copy(store, store.opening[-1], length, taken[0])
                 fresh.update(taken)
-                full = (len(text) - max(0, unread - 1)) // PAGE if share else 0  # pages that will be full when the row has been read
+                full = (
+                    (len(text) - max(0, unread - 1)) // PAGE if share and at_once else 0
+                )  # pages that will be full when the row has been read
                 self.pool.prefixes.insert(key, text[: full * PAGE], table[:full])
                 told.append(full * PAGE)
                 lengths.append(length)
@@ -415,52 +440,56 @@ class PagedCache(TreeCache):
 
     def whole(self, tokens: int, written: int) -> list[int]:
         """Pages of each kind that a row of so many ``tokens`` takes, at most."""
-        return [store.kind.pages(tokens, min(written, tokens)) for store in self.stores]
+        return [pages_kept(tokens, store.kind.window, min(written, tokens)) for store in self.stores]
 
     def known(self, text: Sequence[int], key: Hashable) -> int:
         """Tokens of ``text`` that texts which are over have left in the cache, at its beginning; rows of ``key`` find them."""
         return self._found(*self.pool.prefixes.match(key, text, len(text) - 1), set())
 
     def growth(self, nodes: int, without: Sequence[int]) -> list[int]:
-        """Pages of each kind that live rows would take for ``nodes`` each, less those that only the rows ``without`` hold."""
+        """Pages of each kind that live rows would take for ``nodes`` each, less those that nobody would hold any more: of the rows
+        ``without``, and what windows have moved on from."""
         rows = [row for row in range(len(self.tables)) if row not in without]
         found = []
         for store in self.stores:
             wanted = sum(max(0, _pages(self.lengths[row] + nodes) - len(store.tables[row])) for row in rows)
-            freed = set[int]().union(*store.tables) - set[int]().union(*(store.tables[row] for row in rows)) if without else set[int]()
+            kept = [store.tables[row][store.first_kept(row, self.lengths[row]) :] for row in rows]
+            freed = set[int]().union(*store.tables).difference(*kept) if without or store is not self.stores[0] else set[int]()
             found.append(wanted - len(freed - {GONE}))
         return found
 
-    def divide(self, memory: int | None, beside: int, written: int) -> None:
-        """Set how many pages of each kind there may be: together they take at most ``memory`` bytes, None for no limit. Rows of
-        :data:`TYPICAL` tokens use them up evenly, or a single row where there is no room for so many.
+    def limit(self, memory: int | None, beside: int) -> None:
+        """All pages together take at most ``memory`` bytes, None for no limit. Every kind gets as many at first; see :meth:`make_room`.
 
         Args:
             beside: bytes that a draft model takes for each page of 64 tokens.
-            written: tokens that are written in one pass.
         """
-        tokens = PAGE
-        while memory is not None and tokens < TYPICAL and self._cost(tokens + PAGE, beside, written) <= memory:
-            tokens += PAGE
-        row = self._cost(tokens, beside, written)
-        for store, pages, size in zip(self.stores, self.whole(tokens, written), self._sizes(beside)):
-            store.pool.limit = None if memory is None or not size else memory * pages // row
+        self._memory, self._beside = memory, beside
+        for store, size in zip(self.stores, self._sizes):
+            store.pool.limit = None if memory is None or not size else memory // sum(self._sizes)
 
-    def least(self, pages: Sequence[int], beside: int, written: int) -> int:
-        """The least memory that :meth:`divide` turns into so many ``pages`` of each kind."""
-        for tokens in range(PAGE, TYPICAL, PAGE):
-            if all(count <= there for count, there in zip(pages, self.whole(tokens, written))):
-                return self._cost(tokens, beside, written)
-        row, typical = self._cost(TYPICAL, beside, written), self.whole(TYPICAL, written)
-        return max(-(-count * row // there) for count, there, size in zip(pages, typical, self._sizes(beside)) if size)
+    def make_room(self, pages: Sequence[int]) -> bool:
+        """Whether rows can take so many more ``pages`` of each kind. If need be, the limits of the kinds become what rows hold then, in
+        proportion. Cached pages beyond these are given up, and their memory is returned when another kind takes it."""
+        if all(store.pool.room is None or more <= store.pool.room for store, more in zip(self.stores, pages)):
+            return True
+        wanted = [max(0, store.pool.held + more) for store, more in zip(self.stores, pages)]
+        total = self.cost(wanted)
+        if self._memory is None or total > self._memory:
+            return False
+        for store, count, size in zip(self.stores, wanted, self._sizes):
+            if size:
+                store.pool.limit = count * self._memory // total
+        return True
 
-    def _cost(self, tokens: int, beside: int, written: int) -> int:
-        """Bytes of a row of so many tokens."""
-        return sum(pages * size for pages, size in zip(self.whole(tokens, written), self._sizes(beside)))
+    def cost(self, pages: Sequence[int]) -> int:
+        """Bytes of so many ``pages`` of each kind, and what a draft model takes beside them."""
+        return sum(count * size for count, size in zip(pages, self._sizes))
 
-    def _sizes(self, beside: int) -> list[int]:
-        """Bytes of a page of each kind."""
-        return [store.kind.page_bytes + (beside if store is self.stores[0] else 0) for store in self.stores]
+    @property
+    def _sizes(self) -> list[int]:
+        """Bytes of a page of each kind, and what is beside it."""
+        return [store.kind.page_bytes + (self._beside if store is self.stores[0] else 0) for store in self.stores]
 
     # -- what kernels ask ---------------------------------------------------------------------------------------------
 
@@ -515,11 +544,14 @@ class PagedCache(TreeCache):
 
     def enter(self, window: Window) -> None:
         super().enter(window)
-        for row, start in enumerate(window.starts):
-            count = window.nodes if window.counts is None else window.counts[row]
-            self._own(window.first + row, start, start + count)
+        for row, start in enumerate(window.starts, window.first):
             for store in self.windows:
-                store.slide(window.first + row, start - window.before, start + count, self.tables[window.first + row])
+                store.give_back(row, start - window.before)
+        for row, start in enumerate(window.starts, window.first):
+            end = start + (window.nodes if window.counts is None else window.counts[row - window.first])
+            self._own(row, start, end)
+            for store in self.windows:
+                store.own(row, start - window.before, end, self.tables[row])
         self._fit()
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -527,6 +559,7 @@ class PagedCache(TreeCache):
         :data:`LEEWAY` since then forgets all of it."""
         lost = [any(store.begins[row] > store.sees_from(length) for store in self.windows) for row, length in enumerate(lengths)]
         super().rewind([0 if gone else length for length, gone in zip(lengths, lost)])
+        self._filled = [max(pair) for pair in zip(self._filled, self.lengths)]  # a draft may be kept by going ahead
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         first = self._window.first
@@ -582,8 +615,12 @@ class PagedCache(TreeCache):
     def _fit(self) -> None:
         """Every page that was taken has its place in the tensors."""
         rows = len(self.tables) + len(self.stores[0].opening)
+        if any(store.pool.made > store.made for store in self.stores):
+            for store in self.stores:
+                if store.trim(self.capacity // PAGE):
+                    self.allocations, self._viewed = self.allocations + 1, None
         for store in self.stores:
-            if store.fit(rows * store.kind.pages(self._ahead, PAGE), self.capacity // PAGE):
+            if store.fit(rows * pages_kept(self._ahead, store.kind.window, PAGE), self.capacity // PAGE):
                 self.allocations, self._viewed = self.allocations + 1, None
 
     def _store(self, index: int) -> PageStore:

@@ -83,13 +83,14 @@ class Texts:
         share: bool,
         unread: int,
         most: Sequence[int] | None = None,
+        at_once: bool = True,
     ) -> tuple[list[int], list[int]]:
         """How many slots of each of ``texts``, whose rows are about to be appended to ``cache``, are filled already, at most ``most``, and
         all but ``unread``; and in front of that the rows that they are to be copied from, or nothing where they need not be."""
         own, keys = [self._own(text) for text in texts], [self._key(*each) for each in zip(texts, isolations)]
         if isinstance(cache, PagedCache):
             live = [self._own(text) for text in self.live]
-            return [], cache.begin(own, live, keys, share=share, unread=unread, most=most)
+            return [], cache.begin(own, live, keys, share=share, unread=unread, most=most, at_once=at_once)
         held: list[tuple[int, Hashable, Sequence[int], int]] = []
         if share:
             for row, each in enumerate(zip(self.live, self._isolations)):

@@ -191,10 +191,9 @@ class Target(Passes):
             )
         if cache is None:
             return
-        cache.divide(size, self._beside(), self.prefill_chunk)
-        if any(pool.limit == 0 for pool in self.pools):
-            least = in_words(self.least([1] * len(self.pools)))
-            raise ConfigurationError(f"cache_memory has no room for one page of 64 tokens, which takes {least} here; allow more")
+        cache.limit(size, self._beside())
+        if size is not None and size < (least := self.cost([1] * len(self.pools))):
+            raise ConfigurationError(f"cache_memory has no room for one page of 64 tokens, which takes {in_words(least)} here; allow more")
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -206,6 +205,7 @@ class Target(Passes):
         sources: Sequence[Source | None] = (),
         isolations: Sequence[str | None] = (),
         unread: int = 1,
+        at_once: bool = True,
     ) -> None:
         """Append a row for each text. What the cache holds of its beginning, from rows that are live or over, is not computed again.
 
@@ -215,6 +215,7 @@ class Target(Passes):
             sources: what the encoder reads for each row, where the model has one. It reads equal sources once.
             isolations: rows that differ in these share nothing; None for all unless given.
             unread: so many tokens of each text stay to be computed, because what they give is wanted.
+            at_once: the texts are read before anything else happens to their rows. Otherwise they do not share with each other.
 
         Raises:
             CacheMemoryError: the cache has no room for them; nothing has changed.
@@ -224,7 +225,7 @@ class Target(Passes):
         share, most = self.reuse_prefix and self.cache.shares, None
         if self._companion is not None:
             most = self._companion.open(texts, isolations, share=share, unread=unread)
-        rows, lengths = self._texts.find(self.cache, texts, isolations, share=share, unread=unread, most=most)
+        rows, lengths = self._texts.find(self.cache, texts, isolations, share=share, unread=unread, most=most, at_once=at_once)
         self.backend.open(lengths, [source for source in sources if source is not None])
         self.cache.reserve(self.backend.roomy(min(max(reserve, default=0), RESERVE)))
         if rows:
@@ -247,14 +248,16 @@ class Target(Passes):
         return [] if self._pages is None else [store.kind.page_bytes for store in self._pages.stores]
 
     @property
-    def budget(self) -> int:
-        """Bytes that the cache may take, and what a drafter keeps beside it; 0 where there is no limit."""
-        return self._cache_memory[1] or 0
+    def budget(self) -> int | None:
+        """Bytes that the cache may take, and what a drafter keeps beside it; None where there is no limit."""
+        return self._cache_memory[1]
 
     def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> list[int]:
         """Pages of each kind that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
         if self._pages is None:
             return []
+        if not self.reuse_prefix:
+            return self._pages.whole(len(text) + nodes, max(nodes, self.prefill_chunk))
         first, *others = self._texts.needed(self._pages, text, isolation, nodes, max(nodes, self.prefill_chunk))
         return [first if self._companion is None else max(first, self._companion.needed(text, isolation, nodes)), *others]
 
@@ -262,9 +265,13 @@ class Target(Passes):
         """Pages of each kind that a row of so many ``tokens`` takes, at most."""
         return [] if self._pages is None else self._pages.whole(tokens, self.prefill_chunk)
 
-    def least(self, pages: Sequence[int]) -> int:
-        """The least ``cache_memory``, in bytes, that has room for so many ``pages`` of each kind."""
-        return 0 if self._pages is None else self._pages.least(pages, self._beside(), self.prefill_chunk)
+    def cost(self, pages: Sequence[int]) -> int:
+        """Bytes of ``cache_memory`` for so many ``pages`` of each kind."""
+        return 0 if self._pages is None else self._pages.cost(pages)
+
+    def make_room(self, pages: Sequence[int]) -> bool:
+        """Whether rows can take so many more ``pages`` of each kind."""
+        return self._pages is None or self._pages.make_room(pages)
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
