@@ -170,6 +170,7 @@ class Target(Passes):
         self.backend = choose(facts, **self._how)
         self._limit()
         if before is not None:
+            self.reuse_prefix = self._reused_prefix  # until somebody reads whole texts again
             self.read(before.numbers, whole=before.whole, companion=self._companion)
 
     def share_budget(self, page_bytes: Callable[[], int]) -> None:
