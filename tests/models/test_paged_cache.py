@@ -11,8 +11,8 @@ from kernel_cases import DTYPES, TOLERANCE, build, needs_kernels
 
 from foredraft import CacheMemoryError, RowParameters, Speculator, TokenTree
 from foredraft.drafters.draft_model import DraftModel
-from foredraft.models import paged_cache
-from foredraft.models.paged_cache import GONE
+from foredraft.models import page_stores
+from foredraft.models.page_stores import GONE
 from foredraft.models.pages import PAGE
 from foredraft.target import Target
 
@@ -280,7 +280,7 @@ def test_after_a_failed_allocation_the_session_goes_on(drafter, at, monkeypatch)
     speculator.release()
     session = speculator.session()
     with monkeypatch.context() as patch:
-        patch.setattr(paged_cache, "torch", SimpleNamespace(**{**vars(torch), "empty": failing}))
+        patch.setattr(page_stores, "torch", SimpleNamespace(**{**vars(torch), "empty": failing}))
         with pytest.raises(CacheMemoryError, match="set cache_memory to less"):
             serve_more_and_more(session)
     assert len(calls) == at + 1 and not session.rows

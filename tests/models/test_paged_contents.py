@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from foredraft.models.cache import Window
 from foredraft.models.cache_sizes import LEEWAY
-from foredraft.models.paged_cache import GONE, Kind, PagedCache
+from foredraft.models.page_stores import GONE, Kind
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 
 WINDOWS = (None, 70, 3)  # by layer

@@ -17,7 +17,8 @@ from foredraft.admission import Admission
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models import windows
 from foredraft.models.cache_sizes import LEEWAY, pages_kept
-from foredraft.models.paged_cache import GONE, Kind, PagedCache
+from foredraft.models.page_stores import GONE, Kind
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.models.windows import windows_of
 from foredraft.target import Target

@@ -25,7 +25,8 @@ from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
 from foredraft.errors import ConfigurationError
 from foredraft.models.encoder_decoder import plain_arguments
-from foredraft.models.paged_cache import Kind, PagedCache
+from foredraft.models.page_stores import Kind
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.support import ModelFacts, describe
 from foredraft.tree import TokenTree
 

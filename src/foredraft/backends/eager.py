@@ -23,7 +23,8 @@ from foredraft.models.encoder_decoder import Decoder, SourcedCache
 from foredraft.models.features import picked
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
-from foredraft.models.paged_cache import Kind, PagedCache
+from foredraft.models.page_stores import Kind
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
 from foredraft.models.skips import Sublayers
 from foredraft.models.support import ModelFacts

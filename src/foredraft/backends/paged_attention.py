@@ -22,7 +22,8 @@ from foredraft.backends.kernel_pass import Places, fits
 from foredraft.backends.self_test import PATH, SMALLEST, TREE, some_text
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskBuilder
-from foredraft.models.paged_cache import Kind, PagedCache
+from foredraft.models.page_stores import Kind
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.models.positions import uses_alibi
 from foredraft.models.support import ModelFacts

@@ -29,7 +29,8 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.masks import MaskInputs
-from foredraft.models.paged_cache import Kind, PagedCache
+from foredraft.models.page_stores import Kind
+from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.target.prefixes import Texts
 from foredraft.tree import TokenTree

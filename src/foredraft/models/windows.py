@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft.models.cache import Layer, TreeCache, Window
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder
-from foredraft.models.paged_cache import Kind
+from foredraft.models.page_stores import Kind
 from foredraft.models.pages import PAGE
 
 SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}  # by layer type, in configurations
