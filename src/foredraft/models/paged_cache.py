@@ -219,8 +219,10 @@ class PagedCache(TreeCache):
         found = []
         for store in self.stores:
             wanted = sum(max(0, pages_of(self.lengths[row] + nodes) - len(store.tables[row])) for row in rows)
-            kept = [store.tables[row][store.first_kept(row, self.lengths[row]) :] for row in rows]
-            freed = set[int]().union(*store.tables).difference(*kept) if without or store is not self.stores[0] else set[int]()
+            freed = set[int]()
+            if without or store is not self.stores[0]:
+                kept = [store.tables[row][store.first_kept(row, self.lengths[row]) :] for row in rows]
+                freed = set[int]().union(*store.tables).difference(*kept)
             found.append(wanted - len(freed - {GONE}))
         return found
 
