@@ -137,8 +137,8 @@ $(PEERS)/llamacpp/.built:
 	$(PYTHON) -m venv $(@D)/venv
 	$(@D)/venv/bin/python -m pip --disable-pip-version-check download -q --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 -d $(@D)/sdist
 	rm -rf $(@D)/src && mkdir $(@D)/src && tar xzf $(@D)/sdist/llama_cpp_python-0.3.36.tar.gz -C $(@D)/src --strip-components 1
-	cmake -S $(TREE) -B $(@D)/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF
-	ninja -j$(JOBS) -C $(@D)/build bin/libllama.so bin/libllama-common.so
+	cmake -S $(TREE) -B $(@D)/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_OPENSSL=OFF
+	ninja -j$(JOBS) -C $(@D)/build bin/libllama.so bin/libllama-common.so bin/llama-server
 	echo 0.3.36 > $(@D)/VERSION
 	touch $@
 

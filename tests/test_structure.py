@@ -55,7 +55,7 @@ LAYERS = [
     {"preparation"},
     {"text"},
     {"speculator"},
-    {"auditing", "training", "attachment"},
+    {"auditing", "training", "attachment", "serving"},
     {"__init__"},  # the public API
     {"cli", "__main__"},
     {"benchmarks", "recipes"},

@@ -1,0 +1,111 @@
+"""What the API asks of the engine, and what it gets back.
+
+The API's coroutines make a :class:`Job` and give it to :meth:`Engine.submit`. The engine thread alone touches the session. It answers with
+events, which arrive in the job's own queue on the event loop of the API. A client that does not read is bounded: once ``BOUND`` events are
+unread, the engine drops the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from foredraft.errors import ForedraftError
+from foredraft.rows import Commit, RowParameters
+
+BOUND = 4096  # events that a client may leave unread
+
+
+class QueueFullError(ForedraftError, RuntimeError):
+    """Too many requests wait. ``retry_after``: seconds until one more would probably be taken."""
+
+    def __init__(self, message: str, retry_after: float):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DrainingError(ForedraftError, RuntimeError):
+    """The server takes no new requests: it is about to stop, or its engine has died."""
+
+
+class JobTimeoutError(ForedraftError, TimeoutError):
+    """The request waited or ran for longer than the server allows."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row: a prompt, and how to continue it."""
+
+    ids: Sequence[int]
+    parameters: RowParameters
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The rows of the job are in the session, after so many seconds in the queue."""
+
+    waited: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step added to the choice number ``choice`` of the job."""
+
+    choice: int
+    commit: Commit
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job is over: nothing more comes."""
+
+    error: Exception
+
+
+Event = Joined | Progress | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """One request.
+
+    Attributes:
+        choices: its rows.
+        owner: whose turn it takes in the queue: the API key's name, or the client's address.
+        id: of the request, for the log.
+        arrived: when it arrived, by ``time.monotonic``.
+        unfinished: numbers of the choices that are not over; the engine's.
+    """
+
+    choices: Sequence[Choice]
+    owner: str
+    id: str
+    arrived: float
+    unfinished: set[int] = field(default_factory=set)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.unfinished = set(range(len(self.choices)))
+
+    # -- in the engine's thread -----------------------------------------------------------------------------------------
+
+    def send(self, event: Event) -> bool:
+        """Hand ``event`` to the API; False where the client has left too much unread."""
+        if self._events.qsize() >= BOUND:
+            return False
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        return True
+
+    # -- on the event loop ----------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Everything the engine says, until every choice is over or the job has failed."""
+        over = 0
+        while over < len(self.choices):
+            event = await self._events.get()
+            yield event
+            if isinstance(event, Failed):
+                return
+            over += isinstance(event, Progress) and event.commit.finish_reason is not None
