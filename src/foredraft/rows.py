@@ -93,19 +93,24 @@ class SessionRow:
     def remaining(self) -> int:
         return self.capacity - len(self.ids)
 
-    def append(self, tokens: Sequence[int], accepted: int, device: torch.device) -> Commit:
+    def append(self, tokens: Sequence[int], accepted: int, device: torch.device, error: Exception | None = None) -> Commit:
         """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row; the first ``accepted`` were drafted.
-        Stopping criteria get the text on ``device``."""
+        Stopping criteria get the text on ``device``; one that raises ends the row. So does an ``error``, if the row goes on so far."""
         start, reason, padding = len(self.ids), None, self.parameters.padding
         text = to_device([[*padding, *self.ids, *tokens]], device) if self.parameters.criteria else None
         for token in tokens:
             self.ids.append(token)
-            reason = self._finish_reason(token, None if text is None else text[:, : len(padding) + len(self.ids)])
+            try:
+                reason = self._finish_reason(token, None if text is None else text[:, : len(padding) + len(self.ids)])
+            except Exception as raised:  # a user's criterion raises what it likes
+                reason, error = "error", raised
             if reason:
                 break
+        reason = reason or (error and "error")
         kept = self.ids[start:]
         self.stats.finish_reason = reason
-        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats)
+        failed = error if reason == "error" else None
+        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats, error=failed)
 
     def _finish_reason(self, token: int, text: Tensor | None) -> str | None:
         if token in self.parameters.eos:
@@ -162,7 +167,8 @@ class CommittedIds:
 @dataclass(frozen=True)
 class Commit:
     """What a step added to one row: ``tokens``, the first ``accepted`` of them drafted; ``finish_reason`` once it is over;
-    ``logprobs`` of the tokens where the row's parameters ask for them; ``stats``, the counts of the row so far."""
+    ``logprobs`` of the tokens where the row's parameters ask for them; ``stats``, the counts of the row so far. A row whose next token
+    cannot be chosen is over as "error", and ``error`` says why."""
 
     slot: int
     tokens: list[int]
@@ -170,3 +176,12 @@ class Commit:
     finish_reason: str | None
     logprobs: LogProbs | None = None
     stats: RowStats | None = field(default=None, compare=False)
+    error: Exception | None = field(default=None, compare=False)
+
+
+def successful(commits: list[Commit]) -> list[Commit]:
+    """``commits``; for callers whose rows are one call, which fails with the first of them."""
+    for commit in commits:
+        if commit.error is not None:
+            raise commit.error
+    return commits

@@ -213,6 +213,12 @@ class TreeCache(Cache):
             self.spoiled.pop(row, None)
         self.lengths = [self.lengths[row] for row in keep]
 
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Put zeros into all slots of ``rows``."""
+        for layer in self.written:
+            for store in (layer.keys, layer.values):
+                store[[row for row in rows if row < len(store)]] = 0
+
     def spoil(self, rows: int, slot: int) -> None:
         """Rows behind the live ones, up to ``rows``, are about to lose what they hold from ``slot`` on."""
         for row in range(len(self.lengths), rows):

@@ -338,6 +338,13 @@ class PagedCache(TreeCache):
             for store in reversed(self.stores):
                 store.shorten(row, max(pages_of(length), self._prompts[row]))
 
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Put zeros into the pages that only one of ``rows`` holds."""
+        for store in self.stores:
+            pages = [page for row in rows for page in store.tables[row] if page != GONE and store.pool.rows(page) <= 1]
+            for layer in store.layers:
+                layer.keys[pages] = layer.values[pages] = 0
+
     def compact(self, keep: Sequence[int]) -> None:
         for store in reversed(self.stores):
             store.compact(keep, self.capacity // PAGE)

@@ -302,6 +302,11 @@ class Target(Passes):
         self._early = None
         self._texts.compact(self.cache, keep)
 
+    def wipe(self, rows: Sequence[int]) -> None:
+        """These rows, physical indices, may hold NaN and are about to be dropped: no later row shares or reads what they hold. A mask
+        alone does not keep NaN out, because zero times NaN is NaN."""
+        self._texts.wipe(self.cache, rows)
+
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget every token behind the first ``lengths[r]`` of each row."""
         self.cache.rewind(lengths)
