@@ -269,6 +269,7 @@ class PagedCache(TreeCache):
         store, keys = self._store(layer_idx), self.layers[layer_idx].keys
         about.page_stride, about.head_stride = keys.stride(0), keys.stride(1)
         about.table_stride = store.table.shape[1]
+        about.positions = None if self.positions is None else self.positions.data_ptr()
         about.table = store.table.data_ptr() + self._window.first * store.lines.strides[0]
         return 0
 
