@@ -286,6 +286,54 @@ def test_a_cost_curve_whose_optimum_changes_is_followed():
     assert (run.tokens - tokens) / (run.seconds - seconds) > 0.9 * best
 
 
+STORED = {  # what a profile says of passes with a draft, of levels and of what was missed, times what is true
+    "drafts": (1.0, 3.0, 3.0),
+    "long passes": (3.0, 1.0, 1.0),
+    "both": (3.0, 3.0, 3.0),
+    "all of it": (5.0, 10.0, 100.0),
+}
+
+
+def stored(machine: Machine, rows: int, wrong: Sequence[float]) -> AutomaticPlanner:
+    """A planner that has read a profile in which so much is wrong."""
+    passes, levels, missed = wrong
+    written = machine.known(rows).to_dict()
+    for part, factor in (("target", passes), ("level", levels)):
+        for points in written[part].values():
+            for size in points:
+                points[size] *= 1.0 if part == "target" and size == "1" else factor
+    written["catch_up"] = {key: seconds * missed for key, seconds in written["catch_up"].items()}
+    profile = SimpleNamespace(read=lambda costs: costs.load(written) or True)
+    found = AutomaticPlanner(CHAINS, profile=profile, budget=0, catches_up=machine.missed > 0, clock=lambda: 0.0)
+    found.prepare(
+        SimpleNamespace(ragged=False),
+        SimpleNamespace(info=SimpleNamespace(**{**vars(ANY_DRAFTER.info), "catches_up": machine.missed > 0})),
+        rows,
+    )
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("wrong", STORED)
+def test_a_profile_of_a_busy_hour_does_not_end_drafting(wrong: str, rows: int):
+    """It says that drafts do not pay, and without a draft nothing would ever contradict it."""
+    machine = Machine(flat, level=3 * MS, missed=0.3 * MS, rates=(0.7,))
+    run = Run(machine, stored(machine, rows, STORED[wrong]), rows=rows).go(300)
+    assert run.last(280)["chain(0)"] <= 5 and run.shapes[:3] == ["chain(0)"] * 3
+    best = Run(machine, planner(machine, rows), rows=rows).go(300)
+    assert run.seconds / run.tokens < 1.25 * best.seconds / best.tokens
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", [name for name in HOPELESS if name != "noisy"])
+def test_looking_what_drafts_cost_takes_little(name: str, rows: int):
+    """Also where the profile was right."""
+    machine = HOPELESS[name]
+    for wrong in ((1.0, 1.0, 1.0), STORED["both"]):
+        run = Run(machine, stored(machine, rows, wrong), rows=rows).go(500)
+        assert run.seconds / run.tokens < 1.02 * (machine.target(rows) + 0.02 * MS)
+
+
 def test_a_machine_that_becomes_slower_altogether_changes_nothing():
     machine = Machine(flat, level=0.3 * MS, rates=(0.8,))
     run = Run(machine, planner(machine)).go(400)

@@ -56,16 +56,22 @@ class CostModel:
 
     def __init__(self, *, level: float = LEVEL) -> None:
         """``level`` is what a level of the draft is taken to cost until one was seen, where a target's pass takes 10 ms."""
+        self._prior_level = level
+        self.spent = 0.0
+        self.exits: dict[int, dict[int, float]] = {}
+        self.plain_passes: dict[int, int] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known of passes and drafts."""
         self.target = Curve(lambda tokens: 1e-2 * (1 + 0.15 * (tokens - 1)))
-        self.level = Curve(lambda tokens: level * (1 + 0.05 * (tokens - 1)))
+        self.level = Curve(lambda tokens: self._prior_level * (1 + 0.05 * (tokens - 1)))
         self.rest = Curve(lambda tokens: 1e-4)
         self._pace = 0.0  # the target's scale when a draft was last timed
         self.context = 0.0
         self.fixed: dict[int, float] = {}
         self.catch_up: dict[int, float] = {}
-        self.exits: dict[int, dict[int, float]] = {}
-        self.spent = 0.0
-        self.plain_passes: dict[int, int] = {}
+        self._doubted = False  # what drafts take was read from a profile, and none was timed since
 
     def plain_seconds(self, rows: int, context: float) -> tuple[float, bool] | None:
         """Seconds of a round of plain decoding, and whether they were measured in this process; None where no pass was ever timed."""
@@ -127,6 +133,12 @@ class CostModel:
 
     def _observe_draft(self, rows: int, draft: float, widths: Sequence[int], behind: int) -> None:
         """Where much was missed, what is left of the seconds after the levels is the price of that."""
+        doubted = self._doubted
+        if doubted and behind > 0 and self.catch_up:
+            self.catch_up[rows] = min(self._nearest(self.catch_up, rows), draft / behind / self._factor)
+        if doubted and behind > MISSED * rows:
+            return
+        self._doubted = False
         if behind > MISSED * rows and self.level.known:
             price = max(0.0, draft - self.draft_seconds(rows, widths)) / behind / self._factor
             before = self.catch_up.get(rows)
@@ -141,7 +153,7 @@ class CostModel:
         draft = max(draft - self.catching_up(rows, behind), 0.1 * draft)
         self.level.observe(rows, 1, expected * draft / steady)
         if draft < steady and (fixed := self._nearest(self.fixed, rows)) > (most := 0.5 * draft / self._factor):
-            self.fixed[rows] = fixed + 0.25 * (most - fixed)  # levels alone could not make up for it
+            self.fixed[rows] = fixed + (1.0 if doubted else 0.25) * (most - fixed)  # levels alone could not make up for it
 
     @staticmethod
     def _nearest(values: dict[int, float], rows: int) -> float:
@@ -170,10 +182,11 @@ class CostModel:
         fixed, catch_up = ({int(rows): _positive(each) for rows, each in plain[name].items()} for name in ("fixed", "catch_up"))
         exits = {int(rows): {int(layer): _positive(each) for layer, each in some.items()} for rows, some in plain.get("exits", {}).items()}
         for curve, points in ((self.target, target), (self.level, level)):
-            curve.trusted = 1
+            curve.trusted = 0
             for rows, size, seconds in points:
                 curve.measured(rows, size, seconds)
         self.context, self.spent, self.fixed, self.catch_up, self.exits = context, spent, fixed, catch_up, exits
+        self._doubted = True
 
 
 def _written(curve: Curve) -> dict[str, dict[str, float]]:

@@ -41,7 +41,7 @@ class Curve:
         prior: seconds for a number of tokens, rows times size, where nothing was measured. Only its proportions count: the first
             observation sets its scale.
 
-    ``trusted`` observations is what a measured point counts for: one, where another process measured it, perhaps in a busy hour.
+    ``trusted`` observations is what a measured point counts for: none, where another process measured it, perhaps in a busy hour.
     """
 
     def __init__(self, prior: Callable[[float], float]):
@@ -121,7 +121,7 @@ class Curve:
     def _new(self, rows: int, size: float) -> Anchor:
         """An anchor as its neighbours would have it."""
         places, deviations = self._deviations(rows)
-        trusted = self.trusted if size in self.points.get(rows, ()) else 1  # the first time may be a warm-up
+        trusted = self.trusted if size in self.points.get(rows, ()) else min(1, self.trusted)  # the first time may be a warm-up
         anchor = Anchor(interpolated(size, places, deviations) if places else 0.0, trusted, self.observations)
         self._anchors[rows][size] = anchor
         return anchor

@@ -34,6 +34,8 @@ DEBT = 1.5 * LIMIT  # plain rounds that it holds at least: what noise has cost m
 FIRST_PAUSE, LONGEST_PAUSE = 4, 192  # rounds between tries
 DRIFT, CHECKS, BETWEEN_CHECKS, EVERY = 0.3, 3, 64, 256  # see `AutomaticPlanner._check`
 FIRST_CHECKS = 2  # plain rounds before the first draft by layers of the target, whose rounds say little of plain ones
+LOOKS = 3  # first rounds that draft whatever a stored profile says of drafts: it may be of a busy hour, and would never be found out
+WRONG = 1.5  # times as long as such a round takes is what shows that it is wrong
 HASTY = 8  # first rounds with a draft, each of which is followed by a new plan
 SELDOM, SELDOM_PLAIN = 4, 16  # of so many like rounds, drafted and plain, one is looked at closely: every look costs after a pass
 FIRST_TRIAL, TRIAL_ROUNDS = 48, 2  # rounds until the first trial of the kind of tree that is not in use, and rounds that one takes
@@ -84,6 +86,8 @@ class AutomaticPlanner(Planner):
         self.profile, self.budget, self.clock = profile, budget, clock
         self.account: float | None = None  # seconds
         self._checks, self._since_check = 0, 0
+        self._wrong = False  # the profile was
+        self._looks, self._looking = 0, False  # rounds to come that look what drafts cost, and whether the present one is of them
         self._pause, self._since_try, self._trying = FIRST_PAUSE, FIRST_PAUSE, False
         self._together = True
         self._limits: dict[int, int] | None = None
@@ -104,8 +108,8 @@ class AutomaticPlanner(Planner):
     def prepare(self, target: Target, drafter: Drafter, rows: int) -> float:
         """Read the profile, and measure what it lacks for so many rows; the two seconds are shared between numbers of rows.
 
-        What another process measured is checked by a few plain rounds at the beginning, and what was measured on a busy machine is not
-        kept for others.
+        What another process measured is checked by a few plain rounds at the beginning, and a few that draft. What was measured on a busy
+        machine is not kept for others.
         """
         begin = self.clock()
         self._rest, self._resting = 0, False
@@ -117,9 +121,10 @@ class AutomaticPlanner(Planner):
             self._forecast = None  # it was made for other rows
         elif self._forecast is not None and self._forecast.best.shape.nodes:
             self._next, self._earliest = 0, 0.0  # it was made for another text
-        if self.profile is not None and not self.costs.target.points:
-            self._checks = CHECKS if self.profile.read(self.costs) else 0
+        if self.profile is not None and not self.costs.target.points and not self._wrong:
+            self._checks, self._looks = (CHECKS, LOOKS) if self.profile.read(self.costs) else (0, 0)
             if drafter.info.exits is not None:
+                self._looks = 0  # tries at other exits are looks
                 self.costs.leave(drafter.info.exits.layer)
         left = self.budget / (1 + len(self.costs.target.points))
         if (rows in self.costs.target.points and (drafter.info.exits is None or rows in self.costs.exits)) or left <= 0:
@@ -142,7 +147,7 @@ class AutomaticPlanner(Planner):
         self._rounds += 1
         if self.forecaster.choice is not None:
             self.forecaster.choice.exits.greedy = greedy
-        self._trying, self._together, self._limits = False, together, None
+        self._trying, self._looking, self._together, self._limits = False, False, together, None
         if self._checks > 0:
             self._checks -= 1
             return NOTHING
@@ -151,10 +156,14 @@ class AutomaticPlanner(Planner):
         if self.account is None:
             self.account = STAKE * plain
         if forecast.best.shape.nodes:
+            self._looks = 0  # its rounds show what drafts cost
             if self.account <= LIMIT * plain:
                 return NOTHING
             self._limits = forecast.limits
             return self._or_other(forecast) if forecast.limits is None else forecast.best.shape
+        if self._looks > 0:
+            self._looks, self._trying, self._looking = self._looks - 1, True, True
+            return self.forecaster.attempt(rows, greedy=greedy, most=self.account).shape
         self._since_try += 1
         if self._since_try < self._pause or self.account <= 0:
             self._sit_out(len(rows), greedy, plain)
@@ -241,6 +250,9 @@ class AutomaticPlanner(Planner):
         draft, target, nodes = done.draft, done.target, max(1.0, round(done.nodes / FINEST) * FINEST)
         if drafting and self._stalls(done, nodes, self.costs.draft_seconds(count, levels, behind)):
             return
+        if self._looking and WRONG * (draft + target + done.rest) < self._believed(done, nodes, levels, behind):
+            self.costs.forget()
+            self._checks, self._looks, self._wrong = CHECKS, 0, True
         if not done.split:  # the target's part is what is left of the sum
             draft = min(self.costs.draft_seconds(count, levels, behind), 0.9 * (draft + target))
             target = done.draft + done.target - draft
@@ -258,7 +270,9 @@ class AutomaticPlanner(Planner):
             self._credit(SHARE * plain, plain)
             return
         cost = verify + (draft if grown else self.costs.draft_seconds(count, levels, behind))
-        if self._trying:  # with cold caches, which the costs of rounds one after the other do not show
+        if self._looking:  # what the profile says is what is doubted
+            cost = done.draft + done.target + done.rest
+        elif self._trying:  # with cold caches, which the costs of rounds one after the other do not show
             cost = max(cost, done.draft + done.target + done.rest)
         gain = self.forecaster.worth(rows, done, plain, together=self._together) - cost
         self._credit(gain, plain)
@@ -266,7 +280,9 @@ class AutomaticPlanner(Planner):
         self.forecaster.learn(rows, done, cost / plain, trying=self._trying, expected_tokens=self._expected_tokens(done))
         if self.forecaster.rounds(done.greedy) <= HASTY:
             self._next, self._earliest = 0, 0.0
-        if self._trying and any(done.drafted):  # a try without a draft cost nothing and says nothing
+        if self._looking:
+            self._next, self._earliest = 0, 0.0
+        elif self._trying and any(done.drafted):  # a try without a draft cost nothing and says nothing
             self._since_try = 0
             self._pause = max(1, self._pause // FIRST_PAUSE) if gain > 0 else min(2 * max(self._pause, FIRST_PAUSE // 2), LONGEST_PAUSE)
             self._next, self._earliest = 0, 0.0 if gain > 0 else self._earliest
@@ -296,6 +312,11 @@ class AutomaticPlanner(Planner):
         expected = self.costs.verify(len(done.asked), (nodes,), done.context)[0] + draft
         before, self._stalled = self._stalled, self.costs.target.known and done.draft + done.target + done.rest > STALL * expected
         return self._stalled and not before
+
+    def _believed(self, done: Round, nodes: float, levels: Sequence[int], behind: int) -> float:
+        """Seconds that the costs say a round takes."""
+        count = len(done.asked)
+        return self.costs.verify(count, (nodes,), done.context)[0] + self.costs.draft_seconds(count, levels, behind)
 
     @property
     def _layer(self) -> int | None:
