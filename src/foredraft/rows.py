@@ -106,7 +106,7 @@ class SessionRow:
                 reason, error = "error", raised
             if reason:
                 break
-        reason = reason or (error and "error")
+        reason = reason or (None if error is None else "error")
         kept = self.ids[start:]
         self.stats.finish_reason = reason
         failed = error if reason == "error" else None
