@@ -54,7 +54,20 @@ STOPPING = ("tests/drafters/test_layer_skip.py",)
 VOCABULARIES = ("tests/drafters/test_vocabularies.py",)
 DRAWN = ("tests/drafters/test_native_growth.py",)
 
+FAILING = ("tests/test_failing_rows.py",)
+INVARIANCE = ("tests/target/test_invariance.py",)
+
 FAULTS = [
+    # -- rows that fail, and bits
+    Fault("cache.py", "store[[row for row in rows if row < len(store)]] = 0", "pass", FAILING),
+    Fault(
+        "outcome.py",
+        "for depth, node in enumerate(path) if (row, node) in failures",
+        "for depth, node in [(0, n) for n in range(99)] if (row, node) in failures",
+        FAILING,
+    ),
+    Fault("rows.py", 'reason, error = "error", raised', "raise", FAILING),
+    Fault("layer.c", "const int at = c->positions[s] - start;", "const int at = s - start;", INVARIANCE),
     # -- trees
     Fault("tree.py", "for _ in range(max(1, (nodes - 1).bit_length())):", "for _ in range(1):", TREE),
     Fault("tree.py", "            lines[node] = lines[row[node]]\n", "            lines[node] = lines[node - 1]\n", TREE),
@@ -229,7 +242,12 @@ FAULTS = [
     Fault("paged_cache.py", "        if self._memory is None or total > self._memory:", "        if self._memory is None:", WINDOWS),
     Fault("paged_cache.py", "or any(store.short_of_a_copy(length) for store in self.windows)", "", WINDOWS),
     Fault("shapes.py", "return max(self.total, self.k * (self.levels - 1))", "return self.total", ADMISSION),
-    Fault("prefixes.py", "            cache.share_no_more()\n", "            pass\n", PAGED),
+    Fault(
+        "prefixes.py",
+        "for _ in self.live], {}\n        if isinstance(cache, PagedCache):\n            cache.share_no_more()\n",
+        "for _ in self.live], {}\n",
+        PAGED,
+    ),
     Fault("prefixes.py", "return (isolation, *text[: self.ahead])", "return tuple(text[: self.ahead])", PAGED),
     Fault("layer.c", "(size_t)table[row * p->table_stride + start / KEYS]", "(size_t)table[start / KEYS]", PAGED),
     Fault("paged_cache.py", "if start < self._filled[row] else 0", "", PAGED),
@@ -263,7 +281,7 @@ FAULTS = [
     Fault("skips.py", "aside=skip.whole", "aside=()", DRAFT_VERIFY),
     Fault("layer.c", "f32_of(l->scaling)", "f32_of(1.0f)", KERNELS),
     Fault("layer.c", "return f32_power_of_two(p, n);", "return p;", KERNELS),
-    Fault("layer.c", "positions ? positions[slot] : slot", "slot", SOURCED),
+    Fault("layer.c", "c->positions ? c->positions[c->slots[i]] : c->slots[i]", "c->slots[i]", SOURCED),
     Fault("layer.c", "a->slots[a->by_row ? row : begin + node]", "a->slots[begin + node]", SOURCED),
     Fault("layer.c", "load(norm.weight + i), load(norm.bias + i)", "load(norm.weight + i), f32_zero()", SOURCED),
     Fault("layer.c", "if (l->behind) norms(", "if (0) norms(", SOURCED),
