@@ -271,3 +271,13 @@ def test_a_grammar_costs_fewer_passes_and_no_text():
 def test_lengths_of_chains_differ_between_rows():
     commits = rounds("none", (Always(1, 2, 3),), (Always(4),))
     assert [commit.drafted for commit in commits[0]] == [3, 1]
+
+
+def test_a_guess_that_raises_is_left_out_with_a_warning():
+    class Breaks(Always):
+        def after(self, ids, prompt_length):
+            raise ValueError("no idea")
+
+    with pytest.warns(UserWarning, match="raised ValueError.*goes on without it"):
+        commits = rounds("none", (Breaks(), Always(1, 2)))
+    assert commits[0][0].trace.tokens[1:] == [1, 2]
