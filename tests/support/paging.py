@@ -78,3 +78,17 @@ def through(targets, texts, seeds=range(3)):
                 target.compact(list(range(1, rows)))
     one = torch.tensor([7] * len(targets[0].lengths))
     close(*(target.advance(one) for target in targets))
+
+
+def stored(cache, row, length):
+    """Keys and values of the first ``length`` tokens of a row, layer by layer, ``[heads, length, size]``, wherever they lie."""
+    found = []
+    for index, layer in enumerate(cache.layers):
+        for held in (layer.keys, layer.values) if len(layer.keys) else ():
+            if isinstance(cache, PagedCache):
+                table = cache._store(index).tables[row]
+                assert min(table) >= 0, "its windows have given pages back"
+                found.append(held[table].transpose(0, 1).flatten(1, 2)[:, :length])
+            else:
+                found.append(held[row, :, :length])
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from paging import close, read, text, through, wide
+from paging import close, read, text, through
 
 from foredraft import RowParameters, Speculator, TokenTree
 from foredraft.backends import native
@@ -80,7 +80,9 @@ def test_what_others_have_written_reaches_nobody():
     close(read(handed, list(map(list, texts))), read(plain, list(map(list, texts))))
     valid = torch.tensor([[True] * 9, [True] * 2 + [False] * 7, [True] * 9])
     chain = TokenTree.from_chain(torch.arange(9).expand(3, 9), valid=valid)
-    hook = handed.model.get_input_embeddings().register_forward_hook(lambda module, given, out: out.masked_fill(~valid[..., None], torch.nan))
+    hook = handed.model.get_input_embeddings().register_forward_hook(
+        lambda module, given, out: out.masked_fill(~valid[..., None], torch.nan)
+    )
     handed.score(chain)  # the second row ends with its page, so that filler has none
     hook.remove()
     plain.score(chain)

@@ -26,7 +26,7 @@ from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PagePool
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.passes import Passes
-from foredraft.target.prefixes import Companion, Texts
+from foredraft.target.prefixes import KEEPING, Companion, Texts
 from foredraft.tree import TokenTree
 from foredraft.turns import Turn
 
@@ -284,9 +284,9 @@ class Target(Passes):
 
     def unread(self, text: Sequence[int], isolation: str | None) -> int | None:
         """Tokens of ``text`` that its row would read when it is opened; None where a part that is read before is not found again."""
-        if self._pages is None or not self.reuse_prefix:
+        if not isinstance(self.cache, KEEPING) or not self.reuse_prefix:
             return None
-        known = self._texts.known(self._pages, text, isolation)
+        known = self._texts.known(self.cache, text, isolation)
         return len(text) - (known if self._companion is None else min(known, self._companion.known(text, isolation)))
 
     def growth(self, nodes: int, *, without: Sequence[int] = ()) -> list[int]:
