@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers import make_drafter, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft import RowParameters, Speculator, TokenTree
+from foredraft import CacheMemoryError, ConfigurationError, RowParameters, Speculator, TokenTree
 from foredraft.backends.states import KEPT, State, StateStore
 from foredraft.target import Target
 
@@ -133,7 +135,7 @@ def test_whatever_rows_do_their_logits_are_those_of_a_plain_pass(data, family):
         what = data.draw(st.sampled_from(["open", "go on", "go on", "leave"])) if texts else "open"
         if what == "open":
             pieces = st.lists(st.sampled_from([text(17), text(40), text(25, 3), [9]]), min_size=1, max_size=4)
-            new = [sum(data.draw(pieces), []) for _ in range(data.draw(st.integers(1, 2)))]
+            new = [list(itertools.chain(*data.draw(pieces))) for _ in range(data.draw(st.integers(1, 2)))]
             reader.read(*new)
             texts += [list(each) for each in new]
         elif what == "go on":
@@ -161,13 +163,18 @@ def test_keyed_texts_are_those_of_plain_decoding(family, drafter):
     assert texts_of(speculator, prompts) == wanted, "the second time, all of it is known"
 
 
-def texts_of(speculator, prompts):
-    session, found = speculator.session(), {}
+def texts_of(speculator, prompts, new=12, session=None, most=None):
+    """The texts; all the while, rows and states take ``most`` bytes."""
+    session, found = session or speculator.session(), {}
     for row, prompt in enumerate(prompts):
-        session.add(prompt, RowParameters(max_new_tokens=12, do_sample=True, seed=(3, row)))
+        session.add(prompt, RowParameters(max_new_tokens=new, do_sample=True, seed=(3, row)))
     while session.live:
         for commit in session.step():
             found.setdefault(commit.slot, []).extend(commit.tokens)
+        if most is not None:
+            assert session.memory.held <= most and (
+                session.memory.held + session.memory.cached <= most or len(speculator.target.cache.states) == 1
+            )
     return [found[slot] for slot in sorted(found)]
 
 
@@ -184,6 +191,38 @@ def test_a_prompt_is_read_in_pieces_while_others_run():
         committed.append([commit.slot for commit in session.step()])
     assert len(committed) == 4 and committed[:3] == [[slot]] * 3, "a round of the other after each piece"
     session.close()
+
+
+# -- a budget -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_neo"])
+def test_texts_within_a_budget_are_those_without(family):
+    """Rows wait, are set aside, and are read again; states are given up for them."""
+    prompts = [[*text(30), *text(8, row)] for row in range(3)]
+    wanted = texts_of(Speculator(model_of(family), "none", reuse_prefix=False), prompts, new=40)
+    one = Target(model_of(family)).whole(38 + 40 + 8)[0]
+    tight = Speculator(model_of(family), "ngram", rule="match", shape="chain(3)", cache_memory=f"{int(2.2 * one)}B")
+    session = tight.session()
+    assert session.fits(prompts[0], RowParameters(max_new_tokens=40)) == "now"
+    assert texts_of(tight, prompts, new=40, session=session, most=int(2.2 * one)) == wanted
+    assert session.memory.held == 0 and 0 < session.memory.cached <= int(2.2 * one)
+    with pytest.raises(CacheMemoryError, match="cache_memory allows"):
+        session.add(text(300), RowParameters(max_new_tokens=200))
+
+
+def test_a_budget_without_room_for_a_row_is_refused():
+    with pytest.raises(ConfigurationError, match="no room for one row"):
+        Target(model_of("mamba2"), cache_memory="100B")
+    assert Target(model_of("mamba2"), test=False).whole(10) == Target(model_of("mamba2"), test=False).whole(500) != [0]
+
+
+@pytest.mark.parametrize("family", ["gpt_neo", "qwen3_next", "rwkv"])
+def test_a_row_takes_what_it_is_counted_as(family):
+    reader, ids = Reader(family), text(60)
+    reader.read(ids)
+    row = reader.target.cache.rows[0]
+    assert reader.target.whole(60) == [2 * (row.live.bytes - row.live.logits.nbytes)]
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------

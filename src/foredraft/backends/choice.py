@@ -79,6 +79,8 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
             asked_for = "attention='model' was asked for" if attention == "model" else None
             reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
         _page(backend, execution, test)
+        if isinstance(backend, Rollback):
+            backend.measure()
         undo.pop_all()
     backend.passes = 0
     return backend

@@ -21,11 +21,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from foredraft.backends.base import Backend, ForwardPass, Overrides, PassOutput
-from foredraft.backends.states import WORTH_KEEPING, State, StateStore, begins, shared_beginning
+from foredraft.backends.states import WORTH_KEEPING, RowMemory, State, StateStore, begins, shared_beginning
 from foredraft.models.support import ModelFacts
 
 READ_AGAIN = 32  # kept tokens read again in a pass; more of them get a pass of their own, after which the copy is renewed
-NOTHING = State([], None)
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
@@ -65,6 +64,7 @@ class RollbackCache:
 
     def __init__(self) -> None:
         self.states = StateStore()
+        self.memory = RowMemory(self.states, lambda: self.lengths)
         self.rows: list[RollbackRow] = []
         self._opening: list[RollbackRow] = []
         self.entered: list[RollbackRow] = []  # rows of the pass just made
@@ -109,13 +109,49 @@ class RollbackCache:
         leaving = self.rows[row]
         if leaving.live is not None and leaving.live.can_be_cut:
             leaving.live.cut(shared_beginning(leaving.live.tokens, leaving.text, len(leaving.text)))
-        held = [state for state in (leaving.live, leaving.kept) if state is not None and begins(leaving.text, state.tokens, len(leaving.text))]
+        states = [state for state in (leaving.live, leaving.kept) if state is not None]
+        held = [state for state in states if begins(leaving.text, state.tokens, len(leaving.text))]
         if held and leaving.key is not None:
             self.states.add(leaving.key, max(held, key=lambda state: len(state.tokens)))
 
     def share_no_more(self) -> None:
         """What is kept was computed with other weights than what comes."""
         self.states.clear()
+
+    # -- how much room there is, in bytes instead of pages ------------------------------------------------------------------
+
+    @property
+    def pools(self) -> list[RowMemory]:
+        return [self.memory]
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        return [1]
+
+    def needed(self, text: Sequence[int], key: Hashable, nodes: int, written: int) -> list[int]:
+        """Bytes that a row would take for ``text`` and ``nodes`` behind it."""
+        return self.whole(len(text) + nodes, written)
+
+    def whole(self, tokens: int, written: int) -> list[int]:
+        """Bytes of a row of so many ``tokens``."""
+        return [self.memory.row(tokens)]
+
+    def growth(self, nodes: int, without: Sequence[int]) -> list[int]:
+        """Bytes that live rows would take for ``nodes`` each, less those of the rows ``without``."""
+        after = sum(self.memory.row(length + nodes) for row, length in enumerate(self.lengths) if row not in without)
+        return [after - self.memory.held]
+
+    def limit(self, memory: int | None, beside: int) -> None:
+        """As of :class:`~foredraft.models.paged_cache.PagedCache`."""
+        self.memory.limit, self.memory.beside = memory, beside
+        self.make_room([0])
+
+    def make_room(self, more: Sequence[int]) -> bool:
+        """Whether rows can take so many bytes ``more``; states are given up for them."""
+        return self.memory.make_room(more[0])
+
+    def cost(self, counts: Sequence[int]) -> int:
+        return counts[0]
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -218,7 +254,8 @@ class Rollback(Backend):
             found = self._read(row, drafted, before)
         else:
             known = states.find(row.key, whole, len(whole) - (self.features is not None))
-            if known is not None and len(known.tokens) > max(len(each.tokens) for each in (row.live, row.kept, NOTHING) if each is not None):
+            mine = max((len(each.tokens) for each in (row.live, row.kept) if each is not None), default=0)
+            if known is not None and len(known.tokens) > mine:
                 row.live, row.kept = None, known
                 if len(known.tokens) == len(whole):
                     assert known.logits is not None
@@ -261,8 +298,16 @@ class Rollback(Backend):
         state.memory = getattr(output, self._cache_argument)
         state.tokens += tokens
         state.logits = None
+        if self.cache.memory.sizes is None:
+            self.cache.memory.sizes = state.sizes
         logits = output.logits[0, -wanted:]
         return logits, logits.new_empty(wanted, 0) if caught is None else caught.hidden()[0, -wanted:]
+
+    def measure(self) -> None:
+        """Learn what a row takes, if no pass has told."""
+        if self.cache.memory.sizes is None:
+            with torch.inference_mode():
+                self._pass(State([], None), [0, 0], 1)
 
 
 def together(found: Sequence[Tensor], nodes: int, *, last: bool) -> Tensor:

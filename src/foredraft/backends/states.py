@@ -9,12 +9,15 @@ requests that begin with the same instructions part twice, and from the third on
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from foredraft.models.pages import PAGE
 
 WORTH_KEEPING = 16  # tokens; a shorter beginning is read again
 KEPT = 32  # states without a limit of memory
@@ -46,6 +49,14 @@ class State:
                 layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
             del self.tokens[length:]
             self.logits = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes that do not depend on how many tokens it has read, and bytes of each token."""
+        layers = self.memory.layers if isinstance(self.memory, DynamicCache) else []
+        held = [each for layer in layers for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
+        held = [each for each in held if each.numel()]
+        return self.bytes - sum(each.nbytes for each in held), sum(each.nbytes // each.shape[-2] for each in held)
 
     @property
     def bytes(self) -> int:
@@ -100,8 +111,8 @@ class StateStore:
             self.evicted += 1
 
     def find(self, key: Hashable, text: Sequence[int], most: int) -> State | None:
-        """The state that has read most of ``text[:most]`` and nothing else; all of ``text`` only if it knows the logits behind it. Not to be
-        written to."""
+        """The state that has read most of ``text[:most]`` and nothing else; all of ``text`` only if it knows the logits behind it. Nobody
+        may write to it."""
         best, found = WORTH_KEEPING - 1, None
         for number, (state, _) in self._states.get(key, {}).items():
             length = len(state.tokens)
@@ -180,3 +191,57 @@ def tensors_in(memory: Any) -> Iterator[Tensor]:
     elif isinstance(memory, DynamicCache):
         for layer in memory.layers:
             yield from tensors_in(vars(layer))
+
+
+class RowMemory:
+    """What live rows take, counted in bytes rather than in pages, and what that leaves for the states of ``store``. A row that is read
+    holds two states: the one behind its last pass, and one that it can go back to.
+
+    Args:
+        lengths: of the live rows, in tokens.
+
+    Attributes:
+        limit: bytes of rows and states together; None for no limit.
+        sizes: as :attr:`State.sizes`; None before anything was read.
+        shared: nothing: rows share no memory.
+    """
+
+    shared = 0
+
+    def __init__(self, store: StateStore, lengths: Callable[[], Sequence[int]]) -> None:
+        self.store, self._lengths = store, lengths
+        self.limit: int | None = None
+        self.sizes: tuple[int, int] | None = None
+        self.beside = 0  # bytes that a draft keeps for each page of tokens
+
+    def row(self, tokens: int) -> int:
+        """Bytes of a row of so many ``tokens``."""
+        fixed, each = self.sizes or (0, 0)
+        return 2 * (fixed + tokens * each) + tokens * self.beside // PAGE
+
+    @property
+    def held(self) -> int:
+        """Bytes that rows take."""
+        return sum(map(self.row, self._lengths()))
+
+    def make_room(self, more: int) -> bool:
+        """Whether rows can take so many bytes ``more``. If so, states that this leaves no room for are given up."""
+        if self.limit is not None:
+            if self.held + more > self.limit:
+                return False
+            self.store.limit = self.limit - self.held - max(0, more)
+            self.store.shrink()
+        return True
+
+    @property
+    def cached(self) -> int:
+        """Bytes of states of texts."""
+        return self.store.bytes
+
+    @property
+    def evicted(self) -> int:
+        """States that were given up for others."""
+        return self.store.evicted
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -117,8 +117,8 @@ class PageStore:
             self.lines[row, : len(table)] = [self.room if page == GONE else page for page in table]
 
     def read(self, held: Tensor, window: Window) -> Tensor:
-        """``[rows of the pass, heads, width, head size]`` of ``held`` ``[pages, heads, PAGE, head size]``: a view if the pages belong to one
-        row and are neighbours."""
+        """``[rows of the pass, heads, width, head size]`` of ``held`` ``[pages, heads, PAGE, head size]``: a view if the pages belong to
+        one row and are neighbours."""
         by_head = held.transpose(0, 1)  # contiguous
         if self.reading is None:
             pages = self.table[window.first : window.last, : pages_of(window.width)].long().flatten()

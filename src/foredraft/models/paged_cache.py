@@ -65,9 +65,19 @@ class PagedCache(TreeCache):
         return self.stores[0].tables
 
     @property
+    def pools(self) -> list[PagePool]:
+        """Who holds which page of each kind of layer."""
+        return [store.pool for store in self.stores]
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        """Of a page of each kind of layer."""
+        return [store.kind.page_bytes for store in self.stores]
+
+    @property
     def page_bytes(self) -> int:
         """Of a page, all layers together."""
-        return sum(store.kind.page_bytes for store in self.stores)
+        return sum(self.unit_bytes)
 
     # -- sharing ------------------------------------------------------------------------------------------------------
 

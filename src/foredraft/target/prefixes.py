@@ -130,7 +130,7 @@ class Texts:
         """The cache is empty."""
         self.live, self._isolations, self._dropped = [], [], {}
 
-    def needed(self, cache: PagedCache, text: Sequence[int], isolation: str | None, nodes: int, written: int) -> list[int]:
+    def needed(self, cache: PagedCache | RollbackCache, text: Sequence[int], isolation: str | None, nodes: int, written: int) -> list[int]:
         """Pages of each kind for ``text`` and ``nodes`` behind it, beside those that live rows hold; see :meth:`PagedCache.needed`."""
         return cache.needed(self._own(text), self._key(text, isolation), nodes + self.ahead, written)
 
