@@ -241,6 +241,14 @@ def test_a_row_that_was_set_aside_can_be_removed(monkeypatch):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+def test_nobody_else_uses_the_target_while_it_is_asked_whether_a_row_fits(monkeypatch):
+    session = speculator_of(pages=8).session()
+    joining, seen = session.admission.joining, []
+    monkeypatch.setattr(session.admission, "joining", lambda *given: seen.append(session.turn.running) or joining(*given))
+    assert session.fits([5] * 30, RowParameters(max_new_tokens=20)) == "now"
+    assert seen == [True] and session.turn.thread is None
+
+
 def test_budgets_that_make_no_sense_are_refused():
     model = build("qwen3", torch.float32)
     for memory, message in [
