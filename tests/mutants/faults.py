@@ -248,8 +248,8 @@ FAULTS = [
     Fault("paged_cache.py", "if share and at_once else 0", "if share else 0", ADMISSION),
     Fault(
         "target.py",
-        "        if not self.reuse_prefix:\n            return self._pages.whole",
-        "        if False:\n            return self._pages.whole",
+        "        if not self.reuse_prefix:\n            return self._counted.whole",
+        "        if False:\n            return self._counted.whole",
         ADMISSION,
     ),
     Fault("paged_cache.py", "        if self._memory is None or total > self._memory:", "        if self._memory is None:", WINDOWS),
@@ -280,7 +280,7 @@ FAULTS = [
     ),
     Fault("eagle3.py", "        self._texts.compact(self._cache, range(first))  # those", "        # those", SHARING),
     Fault("target.py", "unread=unread, most=most, at_once=at_once)", "unread=unread, at_once=at_once)", SHARING),
-    Fault("target.py", "return [first if self._companion is None else max(", "return [first if True else max(", SHARING),
+    Fault("target.py", "            first = max(first, self._companion.needed(text, isolation, nodes))\n", "            pass\n", SHARING),
     Fault("target.py", "(known if self._companion is None else min(", "(known if True else min(", SHARING),
     # -- kernels
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),

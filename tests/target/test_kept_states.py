@@ -84,6 +84,19 @@ def test_a_chat_whose_history_is_sent_again(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_text_that_is_sent_again_as_it_ended(family):
+    """What comes behind it is not what came behind its prompt."""
+    reader, prompt = Reader(family), text(40)
+    reader.read(prompt)
+    chain = torch.tensor([[5, 6, 7]])
+    reader.target.score(TokenTree.from_chain(chain))
+    reader.target.commit(None, [3])
+    reader.target.compact([])
+    assert reader.read([*prompt, 5, 6, 7]) <= 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_instructions_are_read_twice_and_then_no_more(family):
     reader, base = Reader(family), text(70)
     cut = reader.target.reuse_prefix and family not in RECURRENT
