@@ -241,6 +241,14 @@ def test_a_row_that_was_set_aside_can_be_removed(monkeypatch):
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+def test_nobody_else_uses_the_target_while_it_is_asked_whether_a_row_fits(monkeypatch):
+    session = speculator_of(pages=8).session()
+    joining, seen = session.admission.joining, []
+    monkeypatch.setattr(session.admission, "joining", lambda *given: seen.append(session.turn.running) or joining(*given))
+    assert session.fits([5] * 30, RowParameters(max_new_tokens=20)) == "now"
+    assert seen == [True] and session.turn.thread is None
+
+
 def test_budgets_that_make_no_sense_are_refused():
     model = build("qwen3", torch.float32)
     for memory, message in [
@@ -252,8 +260,8 @@ def test_budgets_that_make_no_sense_are_refused():
         with pytest.raises(ConfigurationError, match=message):
             Speculator(model, "none", execution="native", cache_memory=memory)
         assert not any(vars(each).get("forward") for each in model.modules()), "the model was not left as it was"
-    with pytest.raises(ConfigurationError, match=r"cache_memory needs a cache in pages.*its heads have 8 numbers"):
-        Speculator(tiny(), "none", cache_memory="1GiB")
+    with pytest.raises(ConfigurationError, match=r"cache_memory needs a cache in pages.*no comparison with the model's own attention"):
+        Speculator(tiny(), "none", cache_memory="1GiB", self_test=False)
     with pytest.raises(ConfigurationError, match="isolation must be a string or None, got 7"):
         RowParameters(max_new_tokens=1, isolation=7)
     with pytest.raises(ConfigurationError, match="isolation must be a string or None, got 7"):

@@ -115,10 +115,10 @@ class Session:
 
         Raises:
             ConfigurationError, CacheMemoryError: as :meth:`add`.
-            BusyError: another thread is in a step.
+            BusyError: another thread is using the target, as in :meth:`step`.
         """
         row = self._row(ids, parameters)
-        with self._alone() if self.rows or self.turn.running else nullcontext():
+        with self._alone():
             return "now" if row in self.admission.joining(self.rows, [*self.waiting, row]) else "later"
 
     @property

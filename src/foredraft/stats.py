@@ -36,11 +36,11 @@ class RowStats(Described):
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """What the target's cache holds, in pages of 64 tokens.
+    """What the target's cache holds, in pages of 64 tokens; of a model that can only verify chains, in bytes.
 
     Attributes:
         limit: most pages; None without a limit.
-        page_bytes: of one page, all layers together that see the whole text.
+        page_bytes: of one page, all layers together that see the whole text; 1 where bytes are counted.
         held: pages of rows.
         shared: of these, the pages that two or more rows hold.
         cached: pages of texts that are over, kept for later texts that begin alike, as long as nobody needs them.

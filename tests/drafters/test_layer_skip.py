@@ -14,6 +14,7 @@ from architectures import ARCHITECTURES, build, build_wide
 from cover import covered, nightly_but
 from helpers import PAD, generate, padded, prompts
 from own_layers import LAYERS, counted, model
+from paging import stored
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -118,10 +119,9 @@ def test_every_family_keeps_its_text_and_its_cache(family: str, shape: str):
     texts = [row.ids[:length] for row, length in zip(session.rows, cache.lengths)]
     fresh.open(texts)
     fresh.prefill(texts, first=0)
-    for ours, theirs in zip(cache.written, fresh.cache.written):
-        for row, text in enumerate(texts):
-            for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
-                torch.testing.assert_close(a[row, :, : len(text)], b[row, :, : len(text)], rtol=1e-3, atol=1e-4)
+    for row, text in enumerate(texts):
+        for ours, theirs in zip(stored(cache, row, len(text)), stored(fresh.cache, row, len(text)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     session.close()
 
 

@@ -11,6 +11,7 @@ from cover import covered
 from helpers import PAD, Oracle, alone, generate, padded, perturbed, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paging import stored
 
 from foredraft import ConfigurationError, Speculator
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
@@ -180,8 +181,8 @@ def test_a_draft_model_forgets_what_another_drafter_was_preferred_to(shape):
             fresh = Target(drafter.model.model, test=False)
             fresh.open([row.ids[:length]])
             fresh.prefill([row.ids[:length]], first=0)
-            for mine, theirs in zip(drafter.model.cache.written, fresh.cache.written):
-                assert torch.allclose(mine.keys[place, :, :length], theirs.keys[0, :, :length], atol=1e-4)
+            for mine, theirs in zip(stored(drafter.model.cache, place, length), stored(fresh.cache, 0, length), strict=True):
+                assert torch.allclose(mine, theirs, atol=1e-4)
             checked += 1
     assert checked > 10 and session.stats.acceptance_length > 2
 

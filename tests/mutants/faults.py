@@ -39,6 +39,8 @@ PAGES = ("tests/models/test_pages.py",)
 PAGED = ("tests/models/test_paged_cache.py",)
 WINDOWS = ("tests/models/test_windows.py",)
 SHARING = ("tests/drafters/test_eagle3_sharing.py",)
+HANDED = ("tests/target/test_handed_pages.py",)
+STATES = ("tests/target/test_kept_states.py",)
 ADMISSION = ("tests/test_admission.py",)
 MASKS = ("tests/target/test_trees.py",)
 LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.py")
@@ -204,6 +206,30 @@ FAULTS = [
         (*ATTACH, "tests/test_generate.py", "tests/test_limits.py"),
     ),
     Fault("speculator.py", 'with ending(arguments.get("streamer"))', 'with ending(arguments.get("streamers"))', ATTACH),
+    # -- pages that models are handed, and states
+    Fault("page_stores.py", "if self.clean and page < self.made]", "if False]", HANDED),
+    Fault("page_stores.py", "neighbours = window.rows == 1 and torch.equal(", "neighbours = window.rows == 1 or torch.equal(", HANDED),
+    Fault("paged_cache.py", "                each[store.room] = 0  # filler may have gone there\n", "                pass\n", HANDED),
+    Fault("states.py", "            return None\n        self._use(found)\n", "            return None\n", STATES),
+    Fault("states.py", "or begins(text, state.tokens, most)):", "or len(state.tokens) <= most):", STATES),
+    Fault("states.py", "and (len(self._order) > KEPT if", "and (False if", STATES),
+    Fault("states.py", "self.limit - self.held - max(0, more)", "self.limit", STATES),
+    Fault("states.py", "return 2 * (fixed + tokens * each)", "return 1 * (fixed + tokens * each)", STATES),
+    Fault("rollback.py", "        state.logits = None\n", "", STATES),
+    Fault("rollback.py", "(self.live is self.kept or self.live.stored) and not", "(self.live is self.kept and False) and not", STATES),
+    Fault("rollback.py", 'than what comes."""\n        self.states.clear()', 'than what comes."""', STATES),
+    Fault(
+        "rollback.py",
+        "RollbackRow(list(text[: min(known, len(state.tokens))]) if state is not None else [], key=key if share",
+        "RollbackRow(list(text[: min(known, len(state.tokens))]) if state is not None else [], key=(0,) if share",
+        STATES,
+    ),
+    Fault(
+        "session.py",
+        '        with self._alone():\n            return "now"',
+        '        with nullcontext():\n            return "now"',
+        ADMISSION,
+    ),
     # -- pages
     Fault("pages.py", "not node.children and self._pool.counts[node.page] == 1", "not node.children", PAGES),
     Fault("pages.py", "                if self.counts[page]:\n", "                if self.counts[page] > 1:\n", PAGES),
@@ -235,8 +261,8 @@ FAULTS = [
     Fault("paged_cache.py", "if share and at_once else 0", "if share else 0", ADMISSION),
     Fault(
         "target.py",
-        "        if not self.reuse_prefix:\n            return self._pages.whole",
-        "        if False:\n            return self._pages.whole",
+        "        if not self.reuse_prefix:\n            return self._counted.whole",
+        "        if False:\n            return self._counted.whole",
         ADMISSION,
     ),
     Fault("paged_cache.py", "        if self._memory is None or total > self._memory:", "        if self._memory is None:", WINDOWS),
@@ -272,7 +298,7 @@ FAULTS = [
     ),
     Fault("eagle3.py", "        self._texts.compact(self._cache, range(first))  # those", "        # those", SHARING),
     Fault("target.py", "unread=unread, most=most, at_once=at_once)", "unread=unread, at_once=at_once)", SHARING),
-    Fault("target.py", "return [first if self._companion is None else max(", "return [first if True else max(", SHARING),
+    Fault("target.py", "            first = max(first, self._companion.needed(text, isolation, nodes))\n", "            pass\n", SHARING),
     Fault("target.py", "(known if self._companion is None else min(", "(known if True else min(", SHARING),
     # -- kernels
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),

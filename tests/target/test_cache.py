@@ -10,6 +10,7 @@ from architectures import build
 from helpers import PAD, Oracle, added, alone, clone, generate, make_drafter, padded, prompts, repetitive, tiny, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paging import stored
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft import RowParameters, Speculator, TokenTree
@@ -29,12 +30,10 @@ def assert_cached(target, texts):
         fresh.open([text])
         with torch.inference_mode():
             fresh.prefill([text], first=0)
-        assert len(fresh.cache.written) == len(target.cache.written) > 0
-        for mine, theirs in zip(target.cache.written, fresh.cache.written):
-            for name in ("keys", "values"):
-                wanted = getattr(theirs, name)[0, :, : len(text)]
-                got = getattr(mine, name)[row, :, : len(text)]
-                assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+        found, expected = stored(target.cache, row, len(text)), stored(fresh.cache, 0, len(text))
+        assert len(found) == len(expected) > 0
+        for got, wanted in zip(found, expected):
+            assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
 
 
 def open_target(model, texts, **options):

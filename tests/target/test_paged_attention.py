@@ -7,13 +7,15 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from helpers import random_tree
+from encoder_decoders import build as build_sourced
 from kernel_cases import DTYPES, needs_kernels
 from kernel_cases import build as build_native
+from paging import close, pair, read, text, through, wide
 
 from foredraft import ConfigurationError, Speculator, TokenTree
 from foredraft.backends import paged_attention
 from foredraft.backends.paged_attention import attention_test
+from foredraft.models.cache_sizes import in_words
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PAGE
 from foredraft.target import Target
@@ -21,73 +23,6 @@ from foredraft.target import Target
 pytestmark = needs_kernels
 
 FAMILIES = ("gemma2", "gemma3_text", "phi3", "gpt_neox", "gpt_oss", "qwen3_moe", "starcoder2", "mistral", "llama4_text", "gemma3n_text")
-
-
-def wide(name, dtype=torch.float32, size=16, how=None, **options):
-    """A tiny model with heads of so many numbers."""
-    make = ARCHITECTURES[name].build
-    given = {**make.args[-1], "hidden_size": 4 * size, **options}
-    if "n_embd" in given:
-        given["n_embd"] = given.pop("hidden_size")
-    if "num_key_value_heads" in given:
-        given["head_dim"] = size
-    if "num_local_experts" in given:
-        given["num_experts_per_tok"] = given["num_local_experts"]  # rounding does not choose others
-    return make.func(*make.args[:-1], given, how or ARCHITECTURES[name].implementations[0]).to(dtype)
-
-
-def pair(model):
-    """Targets with pages and without; in bfloat16 also one of the same weights in float32."""
-    paged = Target(model, execution="eager")
-    assert isinstance(paged.cache, PagedCache), paged.reasons
-    models = [model] if model.dtype == torch.float32 else [model, copy.deepcopy(model).float()]
-    others = [Target(each, execution="eager", test=False) for each in models]
-    assert not any(isinstance(each.cache, PagedCache) for each in others)
-    return [paged, *others]
-
-
-def text(length, seed=0):
-    return [(7 * i * i + 3 * seed * i + seed) % 100 for i in range(length)]
-
-
-def close(got, wanted, exact=None):
-    """In bfloat16, ``got`` is as near to what is ``exact`` as what is ``wanted``."""
-    if exact is None:
-        assert (got - wanted).abs().max() <= 2e-5 * wanted.abs().max()
-    else:
-        error, allowed = ((each.float() - exact).square().mean().sqrt() for each in (got, wanted))
-        assert error <= 1.5 * allowed
-
-
-@torch.inference_mode()
-def read(target, texts):
-    first = len(target.lengths)
-    target.open(texts)
-    return target.prefill(texts, first=first)
-
-
-@torch.inference_mode()
-def through(targets, texts, seeds=range(3)):
-    """The same rounds on both: prefills, trees of which a path is kept, chains, and rows that leave."""
-    for found in zip(*(read(target, list(map(list, texts))) for target in targets)):
-        close(*found)
-    for seed in seeds:
-        rows = len(targets[0].lengths)
-        tree = random_tree(rows, 9, seed)
-        tree = TokenTree(tree.tokens % 100, tree.parents)
-        close(*(target.score(tree) for target in targets))
-        leaf = tree.parents.tolist()[0].index(0) if 0 in tree.parents.tolist()[0] else 1
-        for target in targets:
-            target.commit(torch.tensor([[0, leaf]] * rows), [2 if row == 0 else 1 for row in range(rows)])
-        chain = TokenTree.from_chain(tree.tokens[:, :5])
-        close(*(target.score(chain) for target in targets))
-        for target in targets:
-            target.commit(None, [5 - row % 2 for row in range(rows)])
-        if rows > 1:
-            for target in targets:
-                target.compact(list(range(1, rows)))
-    one = torch.tensor([7] * len(targets[0].lengths))
-    close(*(target.advance(one) for target in targets))
 
 
 # -- the same logits --------------------------------------------------------------------------------------------------
@@ -163,21 +98,25 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass():
         ("deepseek_v2", {}, "unequal sizes"),
         ("gptj", {}, "do not ask transformers' attention interface"),
         ("bloom", None, "adds a bias by position"),
-        ("mamba2", None, "recurrent state"),
-        ("t5", None, "has an encoder"),
     ],
 )
-def test_why_a_model_has_no_pages(name, options, why):
-    if name == "t5":
-        from encoder_decoders import build as build_sourced
-
-        model = build_sourced("t5")
-    else:
-        model = build(name, ARCHITECTURES[name].implementations[0]) if options is None else wide(name, **options)
+def test_why_a_model_is_handed_its_keys(name, options, why):
+    model = build(name, ARCHITECTURES[name].implementations[0]) if options is None else wide(name, **options)
     target = Target(model)
+    assert isinstance(target.cache, PagedCache) and target.backend.pages is None and "pages" not in target.reasons
+    price = f"{in_words(sum(target.page_bytes) // PAGE)} per token"
+    assert why in target.reasons["paged_attention"] and price in target.reasons["paged_attention"]
+
+
+@pytest.mark.parametrize(("name", "why"), [("mamba2", "recurrent state"), ("t5", "has an encoder")])
+def test_why_a_model_has_no_pages(name, why):
+    target = Target(build_sourced(name) if name == "t5" else build(name, "eager"))
     assert not isinstance(target.cache, PagedCache) and why in target.reasons["pages"]
+
+
+def test_a_cache_that_counts_nothing_has_no_budget():
     with pytest.raises(ConfigurationError, match="cache_memory needs a cache in pages"):
-        Target(model, cache_memory="1GiB")
+        Target(build_sourced("t5"), cache_memory="1GiB")
 
 
 def test_other_ways_to_make_passes_have_no_pages():
@@ -237,7 +176,7 @@ ATTENDED = paged_attention.PagedAttention.attended
 def test_a_fault_is_found_when_a_target_is_built(name, fault, monkeypatch):
     monkeypatch.setattr(paged_attention.PagedAttention, "attended", fault)
     target = Target(wide(name), execution="eager")
-    assert not isinstance(target.cache, PagedCache) and "differ" in target.reasons["pages"]
+    assert target.backend.pages is None and "differ" in target.reasons["paged_attention"]
 
 
 def test_pages_of_another_row_are_found_when_a_target_is_built(monkeypatch):
@@ -250,7 +189,7 @@ def test_pages_of_another_row_are_found_when_a_target_is_built(monkeypatch):
 
     monkeypatch.setattr(PagedCache, "place", wrong)
     target = Target(wide("phi3"), execution="eager")
-    assert not isinstance(target.cache, PagedCache) and "differ" in target.reasons["pages"]
+    assert target.backend.pages is None and "differ" in target.reasons["paged_attention"]
 
 
 def test_where_nothing_can_be_compared_there_are_no_pages():

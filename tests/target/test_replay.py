@@ -10,7 +10,8 @@ from architectures import build
 from helpers import Oracle, alone, generate, make_drafter, prompts, repetitive, tiny
 
 from foredraft import RowParameters, Speculator, TokenTree
-from foredraft.backends.rollback import READ_AGAIN, RollbackRow, State
+from foredraft.backends.rollback import READ_AGAIN, RollbackRow
+from foredraft.backends.states import State
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
 

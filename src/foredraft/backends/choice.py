@@ -20,12 +20,11 @@ from foredraft.backends.compilation import refusal as compilation_refusal
 from foredraft.backends.eager import Eager
 from foredraft.backends.kernels import Kernels
 from foredraft.backends.packing import HINTS, NATIVE
-from foredraft.backends.paged_attention import attention_test, page
+from foredraft.backends.paged_attention import Paged, attention_test
 from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
 from foredraft.errors import ConfigurationError
 from foredraft.models.encoder_decoder import plain_arguments
-from foredraft.models.page_stores import Kind
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.support import ModelFacts, describe
 from foredraft.tree import TokenTree
@@ -80,6 +79,8 @@ def choose(facts: ModelFacts, *, execution: str, attention: str, owned: bool, te
             asked_for = "attention='model' was asked for" if attention == "model" else None
             reasons["flex"] = asked_for or why_no_flex or UNPROVEN.format("attention='flex'")
         _page(backend, execution, test)
+        if isinstance(backend, Rollback):
+            backend.measure()
         undo.pop_all()
     backend.passes = 0
     return backend
@@ -109,10 +110,10 @@ def _pack(facts: ModelFacts, execution: str, attention: str, owned: bool, reason
 
 
 def _page(backend: Backend, execution: str, test: bool) -> None:
-    """Keys and values in pages, if the model's attention is the same over them."""
+    """Keys and values in pages, if the model computes the same with them."""
     if isinstance(backend.cache, PagedCache):
         return
-    found: list[Kind] | str | None = paged_attention.refusal(backend.facts, execution)
+    found: Paged | str | None = paged_attention.refusal(backend.facts, execution)
     if found is None and type(backend) is not Eager:
         found = "FlexAttention needs keys and values in one block"
     if found is None and not test:
@@ -120,10 +121,12 @@ def _page(backend: Backend, execution: str, test: bool) -> None:
     if found is None:
         with packing.one_thread(backend.facts.model):
             found = attention_test(backend)
-    if isinstance(found, list):
-        page(backend, found)
-    else:
+    if isinstance(found, str):
         backend.reasons["pages"] = found
+        return
+    found.use(backend)
+    if found.handed is not None:
+        backend.reasons["paged_attention"] = found.price
 
 
 def _hints(facts: ModelFacts, execution: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from foredraft.backends.base import Backend, ForwardPass, differs, failure, tree
 from foredraft.backends.kernel_pass import Places, fits
 from foredraft.backends.self_test import PATH, SMALLEST, TREE, some_text
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.cache_sizes import in_words
 from foredraft.models.masks import MaskBuilder
 from foredraft.models.page_stores import Kind
 from foredraft.models.paged_cache import PagedCache
@@ -36,15 +38,19 @@ VECTOR = 16  # numbers; a head is a multiple of it
 
 def refusal(facts: ModelFacts, execution: str) -> str | None:
     """Why the keys and values of a model cannot lie in pages; None if nothing speaks against it."""
-    model = facts.model
     if facts.chains_only is not None:
         return facts.chains_only
     if facts.sourced:
         return "the model has an encoder"
     if execution in ("compiled", "graphs"):
         return f"execution={execution!r} was asked for"
-    if any(each.device.type != "cpu" for each in model.parameters()):
-        return "the kernels that read pages are for CPUs"
+    if any(each.device.type != "cpu" for each in facts.model.parameters()):
+        return "pages are for CPUs"
+    return None
+
+
+def refusal_in_place(model: Any) -> str | None:
+    """Why the kernels cannot attend over pages for a model that has some; None if nothing speaks against it."""
     if model.config.get_text_config()._attn_implementation not in ("sdpa", "eager"):
         return f"its attention is {model.config._attn_implementation!r}"
     if uses_alibi(model):
@@ -76,8 +82,7 @@ class PagedAttention:
     @property
     def serves(self) -> bool:
         """Nobody asks for what only the model's own attention gives."""
-        config, casting = self.model.config, torch.is_autocast_enabled("cpu")
-        return not (config.output_attentions or self.model.training or torch.is_grad_enabled() or casting)
+        return serves(self.model)
 
     @contextmanager
     def in_use(self, cache: PagedCache) -> Iterator[None]:
@@ -223,21 +228,47 @@ AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, mask)
 
 
+def serves(model: Any) -> bool:
+    """Whether nobody asks for what only the model's own attention gives."""
+    return not (model.config.output_attentions or model.training or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+
+
 # -- the comparison -----------------------------------------------------------------------------------------------------
 
 
-def page(backend: Backend, kinds: Sequence[Kind]) -> None:
-    """``backend``, which has no rows, keeps keys and values of such ``kinds`` of layers in pages from now on."""
-    backend.cache, backend.pages = PagedCache(kinds), PagedAttention(backend.facts.model)
+@dataclass(frozen=True)
+class Paged:
+    """How the keys and values of a model lie in pages.
+
+    Attributes:
+        kinds: of its layers.
+        handed: why its layers are handed keys and values, most of the time as copies; None where the kernels read them where they lie.
+    """
+
+    kinds: list[Kind]
+    handed: str | None = None
+
+    def use(self, backend: Backend) -> None:
+        """``backend``, which has no rows, keeps keys and values in pages from now on."""
+        backend.cache = PagedCache(self.kinds, handed=self.handed is not None)
+        backend.pages = PagedAttention(backend.facts.model) if self.handed is None else None
+
+    @property
+    def price(self) -> str:
+        size = in_words(sum(kind.page_bytes for kind in self.kinds) // PAGE)
+        return (
+            f"{self.handed}; so every pass copies keys and values from their pages, {size} per token, unless a row is alone and its pages "
+            "are neighbours"
+        )
 
 
 @torch.inference_mode()
-def attention_test(backend: Backend) -> list[Kind] | str:
+def attention_test(backend: Backend) -> Paged | str:
     """Make the same passes through the model's own attention and over pages: a chain, a tree behind rows of unequal length, and a token of
     one row after a path of the tree was kept. ``backend`` is left as it was.
 
     Returns:
-        The kinds of its layers; or why pages are not to be used.
+        How it has pages; or why it has none.
     """
     facts, before = backend.facts, backend.cache
     if facts.context is not None and facts.context < SMALLEST:
@@ -246,25 +277,40 @@ def attention_test(backend: Backend) -> list[Kind] | str:
         backend.cache = TreeCache()
         passes = logits_of_test(backend)
         expected = [next(passes)]
-        stores = [(layer.keys, layer.values) for layer in backend.cache.written]
-        if any(keys.shape != values.shape for keys, values in stores):
-            return "its keys and values have unequal sizes"
-        if sizes := {keys.shape[3] for keys, _ in stores if keys.shape[3] % VECTOR}:
-            return f"its heads have {min(sizes)} numbers, and the kernels take multiples of {VECTOR}"
+        sizes = [(layer.keys.shape[3], layer.values.shape[3]) for layer in backend.cache.written]
         expected += passes
         kinds = kinds_of(facts.model, backend.cache.layers)
-        page(backend, kinds)
-        if not backend.pages.serves:
+        if not serves(facts.model):
             return "the target is built where its attention cannot be compared: under autocast, with gradients or output_attentions"
-        found = list(logits_of_test(backend))
-        if backend.pages.writes and not backend.pages.calls:  # without either, all layers are kernels
-            return "its layers do not ask transformers' attention interface"
-        differences = [differs(facts.model, *pair) for pair in zip(found, expected)]
-        return next((each for each in differences if each is not None), kinds)
-    except Exception as error:  # what a model raises that was given another attention has no common type
+        why = refusal_in_place(facts.model) or _refused_sizes(sizes) or _compared(backend, Paged(kinds), expected)
+        if why is None:
+            return Paged(kinds)
+        return _compared(backend, Paged(kinds, why), expected) or Paged(kinds, why)
+    except Exception as error:  # what a model raises that was given another cache has no common type
         return failure(error)
     finally:
         backend.cache, backend.pages = before, None
+
+
+def _refused_sizes(sizes: Sequence[tuple[int, int]]) -> str | None:
+    """Why the kernels cannot read keys and values of such ``sizes`` per head."""
+    if any(keys != values for keys, values in sizes):
+        return "its keys and values have unequal sizes"
+    odd = [keys for keys, _ in sizes if keys % VECTOR]
+    return f"its heads have {min(odd)} numbers, and the kernels take multiples of {VECTOR}" if odd else None
+
+
+def _compared(backend: Backend, paged: Paged, expected: Sequence[Tensor]) -> str | None:
+    """Why pages are not to be used in this way."""
+    paged.use(backend)
+    try:
+        found = list(logits_of_test(backend))
+    except Exception as error:  # what a model raises that was given another attention has no common type
+        return failure(error)
+    if backend.pages is not None and backend.pages.writes and not backend.pages.calls:  # without either, all layers are kernels
+        return "its layers do not ask transformers' attention interface"
+    differences = [differs(backend.facts.model, *pair) for pair in zip(found, expected)]
+    return next((each for each in differences if each is not None), None)
 
 
 def logits_of_test(backend: Backend) -> Iterator[Tensor]:

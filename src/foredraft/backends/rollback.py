@@ -10,9 +10,8 @@ states (not the keys and values). A speed-up is possible at batch 1 only.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,45 +19,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from foredraft.backends.base import Backend, ForwardPass, Overrides, PassOutput
+from foredraft.backends.states import WORTH_KEEPING, RowMemory, State, StateStore, begins, shared_beginning
 from foredraft.models.support import ModelFacts
 
 READ_AGAIN = 32  # kept tokens read again in a pass; more of them get a pass of their own, after which the copy is renewed
 CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
-class State:
-    """What a model remembers after reading ``tokens``: a transformers ``Cache``, or a list of tensors (rwkv); None at first."""
-
-    def __init__(self, tokens: list[int], memory: Any):
-        self.tokens, self.memory = tokens, memory
-
-    def copy(self) -> State:
-        return State(list(self.tokens), copied(self.memory))
-
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether every layer holds keys and values of all tokens."""
-        return isinstance(self.memory, DynamicCache) and all(type(layer) is DynamicLayer for layer in self.memory.layers)
-
-    def cut(self, length: int) -> None:
-        """Forget what lies behind the first ``length`` tokens."""
-        for layer in self.memory.layers:
-            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-        del self.tokens[length:]
-
-
 @dataclass(eq=False)
 class RollbackRow:
     """One row: its committed ``text``, the ``drafted`` tokens of the round, the ``live`` state after the last pass, and the
-    ``kept`` one, which has read nothing but text that stays. The two may be the same object."""
+    ``kept`` one, which has read nothing but text that stays. The two may be the same object. Rows of equal ``key`` share what was kept
+    of their texts; without one, nothing. ``stored`` is the number of what is kept of its prompt so far."""
 
     text: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     live: State | None = None
     kept: State | None = None
+    key: Hashable = None
+    stored: int | None = None
 
     def take(self, whole: Sequence[int], limit: int) -> State:
         """A state that has read a beginning of ``whole``, at most ``limit`` tokens, to go on from; it becomes ``live``."""
@@ -71,7 +52,7 @@ class RollbackRow:
             self.live = self.kept if usable else None
         if self.live is None:
             self.live = State([], None)
-        elif self.live is self.kept and not self.live.can_be_cut:
+        elif (self.live is self.kept or self.live.stored) and not self.live.can_be_cut:
             self.live = self.live.copy()
         return self.live
 
@@ -79,25 +60,108 @@ class RollbackRow:
 class RollbackCache:
     """The rows of a :class:`Rollback`; the same verbs as :class:`~foredraft.models.cache.TreeCache`."""
 
-    shares = False
+    shares = True
 
     def __init__(self) -> None:
+        self.states = StateStore()
+        self.memory = RowMemory(self.states, lambda: self.lengths)
         self.rows: list[RollbackRow] = []
+        self._opening: list[RollbackRow] = []
         self.entered: list[RollbackRow] = []  # rows of the pass just made
 
     @property
     def lengths(self) -> list[int]:
         return [len(row.text) for row in self.rows]
 
+    # -- sharing ------------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        texts: Sequence[Sequence[int]],
+        live: Sequence[Sequence[int]],
+        keys: Sequence[Hashable],
+        *,
+        share: bool = True,
+        unread: int = 1,
+        most: Sequence[int] | None = None,
+        at_once: bool = True,
+    ) -> list[int]:
+        """How many tokens of each of ``texts``, whose rows :meth:`open` is about to append, need not be read, because a state was kept that
+        has read them. Arguments as of :class:`~foredraft.models.paged_cache.PagedCache`."""
+        self._opening = []
+        for text, key, limit in zip(texts, keys, most or map(len, texts)):
+            known = min(limit, len(text) - unread)
+            # one that has read the last token as well says what comes behind it: see `Rollback._read_prompt`
+            state = self.states.find(key, text, known if most else limit) if share else None
+            row = RollbackRow(list(text[: min(known, len(state.tokens))]) if state is not None else [], key=key if share else None)
+            if state is not None and len(state.tokens) <= known:
+                row.kept = state
+            self._opening.append(row)
+        return [len(row.text) for row in self._opening]
+
+    def known(self, text: Sequence[int], key: Hashable) -> int:
+        """Tokens of ``text``, but for the last, that were read for texts which are over, at its beginning; rows of ``key`` find them."""
+        state = self.states.find(key, text, len(text) - 1)
+        return 0 if state is None else len(state.tokens)
+
+    def leave(self, row: int, text: Sequence[int]) -> None:
+        """Row ``row`` is about to be dropped: keep what it remembers for texts that begin like it."""
+        leaving = self.rows[row]
+        if leaving.live is not None and leaving.live.can_be_cut:
+            leaving.live.cut(shared_beginning(leaving.live.tokens, leaving.text, len(leaving.text)))
+        states = [state for state in (leaving.live, leaving.kept) if state is not None]
+        held = [state for state in states if begins(leaving.text, state.tokens, len(leaving.text))]
+        if held and leaving.key is not None:
+            self.states.add(leaving.key, max(held, key=lambda state: len(state.tokens)))
+
+    def share_no_more(self) -> None:
+        """What is kept was computed with other weights than what comes."""
+        self.states.clear()
+
+    # -- how much room there is, in bytes instead of pages ------------------------------------------------------------------
+
+    @property
+    def pools(self) -> list[RowMemory]:
+        return [self.memory]
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        return [1]
+
+    def needed(self, text: Sequence[int], key: Hashable, nodes: int, written: int) -> list[int]:
+        """Bytes that a row would take for ``text`` and ``nodes`` behind it."""
+        return self.whole(len(text) + nodes, written)
+
+    def whole(self, tokens: int, written: int) -> list[int]:
+        """Bytes of a row of so many ``tokens``."""
+        return [self.memory.row(tokens)]
+
+    def growth(self, nodes: int, without: Sequence[int]) -> list[int]:
+        """Bytes that live rows would take for ``nodes`` each, less those of the rows ``without``."""
+        after = sum(self.memory.row(length + nodes) for row, length in enumerate(self.lengths) if row not in without)
+        return [after - self.memory.held]
+
+    def limit(self, memory: int | None, beside: int) -> None:
+        """As of :class:`~foredraft.models.paged_cache.PagedCache`."""
+        self.memory.limit, self.memory.beside = memory, beside
+        self.make_room([0])
+
+    def make_room(self, more: Sequence[int]) -> bool:
+        """Whether rows can take so many bytes ``more``; states are given up for them."""
+        return self.memory.make_room(more[0])
+
+    def cost(self, counts: Sequence[int]) -> int:
+        return counts[0]
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
     def open(self, lengths: Sequence[int]) -> None:
-        """Append fresh rows; nothing is shared, so every length is 0."""
-        self.rows += [RollbackRow() for _ in lengths]
+        """Append rows that hold what :meth:`begin` said, or fresh ones."""
+        opening, self._opening = self._opening, []
+        self.rows += opening or [RollbackRow() for _ in lengths]
 
     def reserve(self, tokens: int) -> None:
         """Nothing: transformers allocates as it goes."""
-
-    def gather(self, sources: Sequence[int], lengths: Sequence[int], first: int) -> None:
-        """Nothing: no row begins with what another holds."""
 
     def commit(self, path: Tensor | None, kept: Sequence[int]) -> None:
         """Keep the first ``kept[r]`` tokens of each chain just read; a chain's path is its node order, so ``path`` says no more."""
@@ -126,7 +190,8 @@ class RollbackCache:
         self.entered = []
 
     def forget(self) -> None:
-        self.rows, self.entered = [], []
+        self.rows, self.entered, self._opening = [], [], []
+        self.states.clear()
 
 
 class Rollback(Backend):
@@ -156,7 +221,8 @@ class Rollback(Backend):
         counts = [tree.nodes] * tree.rows if tree.valid is None else tree.valid.sum(-1).tolist()
         if keep is not None:
             counts = [node + 1 for node in keep]
-        found = [self._read(row, chain[:count], window.before) for row, chain, count in zip(self.cache.entered, chains, counts)]
+        read = self._read if keep is None else self._read_prompt
+        found = [read(row, chain[:count], window.before) for row, chain, count in zip(self.cache.entered, chains, counts)]
         logits = together([each[0] for each in found], window.nodes, last=keep is not None)
         if self.features is None:
             return PassOutput(logits)
@@ -181,6 +247,44 @@ class Rollback(Backend):
             state = row.take(whole, text)
         return self._pass(state, whole[len(state.tokens) :], len(drafted) - before)
 
+    def _read_prompt(self, row: RollbackRow, drafted: list[int], before: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`_read`, in which only the last token of ``drafted`` is asked about, unless hidden states are wanted of all. What was
+        kept of texts that begin alike is not read again, and what the row remembers in the end is kept."""
+        whole, states = row.text + drafted, self.cache.states
+        if row.key is None or (self.facts.context is not None and len(whole) > self.facts.context):
+            return self._read(row, drafted, before)
+        if self.features is not None and self.features.whole:
+            found = self._read(row, drafted, before)
+        else:
+            known = states.find(row.key, whole, len(whole) - (self.features is not None))
+            mine = max((len(each.tokens) for each in (row.live, row.kept) if each is not None), default=0)
+            if known is not None and len(known.tokens) > mine:
+                row.live, row.kept = None, known
+                if len(known.tokens) == len(whole):
+                    assert known.logits is not None
+                    row.drafted, row.live = drafted, known
+                    return known.logits, known.logits.new_empty(1, 0)
+            found = self._read_from(row, drafted)
+        assert row.live is not None
+        row.live.logits = found[0][-1:].clone()
+        row.stored = states.add(row.key, row.live.copy() if row.live.can_be_cut else row.live, row.stored)
+        return found
+
+    def _read_from(self, row: RollbackRow, drafted: list[int]) -> tuple[Tensor, Tensor]:
+        """``[1, V]`` logits and hidden states at the last of ``drafted``. A copy is kept of where the text parts from another."""
+        row.drafted, whole = drafted, row.text + drafted
+        state = row.take(whole, len(whole) - 1)
+        start, parting = len(state.tokens), self.cache.states.parting(row.key, whole)
+        ends = {*range(start + self.chunk, len(whole), self.chunk), len(whole)}
+        if start + WORTH_KEEPING <= parting < len(whole) and not state.can_be_cut:
+            ends.add(parting)
+        for end in sorted(ends):
+            found = self._pass(state, whole[len(state.tokens) : end], 1)
+            if end == parting < len(whole) and not state.can_be_cut:
+                state.logits = found[0].clone()
+                self.cache.states.add(row.key, state.copy())
+        return found
+
     def _pass(self, state: State, tokens: list[int], wanted: int) -> tuple[Tensor, Tensor]:
         """``[wanted, V]`` logits and ``[wanted, F * d]`` hidden states at the last of ``tokens``, which ``state`` reads."""
         if state.memory is None and self._cache_argument != "state":
@@ -196,8 +300,17 @@ class Rollback(Backend):
             output = self.model(input_ids=torch.tensor([tokens], device=self.facts.device), use_cache=True, **arguments)
         state.memory = getattr(output, self._cache_argument)
         state.tokens += tokens
+        state.logits = None
+        if self.cache.memory.sizes is None:
+            self.cache.memory.sizes = state.sizes
         logits = output.logits[0, -wanted:]
         return logits, logits.new_empty(wanted, 0) if caught is None else caught.hidden()[0, -wanted:]
+
+    def measure(self) -> None:
+        """Learn what a row takes, if no pass has told."""
+        if self.cache.memory.sizes is None:
+            with torch.inference_mode():
+                self._pass(State([], None), [0, 0], 1)
 
 
 def together(found: Sequence[Tensor], nodes: int, *, last: bool) -> Tensor:
@@ -208,39 +321,3 @@ def together(found: Sequence[Tensor], nodes: int, *, last: bool) -> Tensor:
     for line, each in zip(whole, found):
         line[: len(each)] = each
     return whole
-
-
-def begins(whole: Sequence[int], tokens: Sequence[int], limit: int) -> bool:
-    """Whether ``tokens`` are the first of ``whole``, at most ``limit`` of them."""
-    return len(tokens) <= limit and list(whole[: len(tokens)]) == list(tokens)
-
-
-def shared_beginning(a: Sequence[int], b: Sequence[int], limit: int) -> int:
-    """How many of the first ``limit`` tokens are the same."""
-    limit = min(limit, len(a), len(b))
-    if a[:limit] == b[:limit]:
-        return limit
-    return next(index for index in range(limit) if a[index] != b[index])
-
-
-def copied(memory: Any) -> Any:
-    """A copy of a cache that later passes over the original leave alone.
-
-    Recurrent states are written in place and so are cloned. Keys and values of dynamic layers are replaced, never
-    written to, so that a reference is enough.
-    """
-    if isinstance(memory, Tensor):
-        return memory.clone()
-    if isinstance(memory, list):
-        return [copied(each) for each in memory]
-    if isinstance(memory, dict):
-        return {key: copied(value) for key, value in memory.items()}
-    if not isinstance(memory, DynamicCache):
-        return memory
-    twin = copy.copy(memory)
-    twin.layers = [copy.copy(layer) for layer in memory.layers]
-    for layer in twin.layers:
-        for name, value in vars(layer).items():
-            if name not in ("keys", "values"):
-                setattr(layer, name, copied(value))
-    return twin

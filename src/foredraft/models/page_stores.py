@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CacheMemoryError
-from foredraft.models.cache import Layer
+from foredraft.models.cache import Layer, Window
 from foredraft.models.cache_sizes import LEEWAY, in_words
 from foredraft.models.pages import PAGE, PagePool, WindowPool
 
@@ -42,11 +42,14 @@ class PageStore:
         layers: those of this kind that have tensors.
         made: pages that were ever used and hold numbers; the others are not even touched.
         room: pages that tensors have room for; one more behind them takes what nobody reads.
+        clean: pages hold zeros when a row gets them, rather than what was written there for another.
+        reading: the pages that this pass is handed, and the first if they are neighbours of one row; None before it has asked.
         table: ``tables`` as kernels read them, ``[rows, blocks]`` int32; where there is no page, the one that nobody reads.
     """
 
     def __init__(self, kind: Kind, pool: PagePool):
-        self.kind, self.pool = kind, pool
+        self.kind, self.pool, self.clean = kind, pool, False
+        self.reading: tuple[Tensor, int | None] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -113,6 +116,20 @@ class PageStore:
         for row, table in enumerate(self.tables[first:], first):
             self.lines[row, : len(table)] = [self.room if page == GONE else page for page in table]
 
+    def read(self, held: Tensor, window: Window) -> Tensor:
+        """``[rows of the pass, heads, width, head size]`` of ``held`` ``[pages, heads, PAGE, head size]``: a view if the pages belong to
+        one row and are neighbours."""
+        by_head = held.transpose(0, 1)  # contiguous
+        if self.reading is None:
+            pages = self.table[window.first : window.last, : pages_of(window.width)].long().flatten()
+            first = int(pages[0])
+            neighbours = window.rows == 1 and torch.equal(pages, torch.arange(first, first + len(pages)))
+            self.reading = pages, first if neighbours else None
+        pages, begin = self.reading
+        if begin is not None:
+            return by_head.narrow(1, begin, len(pages)).flatten(1, 2)[None, :, : window.width]
+        return by_head.index_select(1, pages).view(len(by_head), window.rows, -1, held.shape[3]).transpose(0, 1)[:, :, : window.width]
+
     def fit(self, ahead: int, blocks: int) -> bool:
         """Tensors have room for every page that was taken, or for ``ahead`` where they grow, and hold zeros where nothing was written:
         garbage could be NaN. Whether they have moved."""
@@ -124,11 +141,14 @@ class PageStore:
                 self.allocate(layer, layer.keys, layer.values, room)
             self.room = room
             self.lay_out(0, blocks)
-        if self.pool.made > self.made:
-            for layer in self.layers:
-                for store in (layer.keys, layer.values):
+        used = [page for page in self.pool.used_again() if self.clean and page < self.made]
+        for layer in self.layers:
+            for store in (layer.keys, layer.values):
+                if self.pool.made > self.made:
                     store[self.made : self.pool.made] = 0
-            self.made = self.pool.made
+                if used:
+                    store[used] = 0
+        self.made = max(self.made, self.pool.made)
         return grows
 
     def trim(self, blocks: int) -> bool:

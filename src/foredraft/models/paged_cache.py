@@ -1,7 +1,8 @@
 """A key-value cache in pages (Kwon et al. 2023): each row has a table of pages of :data:`PAGE` tokens, and rows share what they begin with.
 
 Layers that see a sliding window of the text have pages of their own, which a row gives back as the window moves on. Kernels read pages
-where they lie. A model that runs without them gets its keys gathered: one copy per layer and pass.
+where they lie. A model that runs without them is handed its keys: as a view where one row alone has pages that are neighbours, otherwise
+as a copy, in each layer of each pass.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class PagedCache(TreeCache):
 
     Args:
         kinds: of layers; one at most without a window.
+        handed: models are handed keys and values, those included that the mask hides, so no other row's numbers may be among them: a NaN
+            times no weight is NaN.
 
     Attributes:
         pool: who holds which page of the layers without a window. Where there are none, it counts pages that take no memory.
@@ -34,12 +37,14 @@ class PagedCache(TreeCache):
         reader: who reads keys and values where they lie, for the length of a pass; None where the model is handed them.
     """
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
+    def __init__(self, kinds: Sequence[Kind], *, handed: bool = False) -> None:
         super().__init__()
         whole = next((kind for kind in kinds if kind.window is None), Kind(0, None, frozenset()))
         self.pool = PagePool()
         self.windows = [WindowStore(kind, self.pool) for kind in kinds if kind.window is not None]
         self.stores: list[PageStore] = [PageStore(whole, self.pool), *self.windows]
+        for store in self.stores:
+            store.clean = handed
         self.reader: Any = None
         self._memory: int | None = None
         self._beside = 0
@@ -60,9 +65,19 @@ class PagedCache(TreeCache):
         return self.stores[0].tables
 
     @property
+    def pools(self) -> list[PagePool]:
+        """Who holds which page of each kind of layer."""
+        return [store.pool for store in self.stores]
+
+    @property
+    def unit_bytes(self) -> list[int]:
+        """Of a page of each kind of layer."""
+        return [store.kind.page_bytes for store in self.stores]
+
+    @property
     def page_bytes(self) -> int:
         """Of a page, all layers together."""
-        return sum(store.kind.page_bytes for store in self.stores)
+        return sum(self.unit_bytes)
 
     # -- sharing ------------------------------------------------------------------------------------------------------
 
@@ -287,11 +302,11 @@ class PagedCache(TreeCache):
             return written
         rows, slots = self._write_indices(key_states.device)
         pages = store.table.long()[rows + window.first, slots // PAGE]
-        layer.keys[pages, :, slots % PAGE] = key_states.transpose(1, 2)
-        layer.values[pages, :, slots % PAGE] = value_states.transpose(1, 2)
-        seen = store.table[window.first : window.last, : pages_of(window.width)].long()
-        keys, values = (each[seen].transpose(1, 2).flatten(2, 3)[:, :, : window.width] for each in (layer.keys, layer.values))
-        return keys, values
+        for each, new in ((layer.keys, key_states), (layer.values, value_states)):
+            each[pages, :, slots % PAGE] = new.transpose(1, 2)
+            if window.counts is not None:
+                each[store.room] = 0  # filler may have gone there
+        return store.read(layer.keys, window), store.read(layer.values, window)
 
     # -- what the target asks -----------------------------------------------------------------------------------------
 
@@ -313,6 +328,8 @@ class PagedCache(TreeCache):
 
     def enter(self, window: Window) -> None:
         super().enter(window)
+        for store in self.stores:
+            store.reading = None
         for row, start in enumerate(window.starts, window.first):
             for store in self.windows:
                 store.give_back(row, start - window.before)

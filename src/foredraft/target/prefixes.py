@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
-from foredraft.backends.rollback import shared_beginning
+from foredraft.backends.rollback import RollbackCache
+from foredraft.backends.states import shared_beginning
 from foredraft.models.paged_cache import PagedCache
 
 WORTH_COPYING = 16  # a shorter shared beginning is computed again
+KEEPING = PagedCache, RollbackCache  # caches that keep what texts which are over have left, and find it themselves
 CANDIDATES = 8  # rows compared with a prompt that begins as they do
 
 
@@ -88,7 +90,7 @@ class Texts:
         """How many slots of each of ``texts``, whose rows are about to be appended to ``cache``, are filled already, at most ``most``, and
         all but ``unread``; and in front of that the rows that they are to be copied from, or nothing where they need not be."""
         own, keys = [self._own(text) for text in texts], [self._key(*each) for each in zip(texts, isolations)]
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, KEEPING):
             live = [self._own(text) for text in self.live]
             return [], cache.begin(own, live, keys, share=share, unread=unread, most=most, at_once=at_once)
         held: list[tuple[int, Hashable, Sequence[int], int]] = []
@@ -108,7 +110,7 @@ class Texts:
 
     def compact(self, cache: Any, keep: Sequence[int]) -> None:
         """Drop every row not in ``keep``, ascending, here and in ``cache``."""
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, KEEPING):
             for row in set(range(len(self.live))).difference(keep):
                 cache.leave(row, self._own(self.live[row]))
         else:
@@ -129,18 +131,18 @@ class Texts:
     def share_no_more(self, cache: Any) -> None:
         """What ``cache`` holds was computed with other weights than what comes."""
         self.live, self._dropped = [[] for _ in self.live], {}
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, KEEPING):
             cache.share_no_more()
 
     def clear(self) -> None:
         """The cache is empty."""
         self.live, self._isolations, self._dropped = [], [], {}
 
-    def needed(self, cache: PagedCache, text: Sequence[int], isolation: str | None, nodes: int, written: int) -> list[int]:
+    def needed(self, cache: PagedCache | RollbackCache, text: Sequence[int], isolation: str | None, nodes: int, written: int) -> list[int]:
         """Pages of each kind for ``text`` and ``nodes`` behind it, beside those that live rows hold; see :meth:`PagedCache.needed`."""
         return cache.needed(self._own(text), self._key(text, isolation), nodes + self.ahead, written)
 
-    def known(self, cache: PagedCache, text: Sequence[int], isolation: str | None) -> int:
+    def known(self, cache: PagedCache | RollbackCache, text: Sequence[int], isolation: str | None) -> int:
         """Slots that texts which are over have left filled for ``text``."""
         return cache.known(self._own(text), self._key(text, isolation))
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from foredraft.backends.base import ForwardPass
 from foredraft.backends.choice import SAMPLE, choose
 from foredraft.backends.invariance import invariance_test
+from foredraft.backends.rollback import RollbackCache
+from foredraft.backends.states import RowMemory
 from foredraft.device import free_memory, to_device
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
@@ -27,7 +29,7 @@ from foredraft.models.paged_cache import PagedCache
 from foredraft.models.pages import PagePool
 from foredraft.models.support import ModelFacts, describe, unwrap
 from foredraft.target.passes import Passes
-from foredraft.target.prefixes import Companion, Texts
+from foredraft.target.prefixes import KEEPING, Companion, Texts
 from foredraft.tree import TokenTree
 from foredraft.turns import Turn
 
@@ -198,7 +200,7 @@ class Target(Passes):
         Raises:
             ConfigurationError: a limit was asked for, and the cache has no pages, or not one fits.
         """
-        (asked, size), cache = self._cache_memory, self._pages
+        (asked, size), cache = self._cache_memory, self._counted
         if cache is None and asked:
             raise ConfigurationError(
                 f"cache_memory needs a cache in pages, and that of {describe(self.model)} has none: {self.reasons['pages']}; "
@@ -207,8 +209,10 @@ class Target(Passes):
         if cache is None:
             return
         cache.limit(size, self._beside())
-        if size is not None and size < (least := self.cost([1] * len(self.pools))):
-            raise ConfigurationError(f"cache_memory has no room for one page of 64 tokens, which takes {in_words(least)} here; allow more")
+        paged = isinstance(cache, PagedCache)
+        least, what = (self.cost([1] * len(self.pools)), "one page of 64 tokens") if paged else (self.cost(self.whole(1)), "one row")
+        if size is not None and size < least:
+            raise ConfigurationError(f"cache_memory has no room for {what}, which takes {in_words(least)} here; allow more")
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -248,19 +252,19 @@ class Target(Passes):
         self._texts.add(texts, isolations)
 
     @property
-    def _pages(self) -> PagedCache | None:
-        """The cache, where it is in pages."""
-        return self.cache if isinstance(self.cache, PagedCache) else None
+    def _counted(self) -> PagedCache | RollbackCache | None:
+        """The cache, where it counts what rows take: in pages, or in bytes where it keeps states."""
+        return self.cache if isinstance(self.cache, KEEPING) else None
 
     @property
-    def pools(self) -> list[PagePool]:
-        """Who holds which page of each kind of layer; none where the cache is not in pages."""
-        return [] if self._pages is None else [store.pool for store in self._pages.stores]
+    def pools(self) -> Sequence[PagePool | RowMemory]:
+        """Who holds which page of each kind of layer, or how many bytes; none where the cache does not count them."""
+        return [] if self._counted is None else self._counted.pools
 
     @property
     def page_bytes(self) -> list[int]:
-        """Of a page of each kind of layer; none where the cache is not in pages."""
-        return [] if self._pages is None else [store.kind.page_bytes for store in self._pages.stores]
+        """Of a page of each kind of layer, 1 where bytes are counted; none where the cache does not count."""
+        return [] if self._counted is None else self._counted.unit_bytes
 
     @property
     def budget(self) -> int | None:
@@ -269,24 +273,26 @@ class Target(Passes):
 
     def needed(self, text: Sequence[int], isolation: str | None, nodes: int) -> list[int]:
         """Pages of each kind that a row would take for ``text`` and ``nodes`` behind it, beside those that live rows hold."""
-        if self._pages is None:
+        if self._counted is None:
             return []
         if not self.reuse_prefix:
-            return self._pages.whole(len(text) + nodes, max(nodes, self.prefill_chunk))
-        first, *others = self._texts.needed(self._pages, text, isolation, nodes, max(nodes, self.prefill_chunk))
-        return [first if self._companion is None else max(first, self._companion.needed(text, isolation, nodes)), *others]
+            return self._counted.whole(len(text) + nodes, max(nodes, self.prefill_chunk))
+        first, *others = self._texts.needed(self._counted, text, isolation, nodes, max(nodes, self.prefill_chunk))
+        if self._companion is not None and isinstance(self.cache, PagedCache):
+            first = max(first, self._companion.needed(text, isolation, nodes))
+        return [first, *others]
 
     def whole(self, tokens: int) -> list[int]:
         """Pages of each kind that a row of so many ``tokens`` takes, at most."""
-        return [] if self._pages is None else self._pages.whole(tokens, self.prefill_chunk)
+        return [] if self._counted is None else self._counted.whole(tokens, self.prefill_chunk)
 
     def cost(self, pages: Sequence[int]) -> int:
         """Bytes of ``cache_memory`` for so many ``pages`` of each kind."""
-        return 0 if self._pages is None else self._pages.cost(pages)
+        return 0 if self._counted is None else self._counted.cost(pages)
 
     def make_room(self, pages: Sequence[int]) -> bool:
         """Whether rows can take so many more ``pages`` of each kind."""
-        return self._pages is None or self._pages.make_room(pages)
+        return self._counted is None or self._counted.make_room(pages)
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
@@ -298,14 +304,14 @@ class Target(Passes):
 
     def unread(self, text: Sequence[int], isolation: str | None) -> int | None:
         """Tokens of ``text`` that its row would read when it is opened; None where a part that is read before is not found again."""
-        if self._pages is None or not self.reuse_prefix:
+        if self._counted is None or not self.reuse_prefix or (self._companion is not None and not isinstance(self.cache, PagedCache)):
             return None
-        known = self._texts.known(self._pages, text, isolation)
+        known = self._texts.known(self._counted, text, isolation)
         return len(text) - (known if self._companion is None else min(known, self._companion.known(text, isolation)))
 
     def growth(self, nodes: int, *, without: Sequence[int] = ()) -> list[int]:
         """Pages of each kind that the live rows would take for ``nodes`` each, less what dropping the rows ``without`` would free."""
-        return [] if self._pages is None else self._pages.growth(nodes, without)
+        return [] if self._counted is None else self._counted.growth(nodes, without)
 
     def some_sources(self, rows: int) -> list[Source | None]:
         """Sources to try ``rows`` rows with; None for each where the model has no encoder."""

@@ -1,0 +1,247 @@
+"""What models that cannot branch remember of texts, kept for later texts that begin alike.
+
+A recurrent state says nothing of the tokens before the last one that it has read. So a text can only go on from a state that is a copy
+from exactly there. Copies are kept of the ends of prompts, of the ends of texts, and of the places where texts were seen to part: three
+requests that begin with the same instructions part twice, and from the third on the instructions are not read again (Pan et al. 2024,
+"Marconi: Prefix Caching for the Era of Hybrid LLMs").
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from foredraft.models.pages import PAGE
+
+WORTH_KEEPING = 16  # tokens; a shorter beginning is read again
+KEPT = 32  # states without a limit of memory
+
+
+class State:
+    """What a model remembers after reading ``tokens``: a transformers ``Cache``, or a list of tensors (rwkv); None at first.
+
+    Attributes:
+        logits: ``[1, V]`` behind the last of ``tokens``, where they are known.
+        stored: other texts may go on from it, so nobody writes to it.
+    """
+
+    def __init__(self, tokens: list[int], memory: Any, logits: Tensor | None = None):
+        self.tokens, self.memory, self.logits, self.stored = tokens, memory, logits, False
+
+    def copy(self) -> State:
+        return State(list(self.tokens), copied(self.memory), self.logits)
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether every layer holds keys and values of all tokens."""
+        return isinstance(self.memory, DynamicCache) and all(type(layer) is DynamicLayer for layer in self.memory.layers)
+
+    def cut(self, length: int) -> None:
+        """Forget what lies behind the first ``length`` tokens."""
+        if length < len(self.tokens):
+            for layer in self.memory.layers:
+                layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+            del self.tokens[length:]
+            self.logits = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes that do not depend on how many tokens it has read, and bytes of each token."""
+        layers = self.memory.layers if isinstance(self.memory, DynamicCache) else []
+        held = [each for layer in layers for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
+        held = [each for each in held if each.numel()]
+        return self.bytes - sum(each.nbytes for each in held), sum(each.nbytes // each.shape[-2] for each in held)
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.nbytes for each in tensors_in(self.memory)) + (0 if self.logits is None else self.logits.nbytes)
+
+
+class StateStore:
+    """States of texts, by the keys of their rows. Nobody may write to a state in it; the least recently used one goes first.
+
+    Attributes:
+        limit: bytes of all states together; None for at most :data:`KEPT` of them.
+        bytes, evicted: what they take; how many have been given up for others.
+    """
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.evicted = 0
+        self.clear()
+
+    def clear(self) -> None:
+        self._states: dict[Hashable, dict[int, tuple[State, int]]] = {}  # by key and number: states and their bytes; oldest first
+        self._order: dict[int, Hashable] = {}  # keys by number, the least recently used first
+        self._next = self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, key: Hashable, state: State, instead: int | None = None) -> int | None:
+        """Keep ``state``, which nobody writes to from now on, ``instead`` of that number. The number of it; None if nothing was added."""
+        if instead in self._order:
+            self._remove(instead)
+        if len(state.tokens) < WORTH_KEEPING:
+            return None
+        for number, (other, _) in self._states.get(key, {}).items():
+            if other.tokens == state.tokens:
+                self._use(number)
+                other.logits = state.logits if other.logits is None else other.logits
+                return None
+        state.stored = True
+        number, size = self._next, state.bytes
+        self._next += 1
+        self._states.setdefault(key, {})[number] = state, size
+        self._order[number] = key
+        self.bytes += size
+        self.shrink()
+        return number
+
+    def shrink(self) -> None:
+        """Give up states that there is no room for, but for the last that was used: a prompt that is read in pieces goes on from it."""
+        while len(self._order) > 1 and (len(self._order) > KEPT if self.limit is None else self.bytes > self.limit):
+            self._remove(next(iter(self._order)))
+            self.evicted += 1
+
+    def find(self, key: Hashable, text: Sequence[int], most: int) -> State | None:
+        """The state that has read most of ``text[:most]`` and nothing else; all of ``text`` only if it knows the logits behind it. Nobody
+        may write to it."""
+        best, found = WORTH_KEEPING - 1, None
+        for number, (state, _) in self._states.get(key, {}).items():
+            length = len(state.tokens)
+            if state.can_be_cut:
+                length = shared_beginning(state.tokens, text, most)
+                length -= length == len(text) and (state.logits is None or length < len(state.tokens))
+            elif length == len(text) and state.logits is None:
+                continue
+            if length > best and (state.can_be_cut or begins(text, state.tokens, most)):
+                best, found = length, number
+        if found is None:
+            return None
+        self._use(found)
+        state = self._states[key][found][0]
+        if state.can_be_cut:  # whoever goes on from it cuts it
+            state = state.copy()
+            state.cut(best)
+        return state
+
+    def parting(self, key: Hashable, text: Sequence[int]) -> int:
+        """The most tokens that ``text`` has in common with one that was read, at the beginning."""
+        return max((shared_beginning(state.tokens, text, len(text)) for state, _ in self._states.get(key, {}).values()), default=0)
+
+    def _use(self, number: int) -> None:
+        self._order[number] = self._order.pop(number)
+
+    def _remove(self, number: int) -> None:
+        key = self._order.pop(number)
+        self.bytes -= self._states[key].pop(number)[1]
+        if not self._states[key]:
+            del self._states[key]
+
+
+def begins(whole: Sequence[int], tokens: Sequence[int], limit: int) -> bool:
+    """Whether ``tokens`` are the first of ``whole``, at most ``limit`` of them."""
+    return len(tokens) <= limit and list(whole[: len(tokens)]) == list(tokens)
+
+
+def shared_beginning(a: Sequence[int], b: Sequence[int], limit: int) -> int:
+    """How many of the first ``limit`` tokens are the same."""
+    limit = min(limit, len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    return next(index for index in range(limit) if a[index] != b[index])
+
+
+def copied(memory: Any) -> Any:
+    """A copy of a cache that later passes over the original leave alone.
+
+    Recurrent states are written in place and so are cloned. Keys and values of dynamic layers are replaced, never
+    written to, so that a reference is enough.
+    """
+    if isinstance(memory, Tensor):
+        return memory.clone()
+    if isinstance(memory, list):
+        return [copied(each) for each in memory]
+    if isinstance(memory, dict):
+        return {key: copied(value) for key, value in memory.items()}
+    if not isinstance(memory, DynamicCache):
+        return memory
+    twin = copy.copy(memory)
+    twin.layers = [copy.copy(layer) for layer in memory.layers]
+    for layer in twin.layers:
+        for name, value in vars(layer).items():
+            if name not in ("keys", "values"):
+                setattr(layer, name, copied(value))
+    return twin
+
+
+def tensors_in(memory: Any) -> Iterator[Tensor]:
+    if isinstance(memory, Tensor):
+        yield memory
+    elif isinstance(memory, (list, tuple, dict)):
+        for each in memory.values() if isinstance(memory, dict) else memory:
+            yield from tensors_in(each)
+    elif isinstance(memory, DynamicCache):
+        for layer in memory.layers:
+            yield from tensors_in(vars(layer))
+
+
+class RowMemory:
+    """What live rows take, counted in bytes rather than in pages, and what that leaves for the states of ``store``. A row that is read
+    holds two states: the one behind its last pass, and one that it can go back to.
+
+    Args:
+        lengths: of the live rows, in tokens.
+
+    Attributes:
+        limit: bytes of rows and states together; None for no limit.
+        sizes: as :attr:`State.sizes`; None before anything was read.
+        shared: nothing: rows share no memory.
+    """
+
+    shared = 0
+
+    def __init__(self, store: StateStore, lengths: Callable[[], Sequence[int]]) -> None:
+        self.store, self._lengths = store, lengths
+        self.limit: int | None = None
+        self.sizes: tuple[int, int] | None = None
+        self.beside = 0  # bytes that a draft keeps for each page of tokens
+
+    def row(self, tokens: int) -> int:
+        """Bytes of a row of so many ``tokens``."""
+        fixed, each = self.sizes or (0, 0)
+        return 2 * (fixed + tokens * each) + tokens * self.beside // PAGE
+
+    @property
+    def held(self) -> int:
+        """Bytes that rows take."""
+        return sum(map(self.row, self._lengths()))
+
+    def make_room(self, more: int) -> bool:
+        """Whether rows can take so many bytes ``more``. If so, states that this leaves no room for are given up."""
+        if self.limit is not None:
+            if self.held + more > self.limit:
+                return False
+            self.store.limit = self.limit - self.held - max(0, more)
+            self.store.shrink()
+        return True
+
+    @property
+    def cached(self) -> int:
+        """Bytes of states of texts."""
+        return self.store.bytes
+
+    @property
+    def evicted(self) -> int:
+        """States that were given up for others."""
+        return self.store.evicted
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        return nullcontext()
