@@ -46,6 +46,7 @@ LAYERS = [
     {"backends"},
     {"target"},
     {"heads"},
+    {"traces"},
     {"outcome", "rows"},
     {"drafters"},
     {"planning", "checks"},

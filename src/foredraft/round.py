@@ -13,12 +13,13 @@ from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.logits.noise import Randomness
 from foredraft.logits.sampler import Sampler
 from foredraft.models.pages import PAGE
-from foredraft.observer import Observer
+from foredraft.observer import NOTHING, Observer
 from foredraft.outcome import Outcome, decide
 from foredraft.planning import Planner
 from foredraft.rows import Commit, CommittedIds, SessionRow
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
+from foredraft.traces import RoundTrace, trace_of
 from foredraft.tree import Proposal, TokenTree
 from foredraft.verification import Rule
 from foredraft.verification.match import Match
@@ -54,7 +55,7 @@ class Loop:
         the rows before they are done."""
         self.observer.begin(together=together)
         sampler = self.sampler(rows)
-        shape = self.planner.plan(rows, greedy=sampler.greedy, together=together)
+        shape = self._plan(rows, greedy=sampler.greedy, together=together)
         request = self._request(rows, shape, sampler)
         self.observer.planned(shape, request, sampler)
 
@@ -68,7 +69,7 @@ class Loop:
         self.observer.verified()
 
         self.target.commit(outcome.path, [row.accepted + 1 for row in outcome.rows])
-        commits = self._append(rows, tree, outcome)
+        commits = self._append(rows, tree, outcome, str(NOTHING if request is None else shape))
         self.observer.committed(rows, commits, outcome)
 
         self.drafter.observe(rows, self._feedback(tree, logits, outcome))
@@ -141,11 +142,17 @@ class Loop:
         keys = to_device([row.key for row in rows], device)
         return self.randomness(keys, to_device([len(row.ids) - 1 for row in rows], device))
 
+    def _plan(self, rows: Sequence[SessionRow], *, greedy: bool, together: bool) -> TreeShape:
+        """The planner's shape. Where no row is to be drafted for it is not asked, and the rule is that of rounds that draft."""
+        if all(row.parameters.max_draft == 0 for row in rows):
+            return self.planner.shape
+        return self.planner.plan(rows, greedy=greedy, together=together)
+
     def _request(self, rows: Sequence[SessionRow], shape: TreeShape, sampler: Sampler) -> DraftRequest | None:
         """As deep as the shape, the rows' limits and the context allow; None where nothing is to be drafted, or nothing can be."""
         most, greedy = shape.depth, sampler.greedy
         planned = self.planner.limits(rows) or [most] * len(rows)
-        limits = [min(most, limit, row.remaining - 1) for limit, row in zip(planned, rows)]
+        limits = [min(most, limit, row.room) for limit, row in zip(planned, rows)]
         depth = max(limits)
         if depth < 1:
             return None
@@ -180,10 +187,11 @@ class Loop:
     def _verify(self, rule: Rule, rows: Sequence[SessionRow], tree: TokenTree, logits: Tensor, sampler: Sampler) -> Outcome:
         """On a GPU this waits for the pass. Log-probabilities are recorded as far as any row wants them."""
         top = max((row.parameters.logprobs for row in rows if row.parameters.logprobs is not None), default=None)
-        return decide(rule, tree, logits, sampler, record=self.record, top=top)
+        traced = [index for index, row in enumerate(rows) if row.parameters.trace]
+        return decide(rule, tree, logits, sampler, record=self.record, top=top, traced=traced)
 
-    def _append(self, rows: list[SessionRow], tree: TokenTree, outcome: Outcome) -> list[Commit]:
-        """Append to every row what it keeps."""
+    def _append(self, rows: list[SessionRow], tree: TokenTree, outcome: Outcome, shape: str = str(NOTHING)) -> list[Commit]:
+        """Append to every row what it keeps of a round of ``shape``."""
         check_rows(rows, tree, outcome, self.drafter.name, self.target.vocab_size)
         for name, vectors in outcome.vectors.items():  # along whole paths, cut below to what is returned
             for row, along in zip(rows, vectors):
@@ -191,6 +199,7 @@ class Loop:
         commits = []
         for index, (row, kept) in enumerate(zip(rows, outcome.rows)):
             commit = row.append([*kept.tokens[1 : kept.accepted + 1], kept.bonus], kept.accepted, self.target.device)
+            commit = replace(commit, drafted=sum(kept.drafted), trace=self._trace(index, outcome, commit, shape))
             self.committed.append(rows, index, commit.tokens)
             for name in self.record:
                 del getattr(row, name)[len(row.ids) - row.prompt_length :]
@@ -199,6 +208,22 @@ class Loop:
                 commit = replace(commit, logprobs=row.logprobs[-1])
             commits.append(commit)
         return commits
+
+    def _trace(self, index: int, outcome: Outcome, commit: Commit, shape: str) -> RoundTrace | None:
+        """What is to be told of the round of the row number ``index``, if anything."""
+        if index not in outcome.traced:
+            return None
+        kept = outcome.rows[index]
+        path = list(range(kept.accepted + 1)) if outcome.path is None else kept.path[: kept.accepted + 1]
+        return trace_of(
+            outcome.traced[index],
+            path,
+            kept.bonus,
+            shape=shape,
+            drafter=self.drafter.drafter_of(index),
+            kept=len(commit.tokens),
+            finish_reason=commit.finish_reason,
+        )
 
     def _feedback(self, tree: TokenTree, logits: Tensor, outcome: Outcome) -> Feedback:
         info, accepted = self.drafter.info, [row.accepted for row in outcome.rows]

@@ -140,6 +140,10 @@ class Several(Drafter):
         self.expected_accepted = only.drafter.expected_accepted if only else None
         return replace(only.tree, proposal="mixed", q=None) if only else merged(self._parts, request.device)
 
+    def drafter_of(self, row: int) -> str:
+        found = [part.drafter.drafter_of(row) for part in self._parts if row in part.rows or len(self._parts) == 1]
+        return found[0] if found else self.name
+
     def _ask(self, drafter: Drafter, request: DraftRequest) -> TokenTree:
         shape = self._own(drafter, request.shape)
         offered = drafter.proposals_for(shape)
