@@ -7,18 +7,18 @@ two steps. It does nothing else than steps: no tokenising, no JSON. While there 
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 from foredraft.errors import BusyError, ConfigurationError
 from foredraft.rows import Commit
+from foredraft.serving.calls import Call, log, send
 from foredraft.serving.jobs import BOUND, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
-from foredraft.serving.queue import DrainRate, FairQueue, Waiting
+from foredraft.serving.metrics import REASONS, Metrics
+from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
 from foredraft.serving.settings import Settings
 from foredraft.speculator import Speculator
 
@@ -29,47 +29,9 @@ LOOK = 0.05  # seconds between two looks for requests that have waited or run fo
 FATAL = 3  # steps that fail with no row done in between before the engine gives up
 PATIENCE = 5.0  # seconds that a call of :meth:`Engine.alone` waits until no row is live
 
-log = logging.getLogger("foredraft.serving")
-
 
 class EngineError(RuntimeError):
     """A step failed. Its cause says why; that is a defect, or the machine's."""
-
-
-@dataclass(eq=False)
-class Live:
-    """A row of the session."""
-
-    waiting: Waiting
-    last: float  # when it joined, or gained its last tokens
-    drafted: int = 0  # tokens drafted for it so far
-
-
-@dataclass(eq=False)
-class Alone:
-    """A function that is to run while no row is live, and who waits for it."""
-
-    function: Callable[[], Any]
-    result: asyncio.Future[Any]
-    loop: asyncio.AbstractEventLoop
-
-    def run(self) -> None:
-        try:
-            value, error = self.function(), None
-        except Exception as failure:
-            value, error = None, failure
-        self.finish(value, error)
-
-    def finish(self, value: Any, error: Exception | None) -> None:
-        def settle() -> None:
-            if self.result.done():
-                return
-            if error is not None:
-                self.result.set_exception(error)
-            else:
-                self.result.set_result(value)
-
-        call_soon(self.loop, settle)
 
 
 class Engine:
@@ -82,17 +44,19 @@ class Engine:
         state: ``ready``; ``draining`` once no more jobs are taken; ``dead`` when steps fail again and again, and everybody was told.
         on_death: called in the engine's thread when it dies.
         session: the rows; other threads may read its statistics.
+        metrics: what ``/metrics`` answers.
     """
 
     def __init__(self, speculator: Speculator, settings: Settings):
         self.speculator, self.settings = speculator, settings
         self.session = speculator.session(repeatable=settings.repeatable, wait=True)
+        self.metrics = Metrics(settings.model, self.session, self)
         self.state: State = "ready"
         self.on_death: Callable[[], None] = lambda: None
         self._changed = threading.Condition()  # guards what follows
         self._queue = FairQueue(settings.max_queue)
         self._leavers: deque[tuple[Job, int | None, Exception | None]] = deque()  # jobs, or one choice of them, and what they are told
-        self._alone: deque[Alone] = deque()
+        self._alone: deque[Call] = deque()
         self._stopping = False
         # of the thread alone
         self._live: dict[int, Live] = {}  # by slot
@@ -138,6 +102,7 @@ class Engine:
             if self.state != "ready":
                 raise DrainingError("the server is about to stop; ask again later")
             if excess := self._queue.excess(job.owner, len(rows)):
+                self.metrics.refused += 1
                 seconds = self._rate.seconds(excess)
                 raise QueueFullError(f"{len(self._queue)} texts are waiting already; try again in {seconds:.0f} s", seconds)
             self._queue.push(rows)
@@ -174,8 +139,7 @@ class Engine:
             BusyError: rows were live for all of ``patience`` seconds.
             DrainingError: the server is about to stop.
         """
-        loop = asyncio.get_running_loop()
-        call = Alone(function, loop.create_future(), loop)
+        call = Call(function)
         with self._changed:
             if self.state != "ready":
                 raise DrainingError("the server is about to stop; ask again later")
@@ -230,7 +194,7 @@ class Engine:
                 self._admit()
                 if self._live:
                     self._step()
-                self._send()
+                self._flush()
         except BaseException as error:
             log.exception("the engine has died")
             self.state = "dead"
@@ -263,7 +227,7 @@ class Engine:
         job.unfinished.discard(choice)
         slot = next((slot for slot, live in self._live.items() if (live.waiting.job, live.waiting.index) == (job, choice)), -1)
         if slot >= 0:
-            self._remove(slot)
+            self.metrics.over(self._remove(slot), "stop")
         self._outbox.append((job, Progress(choice, Commit(slot, [], 0, "removed"))))
 
     def _dismiss_late(self) -> None:
@@ -289,18 +253,21 @@ class Engine:
         with self._changed:
             self._queue.remove(job)
         unfinished, job.unfinished = job.unfinished, set()
+        self.metrics.finished["abort" if error is None else "error"] += len(unfinished)
         for slot in [slot for slot, live in self._live.items() if live.waiting.job is job]:
             if slot in self._live:
                 self._remove(slot)
         if error is not None and unfinished:
             self._outbox.append((job, Failed(error)))
 
-    def _remove(self, slot: int) -> None:
-        self._over(slot)
+    def _remove(self, slot: int) -> Live:
+        """Take the row out of the session."""
+        live = self._over(slot)
         try:
             self.session.remove(slot)
         except Exception as error:
             self._broken(error)
+        return live
 
     def _over(self, slot: int) -> Live:
         """The row is no longer live."""
@@ -344,7 +311,8 @@ class Engine:
             if not row.job.begun:
                 row.job.begun = True
                 self._outbox.append((row.job, Joined(now - row.job.arrived)))
-            self._live[slot] = Live(row, now)
+            self._live[slot] = live = Live(row, now)
+            self.metrics.joined(live)
             self._tokens += row.size
 
     def _step(self) -> None:
@@ -354,34 +322,33 @@ class Engine:
         except Exception as error:
             self._broken(error)
             return
-        now, done = time.monotonic(), 0
+        now, done, tokens = time.monotonic(), 0, 0
         self._joined = new > len(self.session.waiting)
         for commit in commits:
-            done += self._progress(commit, now)
+            if (live := self._live.get(commit.slot)) is None:  # its job was dropped for another row's failure in this step
+                continue
+            tokens += self.metrics.progress(live, commit, now)
+            self._progress(live, commit)
+            done += commit.finish_reason is not None
+        self.metrics.seen["iteration_tokens_total"](tokens)
         if done:
             self._failures = 0
         self._rate.step(now - begin, done)
 
-    def _progress(self, commit: Commit, now: float) -> bool:
-        """What a step added to a row; True if the row is over."""
-        live = self._live.get(commit.slot)
-        if live is None:  # its job was dropped for another row's failure in the same step
-            return False
-        job, index = live.waiting.job, live.waiting.index
-        live.last = now
-        error = getattr(commit, "error", None)
-        if commit.finish_reason is not None:
+    def _progress(self, live: Live, commit: Commit) -> None:
+        """Tell the job what a step added to its row."""
+        job, index, reason = live.waiting.job, live.waiting.index, commit.finish_reason
+        if reason is not None:
             self._over(commit.slot)
-            job.unfinished.discard(index)
-        if error is not None:
-            job.unfinished.add(index)
+        if (error := getattr(commit, "error", None)) is not None:
             self._drop(job, error)
         elif job.unread >= BOUND:
-            job.unfinished.add(index)
             self._drop(job, JobTimeoutError(f"the client has left {BOUND} events unread"))
         else:
             self._outbox.append((job, Progress(index, commit)))
-        return commit.finish_reason is not None
+            if reason is not None:
+                job.unfinished.discard(index)
+                self.metrics.over(live, REASONS.get(reason, "error"))
 
     def _broken(self, error: Exception) -> None:
         """A step failed, and the session has dropped its rows. Everybody in it is told; unless that goes on, the next ones may fare
@@ -409,25 +376,11 @@ class Engine:
         for job in jobs:
             self._drop(job, failure)
         for call in calls:
-            call.finish(None, failure)
-        self._send()
+            call.fail(failure)
+        self._flush()
 
-    def _send(self) -> None:
-        """What happened goes to the event loops, one call for each of them."""
-        outbox, self._outbox = self._outbox, []
-        for loop in {id(job.loop): job.loop for job, _ in outbox}.values():
-            call_soon(loop, deliver, [each for each in outbox if each[0].loop is loop])
-
-
-def deliver(events: Iterable[tuple[Job, Event]]) -> None:
-    """On the event loop of the jobs."""
-    for job, event in events:
-        job.put(event)
-
-
-def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
-    """In the thread of ``loop``, unless that is over."""
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        log.debug("the event loop of a job is closed")
+    def _flush(self) -> None:
+        """Send what has happened, all that is for one event loop in one call."""
+        if self._outbox:
+            send(self._outbox)
+            self._outbox = []

@@ -24,6 +24,24 @@ class Waiting:
         return self.job.choices[self.index]
 
 
+@dataclass(eq=False)
+class Live:
+    """A row that is decoded.
+
+    Attributes:
+        waiting: what it was before.
+        joined, first, last: when it was handed to the session, had its first token, and gained tokens last.
+        tokens, drafted: how many it has gained, and how many were drafted for it.
+    """
+
+    waiting: Waiting
+    joined: float
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+    drafted: int = 0
+
+
 class FairQueue:
     """Rows that wait, at most ``bound``. Where it is full, an owner who has less than an equal share of it still gets in, up to twice the
     bound in all: nobody can shut the others out."""
