@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from foredraft.errors import CacheMemoryError, ConfigurationError
+from foredraft.errors import BusyError, CacheMemoryError, ConfigurationError
 from foredraft.serving.jobs import DrainingError, JobTimeoutError, QueueFullError
 
 TYPES = {
@@ -70,6 +70,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(max(1, ceil(error.retry_after)))})
     if isinstance(error, DrainingError):
         return ApiError(503, str(error), code="draining")
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error), code="busy", headers={"Retry-After": "1"})
     if isinstance(error, JobTimeoutError):
         return ApiError(504, str(error), code="timeout")
     if isinstance(error, (ConfigurationError, CacheMemoryError)):

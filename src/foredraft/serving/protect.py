@@ -1,6 +1,6 @@
 """What stands in front of every request: who may ask, for which host, and how much may be sent how slowly.
 
-:class:`Protection` is an ASGI middleware. It reads no body; :func:`read_json` does, after the path and the key are known to be right.
+:class:`Protection` is an ASGI middleware. It reads no body: :func:`read_json` does, after path and key are known to be right.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ LARGE = 1 << 16  # bytes from which on JSON is read in a thread of its own
 BODY_TIMEOUT = 30.0  # seconds for a whole body
 ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN = ("/", "/health", "/metrics")  # paths that need no key
+CLOSE = {"Connection": "close"}
+LEFT = 499  # in the log: the client left before it had its answer
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -37,14 +39,14 @@ Model = TypeVar("Model", bound=BaseModel)
 class Protection:
     """Checks Host and key, gives every request an id, and logs how it ended.
 
-    Below it, ``scope["state"]`` has ``id``, ``owner`` (whose turn it is in the queue), ``key`` (the key's name, None without keys) and
-    ``log``, in which an endpoint leaves what its line of the log says.
+    Below it, ``scope["state"]`` has ``id``, ``owner`` (whose turn it is in the queue), ``key`` (the key's name, None without keys)
+    and ``status``, of the line in the log.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings):
         self.app = app
         self.keys = [(name, key.encode()) for name, key in settings.keys.items()]
-        self.local = is_local(settings.host)
+        self.local, self.most = is_local(settings.host), settings.max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,14 +68,45 @@ class Protection:
             self.check_host(headers.get("host", ""))
             state["key"] = self.key_of(scope, headers.get("authorization", ""))
             state["owner"] = state["key"] or str((scope.get("client") or ("",))[0])
-            await self.app(scope, receive, answer)
+            self.check_length(headers.get("content-length", "0"))
+            await self.app(scope, self.bounded(receive), answer)
         except ApiError as error:
+            if state["status"]:
+                raise
             await error.response()(scope, receive, answer)
         finally:
             if scope["path"] not in OPEN:
-                log.info(
-                    "%s %s %s %d %.3f s", state["id"], scope["method"], scope["path"], state["status"] or 499, time.monotonic() - begin
-                )
+                status, seconds = state["status"] or LEFT, time.monotonic() - begin
+                log.info("%s %s %s %d %.3f s", state["id"], scope["method"], scope["path"], status, seconds)
+
+    def check_length(self, length: str) -> None:
+        """A body that is too large is refused before it is read.
+
+        Raises:
+            ApiError: 413.
+        """
+        if not length.isascii() or not length.isdigit() or int(length[:20]) > self.most:
+            raise too_large(self.most)
+
+    def bounded(self, receive: Receive) -> Receive:
+        """``receive`` that raises ApiError where the body is larger than it said, or does not arrive in time."""
+        end, size, whole = time.monotonic() + BODY_TIMEOUT, 0, False
+
+        async def receive_in_time() -> Message:
+            nonlocal size, whole
+            if whole:  # what comes now is that the client has left
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), end - time.monotonic())
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} seconds", headers=CLOSE) from None
+            size += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if size > self.most:
+                raise too_large(self.most)
+            return message
+
+        return receive_in_time
 
     def check_host(self, host: str) -> None:
         """A page of another site that points its own name at this machine must not read what a local server says.
@@ -105,6 +138,10 @@ class Protection:
         return found
 
 
+def too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than the {most} bytes that this server takes", code="too_large", headers=CLOSE)
+
+
 def is_local(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -117,7 +154,7 @@ def name_of_host(header: str) -> str:
     return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0].lower()
 
 
-async def read_json(request: Request, model: type[Model], settings: Settings) -> Model:
+async def read_json(request: Request, model: type[Model]) -> Model:
     """The body as a ``model``.
 
     Raises:
@@ -126,26 +163,8 @@ async def read_json(request: Request, model: type[Model], settings: Settings) ->
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content type must be application/json, got {kind[:100] or 'none'!r}", code="unsupported_media_type")
-    try:
-        body = await asyncio.wait_for(read_body(request, settings.max_body), BODY_TIMEOUT)
-    except asyncio.TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} seconds", headers={"Connection": "close"}) from None
+    body = await request.body()
     return await asyncio.to_thread(parse, body, model) if len(body) > LARGE else parse(body, model)
-
-
-async def read_body(request: Request, most: int) -> bytes:
-    """At most ``most`` bytes; more are refused before they are read."""
-    too_large = ApiError(413, f"the body is larger than the {most} bytes that this server takes", code="too_large", headers={"Connection": "close"})
-    length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > most:
-        raise too_large
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most:
-            raise too_large
-        parts.append(part)
-    return b"".join(parts)
 
 
 def parse(body: bytes, model: type[Model]) -> Model:

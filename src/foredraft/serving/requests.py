@@ -105,6 +105,9 @@ class Requests:
             choices += [Choice(ids, parameters(seed=(seed, number * request.n + index))) for index in range(request.n)]
         return Plan(prompts, choices, seed)
 
+    def close(self) -> None:
+        self.formats.close()
+
     # -- prompts --------------------------------------------------------------------------------------------------------
 
     def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
