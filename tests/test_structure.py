@@ -46,7 +46,7 @@ LAYERS = [
     {"backends"},
     {"target"},
     {"heads"},
-    {"traces"},
+    {"traces", "guesses"},
     {"outcome", "rows"},
     {"drafters"},
     {"planning", "checks"},

@@ -13,6 +13,9 @@ from transformers import MaxLengthCriteria
 
 from foredraft.device import to_device
 from foredraft.errors import ConfigurationError
+from foredraft.guesses import ForcedTokens as ForcedTokens
+from foredraft.guesses import Guess, RowGuesses
+from foredraft.guesses import Prediction as Prediction
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import Source
@@ -45,6 +48,9 @@ class RowParameters:
             cannot tell from the time to the first token what others have asked.
         max_draft: how many tokens deep to draft for the row in a round at most; 0 to decode it plainly among rows that draft; None for as
             many as are planned. With the rule ``match`` the text is the same.
+        guesses: what knows more of the row's text than a drafter does (:class:`~foredraft.guesses.Guess`), such as a
+            :class:`Prediction`. In a round in which one of them says something, that is drafted in place of the drafter's own. With the rule
+            ``match`` only, with which the text is the same.
         trace: have every :class:`Commit` tell what the round drafted for the row (:class:`~foredraft.traces.RoundTrace`).
     """
 
@@ -59,12 +65,15 @@ class RowParameters:
     source: Source | None = None
     isolation: str | None = None
     max_draft: int | None = None
+    guesses: Sequence[Guess] = ()
     trace: bool = False
 
     def __post_init__(self) -> None:
         most = self.max_draft
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
             raise ConfigurationError(f"max_draft must be a whole number from 0, or None for no limit, got {most!r}")
+        if wrong := next((guess for guess in self.guesses if not isinstance(guess, Guess)), None):
+            raise ConfigurationError(f"a guess must have a method after(ids, prompt_length), as foredraft.rows.Prediction does, got {wrong!r}")
         if not (self.isolation is None or isinstance(self.isolation, str)):
             raise ConfigurationError(f"isolation must be a string or None, got {self.isolation!r}")
 
@@ -84,6 +93,10 @@ class SessionRow:
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
+    guesses: RowGuesses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guesses = RowGuesses(self.parameters.guesses)
 
     @property
     def source(self) -> Source | None:
@@ -181,6 +194,7 @@ class Commit:
     Attributes:
         tokens: the new ones, the first ``accepted`` of them drafted.
         drafted: how many tokens were drafted for the row, in all branches.
+        guesses_drafted, guessed: how many of these came from one of the row's guesses, and how many of the accepted ones.
         finish_reason: why it is over; None while it is not.
         logprobs: of the tokens, where the row's parameters ask for them.
         trace: of the round, where they ask for it.
@@ -194,4 +208,6 @@ class Commit:
     logprobs: LogProbs | None = None
     stats: RowStats | None = field(default=None, compare=False)
     drafted: int = 0
+    guesses_drafted: int = 0
+    guessed: int = 0
     trace: RoundTrace | None = None
