@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
         self.engine, self.bound, self.ready, self.said = engine, bound, ready, said
         self.died = False
         self._draining: asyncio.Task[None] | None = None
-        self._begin: Callable[[], object] = self._drain
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._signals = 0
 
     def serve_until_signal(self) -> None:
@@ -95,8 +95,7 @@ class Server(uvicorn.Server):
         asyncio.run(self.serve([self.bound]))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        self._begin = lambda: loop.call_soon_threadsafe(self._drain)
+        self._loop = loop = asyncio.get_running_loop()
         self.engine.on_death = lambda: loop.call_soon_threadsafe(self._die)
         await super().startup(sockets)  # type: ignore[no-untyped-call]
         if self.started:
@@ -104,9 +103,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
-        if self._signals > 1:
+        if self._signals > 1 or self._loop is None:
             os._exit(128 + sig)
-        self._begin()
+        self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
         if self._draining is None:
