@@ -19,6 +19,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.files import read_text
 from foredraft.models.cache_sizes import parse_memory
 from foredraft.serving.settings import Settings
+from foredraft.serving.sockets import bind
 
 ADDRESS, LIMITS, ACCESS = map(panel, ("Address", "Limits", "Access"))
 HERE = ("127.0.0.1", "localhost", "::1")
@@ -89,6 +90,7 @@ def serve(
     check(configuration)
     settings = settings_of(configuration, serving)
     parse_memory(serving.cache_memory)
+    bound = bind(serving.host, serving.port)
     with Progress(f"loading {target}") as progress:
         from foredraft import serving as server
         from foredraft.cli.generation import load_speculator
@@ -96,7 +98,6 @@ def serve(
         from foredraft.serving import running
 
         running.log_to_stderr()
-        bound = running.bind(serving.host, serving.port)
         speculator = load_speculator(configuration, load_tokenizer(target), cache_memory=serving.cache_memory)
         application = server.app(speculator, settings)
         progress.show("measuring the machine")

@@ -12,36 +12,13 @@ from typing import Any
 
 import uvicorn
 
-from foredraft.errors import ConfigurationError
 from foredraft.rows import RowParameters
 from foredraft.serving.engine import Engine
+from foredraft.serving.sockets import address_of
 from foredraft.speculator import Speculator
 
 GRACE = 5.0  # seconds that answers have to be sent, once their last tokens are there
 KEEP_ALIVE = 75  # seconds that a connection without a request is kept
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at ``host`` and ``port``, 0 for any free one; nobody can connect before the server listens.
-
-    Raises:
-        ConfigurationError: there is no such address here, or another process has the port.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen at {host} port {port}: {error.strerror or error}; give another --host or --port, or --port 0 for any free one"
-        ) from None
-    return bound
-
-
-def address_of(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 def log_to_stderr() -> None:
