@@ -56,7 +56,7 @@ class Engine:
         self.metrics = Metrics(settings.model, self.session, self)
         check_exact(self.session, settings)
         self.state: State = "ready"
-        self.on_death: Callable[[], None] = lambda: None
+        self.on_death: Callable[[], object] = lambda: None
         self._changed = threading.Condition()  # guards what follows
         self._queue = FairQueue(settings.max_queue)
         self._leavers: deque[tuple[Job, int | None, Exception | None]] = deque()  # jobs, or one choice of them, and what they are told
