@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 
 from foredraft import BusyError, ConfigurationError, RowParameters, Speculator
 from foredraft.logits.processors import Pipeline
-from foredraft.rows import Commit, SessionRow
+from foredraft.rows import SessionRow
 from foredraft.serving.engine import FATAL, Engine, EngineError
 from foredraft.serving.jobs import Choice, DrainingError, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.queue import DrainRate, Live
@@ -383,7 +383,6 @@ def test_random_jobs_with_leavers_get_their_solo_texts(drafter):
     speculator.close()
 
 
-@pytest.mark.skipif("error" not in Commit.__dataclass_fields__, reason="rows do not fail alone yet")
 def test_a_poisoned_row_fails_its_own_job_alone():
     """Other jobs have their solo texts, and the rows of the same job are over as well."""
 

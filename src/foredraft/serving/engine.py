@@ -353,8 +353,8 @@ class Engine:
         job, index, reason = live.waiting.job, live.waiting.index, commit.finish_reason
         if reason is not None:
             self._over(commit.slot)
-        if (error := getattr(commit, "error", None)) is not None:
-            self._drop(job, error)
+        if commit.error is not None:
+            self._drop(job, commit.error)
         elif job.unread >= BOUND:
             self._drop(job, JobTimeoutError(f"the client has left {BOUND} events unread"))
         else:
