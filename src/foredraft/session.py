@@ -110,6 +110,11 @@ class Session:
         self.stats.rows.append(row.stats)
         return row.slot
 
+    def check(self, ids: Sequence[int], parameters: RowParameters) -> int:
+        """Raises what :meth:`add` would, and adds nothing; any thread may call it at any time. Returns how many tokens such a row has at
+        most in the end, its prompt included."""
+        return self._row(ids, parameters).capacity
+
     def fits(self, ids: Sequence[int], parameters: RowParameters) -> str:
         """``"now"`` if such a row would be prefilled in the next step, ``"later"`` if it would wait for other rows to leave.
 
