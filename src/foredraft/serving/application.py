@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -217,7 +217,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         words = {404: f"there is no {request.url.path[:200]} here", 405: f"{request.method} is not possible at {request.url.path[:200]}"}
         error = ApiError(error.status_code, words.get(error.status_code, str(error.detail)), headers=error.headers)
     elif isinstance(error, RequestValidationError):  # of a path that leaves its body to FastAPI
-        error = field_error(ValidationError.from_exception_data("body", error.errors()), error.body)  # type: ignore[arg-type]
+        error = field_error(error.errors(), error.body)
     return told(error).response()
 
 
