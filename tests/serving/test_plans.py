@@ -62,6 +62,8 @@ def test_drafts_and_guesses():
     assert isinstance(row(prediction={"content": "hello"}).guesses[0], Prediction)
     assert isinstance(row(structured_outputs={"regex": "abc"}).guesses[0], ForcedTokens)
     assert row(structured_outputs={"regex": "abc"}, guess=False).guesses == []
+    with pytest.raises(ApiError, match="rule match"):
+        row(prediction={"content": "hello"}, guess=False)
     assert row(echo=True, logprobs=2).prompt_logprobs == 2 and row(logprobs=2).prompt_logprobs is None
 
 
