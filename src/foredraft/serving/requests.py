@@ -49,7 +49,7 @@ class Requests:
     """Makes rows of requests, for one Speculator."""
 
     def __init__(self, speculator: Speculator, settings: Settings, *, guess: bool):
-        """``guess``: what a grammar forces is drafted. ``longest``: most tokens of a prompt and its answer together, where anything limits
+        """``guess``: the rule lets predictions, and what a grammar forces, be drafted. ``longest``: most tokens of a prompt and its answer together, where anything limits
         them."""
         self.settings, self.tokenizer, self.guess = settings, speculator.tokenizer, guess
         limits = (speculator.target.context, speculator.target.trained, settings.max_batch_tokens)
@@ -161,6 +161,8 @@ class Requests:
     def guesses(self, request: Sampling, grammar: Grammar | None) -> list[Guess]:
         """What is drafted in place of the drafter's tokens. A prediction stands alone, so that its tokens can be counted."""
         if request.prediction is not None:
+            if not self.guess:
+                raise refused("prediction needs a server with the rule match; leave it out", "prediction", "needs_match")
             return [Prediction(self.encode(text_of(request.prediction.content), special=False))]
         return [ForcedTokens(grammar)] if grammar is not None and self.guess else []
 
