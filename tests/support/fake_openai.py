@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 
-WORDS = [" the", " a", " cat", " dog", " sat", " ran", " on", " and", " mat", " sun", " é", " blue", ".", "\n", " ok", " no", "s", "ing", "ed", "!"]
+WORDS = [" the", " a", " cat", " dog", " sat", " ran", " on", " and", " mat", " sun", " é", " blue", " ok", " no"]
+WORDS += ["s", "ing", "ed", ".", "\n", "!"]
 EOS = "<eos>"
 VOCABULARY = [*WORDS, EOS]
 FIELDS = {
@@ -31,9 +32,9 @@ def uniform(*key: object) -> float:
 
 
 @cache
-def table(last: int, before: int) -> tuple[float, ...]:
+def table(last: int, before: int, scale: float = 3.0) -> tuple[float, ...]:
     """The log-probabilities after two tokens."""
-    scores = [3 * uniform("score", last, before, token) for token in range(len(VOCABULARY))]
+    scores = [scale * uniform("score", last, before, token) for token in range(len(VOCABULARY))]
     scores[-1] = -2.0
     total = math.log(sum(map(math.exp, scores)))
     return tuple(score - total for score in scores)
@@ -42,7 +43,7 @@ def table(last: int, before: int) -> tuple[float, ...]:
 @dataclass
 class FakeServer:
     """Attributes:
-    faults: names of those that are on; see ``faulty`` for what each does.
+    faults: names of those that are on.
     without: fields that are refused, beside unknown ones.
     lenient: unknown fields are ignored.
     chat_only: no ``/v1/completions``.
@@ -85,7 +86,7 @@ class FakeServer:
         refused = sorted(set(body) & self.without or (set() if self.lenient else set(body) - FIELDS))
         if refused:
             return 400, "application/json", json.dumps({"error": {"message": f"{refused[0]} is not supported"}})
-        if self.on("fails under load") and self.beside > 2:
+        if self.on("fails under load") and self.beside > 1:
             return 500, "application/json", json.dumps({"error": {"message": "out of memory"}})
         return self.complete(body, chat)
 
@@ -93,7 +94,7 @@ class FakeServer:
         with self.lock:
             self.beside += 1
         try:
-            time.sleep(0.001)  # so that requests that arrive together are in flight together
+            time.sleep(0.002)  # so that requests that arrive together are in flight together
             choices = [self.choice(body, index, chat) for index in range(body.get("n") or 1)]
         finally:
             with self.lock:
@@ -128,7 +129,8 @@ class FakeServer:
     def choice(self, body: dict[str, Any], index: int, chat: bool) -> dict[str, Any]:
         prompt = body["messages"][-1]["content"] if chat else body["prompt"]
         most, stops = body.get("max_tokens") or 16, body.get("stop") or []
-        ids = self.sample(body, prompt, index, most)
+        scale = 3.4 if self.on("text changes with the batch") and self.beside > 1 else 3.0
+        ids = self.sample(body, prompt, index, most, scale)
         finish = "stop" if ids[-1] == len(WORDS) else "length"
         shown = [VOCABULARY[token] for token in ids if token < len(WORDS)]
         count = len(ids)
@@ -138,13 +140,13 @@ class FakeServer:
             shown, ids, count = shown[:-1], ids[:-1], count - 1
         if self.on("drops the last token from the text") and finish == "length":
             shown = shown[:-1]
-        pieces, stopped = cut(shown, stops, leaks=self.on("leaks a stop string"), streamed=bool(body.get("stream")), drops=self.on("drops what it held back"))
-        logprobs = self.logprobs(body, prompt, ids, chat) if body.get("logprobs") is not None else None
+        pieces, stopped = self.cut(shown, stops, streamed=bool(body.get("stream")))
+        logprobs = self.logprobs(body, prompt, ids, chat, scale) if body.get("logprobs") is not None else None
         return {
             "index": index, "pieces": pieces, "count": count, "logprobs": logprobs, "finish_reason": "stop" if stopped else finish,
         }  # fmt: skip
 
-    def sample(self, body: dict[str, Any], prompt: str, index: int, most: int) -> list[int]:
+    def sample(self, body: dict[str, Any], prompt: str, index: int, most: int, scale: float) -> list[int]:
         seed, temperature = body.get("seed"), body.get("temperature", 1.0)
         if seed is None or self.on("ignores the seed"):
             with self.lock:
@@ -164,8 +166,9 @@ class FakeServer:
                 time.sleep(0.0002)  # other requests draw meanwhile
                 noise = lambda token: self.process.random()  # noqa: E731
             else:
-                noise = lambda token: uniform(*key, len(ids), token)  # noqa: E731, B023
-            token = self.pick(table(last, before), temperature, noise, body, len(ids))
+                place = len(ids) // 2 if self.on("noise is used twice") else len(ids)
+                noise = lambda token: uniform(*key, place, token)  # noqa: E731, B023
+            token = self.pick(table(last, before, scale), temperature, noise, body, len(ids))
             ids.append(token)
             if token == len(WORDS):
                 break
@@ -177,29 +180,44 @@ class FakeServer:
     def pick(self, logprobs: tuple[float, ...], temperature: float, noise: Callable[[int], float], body: dict[str, Any], place: int) -> int:
         """The Gumbel race; greedily without noise."""
         scores = list(logprobs)
-        if self.on("text changes with the batch") and self.beside > 2:
-            scores = [round(score * 2) / 2 for score in scores]
         if self.on("text changes with speculation") and body.get("speculation") != "off" and place % 5 == 4:
             scores = scores[1:] + scores[:1]
         if temperature == 0:
             if self.on("greedy is not greedy") and place == 7:
                 return sorted(range(len(scores)), key=lambda token: -scores[token])[1]
             return max(range(len(scores)), key=scores.__getitem__)
-        if self.on("biased by 0.03") and noise(-1) < 0.05:  # times 1 - p of the likeliest, about 0.6
-            return max(range(len(scores)), key=scores.__getitem__)
-        if self.on("noise is used twice") and place % 2:
-            noise = (lambda first: lambda token: first(-2 - token))(noise)  # stays fresh: see below
+        best = max(range(len(scores)), key=scores.__getitem__)
+        if self.on("biased by 0.03") and noise(-1) < 0.03 / (1 - math.exp(scores[best])):  # a total variation of 0.03 at each token
+            return best
         return max(range(len(scores)), key=lambda token: scores[token] / temperature - math.log(-math.log(noise(token))))
+
+    def cut(self, shown: list[str], stops: list[str], *, streamed: bool) -> tuple[list[str], bool]:
+        """Pieces of text up to the first stop string, two tokens at a time; and whether there is one."""
+        text = "".join(shown)
+        places = [(text.index(stop), len(stop)) for stop in stops if stop in text]
+        end, length = min(places, default=(len(text), 0))
+        if places and self.on("leaks a stop string"):
+            end += length
+        if places and streamed and self.on("leaks the beginning of a stop string"):
+            end += 1
+        if stops and not places and self.on("loses what it held back"):
+            end -= 1
+        pieces, begin = [], 0
+        for index in range(0, len(shown), 2):
+            piece = "".join(shown[index : index + 2])
+            pieces.append(piece[: max(0, end - begin)])
+            begin += len(piece)
+        return [piece for piece in pieces if piece], bool(places)
 
     # -- log-probabilities --------------------------------------------------------------------------------------------
 
-    def logprobs(self, body: dict[str, Any], prompt: str, ids: list[int], chat: bool) -> dict[str, Any]:
+    def logprobs(self, body: dict[str, Any], prompt: str, ids: list[int], chat: bool, scale: float) -> dict[str, Any]:
         count = (body.get("top_logprobs") or 0) if chat else int(body["logprobs"])
         last, before = start(prompt)
         rows = []
         for place, token in enumerate(ids):
-            values = list(table(last, before))
-            if self.on("log-probabilities change under load") and self.beside > 2:
+            values = list(table(last, before, scale))
+            if self.on("log-probabilities change under load") and self.beside > 1:
                 values = [value - 0.01 for value in values]
             order = sorted(range(len(values)), key=lambda each: -values[each])[:count]
             listed = order if token in order or not count else [*order, token]
@@ -211,9 +229,7 @@ class FakeServer:
             rows.append((VOCABULARY[token], own, top))
             last, before = token, last
         if chat:
-            content = [
-                {**item(name, own), "top_logprobs": [item(*each) for each in list(top.items())[:count]]} for name, own, top in rows
-            ]
+            content = [{**item(name, own), "top_logprobs": [item(*each) for each in list(top.items())[:count]]} for name, own, top in rows]
             return {"content": content}
         names, values, tops = ([list(each) for each in zip(*rows)]) if rows else ([], [], [])
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops if count else None}
@@ -225,24 +241,6 @@ def start(prompt: str) -> tuple[int, int]:
 
 def item(name: str, value: float) -> dict[str, Any]:
     return {"token": name, "logprob": value, "bytes": list(name.encode())}
-
-
-def cut(shown: list[str], stops: list[str], *, leaks: bool, streamed: bool, drops: bool) -> tuple[list[str], bool]:
-    """Pieces of text up to the first stop string, two tokens at a time; a fault leaks or drops its beginning."""
-    text = "".join(shown)
-    places = [text.index(stop) for stop in stops if stop in text]
-    if leaks and places and streamed:
-        end = min(places) + 1
-    elif places:
-        end = min(places)
-    else:
-        end = len(text) - (1 if drops and stops else 0)
-    pieces, length = [], 0
-    for index in range(0, len(shown), 2):
-        piece = "".join(shown[index : index + 2])[: max(0, end - length)]
-        length += len(piece)
-        pieces.append(piece)
-    return [piece for piece in pieces if piece], bool(places)
 
 
 def serve(fake: FakeServer) -> ThreadingHTTPServer:

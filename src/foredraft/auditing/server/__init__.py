@@ -15,7 +15,6 @@ from foredraft.auditing.server.report import Check, Samples, ServerReport
 from foredraft.errors import ConfigurationError, whole
 
 if TYPE_CHECKING:
-    from foredraft.auditing.server.client import Client
     from foredraft.auditing.server.plan import Plan
 
 __all__ = ["Check", "Samples", "ServerReport", "audit_server"]
@@ -79,7 +78,7 @@ def audit_server(
         before = abilities.drafted(client)
         checks, found = run(plan, samples, significance, bias, progress)
         after = abilities.drafted(client)
-        known = before is not None and after is not None
+        drafted, accepted = (None, None) if before is None or after is None else (after[0] - before[0], after[1] - before[1])
         return ServerReport(
             url=client.url,
             model=client.model,
@@ -90,8 +89,8 @@ def audit_server(
             at_once=at_once,
             requests=client.requests,
             notes=notes(plan),
-            drafted=after[0] - before[0] if known else None,
-            accepted=after[1] - before[1] if known else None,
+            drafted=drafted,
+            accepted=accepted,
             checks=checks,
             samples=found,
         )

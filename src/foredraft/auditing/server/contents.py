@@ -140,7 +140,7 @@ def wrong(answer: Answer, stop: str, shown: str, finish: str | None) -> str | No
     return None if answer.finish == due else f"finish_reason {answer.finish!r} instead of {due!r}"
 
 
-def verdict(name: str, off: Sequence[str], number: int, fine: str) -> Check:
+def verdict(name: str, off: Sequence[str], number: int, fine: str, *, what: str = "answers") -> Check:
     if off:
-        return Check(name, "fault", f"{len(off)} of {number} answers are wrong, the first: {off[0]}", differences=off[:SHOWN])
+        return Check(name, "fault", f"{len(off)} of {number:,} {what} are wrong, the first: {off[0]}", differences=off[:SHOWN])
     return Check(name, "ok", fine)

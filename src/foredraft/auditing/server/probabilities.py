@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from foredraft.auditing.server.answers import Answer, Token
 from foredraft.auditing.server.comparing import described
@@ -28,8 +29,7 @@ def sane(plan: Plan) -> Check:
         if (problem := impossible(token, most) or (unlikely(token) if answer.request.temperature == 1 else None))
     ]
     fine = f"{len(tokens):,} tokens, each with up to {most} alternatives, none impossible"
-    check = verdict("log-probabilities are possible", off, len(tokens), fine)
-    return Check(check.name, check.status, check.found.replace("answers are", "tokens are"), "" if most else BLIND, differences=check.differences)
+    return replace(verdict("log-probabilities are possible", off, len(tokens), fine, what="tokens"), power="" if most else BLIND)
 
 
 BLIND = "without alternatives, a log-probability of 0 that is wrong cannot be told from a right one"
@@ -68,8 +68,8 @@ def greedy(plan: Plan) -> Check:
         for answer, token in tokens
         if token.logprob < token.top[0].logprob - ROUNDING
     ]
-    check = verdict("greedy takes the likeliest token", off, len(tokens), f"{len(tokens):,} tokens are the likeliest of their alternatives")
-    return Check(check.name, check.status, check.found.replace("answers are", "tokens are"), differences=check.differences)
+    fine = f"{len(tokens):,} tokens are the likeliest of their alternatives"
+    return verdict("greedy takes the likeliest token", off, len(tokens), fine, what="tokens")
 
 
 def of(plan: Plan, which: Callable[[Answer], bool]) -> Iterator[tuple[Answer, Token]]:

@@ -139,6 +139,8 @@ class ServerReport:
         if self.samples is None:
             return ""
         worst = max(self.samples.power, key=lambda each: each.smallest)
+        if worst.smallest >= 1:
+            return "; but its samples are too few to show a bias"
         found = f"; a total variation of {worst.smallest:.1%} per token would have been found with probability 0.9"
         if self.accepted == 0:
             return f"{found}; but no drafted token was accepted, so they say nothing about speculation"
