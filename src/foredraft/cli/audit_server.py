@@ -23,10 +23,10 @@ def lines(report: ServerReport) -> list[str]:
     fingerprints = ", ".join(report.fingerprints) or "none"
     speculated = "its metrics do not say whether it drafts"
     if report.drafted is not None:
-        speculated = f"{report.drafted:,} tokens drafted, {report.accepted:,} accepted"
+        speculated = f"{report.drafted:,} tokens drafted, {report.accepted:,} of the {report.tokens:,} in the answers"
     found = [
         f"model {report.model} · {report.url}{report.endpoint} · system_fingerprint {fingerprints}",
-        f"{counted(report.requests, 'request')} · {report.max_tokens} tokens each · {report.at_once} at once under load · {speculated}",
+        f"{counted(report.requests, 'request')} of up to {report.max_tokens} tokens · {report.at_once} at once under load · {speculated}",
         *report.notes,
         "",
     ]

@@ -89,6 +89,7 @@ def audit_server(
             at_once=at_once,
             requests=client.requests,
             notes=notes(plan),
+            tokens=sum(answer.usage or len(answer.tokens or ()) for answer in client.seen if answer.request.n == 1),
             drafted=drafted,
             accepted=accepted,
             checks=checks,

@@ -101,16 +101,22 @@ def probabilities(plan: Plan) -> Check:
 
 def seeds(plan: Plan) -> Check:
     """Other seeds, and requests without one, get other texts."""
-    prompt = plan.prompts[0]
+    prompt = least_sure(plan)
     given = [plan.request(prompt, plan.seed + 100 + number) for number in range(DRAWS)]
     without = [plan.request(prompt, None) for _ in range(DRAWS // 2)]
     return distinct("other seeds, other texts", plan.client.in_turn(given + without), "requests with other seeds, or with none")
 
 
+def least_sure(plan: Plan) -> str:
+    """The prompt after which a text was least likely: other draws are other texts there."""
+    sampled = [answer for answer in plan.alone if answer.request.temperature > 0 and answer.tokens]
+    return min(sampled, key=lambda answer: answer.logprob).request.prompt if sampled else plan.prompts[0]
+
+
 def choices(plan: Plan) -> Check:
     """n > 1: the choices differ, and repeat."""
     name = "n choices"
-    request = plan.request(plan.prompts[0], plan.seed + 7, n=DRAWS // 2)
+    request = plan.request(least_sure(plan), plan.seed + 7, n=DRAWS // 2)
     first, second = plan.client.ask(request), plan.client.ask(request)
     check = distinct(name, first, f"choices of one request with n = {request.n}")
     if check.status == "fault":

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from foredraft.auditing.report import ExactnessError, Power, Statistic
 
+FEW = 0.1  # of the tokens
 Status = Literal["ok", "fault", "not asked"]
 Verdict = Literal["exact", "fault", "not reproducible", "inconclusive"]
 
@@ -82,6 +83,7 @@ class ServerReport:
         seed, max_tokens, at_once: of the requests.
         requests: how many there were, those included that found out what the server takes.
         notes: what it does not take, a phrase each.
+        tokens: that the answers have.
         drafted, accepted: tokens drafted and accepted meanwhile, by the server's metrics; None if it does not say.
         checks: every check.
         samples: the last one's numbers; None where the server gave no log-probabilities.
@@ -96,6 +98,7 @@ class ServerReport:
     at_once: int
     requests: int
     notes: Sequence[str]
+    tokens: int
     drafted: int | None
     accepted: int | None
     checks: Sequence[Check]
@@ -156,6 +159,8 @@ class ServerReport:
         ]
         if self.accepted is None:
             found.append("whether the server speculates: its metrics do not say")
+        elif self.accepted < FEW * self.tokens:
+            found.append(f"much of speculation: {self.accepted:,} of {self.tokens:,} tokens were drafted; a fixed shape would draft more")
         return found
 
     def raise_for_fault(self) -> None:

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from foredraft.auditing.features import LAGS, Features
+from foredraft.auditing.features import LAGS, Features, only_best
 from foredraft.auditing.server.answers import Answer, Token
 from foredraft.auditing.server.plan import Plan
 from foredraft.auditing.server.report import Samples
@@ -35,6 +35,16 @@ class Known(Features):
     def names(self) -> list[str]:
         plain = ["the likeliest token", "likely tokens", "tokens that are not listed", "tokens seen before", "one half of the vocabulary"]
         return [*plain, *(f"the likeliest token, {lag} after it" for lag in LAGS)]
+
+    def directions(self, p: Tensor, q: Tensor | None) -> dict[str, Tensor]:
+        """Among the tokens that are told apart; the probability of all others is the last of p, and stays."""
+        listed, rest = p[:, :-1], p[:, -1:]
+        likeliest, flat = only_best(listed) * (listed > 0), listed.sqrt()
+        found = {
+            "the likeliest token": likeliest * (1 - rest),
+            "a higher temperature": flat / flat.sum(-1, keepdim=True).clamp(min=1e-9) * (1 - rest),
+        }
+        return {name: torch.cat([leak, 1 - leak.sum(-1, keepdim=True)], -1) for name, leak in found.items()}
 
 
 @dataclass(frozen=True)
