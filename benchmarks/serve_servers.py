@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from benchmarks.checkpoints import Checkpoint
+from benchmarks.checkpoints import Checkpoint, written
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, PeerError, PeerProcess, find, variables, with_threads
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ class Server:
         PeerError: it is not installed, ended, or was not ready in time.
     """
 
-    def __init__(self, process: str, settings: ServeSettings, target: Checkpoint, draft: Checkpoint):
+    def __init__(self, process: str, settings: ServeSettings):
         self.process, self.settings = process, settings
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command, environment = self._command(target, draft)
+        command, environment = self._command()
         self.log = settings.work_folder / "logs" / f"serve-{process}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as sink:
@@ -83,14 +83,14 @@ class Server:
 
     # -- how each is started --------------------------------------------------------------------------------------------
 
-    def _command(self, target: Checkpoint, draft: Checkpoint) -> tuple[list[str], dict[str, str]]:
+    def _command(self) -> tuple[list[str], dict[str, str]]:
         side, _, mode = self.process.partition("-")
         home = (self.settings.peers_folder / side).absolute()
         if side == OURS:
             return self._ours(mode), {**variables(FOREDRAFT, home), **with_threads(FOREDRAFT, self.settings.threads)}
         environment = {**variables(side, home), **with_threads(side, self.settings.threads)}
         make = {LLAMACPP: self._llamacpp, VLLM: self._vllm, TRANSFORMERS: self._transformers}[side]
-        command = make(mode, target, draft)
+        command = make(mode, *(written(each, self.settings.work_folder) for each in (self.settings.target, self.settings.draft)))
         if side == VLLM:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # its server has no other way
         return command, environment

@@ -17,7 +17,9 @@ class Direct:
 
         torch.set_num_threads(threads)
         self.tokenizer = load_tokenizer(target)
-        self.speculator = Speculator(load_model(target, dtype=dtype), f"draft-model:{draft}", rule="match", drafter_options={"dtype": dtype})
+        self.speculator = Speculator(
+            load_model(target, dtype=dtype), f"draft-model:{draft}", rule="match", drafter_options={"dtype": dtype}
+        )
 
     def closed(self, prompts: list[str], clients: int, tokens: int, temperature: float) -> dict[str, Any]:
         """As many rows at a time as there would be clients, greedily or at temperature 1; tokens and seconds."""
