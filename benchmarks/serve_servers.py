@@ -19,6 +19,7 @@ import httpx
 
 from benchmarks.checkpoints import Checkpoint, written
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, PeerError, PeerProcess, find, variables, with_threads
+from benchmarks.peers.serve import die_with_parent
 
 if TYPE_CHECKING:
     from benchmarks.serve import ServeSettings
@@ -65,6 +66,8 @@ class Server:
 
     def __init__(self, process: str, settings: ServeSettings):
         self.process, self.settings = process, settings
+        ours = process.partition("-")[0] == OURS
+        self.model = settings.target if ours else str(written(settings.target, settings.work_folder).path)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command, environment = self._command()
@@ -72,10 +75,16 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as sink:
             self.running = subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                env={**os.environ, **environment},
+                stdout=sink,
+                stderr=sink,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
             )
         try:
-            self.model = self._ready()
+            self._wait()
         except BaseException:
             self.close()
             raise
@@ -109,6 +118,8 @@ class Server:
             raise PeerError("llama-server is missing: make peers builds it")
         converter = PeerProcess(peer, threads=settings.threads, log=settings.work_folder / "logs" / "serve-llamacpp-convert.log")
         try:
+            about = {"threads": settings.threads, "device": "cpu", "folder": str(peer.folder)}
+            converter.ask("start", limit=settings.patience, **about)
             files = []
             for each in (target, draft):
                 folder = settings.work_folder / each.slug / LLAMACPP
@@ -143,17 +154,16 @@ class Server:
 
     # -- running ----------------------------------------------------------------------------------------------------------
 
-    def _ready(self) -> str:
-        """The model's name, once the server answers."""
+    def _wait(self) -> None:
+        """Until the server says that it is well."""
         deadline = time.monotonic() + self.settings.patience
         with httpx.Client(trust_env=False, timeout=10) as http:
             while time.monotonic() < deadline:
                 if self.running.poll() is not None:
                     raise PeerError(f"it ended with {self.running.returncode}: {self._tail()}")
-                with suppress(httpx.HTTPError, ValueError, KeyError, IndexError):
-                    response = http.get(f"{self.url}/v1/models")
-                    if response.status_code == 200:
-                        return str(response.json()["data"][0]["id"])
+                with suppress(httpx.HTTPError):
+                    if http.get(f"{self.url}/health").status_code == 200:
+                        return
                 time.sleep(0.5)
         raise PeerError(f"it was not ready within {self.settings.patience:g} s: {self._tail()}")
 
