@@ -164,7 +164,7 @@ class Serve(Suite[ServeSettings]):
         server = self.servers[mode.process]
         server.resume()
         try:
-            found: Load = getattr(Tool(server.url, {"model": server.model, **mode.extra}), load)(*given)
+            found: Load = getattr(Tool(server.url, {"model": server.model, **mode.extra}, self.settings.timeout), load)(*given)
         finally:
             server.pause()
         if found.problems:
@@ -281,7 +281,9 @@ class Serve(Suite[ServeSettings]):
         before = server.memory()
         server.resume()
         try:
-            found = Tool(server.url, {"model": server.model, **MODES[0].extra}).open(bodies, 10 * capacity.requests, settings.overload, 2)
+            found = Tool(server.url, {"model": server.model, **MODES[0].extra}, settings.timeout).open(
+                bodies, 10 * capacity.requests, settings.overload, 2
+            )
         finally:
             server.pause()
         done = [each for each in found.asked if each.status == "done"]

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 
-TIMEOUT = httpx.Timeout(900, connect=10)
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 
 
@@ -71,10 +70,10 @@ class Load:
 
 
 class Tool:
-    """Asks one server; ``body`` has what all requests to it have in common."""
+    """Asks one server; ``body`` has what all requests to it have in common, ``timeout`` the seconds that it may be silent."""
 
-    def __init__(self, url: str, body: Mapping[str, Any]):
-        self.url, self.body = url, body
+    def __init__(self, url: str, body: Mapping[str, Any], timeout: float = 120.0):
+        self.url, self.body, self.timeout = url, body, httpx.Timeout(timeout, connect=10)
 
     def closed(self, bodies: Sequence[Mapping[str, Any]], clients: int) -> Load:
         """``clients`` at a time, each asking the next when its last has ended."""
@@ -96,7 +95,7 @@ class Tool:
 
     async def _closed(self, bodies: Sequence[Mapping[str, Any]], clients: int) -> list[Asked]:
         waiting, begin = iter(enumerate(bodies)), time.perf_counter()
-        async with httpx.AsyncClient(timeout=TIMEOUT, limits=LIMITS, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False) as http:
 
             async def client() -> list[Asked]:
                 return [await self._ask(http, number, body, begin) for number, body in waiting]
@@ -106,7 +105,7 @@ class Tool:
 
     async def _open(self, bodies: Sequence[Mapping[str, Any]], rate: float, seconds: float, seed: int) -> list[Asked]:
         begin, tasks = time.perf_counter(), []
-        async with httpx.AsyncClient(timeout=TIMEOUT, limits=LIMITS, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False) as http:
             for number, (moment, body) in enumerate(zip(arrivals(rate, seconds, seed), cycle(bodies))):
                 await asyncio.sleep(max(0.0, moment - (time.perf_counter() - begin)))
                 tasks.append(asyncio.create_task(self._ask(http, number, body, begin)))
@@ -116,7 +115,7 @@ class Tool:
         self, bodies: Sequence[Mapping[str, Any]], clients: int, guest: Mapping[str, Any] | None, after: float
     ) -> list[Asked]:
         begin = time.perf_counter()
-        async with httpx.AsyncClient(timeout=TIMEOUT, limits=LIMITS, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=self.timeout, limits=LIMITS, trust_env=False) as http:
             tasks = [asyncio.create_task(self._ask(http, number, bodies[number % len(bodies)], begin)) for number in range(clients)]
             if guest is not None:
                 await asyncio.sleep(after)

@@ -77,9 +77,9 @@ class Server:
             self.running = subprocess.Popen(
                 command,
                 env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
