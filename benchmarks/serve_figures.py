@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any
 
 from benchmarks.figures import Figure
 from benchmarks.report import Table
+from benchmarks.serve_plan import Run
 from foredraft.estimates import Spread
-
-if TYPE_CHECKING:
-    from benchmarks.serve import Run, Serve
 
 MODES = {0.0: "greedy", 1.0: "temperature 1"}
 Side = tuple[str, str]  # a side and its mode
 
 
-def figures(suite: Serve) -> list[Figure]:
+def figures(suite: Any) -> list[Figure]:
     """All of them; what was not measured says so."""
     found = [
         over_best(suite, clients, temperature, low)
@@ -50,7 +48,7 @@ def figures(suite: Serve) -> list[Figure]:
     return found
 
 
-def rates(suite: Serve, cell: str, clients: int, temperature: float) -> dict[Side, dict[int, float]]:
+def rates(suite: Any, cell: str, clients: int, temperature: float) -> dict[Side, dict[int, float]]:
     """Tokens/s of each side and mode, by turn."""
     found: dict[Side, dict[int, float]] = {}
     for each in suite.runs:
@@ -59,12 +57,12 @@ def rates(suite: Serve, cell: str, clients: int, temperature: float) -> dict[Sid
     return found
 
 
-def ratio(suite: Serve, cell: str, clients: int, temperature: float, ours: Side, other: Side, low: float, what: str) -> Figure:
+def ratio(suite: Any, cell: str, clients: int, temperature: float, ours: Side, other: Side, low: float, what: str) -> Figure:
     found = rates(suite, cell, clients, temperature)
     return Figure(f"{what}, {who(clients)}, {MODES[temperature]}", quotient(found.get(ours), found.get(other)), low=low)
 
 
-def over_best(suite: Serve, clients: int, temperature: float, low: float) -> Figure:
+def over_best(suite: Any, clients: int, temperature: float, low: float) -> Figure:
     """Ours over the best mode of the best peer; ours in its best mode too, which is the default unless drafting costs."""
     found = rates(suite, "throughput", clients, temperature)
     peers = {side: median(values.values()) for side, values in found.items() if side[0] != "ours"}
@@ -85,17 +83,17 @@ def quotient(ours: dict[int, float] | None, others: dict[int, float] | None) -> 
     return Spread.of([ours[turn] / others[turn] for turn in both]) if ours and others and both else None
 
 
-def latency(suite: Serve, peer: str, name: str) -> Spread | None:
+def latency(suite: Any, peer: str, name: str) -> Spread | None:
     found = {(each.side, each.turn): float(getattr(each, name)) for each in suite.rates if each.peer == peer}
     return quotient(*({turn: value for (which, turn), value in found.items() if which == side} for side in ("ours", peer)))
 
 
-def numbers(suite: Serve, cell: str) -> Spread | None:
+def numbers(suite: Any, cell: str) -> Spread | None:
     values = [each.value for each in suite.numbers if each.cell == cell]
     return Spread.of(values) if values else None
 
 
-def tables(suite: Serve) -> list[Table]:
+def tables(suite: Any) -> list[Table]:
     found = [
         [each.name, each.bound, "–" if each.spread is None else each.spread.text(3), each.verdict, each.how] for each in figures(suite)
     ]

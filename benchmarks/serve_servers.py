@@ -13,19 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 
 from benchmarks.checkpoints import Checkpoint, written
 from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, PeerError, PeerProcess, find, variables, with_threads
 from benchmarks.peers.serve import die_with_parent
+from benchmarks.serve_plan import LLAMACPP, OURS, VLLM, ServeSettings
 
-if TYPE_CHECKING:
-    from benchmarks.serve import ServeSettings
-
-OURS, LLAMACPP, VLLM = "ours", "llamacpp", "vllm"
-SIDES = (OURS, LLAMACPP, TRANSFORMERS, VLLM)
 CONTEXT = 4096  # tokens of a row
 ROWS = 64
 NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "ignore_eos": True}

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from fake_openai import FIELDS, FakeServer, serve
 
-from benchmarks.serve import FIGURES, PROMPTS, Number, Rate, Run, Serve, ServeSettings
+from benchmarks.serve import PROMPTS, Serve
 from benchmarks.serve_load import Tool, arrivals, quantile
+from benchmarks.serve_plan import FIGURES, Number, Rate, Run, ServeSettings
 from benchmarks.serve_servers import Server
 from foredraft.errors import ConfigurationError
 
