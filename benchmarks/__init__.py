@@ -30,6 +30,7 @@ SUITES = {
     "distill": "distill:Distill",
     "tokenizers": "tokenizers:Tokenizers",
     "memory": "memory:Memory",
+    "serve": "serve:Serve",
 }
 
 

@@ -9,7 +9,7 @@
         ├── TargetOutputError (RuntimeError)    NaN or infinite logits, or every token masked
         ├── BusyError (RuntimeError)            another thread is using this Speculator or this model
         ├── DrafterError (RuntimeError)         a drafter returned something that is no proposal
-        ├── ExactnessError (RuntimeError)       ``AuditReport.raise_for_fault``: not exact; ``.report`` says what was found
+        ├── ExactnessError (RuntimeError)       ``raise_for_fault`` of an audit's report: not exact; ``.report`` says what was found
         └── CacheMemoryError (MemoryError)      the key-value cache does not fit
     KeyboardInterrupt
     └── Interrupted                             Ctrl-C during generate; ``.output`` holds what was generated

@@ -66,6 +66,10 @@ class Features:
             features += [features[index] * weight for weight in (*self._weights(index, len(p)), begins[:, None].to(p.dtype))]
         return torch.stack(features, 1)
 
+    def directions(self, p: Tensor, q: Tensor | None) -> dict[str, Tensor]:
+        """See :func:`directions`."""
+        return directions(p, q)
+
     def _weights(self, index: int, rows: int) -> list[Tensor]:
         """``[G, 1]`` how feature ``index`` came out so many positions before."""
         none = torch.zeros(rows, 1, device=self.device)

@@ -14,9 +14,9 @@ LEFT_OUT = "left out"
 
 
 class ExactnessError(ForedraftError, RuntimeError):
-    """An audit found that a configuration is not exact; ``report`` is what it found."""
+    """An audit found that a configuration, or a server, is not exact; ``report`` is what it found."""
 
-    def __init__(self, report: AuditReport):
+    def __init__(self, report: Any):
         super().__init__(report.summary)
         self.report = report
 

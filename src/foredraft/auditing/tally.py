@@ -10,7 +10,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from foredraft.auditing.features import Features, directions
+from foredraft.auditing.features import Features
 from foredraft.auditing.report import Power, Statistic
 
 ENOUGH = 100.0  # variance that a sum of differences in [-1, 1] needs to be taken for normal
@@ -55,11 +55,12 @@ class Tally:
 
     def __init__(self, features: Features, length: int, *, bias: float, seed: int):
         self.names, self.vocab_size, self.bias, self.tokens = features.names, features.vocab_size, bias, 0
+        self._leaks = features.directions
         count = len(self.names)
         self.total = torch.zeros(length, count, dtype=torch.float64)
         self.covariance = torch.zeros(length, count, count, dtype=torch.float64)
-        one = torch.ones(1, 1)
-        self.directions = list(directions(one, one if features.draft else None))
+        any_two = torch.full((1, 2), 0.5)
+        self.directions = list(self._leaks(any_two, any_two if features.draft else None))
         self.shift = torch.zeros(len(self.directions), count, dtype=torch.float64)  # expected, of the planted bias
         self.planted = torch.zeros(len(self.directions), TRIALS, count, dtype=torch.float64)  # as it came out
         self.distance = torch.zeros(len(self.directions), dtype=torch.float64)
@@ -85,7 +86,7 @@ class Tally:
         """The same texts, with fresh tokens from p, of which some come from another distribution instead: as many as make the total
         variation ``bias``."""
         fresh = self._draw(p)
-        for index, leak in enumerate(directions(p, q).values()):
+        for index, leak in enumerate(self._leaks(p, q).values()):
             distance = (leak - p).abs().sum(-1) / 2
             chance = torch.where(distance > 0, self.bias / distance.clamp(min=1e-9), 0).clamp(max=1)  # [G]
             self.distance[index] += float((chance * distance).sum())

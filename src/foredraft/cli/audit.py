@@ -1,94 +1,124 @@
-"""``foredraft audit``: load a configuration, check it, and say in a few lines what was found."""
+"""``foredraft audit``: its options. ``audit_model.py`` and ``audit_server.py`` do the work; importing this loads no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
-from foredraft.auditing import AuditReport, ExactPart, KeyedPart, NoisePart, StatisticalPart, audit
-from foredraft.cli.figures import counted
-from foredraft.cli.generation import load_speculator
-from foredraft.cli.settings import Configuration
-from foredraft.loading import load_tokenizer
+import typer
 
-SHOWN = 3  # divergences
+from foredraft.cli import options
+from foredraft.cli.checks import check, check_extra, check_output
+from foredraft.cli.failures import FAILED, write_json
+from foredraft.cli.options import MODELS, OUTPUT, SAMPLING, grouped, panel
+from foredraft.cli.progress import Progress
+from foredraft.cli.prompts import read_prompts
+from foredraft.cli.settings import Configuration, Decoding
+from foredraft.errors import ConfigurationError
 
-
-def run(configuration: Configuration, prompts: Sequence[str] | None, parts: Sequence[str] | None, options: dict[str, Any]) -> AuditReport:
-    """Audit what ``configuration`` describes; ``options`` are those of :func:`foredraft.audit`."""
-    tokenizer = load_tokenizer(configuration.target)
-    return audit(load_speculator(configuration, tokenizer), prompts=prompts, parts=parts, **options)
-
-
-def lines(report: AuditReport) -> list[str]:
-    """The report for people; the verdict last."""
-    sampling = ", ".join(f"{name}={value}" for name, value in report.sampling.items())
-    found = [
-        f"target {report.target} · drafter {report.drafter} ({report.proposal}) · rule {report.rule} · shape {report.shape}",
-        f"{sampling or 'as the generation config has it'} · seed {report.seed}",
-        "",
-    ]
-    if report.exact is not None:
-        found.append(_line("exact", report.exact.passed, _exact(report.exact)))
-    if report.noise is not None:
-        found.append(_line("noise", report.noise.passed, _noise(report.noise)))
-    for keyed in report.keyed:
-        found.append(_line("keyed", keyed.passed, _keyed(keyed)))
-        found += [f"{'':20}{each}" for each in _divergences(keyed)]
-    if report.statistical is not None:
-        found.append(_line("statistical", report.statistical.passed, _statistical(report.statistical)))
-        found += [f"{'':20}{each}" for each in _power(report.statistical)]
-    found += [f"{part:12} {'–':6} {why}" for part, why in report.skipped.items()]
-    found += [f"{'not looked at' if index == 0 else '':20}{each}" for index, each in enumerate(report.limits)]
-    return [*found, "", f"{report.verdict.upper()}: {report.summary}"]
+SERVER = panel("A server")
+FOR_SERVERS = {"api_key", "model", "at_once"}
+FOR_BOTH = {"server", "prompts", "seed", "max_new_tokens", "samples", "significance", "as_json"}
 
 
-def _line(part: str, passed: bool, text: str) -> str:
-    return f"{part:12} {'ok' if passed else 'FAULT':6} {text}"
+@dataclass(frozen=True)
+class Remote:
+    """The options of the same names, for a server."""
+
+    server: Annotated[
+        str | None, SERVER(metavar="URL", help="Audit this OpenAI server, whatever runs it, in place of TARGET.", show_default=False)
+    ] = None
+    api_key: Annotated[str | None, SERVER(envvar="FOREDRAFT_API_KEY", help="Its key.", show_default=False)] = None
+    model: Annotated[str | None, SERVER(help="The model's name there.", show_default="the first that it lists")] = None
+    at_once: Annotated[int, SERVER(min=2, help="Requests at a time under load.")] = 8
 
 
-def _exact(part: ExactPart) -> str:
-    cut = ", cut down from the shape asked for" if part.cut else ""
-    return (
-        f"error {part.error:.1e} over every outcome of {counted(part.tokens, 'token')}, vocabulary of {part.vocab_size}, {part.shape}{cut}"
-    )
+@grouped
+def audit(
+    *,
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(help="The model: a path, a hub id, or zoo:NAME (see foredraft models).")] = "zoo:python-8m",
+    remote: Remote,
+    prompts: options.PromptFile = None,
+    dtype: Annotated[
+        str, MODELS(help="auto, float32, bfloat16 or float16. Below float32, rounding alone can look like a fault.")
+    ] = "float32",
+    configuration: Configuration,
+    temperature: options.Temperature = 1.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    seed: Annotated[int, SAMPLING(min=0, help="Seed of all random draws.")] = 0,
+    max_new_tokens: Annotated[
+        int, SAMPLING(min=1, help="Tokens per prompt in the comparison with plain decoding; of each answer of a server.")
+    ] = 48,
+    samples: Annotated[
+        int | None,
+        SAMPLING(
+            min=1,
+            help="Continuations for the statistical tests.",
+            show_default="enough to find a total variation of 1 % per token; of a server, 3 %",
+        ),
+    ] = None,
+    batch_size: Annotated[int, SAMPLING(min=1, help="Continuations that are drawn together.")] = 256,
+    significance: Annotated[float, SAMPLING(help="Probability that a correct configuration is reported as a fault.")] = 1e-3,
+    part: Annotated[list[str] | None, OUTPUT(help="exact, noise, keyed or statistical; repeatable.", show_default="all that apply")] = None,
+    as_json: options.JsonFile = None,
+) -> None:
+    """Check that a configuration keeps the target's output distribution, and report how large a bias would be found.
+
+    With --server: check that an OpenAI server repeats its answers, alone and under load, and samples from its own log-probabilities.
+
+    Exit codes: 0 exact; 1 a fault, a lossy rule, a server that is not reproducible, or a necessary part left out; 2 invalid arguments.
+    """
+    check_given(context, remote.server)
+    check_output(as_json)
+    texts = None if prompts is None else read_prompts(None, prompts)
+    own = {"seed": seed, "samples": samples, "significance": significance, "max_new_tokens": max_new_tokens}
+    if remote.server is not None:
+        audit_server(remote, {**own, "prompts": texts}, as_json)
+        return
+    configuration = replace(configuration, lossy=True)
+    check(configuration, encoders=True)
+    with Progress(f"auditing {target}"):
+        from foredraft.cli import audit_model as auditing
+
+        sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
+        report = auditing.run(configuration, texts, part, {"batch_size": batch_size, **own, **sampling})
+        if as_json is not None:
+            write_json(as_json, report.to_dict())
+    finish(auditing.lines(report), report.verdict)
 
 
-def _noise(part: NoisePart) -> str:
-    return (
-        f"random numbers in use: {part.continuations:,} continuations of a table, {part.draws:,} draws over {part.vocab_size:,} tokens: "
-        f"p = {part.p_value:.2g}, corrected (a fault below {part.significance:g})"
-    )
+def audit_server(remote: Remote, given: dict[str, Any], as_json: options.JsonFile) -> None:
+    """Audit the server; ``given`` are options of :func:`foredraft.auditing.server.audit_server`."""
+    check_extra("httpx", "serve", "--server")
+    with Progress(f"asking {remote.server}") as progress:
+        from foredraft.cli import audit_server as auditing
+
+        asked = {"api_key": remote.api_key, "model": remote.model, "at_once": remote.at_once, "progress": progress.show}
+        report = auditing.run(str(remote.server), {**given, **asked})
+        if as_json is not None:
+            write_json(as_json, report.to_dict())
+    finish(auditing.lines(report), report.verdict)
 
 
-def _keyed(part: KeyedPart) -> str:
-    mode = "sampled with the same seeds" if part.sampled else "greedy"
-    parted = f"{len(part.divergences)} leave the plain text, {part.faults} by a fault" if part.divergences else "all as plain decoding"
-    return (
-        f"{mode}: {counted(part.prompts, 'text')}, {counted(part.tokens, 'token')}, {part.accepted:,} of them drafted: {parted}; "
-        f"logits within {part.logits:.1e} (a fault above {part.limit:.1e})"
-    )
+def finish(lines: Iterable[str], verdict: str) -> None:
+    typer.echo("\n".join(lines))
+    if verdict != "exact":
+        raise typer.Exit(FAILED)
 
 
-def _divergences(part: KeyedPart) -> list[str]:
-    return [
-        f"text {each.prompt}, token {each.position}: {each.speculative} instead of {each.plain}, which leads by {each.lead:.1e} where "
-        f"rounding allows {each.rounding:.1e}: {each.cause}"
-        for each in part.divergences[:SHOWN]
-    ]
+def check_given(context: typer.Context, server: str | None) -> None:
+    """Refuse options of the other kind of audit.
 
-
-def _statistical(part: StatisticalPart) -> str:
-    drawn = f"{counted(part.continuations, 'continuation')}, {counted(part.tokens, 'token')}"
-    text = f"{drawn}, {part.rounds:.1f} rounds each, {part.acceptance:.0%} accepted: "
-    if part.impossible:
-        return text + f"{counted(part.impossible, 'impossible token')}"
-    return text + f"p = {part.p_value:.2g}, corrected (a fault below {part.significance:g})"
-
-
-def _power(part: StatisticalPart) -> list[str]:
-    return [
-        f"towards {each.direction}: finds {each.smallest:.2%} total variation per token with probability 0.9; "
-        f"planted {each.planted:.2%} found in {each.found} of {each.trials}"
-        for each in part.power
-    ]
+    Raises:
+        ConfigurationError: names them.
+    """
+    sources = {str(each.name): (each, context.get_parameter_source(str(each.name))) for each in context.command.params}
+    given = {name: each for name, (each, source) in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    names = {name: each.opts[0] if each.opts[0].startswith("-") else "TARGET" for name, each in given.items()}
+    if server is None and (wrong := [flag for name, flag in names.items() if name in FOR_SERVERS]):
+        raise ConfigurationError(f"{', '.join(wrong)} needs --server URL")
+    if server is not None and (wrong := [flag for name, flag in names.items() if name not in FOR_SERVERS | FOR_BOTH]):
+        raise ConfigurationError(f"--server audits a server as it runs; {', '.join(wrong)} is for models, leave it out")

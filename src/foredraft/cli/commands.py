@@ -12,6 +12,7 @@ import typer.core
 
 from foredraft import __version__, verification
 from foredraft.cli import options, tables
+from foredraft.cli.audit import audit
 from foredraft.cli.checks import check, check_extra, check_grammar, check_model, check_output, check_source_text
 from foredraft.cli.data import app as data
 from foredraft.cli.datastore import app as datastores
@@ -335,49 +336,7 @@ def demo(
             raise typer.Exit(FAILED)
 
 
-@app.command()
-@grouped
-def audit(
-    *,
-    target: Annotated[str, typer.Argument(help="The model: a path, a hub id, or zoo:NAME (see foredraft models).")] = "zoo:python-8m",
-    prompts: options.PromptFile = None,
-    dtype: Annotated[
-        str, MODELS(help="auto, float32, bfloat16 or float16. Below float32, rounding alone can look like a fault.")
-    ] = "float32",
-    configuration: Configuration,
-    temperature: options.Temperature = 1.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: Annotated[int, SAMPLING(min=0, help="Seed of all random draws.")] = 0,
-    max_new_tokens: Annotated[int, SAMPLING(min=1, help="Tokens per prompt in the comparison with plain decoding.")] = 48,
-    samples: Annotated[
-        int | None,
-        SAMPLING(min=1, help="Continuations for the statistical tests.", show_default="enough to find a total variation of 1 % per token"),
-    ] = None,
-    batch_size: Annotated[int, SAMPLING(min=1, help="Continuations that are drawn together.")] = 256,
-    significance: Annotated[float, SAMPLING(help="Probability that a correct configuration is reported as a fault.")] = 1e-3,
-    part: Annotated[list[str] | None, OUTPUT(help="exact, noise, keyed or statistical; repeatable.", show_default="all that apply")] = None,
-    as_json: options.JsonFile = None,
-) -> None:
-    """Check that a configuration keeps the target's output distribution, and report how large a bias would be found.
-
-    Exit codes: 0 exact; 1 a fault, a lossy rule, or a necessary part left out; 2 invalid arguments.
-    """
-    configuration = replace(configuration, lossy=True)
-    check(configuration, encoders=True)
-    check_output(as_json)
-    texts = None if prompts is None else read_prompts(None, prompts)
-    with Progress(f"auditing {target}"):
-        from foredraft.cli import audit as auditing
-
-        sampling = Decoding(temperature=temperature, top_k=top_k, top_p=top_p).sampling()
-        own = {"seed": seed, "samples": samples, "batch_size": batch_size, "significance": significance}
-        report = auditing.run(configuration, texts, part, {"max_new_tokens": max_new_tokens, **own, **sampling})
-        if as_json is not None:
-            write_json(as_json, report.to_dict())
-    typer.echo("\n".join(auditing.lines(report)))
-    if report.verdict != "exact":
-        raise typer.Exit(FAILED)
+app.command()(audit)
 
 
 @app.command()

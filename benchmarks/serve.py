@@ -1,0 +1,300 @@
+"""Servers under load, in turns: ours, llama-server, transformers' and vLLM's, each in its best mode.
+
+    python -m benchmarks serve --peers /work/peers --only ours --only vllm --figures throughput
+
+Figures can be measured one by one (``--figures``), for some sides (``--only``), and added to an earlier run (``--earlier FILE.json.gz``). A
+server that does not start or fails is a row that says so. All servers stay loaded; those that are not asked are stopped meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from benchmarks import report as reports
+from benchmarks import serve_figures
+from benchmarks.figures import Figure
+from benchmarks.peer_process import PeerError
+from benchmarks.report import Table
+from benchmarks.serve_load import Load, Tool, quantile
+from benchmarks.serve_plan import FIGURES, OURS, SIDES, Number, Rate, Run, ServeSettings
+from benchmarks.serve_servers import FASTEST, MODES, Mode, Server
+from benchmarks.suite import Failure, Suite
+from foredraft.errors import ConfigurationError
+
+PROMPTS = Path(__file__).with_name("serve_prompts.jsonl")
+DIRECT = "session"
+CLIENTS = (1, 4, 16)
+
+
+class Serve(Suite[ServeSettings]):
+    """Servers under load: throughput, latency, overload, beside llama-server, transformers serve and vLLM."""
+
+    name = "serve"
+    title = "The server"
+    settings_type = ServeSettings
+    quick: ClassVar[Mapping[str, Any]] = {
+        "target": "zoo:python-8m", "turns": 1, "tokens": 8, "prompts": 2, "seconds": 2.0, "overload": 3.0, "long": 400, "only": (OURS,),
+    }  # fmt: skip
+    runs: list[Run]
+    rates: list[Rate]
+    numbers: list[Number]
+    failures: list[Failure]
+
+    @property
+    def steps(self) -> int:
+        return len(self.settings.chosen)
+
+    # -- measuring ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        settings = self.settings
+        for given, known, flag in ((settings.only, SIDES, "--only"), (settings.chosen, FIGURES, "--figures")):
+            if wrong := [each for each in given if each not in known]:
+                raise ConfigurationError(f"{flag} takes {', '.join(known)}, got {', '.join(wrong)}")
+        if settings.earlier is not None:
+            self._keep(settings.earlier)
+        self.texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+        self.servers: dict[str, Server] = {}
+        try:
+            self._start()
+            for name in settings.chosen:
+                with self._noted(name, "run"):
+                    getattr(self, f"_{name}")()
+                self.advance()
+        finally:
+            for server in self.servers.values():
+                server.close()
+
+    def _keep(self, path: Path) -> None:
+        """The records of an earlier run, of what is not measured now; not its failures."""
+        former = type(self).read(reports.load(path))
+        for each in self.results():
+            if each != "failures":
+                getattr(self, each).extend(getattr(former, each))
+
+    def _noted(self, method: str, stage: str) -> Any:
+        return Noted(self.failures, method, stage)
+
+    def _start(self) -> None:
+        """Every process that is needed; what does not start is a failure."""
+        settings = self.settings
+        beside = {"throughput", "latency"} & {*settings.chosen}
+        wanted = [mode for mode in MODES if mode.side in settings.only and (mode.side == OURS or beside)]
+        if "deterministic" in settings.chosen and settings.fastest:
+            wanted.append(FASTEST)
+        for process in dict.fromkeys(mode.process for mode in wanted):
+            with self._noted(process, "start"):
+                self.servers[process] = Server(process, settings)
+        self.modes = [mode for mode in wanted if mode.process in self.servers]
+        if not self.modes:
+            raise ConfigurationError("no server has started: " + "; ".join(f"{each.method}: {each.message}" for each in self.failures))
+
+    def _ask(self, mode: Mode, load: str, given: Sequence[Any]) -> Load:
+        """What the load tool's method ``load`` comes to while only that server runs.
+
+        Raises:
+            PeerError: requests were neither finished nor refused.
+        """
+        server = self.servers[mode.process]
+        server.resume()
+        try:
+            found: Load = getattr(Tool(server.url, {"model": server.model, **mode.extra}, self.settings.timeout), load)(*given)
+        finally:
+            server.pause()
+        if found.problems:
+            raise PeerError(f"{mode}: {len(found.problems)} of {len(found.asked)} requests failed, the first: {found.problems[0]}")
+        return found
+
+    def bodies(self, count: int, temperature: float) -> list[dict[str, Any]]:
+        """Copying and free prompts in turns, each with a seed of its own."""
+        half = len(self.texts) // 2
+        mixed = [text for pair in zip(self.texts[:half], self.texts[half:]) for text in pair]
+        return [
+            {"prompt": mixed[number % len(mixed)], "max_tokens": self.settings.tokens, "temperature": temperature, "seed": number}
+            for number in range(count)
+        ]
+
+    def _compare(self, cell: str, modes: Sequence[Mode], clients: int, temperature: float) -> None:
+        """Modes in turns; a mode that fails is left out of the rest of the cell."""
+        left = list(modes)
+        bodies = self.bodies(max(self.settings.prompts, clients), temperature)
+        for turn in range(-1, self.settings.turns):  # the first is a warm-up
+            for mode in left[:: -1 if turn % 2 else 1]:
+                with self._noted(str(mode), f"{cell}, {clients} clients"):
+                    found = self._ask(mode, "closed", (bodies, clients))
+                    if turn >= 0:
+                        done = sum(each.status == "done" for each in found.asked)
+                        how = (cell, mode.side, mode.name, clients, temperature, turn)
+                        self.runs.append(Run(*how, found.tokens, done, found.seconds, found.share))
+                    continue
+                left.remove(mode)
+
+    def _throughput(self) -> None:
+        for temperature in (0.0, 1.0):
+            for clients in CLIENTS:
+                self._compare("throughput", [mode for mode in self.modes if mode != FASTEST], clients, temperature)
+
+    def _speculation(self) -> None:
+        ours = [mode for mode in self.modes if mode.process == OURS]
+        for temperature in (0.0, 1.0):
+            for clients in (*CLIENTS, 64):
+                self._compare("speculation", ours, clients, temperature)
+
+    def _deterministic(self) -> None:
+        if FASTEST not in self.modes:
+            raise PeerError("not measured: name the flags of the fastest layout with --fastest")
+        for clients in (1, 16):
+            self._compare("deterministic", [mode for mode in self.modes if mode in (MODES[0], FASTEST)], clients, 0.0)
+
+    def _session(self) -> None:
+        """The server beside the Session driven directly, in a process of its own."""
+        with Direct(self.settings) as direct:
+            for temperature in (0.0, 1.0):
+                for clients in (1, 16):
+                    bodies = self.bodies(max(self.settings.prompts, clients), temperature)
+                    for turn in range(-1, self.settings.turns):
+                        found = self._ask(MODES[0], "closed", (bodies, clients))
+                        given = {"prompts": [body["prompt"] for body in bodies], "clients": clients, "temperature": temperature}
+                        answer = direct.ask(**given, tokens=self.settings.tokens)
+                        if turn >= 0:
+                            how = (clients, temperature, turn)
+                            requests = len(bodies)
+                            self.runs.append(Run(DIRECT, OURS, "draft", *how, found.tokens, requests, found.seconds, found.share))
+                            self.runs.append(Run(DIRECT, DIRECT, "draft", *how, answer["tokens"], requests, answer["seconds"], 0.0))
+
+    def _capacity(self, mode: Mode) -> Load:
+        """A closed loop with 16 clients, greedily."""
+        return self._ask(mode, "closed", (self.bodies(max(16, self.settings.prompts), 0.0), 16))
+
+    def _latency(self) -> None:
+        """At 0.75 of each peer's own capacity in its fastest mode: the peer and ours in turns."""
+        settings = self.settings
+        for side in [side for side in settings.only if side != OURS]:
+            with self._noted(side, "latency"):
+                capacities = {mode: self._capacity(mode).requests for mode in self.modes if mode.side == side}
+                if not capacities:
+                    raise PeerError("it has not started")
+                best = max(capacities, key=lambda mode: capacities[mode])
+                rate = 0.75 * capacities[best]
+                for turn in range(settings.turns):
+                    for mode in (MODES[0], best) if turn % 2 else (best, MODES[0]):
+                        bodies = self.bodies(len(self.texts), 0.0)
+                        found = self._ask(mode, "open", (bodies, rate, settings.seconds, turn))
+                        done = [each for each in found.asked if each.status == "done"]
+                        between = [each.between for each in done if each.between is not None]
+                        if not between:
+                            raise PeerError(f"{mode}: no request was finished in {settings.seconds:g} s")
+                        first = quantile([each.first - each.begin for each in done], 0.99)
+                        p99 = quantile(between, 0.99)
+                        self.rates.append(Rate(side, mode.side, turn, rate, first, p99, len(found.asked) - len(done), found.share))
+
+    def _join(self) -> None:
+        """Gaps between chunks of four clients while a long prompt joins, and in the same seconds without it."""
+        long = ("\n\n".join(self.texts) * 8)[: 4 * self.settings.long]  # some four characters a token
+        tokens = 4 * self.settings.tokens
+        bodies = [{**body, "max_tokens": tokens} for body in self.bodies(4, 0.0)]
+        for turn in range(self.settings.turns):
+            text = f"# {turn}\n{long}"  # new each time, so that no beginning is shared
+            guest = {"prompt": text, "max_tokens": 2, "temperature": 0.0, "seed": 0}
+            worst = []
+            for joins in (False, True):
+                load = self._ask(MODES[0], "beside", (bodies, 4, guest if joins else None, 1.0))
+                gaps = [after - before for each in load.asked[:4] for before, after in zip(each.chunks, each.chunks[1:])]
+                if not gaps:
+                    raise PeerError("the answers came in one chunk each; give more --tokens")
+                worst.append(quantile(gaps, 0.99))
+            self.numbers.append(Number("join", turn, worst[1] / worst[0], f"{worst[1] * 1e3:.0f} over {worst[0] * 1e3:.0f} ms"))
+
+    def _overload(self) -> None:
+        """Ten times the capacity, for minutes."""
+        settings = self.settings
+        capacity, server, bodies = self._capacity(MODES[0]), self.servers[OURS], self.bodies(len(self.texts), 0.0)
+        alone = self._ask(MODES[0], "closed", (bodies, 1))
+        texts = [each.text for each in alone.asked]
+        self._ask(MODES[0], "open", (bodies, 10 * capacity.requests, settings.overload / 10, 1))  # its memory fills up
+        before = server.memory()
+        server.resume()
+        try:
+            found = Tool(server.url, {"model": server.model, **MODES[0].extra}, settings.timeout).open(
+                bodies, 10 * capacity.requests, settings.overload, 2
+            )
+        finally:
+            server.pause()
+        done = [each for each in found.asked if each.status == "done"]
+        wrong = [each for each in done if each.text != texts[each.number % len(texts)]]
+        how = f"{len(found.asked):,} requests, {len(done):,} finished; the load tool took {found.share:.2f} cores"
+        self.numbers += [
+            Number("overload rate", 0, found.rate / capacity.rate, how),
+            Number("overload neither", 0, float(len(found.problems) + len(wrong)), "; ".join(found.problems[:1])),
+            Number("overload memory", 0, server.memory() / before - 1, f"{before / 2**20:,.0f} MiB before"),
+        ]
+
+    # -- what comes of it -------------------------------------------------------------------------------------------------
+
+    def figures(self) -> list[Figure]:
+        return serve_figures.figures(self)
+
+    def tables(self) -> list[Table]:
+        return serve_figures.tables(self)
+
+    def notes(self, environment: Mapping[str, Any]) -> list[str]:
+        settings = self.settings
+        return [
+            f"{settings.target} in {settings.dtype}, draft {settings.draft} where a server takes one ({settings.length} tokens a round at "
+            f"peers), {settings.tokens} tokens out, prompts in benchmarks/serve_prompts.jsonl: half are to copy, half are free.",
+            "All servers are loaded; one runs at a time and the others are stopped. Each cell begins with a run that does not count, then "
+            "the servers take turns. The load tool is one process; a column has its CPU time over the run.",
+            "A peer's best mode in each cell is the one with the highest median. Caches of prompts are left as each server has them.",
+        ]
+
+
+class Noted:
+    """Makes what goes wrong inside a failure."""
+
+    def __init__(self, failures: list[Failure], method: str, stage: str):
+        self.failures, self.failure = failures, (method, stage)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, (PeerError, OSError)):
+            return False
+        self.failures.append(Failure(*self.failure, str(error)))
+        return True
+
+
+class Direct:
+    """The process of ``serve_session.py``."""
+
+    def __init__(self, settings: ServeSettings):
+        given = {"target": settings.target, "draft": settings.draft, "dtype": settings.dtype, "threads": settings.threads}
+        command = [sys.executable, "-m", "benchmarks.serve_session"]
+        self.running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._send(given)
+
+    def __enter__(self) -> Direct:
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self.running.kill()
+        self.running.communicate()
+
+    def ask(self, **given: Any) -> dict[str, Any]:
+        return self._send(given)
+
+    def _send(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.running.stdin is not None and self.running.stdout is not None
+        with suppress(BrokenPipeError):
+            self.running.stdin.write(json.dumps(document) + "\n")
+            self.running.stdin.flush()
+        line = self.running.stdout.readline()
+        if not line:
+            raise PeerError(f"the Session's process ended with {self.running.wait()}")
+        return dict(json.loads(line))
