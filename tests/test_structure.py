@@ -46,6 +46,7 @@ LAYERS = [
     {"backends"},
     {"target"},
     {"heads"},
+    {"traces", "guesses"},
     {"outcome", "rows"},
     {"drafters"},
     {"planning", "checks"},

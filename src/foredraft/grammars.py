@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Masks = npt.NDArray[np.int32]  # [n, words]: bit t of a row says whether token t is allowed
 
 Kind = Literal["json_schema", "regex", "grammar"]
+FORCED = 16  # tokens that are looked for ahead
 MODULES = {"llguidance": "llguidance", "xgrammar": "xgrammar", "outlines": "outlines_core"}  # in order of preference
 
 
@@ -88,6 +89,21 @@ class Compiled(ABC):
     def fill(self, matchers: Sequence[Any], masks: Masks) -> None:
         """Write the tokens that may follow in each of the different ``matchers`` to ``masks`` ``[n, words]``, which hold zeros."""
 
+    def forced(self, matcher: Any) -> list[int]:
+        """Tokens that the grammar leaves no choice about, up to :data:`FORCED` of them; ``matcher`` stays where it is."""
+        import numpy as np
+
+        found: list[int] = []
+        while len(found) < FORCED:
+            masks = np.zeros((1, self.words), np.int32)
+            self.fill([matcher], masks)
+            allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
+            if len(allowed) != 1 or allowed[0] in self.ends or not self.accept(matcher, int(allowed[0])):
+                break
+            found.append(int(allowed[0]))
+        self.rollback(matcher, len(found))
+        return found
+
 
 class LLGuidance(Compiled):
     """https://github.com/guidance-ai/llguidance. Grammars are Lark, or EBNF as llama.cpp has it."""
@@ -122,6 +138,10 @@ class LLGuidance(Compiled):
             _llguidance_executor(threads()).unsafe_compute_mask_ptr(numbered, masks.ctypes.data, size, len(matchers))
         for matcher in matchers:
             self._check(matcher)
+
+    def forced(self, matcher: Any) -> list[int]:
+        """In the tokens that the tokenizer would make of the forced text, where the masks allow shorter ones as well."""
+        return list(matcher.compute_ff_tokens())
 
     @staticmethod
     def _check(matcher: Any) -> None:

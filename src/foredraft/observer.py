@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -61,6 +61,7 @@ class Observer:
         self._layer_tokens = list(target.layer_tokens)  # before the session
         self._request: DraftRequest | None = None
         self._tree: TokenTree | None = None
+        self._guessed: Collection[int] = ()  # rows whose draft is not the drafter's
         self._sampler: Sampler | None = None
         self._on_cuda, self._together = False, True
         self._furthest, self._kept = 0, 0  # tokens of the row that has most of them, and of all rows in this round
@@ -89,14 +90,15 @@ class Observer:
         """``together``: no rows join those of the round before they are done."""
         self._times, self._together = [time.perf_counter()], together
 
-    def planned(self, shape: TreeShape, request: DraftRequest | None, sampler: Sampler) -> None:
-        label, shapes = str(NOTHING if request is None else shape), self.stats.shapes
-        shapes[label] = shapes.get(label, 0) + 1
+    def planned(self, request: DraftRequest | None, sampler: Sampler) -> None:
         self._request, self._sampler = request, sampler
         self._times.append(time.perf_counter())
 
-    def drafted(self, tree: TokenTree) -> None:
+    def drafted(self, tree: TokenTree, shape: TreeShape, guessed: Collection[int] = ()) -> None:
+        """``shape`` is what was to be drafted; of the rows ``guessed``, the drafter drafted nothing."""
         assert self._sampler is not None
+        self.stats.shapes[str(shape)] = self.stats.shapes.get(str(shape), 0) + 1
+        self._guessed = guessed
         self._tree, self._asked, self._passes = tree, self._sampler.watch.seconds, self.target.passes
         self._times.append(time.perf_counter())
         self._processor = time.thread_time()
@@ -167,8 +169,8 @@ class Observer:
         return Round(
             shape=NOTHING if request is None else request.shape,
             asked=[0] * len(lines) if request is None else request.limits,
-            drafted=[line.drafted for line in lines],
-            accepted=[line.accepted for line in lines],
+            drafted=[() if index in self._guessed else line.drafted for index, line in enumerate(lines)],
+            accepted=[0 if index in self._guessed else line.accepted for index, line in enumerate(lines)],
             nodes=sum(1 + sum(line.drafted) for line in lines) / len(lines) if tree.chain and self.target.ragged else tree.nodes,
             context=max(len(row.ids) for row in rows),
             draft=draft,

@@ -6,7 +6,7 @@ scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from foredraft.device import one_thread
 from foredraft.logits.logprobs import LogProbs, log_probabilities
 from foredraft.logits.sampler import Sampler
+from foredraft.traces import NodeValues, values_of
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict
 from foredraft.verification.host_trees import HostRows
@@ -43,27 +44,35 @@ class RowOutcome:
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """How R rows ended; ``path`` ``[R, D]`` unless paths are in node order; ``vectors`` ``[R, D, V]`` asked for by name;
-    ``logprobs`` per row along its whole path, the bonus token included."""
+    ``logprobs`` per row along its whole path, the bonus token included; ``traced`` by row, where that was asked for."""
 
     rows: list[RowOutcome]
     path: Tensor | None = None
     vectors: dict[str, Tensor] = field(default_factory=dict)
     logprobs: Sequence[LogProbs] | None = None
+    traced: Mapping[int, NodeValues] = field(default_factory=dict)
 
 
 def decide(
-    rule: Rule, tree: TokenTree, logits: Tensor, sampler: Sampler, *, record: frozenset[str] = frozenset(), top: int | None = None
+    rule: Rule,
+    tree: TokenTree,
+    logits: Tensor,
+    sampler: Sampler,
+    *,
+    record: frozenset[str] = frozenset(),
+    top: int | None = None,
+    traced: Sequence[int] = (),
 ) -> Outcome:
     """Apply ``rule``, or greedy matching if no row samples, to ``logits`` ``[R, N, V]`` at the nodes of ``tree``, parents made
     safe; those that are ``extra`` are left out.
 
     ``record`` names vectors to keep along the paths: ``scores`` (processed) and ``logits`` (raw). ``top`` asks for log-probabilities,
-    with so many of the likeliest tokens.
+    with so many of the likeliest tokens. Of the rows ``traced``, what a trace tells is read.
     """
     if tree.extra:
         tree = tree.proposed
         logits = logits[:, : tree.nodes]
-    if sampler.greedy and sampler.plain and not record and top is None:
+    if sampler.greedy and sampler.plain and not record and top is None and not traced:
         outcome = decide_on_host(tree, logits)
         if outcome is not None:
             return outcome
@@ -77,7 +86,10 @@ def decide(
     values = {"scores": scores, "logits": logits}
     vectors = {name: values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])) for name in record}
     logprobs = None if top is None else log_probabilities(inside, verdict.path, verdict.accepted, verdict.next_token, logits, top)
-    return Outcome(rows, None if tree.chain else verdict.path, vectors, logprobs)
+    path = None if tree.chain else verdict.path
+    ends = {row: rows[row].accepted if tree.chain else rows[row].path[rows[row].accepted] for row in traced}
+    values_by_row = {row: values_of(inside, row, scores[row], end, rows[row].bonus) for row, end in ends.items()}
+    return Outcome(rows, path, vectors, logprobs, values_by_row)
 
 
 def decide_on_host(tree: TokenTree, logits: Tensor) -> Outcome | None:

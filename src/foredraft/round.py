@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -10,20 +10,40 @@ from torch import Tensor
 from foredraft.checks import check_rows, check_tree
 from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
+from foredraft.drafters.merging import Part, kept_paths, member_feedback, merged
+from foredraft.guesses import MOST, Guessed
 from foredraft.logits.noise import Randomness
 from foredraft.logits.sampler import Sampler
 from foredraft.models.pages import PAGE
-from foredraft.observer import Observer
+from foredraft.observer import NOTHING, Observer
 from foredraft.outcome import Outcome, decide
 from foredraft.planning import Planner
 from foredraft.rows import Commit, CommittedIds, SessionRow
 from foredraft.shapes import TreeShape
 from foredraft.target import Target
+from foredraft.traces import trace_of
 from foredraft.tree import Proposal, TokenTree
 from foredraft.verification import Rule
 from foredraft.verification.match import Match
 
 MATCH = Match()
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """What a round verifies.
+
+    Attributes:
+        tree: of all rows.
+        shape: what was to be drafted.
+        guessed: the rows, by their number, that have a guess in place of the drafter's.
+        part: where there are such rows, what the drafter drafted for the others; None if it was not asked.
+    """
+
+    tree: TokenTree
+    shape: TreeShape = NOTHING
+    guessed: Mapping[int, Guessed] = field(default_factory=dict)
+    part: Part | None = None
 
 
 @dataclass(eq=False)
@@ -47,31 +67,41 @@ class Loop:
     committed: CommittedIds = field(init=False)
 
     def __post_init__(self) -> None:
-        self.committed = CommittedIds(self.target.device, room=self.planner.shape.depth + 1)
+        self.committed = CommittedIds(self.target.device, room=max(self.planner.shape.depth, self.most_guessed) + 1)
+
+    @property
+    def most_guessed(self) -> int:
+        """Tokens of a guess that are drafted in a round at most: no more nodes than the planner may ask for, unless these are few."""
+        return max(self.planner.shape.nodes, MOST)
+
+    @property
+    def nodes(self) -> int:
+        """That a round writes behind each row at most, the root included."""
+        return max(self.drafter.written_nodes(self.planner.shape), 1 + self.drafter.info.extra_nodes + self.most_guessed)
 
     def round(self, rows: list[SessionRow], *, together: bool) -> list[Commit]:
         """One round: every row gains the drafted tokens that survive and one of the target's own. ``together`` says that no others join
         the rows before they are done."""
         self.observer.begin(together=together)
-        sampler = self.sampler(rows)
-        shape = self.planner.plan(rows, greedy=sampler.greedy, together=together)
-        request = self._request(rows, shape, sampler)
-        self.observer.planned(shape, request, sampler)
+        sampler, guessed = self.sampler(rows), self._guesses(rows)
+        shape = self._plan(rows, guessed, greedy=sampler.greedy, together=together)
+        request = self._request(rows, shape, sampler, guessed)
+        self.observer.planned(request, sampler)
 
-        tree = self._root(rows) if request is None else self._draft(request)
-        self.observer.drafted(tree)
+        draft = self._draft(rows, shape, request, sampler, guessed)
+        self.observer.drafted(draft.tree, draft.shape, guessed)
 
-        logits = self.target.score(tree.with_safe_parents())
+        logits = self.target.score(draft.tree.with_safe_parents())
         self.observer.scored(logits)
 
-        outcome = self._verify(self._rule(shape), rows, tree, logits, sampler)
+        outcome = self._verify(self._rule(shape), rows, draft.tree, logits, sampler)
         self.observer.verified()
 
         self.target.commit(outcome.path, [row.accepted + 1 for row in outcome.rows])
-        commits = self._append(rows, tree, outcome)
+        commits = self._append(rows, draft, outcome)
         self.observer.committed(rows, commits, outcome)
 
-        self.drafter.observe(rows, self._feedback(tree, logits, outcome))
+        self.drafter.observe(rows, self._feedback(draft, logits, outcome))
         self.observer.finished(rows, outcome)
         return commits
 
@@ -80,9 +110,9 @@ class Loop:
         sampler = self.sampler(rows)
         with self.observer.prefill(sampler):
             logits = self._prefill(rows, prompts, first)[:, None]
-            tree = self._root(rows)
-            outcome = self._verify(self.rule, rows, tree, logits, sampler)
-        commits = self._append(rows, tree, outcome)
+            draft = Draft(self._root(rows))
+            outcome = self._verify(self.rule, rows, draft.tree, logits, sampler)
+        commits = self._append(rows, draft, outcome)
         self.observer.committed(rows, commits, outcome, counted=False)
         self._begin(rows)
         return commits
@@ -110,8 +140,7 @@ class Loop:
             self.target.compact(range(first))
 
     def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int, unread: int = 1) -> Tensor:
-        room = self.drafter.written_nodes(self.planner.shape)
-        reserve, sources = [row.capacity + room for row in rows], [row.source for row in rows]
+        reserve, sources = [row.capacity + self.nodes for row in rows], [row.source for row in rows]
         isolations = [row.isolation for row in rows]
         self.target.open([row.ids for row in rows], reserve=reserve, sources=sources, isolations=isolations, unread=unread)
         return self.target.prefill(prompts, first=first)
@@ -141,14 +170,35 @@ class Loop:
         keys = to_device([row.key for row in rows], device)
         return self.randomness(keys, to_device([len(row.ids) - 1 for row in rows], device))
 
-    def _request(self, rows: Sequence[SessionRow], shape: TreeShape, sampler: Sampler) -> DraftRequest | None:
-        """As deep as the shape, the rows' limits and the context allow; None where nothing is to be drafted, or nothing can be."""
-        most, greedy = shape.depth, sampler.greedy
-        planned = self.planner.limits(rows) or [most] * len(rows)
-        limits = [min(most, limit, row.remaining - 1) for limit, row in zip(planned, rows)]
-        depth = max(limits)
-        if depth < 1:
+    def _guesses(self, rows: Sequence[SessionRow]) -> dict[int, Guessed]:
+        """Of the rows that have one for this round."""
+        most, vocab_size, found = self.most_guessed, self.target.vocab_size, dict[int, Guessed]()
+        for index, row in enumerate(rows):
+            guess = row.guesses.after(row.ids, row.prompt_length, most=min(row.room, most), vocab_size=vocab_size)
+            if guess is not None:
+                found[index] = guess
+        return found
+
+    def _plan(self, rows: Sequence[SessionRow], guessed: Mapping[int, Guessed], *, greedy: bool, together: bool) -> TreeShape:
+        """The planner's shape. Where the drafter has no row to draft for it is not asked, and the rule is that of rounds that draft."""
+        if all(row.parameters.max_draft == 0 or index in guessed for index, row in enumerate(rows)):
+            return self.planner.shape
+        return self.planner.plan(rows, greedy=greedy, together=together)
+
+    def _request(
+        self, rows: Sequence[SessionRow], shape: TreeShape, sampler: Sampler, guessed: Mapping[int, Guessed]
+    ) -> DraftRequest | None:
+        """As deep as the shape, the rows' limits and the context allow; None where nothing is to be drafted, or nothing can be. Rows with a
+        guess are left out. Next to them, a drafter that shares the target's cache drafts for nobody: it wrote other nodes there."""
+        if guessed and self.drafter.info.shares_target:
             return None
+        planned = self.planner.limits(rows) or [shape.depth] * len(rows)
+        limits = [min(shape.depth, limit, row.room) for limit, row in zip(planned, rows)]
+        limits = [0 if index in guessed else limit for index, limit in enumerate(limits)]
+        return self._asking(rows, shape, limits, sampler) if max(limits) > 0 else None
+
+    def _asking(self, rows: Sequence[SessionRow], shape: TreeShape, limits: Sequence[int], sampler: Sampler) -> DraftRequest:
+        depth, greedy = max(limits), sampler.greedy
         return DraftRequest(
             rows=rows,
             shape=shape.truncate(depth),
@@ -164,10 +214,31 @@ class Loop:
     def _root(self, rows: Sequence[SessionRow]) -> TokenTree:
         return TokenTree.root(to_device([row.ids[-1] for row in rows], self.target.device))
 
-    def _draft(self, request: DraftRequest) -> TokenTree:
-        tree = self.drafter.draft(request)
-        check_tree(tree, request, self.drafter.name, self.target, self.rule)
-        return tree.truncate(request.limits)
+    def _draft(
+        self,
+        rows: Sequence[SessionRow],
+        shape: TreeShape,
+        request: DraftRequest | None,
+        sampler: Sampler,
+        guessed: Mapping[int, Guessed],
+    ) -> Draft:
+        """The drafter's tree of ``shape``, with guesses in place of it where there are any."""
+        if request is None and not guessed:
+            return Draft(self._root(rows))
+        if request is not None:
+            tree = self.drafter.draft(request)
+            check_tree(tree, request, self.drafter.name, self.target, self.rule)
+            tree = tree.truncate(request.limits)
+        if not guessed:
+            return Draft(tree, shape)
+        lengths = [len(guessed[index].tokens) if index in guessed else 0 for index in range(len(rows))]
+        asking = self._asking(rows, TreeShape.chain(max(lengths)), lengths, sampler)
+        chains = asking.chains([guessed[index].tokens if index in guessed else () for index in range(len(rows))])
+        if request is None:
+            return Draft(chains, asking.shape, guessed)
+        part = Part(self.drafter, tree)
+        part.rows = [index for index in part.proposing() if index not in guessed]
+        return Draft(merged([part, Part(self.drafter, chains, list(guessed))], self.target.device), shape, guessed, part)
 
     # -- verify and commit ----------------------------------------------------------------------------------------------
 
@@ -180,11 +251,12 @@ class Loop:
     def _verify(self, rule: Rule, rows: Sequence[SessionRow], tree: TokenTree, logits: Tensor, sampler: Sampler) -> Outcome:
         """On a GPU this waits for the pass. Log-probabilities are recorded as far as any row wants them."""
         top = max((row.parameters.logprobs for row in rows if row.parameters.logprobs is not None), default=None)
-        return decide(rule, tree, logits, sampler, record=self.record, top=top)
+        traced = [index for index, row in enumerate(rows) if row.parameters.trace]
+        return decide(rule, tree, logits, sampler, record=self.record, top=top, traced=traced)
 
-    def _append(self, rows: list[SessionRow], tree: TokenTree, outcome: Outcome) -> list[Commit]:
+    def _append(self, rows: list[SessionRow], draft: Draft, outcome: Outcome) -> list[Commit]:
         """Append to every row what it keeps."""
-        check_rows(rows, tree, outcome, self.drafter.name, self.target.vocab_size)
+        check_rows(rows, draft.tree, outcome, self.drafter.name, self.target.vocab_size)
         for name, vectors in outcome.vectors.items():  # along whole paths, cut below to what is returned
             for row, along in zip(rows, vectors):
                 getattr(row, name).extend(along.split(1))
@@ -197,9 +269,30 @@ class Loop:
             if outcome.logprobs is not None and row.parameters.logprobs is not None:
                 row.logprobs.append(outcome.logprobs[index].cut(len(commit.tokens), row.parameters.logprobs))
                 commit = replace(commit, logprobs=row.logprobs[-1])
-            commits.append(commit)
+            commits.append(self._told(index, row, draft, outcome, commit))
         return commits
 
-    def _feedback(self, tree: TokenTree, logits: Tensor, outcome: Outcome) -> Feedback:
+    def _told(self, index: int, row: SessionRow, draft: Draft, outcome: Outcome, commit: Commit) -> Commit:
+        """``commit`` of the row number ``index``, with what there is to say of its draft."""
+        kept, guess, counts = outcome.rows[index], draft.guessed.get(index), (0, 0)
+        if guess is not None:
+            row.guesses.observe(guess, kept.accepted, self.most_guessed)
+            counts = len(guess.tokens), commit.accepted
+        trace = None
+        if index in outcome.traced:
+            trace = trace_of(
+                outcome.traced[index],
+                list(range(kept.accepted + 1)) if outcome.path is None else kept.path[: kept.accepted + 1],
+                kept.bonus,
+                shape=str(draft.shape),
+                drafter=self.drafter.drafter_of(index) if guess is None else guess.name,
+                kept=len(commit.tokens),
+                finish_reason=commit.finish_reason,
+            )
+        return replace(commit, drafted=sum(kept.drafted), guesses_drafted=counts[0], guessed=counts[1], trace=trace)
+
+    def _feedback(self, draft: Draft, logits: Tensor, outcome: Outcome) -> Feedback:
         info, accepted = self.drafter.info, [row.accepted for row in outcome.rows]
-        return Feedback(tree, accepted, outcome.path, logits if info.needs_logits else None, self.target.hidden if info.features else None)
+        hidden = self.target.hidden if info.features else None
+        feedback = Feedback(draft.tree, accepted, outcome.path, logits if info.needs_logits else None, hidden)
+        return member_feedback(info, draft.part, feedback, kept_paths(feedback)) if draft.guessed else feedback

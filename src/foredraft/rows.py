@@ -13,10 +13,14 @@ from transformers import MaxLengthCriteria
 
 from foredraft.device import to_device
 from foredraft.errors import ConfigurationError
+from foredraft.guesses import ForcedTokens as ForcedTokens
+from foredraft.guesses import Guess, RowGuesses
+from foredraft.guesses import Prediction as Prediction
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import Source
 from foredraft.stats import RowStats
+from foredraft.traces import RoundTrace
 
 if TYPE_CHECKING:
     from transformers import StoppingCriteria
@@ -42,6 +46,12 @@ class RowParameters:
         logprobs: k, to record the log-probabilities of the row's tokens and of the k most likely tokens at each position; None for none.
         isolation: the row shares cached beginnings only with rows that have the same string here, or None. Users who have different strings
             cannot tell from the time to the first token what others have asked.
+        max_draft: how many tokens deep to draft for the row in a round at most; 0 to decode it plainly among rows that draft; None for as
+            many as are planned. With the rule ``match`` the text is the same.
+        guesses: what knows more of the row's text than a drafter does (:class:`~foredraft.guesses.Guess`), such as a
+            :class:`Prediction`. In a round in which one of them says something, that is drafted in place of the drafter's own. With the rule
+            ``match`` only, with which the text is the same.
+        trace: have every :class:`Commit` tell what the round drafted for the row (:class:`~foredraft.traces.RoundTrace`).
     """
 
     max_new_tokens: int
@@ -54,8 +64,16 @@ class RowParameters:
     padding: Sequence[int] = ()
     source: Source | None = None
     isolation: str | None = None
+    max_draft: int | None = None
+    guesses: Sequence[Guess] = ()
+    trace: bool = False
 
     def __post_init__(self) -> None:
+        most = self.max_draft
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+            raise ConfigurationError(f"max_draft must be a whole number from 0, or None for no limit, got {most!r}")
+        if wrong := next((guess for guess in self.guesses if not isinstance(guess, Guess)), None):
+            raise ConfigurationError(f"a guess must have a method after(ids, prompt_length), as foredraft.rows.Prediction does, got {wrong!r}")
         if not (self.isolation is None or isinstance(self.isolation, str)):
             raise ConfigurationError(f"isolation must be a string or None, got {self.isolation!r}")
 
@@ -75,6 +93,10 @@ class SessionRow:
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
+    guesses: RowGuesses = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guesses = RowGuesses(self.parameters.guesses)
 
     @property
     def source(self) -> Source | None:
@@ -92,6 +114,12 @@ class SessionRow:
     @property
     def remaining(self) -> int:
         return self.capacity - len(self.ids)
+
+    @property
+    def room(self) -> int:
+        """How deep to draft for it at most: the round adds a token of the target's own."""
+        most = self.parameters.max_draft
+        return self.remaining - 1 if most is None else min(most, self.remaining - 1)
 
     def append(self, tokens: Sequence[int], accepted: int, device: torch.device) -> Commit:
         """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row; the first ``accepted`` were drafted.
@@ -161,8 +189,17 @@ class CommittedIds:
 
 @dataclass(frozen=True)
 class Commit:
-    """What a step added to one row: ``tokens``, the first ``accepted`` of them drafted; ``finish_reason`` once it is over;
-    ``logprobs`` of the tokens where the row's parameters ask for them; ``stats``, the counts of the row so far."""
+    """What a step added to one row.
+
+    Attributes:
+        tokens: the new ones, the first ``accepted`` of them drafted.
+        drafted: how many tokens were drafted for the row, in all branches.
+        guesses_drafted, guessed: how many of these came from one of the row's guesses, and how many of the accepted ones.
+        finish_reason: why it is over; None while it is not.
+        logprobs: of the tokens, where the row's parameters ask for them.
+        trace: of the round, where they ask for it.
+        stats: the counts of the row so far.
+    """
 
     slot: int
     tokens: list[int]
@@ -170,3 +207,7 @@ class Commit:
     finish_reason: str | None
     logprobs: LogProbs | None = None
     stats: RowStats | None = field(default=None, compare=False)
+    drafted: int = 0
+    guesses_drafted: int = 0
+    guessed: int = 0
+    trace: RoundTrace | None = None

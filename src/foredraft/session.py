@@ -85,7 +85,7 @@ class Session:
         self._token = object()  # says whose rows the target and the drafter have; they must not keep an abandoned session alive
         self._slots = itertools.count()
         self._read_at = (0, 0)  # the versions of target and drafter that have read the rows
-        self.admission = Admission(target, drafter.written_nodes(planner.shape))
+        self.admission = Admission(target, self.loop.nodes)
         self._read_rate = FIRST_RATE  # tokens per second of prompts that are read while rows are live
         self._joined = False  # rows were added while others were under way: more may come
 
@@ -108,6 +108,11 @@ class Session:
         self.waiting.append(row)
         self.stats.rows.append(row.stats)
         return row.slot
+
+    def check(self, ids: Sequence[int], parameters: RowParameters) -> int:
+        """Raises what :meth:`add` would, and adds nothing; any thread may call it at any time. Returns how many tokens such a row has at
+        most in the end, its prompt included."""
+        return self._row(ids, parameters).capacity
 
     def fits(self, ids: Sequence[int], parameters: RowParameters) -> str:
         """``"now"`` if such a row would be prefilled in the next step, ``"later"`` if it would wait for other rows to leave.
@@ -140,6 +145,8 @@ class Session:
             )
         if context is not None and len(ids) >= context:
             raise ConfigurationError(f"the prompt has {len(ids)} tokens, but the model's context holds only {context}; shorten the prompt")
+        if parameters.guesses and not isinstance(self.loop.rule, Match):
+            raise ConfigurationError(f"guesses need the rule match, and this session has {self.loop.rule.name}; use rule='match', or no guesses")
         check_logprobs(parameters.logprobs, self.target.vocab_size)
         if parameters.max_new_tokens < 1:
             raise ConfigurationError(f"max_new_tokens must be at least 1, got {parameters.max_new_tokens}")

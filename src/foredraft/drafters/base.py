@@ -249,6 +249,10 @@ class DrafterHooks:
             return None
         return f"drafter {self.name!r} drafts chains only; use shape='chain({shape.depth})'"
 
+    def drafter_of(self, row: int) -> str:
+        """The name of the drafter that proposed for the row number ``row`` of the newest draft, which may be one of several."""
+        return self.name
+
     def makes_chains(self, shape: TreeShape) -> bool:
         """Whether its trees are chains under ``shape``."""
         return shape.is_chain

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from foredraft.drafters.base import Drafter, Feedback
+from foredraft.drafters.base import Drafter, DrafterInfo, Feedback
 from foredraft.tree import TokenTree
 
 
@@ -90,6 +90,17 @@ def own_feedback(part: Part, feedback: Feedback, paths: Sequence[Sequence[int]])
     longest = max(map(len, mine))
     path = None if tree.chain else torch.tensor([nodes + [0] * (longest - len(nodes)) for nodes in mine], device=device)
     return Feedback(tree, [len(nodes) - 1 for nodes in mine], path, _gathered(feedback.logits, part.places))
+
+
+def member_feedback(info: DrafterInfo, part: Part | None, feedback: Feedback, paths: Sequence[Sequence[int]]) -> Feedback:
+    """``feedback`` for one of those who drafted: on its own nodes, or, without a ``part``, on a round without a draft. One that reads hidden
+    states gets feedback on the whole tree, because it needs those of every node that was kept, whoever proposed it."""
+    if info.features or not (info.learns_from_feedback or info.needs_logits):
+        return feedback
+    if part is None:
+        logits = None if feedback.logits is None else feedback.logits[:, :1]
+        return Feedback(TokenTree.root(feedback.tree.tokens[:, 0]), [0] * feedback.tree.rows, None, logits)
+    return own_feedback(part, feedback, paths) if part.places else replace(feedback, tree=part.tree)
 
 
 def _gathered(logits: Tensor | None, places: Sequence[Sequence[int]]) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
-from foredraft.drafters.merging import Part, kept_paths, merged, own_feedback
+from foredraft.drafters.merging import Part, kept_paths, member_feedback, merged
 from foredraft.errors import ConfigurationError
 from foredraft.shapes import DynamicShape, TreeShape
 from foredraft.tree import Proposal, TokenTree
@@ -140,6 +140,10 @@ class Several(Drafter):
         self.expected_accepted = only.drafter.expected_accepted if only else None
         return replace(only.tree, proposal="mixed", q=None) if only else merged(self._parts, request.device)
 
+    def drafter_of(self, row: int) -> str:
+        found = [part.drafter.drafter_of(row) for part in self._parts if row in part.rows or len(self._parts) == 1]
+        return found[0] if found else self.name
+
     def _ask(self, drafter: Drafter, request: DraftRequest) -> TokenTree:
         shape = self._own(drafter, request.shape)
         offered = drafter.proposals_for(shape)
@@ -160,17 +164,11 @@ class Several(Drafter):
             drafter.observe(rows, self._feedback(drafter, parts.get(id(drafter)), feedback, paths))
 
     def _feedback(self, drafter: Drafter, part: Part | None, feedback: Feedback, paths: list[list[int]]) -> Feedback:
-        """The feedback for one drafter: on its own nodes, or on a round without a draft. One that reads hidden states gets feedback on the
-        whole tree, because it needs those of every node that was kept, whoever proposed it."""
+        """What one drafter is told of the merged tree."""
         info, hidden = drafter.info, feedback.hidden
         mine = self._share(drafter, hidden) if info.features and hidden is not None else None
         own = replace(feedback, logits=feedback.logits if info.needs_logits else None, hidden=mine)
-        if info.features or not (info.learns_from_feedback or info.needs_logits):
-            return own
-        if part is None:
-            logits = None if own.logits is None else own.logits[:, :1]
-            return Feedback(TokenTree.root(feedback.tree.tokens[:, 0]), [0] * feedback.tree.rows, None, logits)
-        return own_feedback(part, own, paths) if part.places else replace(own, tree=part.tree)
+        return member_feedback(info, part, own, paths)
 
     # -- the rest -------------------------------------------------------------------------------------------------------
 

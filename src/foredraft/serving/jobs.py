@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Joined:
-    """The rows of the job are in the session, after so many seconds in the queue."""
+    """The first row of the job is in the session, after so many seconds in the queue."""
 
     waited: float
 
@@ -76,6 +76,7 @@ class Job:
         id: of the request, for the log.
         arrived: when it arrived, by ``time.monotonic``.
         unfinished: numbers of the choices that are not over; the engine's.
+        begun: a row of it was decoded; the engine's.
     """
 
     choices: Sequence[Choice]
@@ -83,22 +84,23 @@ class Job:
     id: str
     arrived: float
     unfinished: set[int] = field(default_factory=set)
-    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    begun: bool = False
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
         self.unfinished = set(range(len(self.choices)))
 
-    # -- in the engine's thread -----------------------------------------------------------------------------------------
-
-    def send(self, event: Event) -> bool:
-        """Hand ``event`` to the API; False where the client has left too much unread."""
-        if self._events.qsize() >= BOUND:
-            return False
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        return True
+    @property
+    def unread(self) -> int:
+        """Events that the API has not read; any thread may ask."""
+        return self._events.qsize()
 
     # -- on the event loop ----------------------------------------------------------------------------------------------
+
+    def put(self, event: Event) -> None:
+        """Called for the engine, which hands over the events of a step together."""
+        self._events.put_nowait(event)
 
     async def events(self) -> AsyncIterator[Event]:
         """Everything the engine says, until every choice is over or the job has failed."""

@@ -1,0 +1,278 @@
+"""The server as an ASGI application: paths, and what happens to a request between the client and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+from foredraft.errors import ForedraftError
+from foredraft.loading import name_of
+from foredraft.serving import openapi, pages
+from foredraft.serving.engine import Engine
+from foredraft.serving.failures import ApiError, api_error, refused
+from foredraft.serving.jobs import Failed, Job, Joined
+from foredraft.serving.protect import Protection, field_error, read_json
+from foredraft.serving.requests import Requests
+from foredraft.serving.responses import Answer, ChatAnswer, CompletionAnswer, Facts
+from foredraft.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from foredraft.serving.settings import Settings
+from foredraft.serving.sse import DONE, PING, PINGED, EventStream, data, failure, unless_left, with_pings
+from foredraft.serving.writers import TokenNames
+from foredraft.speculator import Speculator
+
+log = logging.getLogger("foredraft.serving")
+Handler = Callable[[Request], Awaitable[Any]]
+
+
+class Server:
+    """What the paths share."""
+
+    def __init__(self, speculator: Speculator, settings: Settings):
+        self.settings, self.speculator = settings, speculator
+        self.engine = Engine(speculator, settings)
+        self.requests = Requests(speculator, settings)
+        self.tokenizer = speculator.tokenizer
+        self.names = TokenNames(self.tokenizer)
+        self.created = int(time.time())
+
+    # -- completions ----------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: Request) -> Response:
+        """Continue prompts."""
+        return await self.answer(request, await read_json(request, CompletionRequest), CompletionAnswer)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self.answer(request, await read_json(request, ChatRequest), ChatAnswer)
+
+    async def answer(self, request: Request, asked: Any, kind: type[Answer]) -> Response:
+        state, arrived = request.scope["state"], time.monotonic()
+        isolation = None if self.settings.share else state["key"]
+        plan = await unless_left(request.receive, self.requests.plan(asked, isolation))
+        shape = self.speculator.shape
+        facts = Facts(
+            id=state["id"],
+            created=int(time.time()),
+            model=self.settings.model,
+            fingerprint=self.engine.fingerprint,
+            metrics=self.settings.request_metrics,
+            depth=shape.depth,
+        )
+        answer = kind(asked, plan, facts, self.tokenizer, self.names)
+        job = Job(plan.choices, owner=state["owner"], id=state["id"], arrived=arrived)
+        self.engine.submit(job)
+        events = self.choices(job, answer)
+        if asked.stream:
+            first = asyncio.ensure_future(anext(events))
+            await unless_left(request.receive, asyncio.wait({first}, timeout=PING))
+            if first.done() and (error := first.exception()) is not None:
+                raise error
+            return EventStream(self.stream(asked, answer, events, first))
+        try:
+            await unless_left(request.receive, exhaust(events))
+        finally:
+            await events.aclose()
+        return JSONResponse(await asyncio.to_thread(answer.whole))
+
+    async def choices(self, job: Job, answer: Answer) -> AsyncIterator[list[dict[str, Any]]]:
+        """What the events of ``job`` add to the choices of ``answer``. The engine learns of stop strings, and if nobody reads on."""
+        try:
+            async for event in job.events():
+                if isinstance(event, Joined):
+                    yield answer.begin()
+                elif isinstance(event, Failed):
+                    raise event.error
+                else:
+                    choices = answer.take(event.choice, event.commit)
+                    if event.commit.finish_reason is None and answer.writers[event.choice].over:
+                        self.engine.finish(job, event.choice)
+                    yield choices
+                    if answer.over:
+                        return
+        finally:
+            self.engine.leave(job)
+
+    async def stream(self, asked: Any, answer: Answer, events: AsyncIterator[Any], first: asyncio.Future[Any]) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        options = asked.stream_options
+        try:
+            async for choices in with_pings(events, first):
+                if choices is None:
+                    yield PINGED
+                    continue
+                chunks = [answer.chunk([choice], usage=options.continuous_usage_stats) for choice in choices]
+                if chunks:
+                    yield b"".join(map(data, chunks))
+            if options.include_usage or self.settings.request_metrics:
+                yield data(answer.chunk([], usage=options.include_usage, last=True))
+            yield DONE
+        except Exception as error:  # the status has been sent
+            yield failure(told(error))
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    # -- tokens ---------------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """The tokens of a text or a conversation."""
+        asked = await read_json(request, TokenizeRequest)
+        self.requests.check_model(asked.model)
+        ids = await asyncio.to_thread(self.requests.tokenize, asked)
+        strings = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self.requests.longest, "tokens": ids, "token_strs": strings}
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        """The text of tokens."""
+        asked = await read_json(request, DetokenizeRequest)
+        self.requests.check_model(asked.model)
+        if asked.tokens and max(asked.tokens) >= self.requests.vocabulary:
+            raise refused(f"token {max(asked.tokens)} is outside the model's vocabulary of {self.requests.vocabulary}", "tokens")
+        return {"prompt": await asyncio.to_thread(self.tokenizer.decode, asked.tokens)}
+
+    async def tokenizer_info(self, request: Request) -> dict[str, Any]:
+        """What the tokenizer's own configuration says."""
+        plain = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, (str, int, float, bool, type(None)))}
+        template = self.requests.chat.source or None
+        return {**plain, "tokenizer_class": type(self.tokenizer).__name__, "chat_template": template}
+
+    # -- about the server -----------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> dict[str, Any]:
+        """The one model that there is."""
+        return {"object": "list", "data": [self.card]}
+
+    async def model(self, request: Request) -> dict[str, Any]:
+        """The model of that name."""
+        self.requests.check_model(request.path_params["name"])
+        return self.card
+
+    @property
+    def card(self) -> dict[str, Any]:
+        name = self.settings.model
+        about = {"id": name, "object": "model", "created": self.created, "owned_by": "foredraft", "root": name, "parent": None}
+        return {**about, "max_model_len": self.requests.longest, "chat": bool(self.requests.chat.template)}
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are taken."""
+        state = self.engine.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Counts for Prometheus."""
+        body, kind = self.engine.metrics.render()
+        return Response(body, headers={"content-type": kind})
+
+    async def no_responses(self, request: Request) -> Response:
+        """OpenAI's Responses API is not here."""
+        raise ApiError(404, "/v1/responses is not served here; use /v1/chat/completions or /v1/completions", code="not_served")
+
+
+async def exhaust(events: AsyncIterator[Any]) -> None:
+    async for _ in events:
+        pass
+
+
+def told(error: Exception) -> ApiError:
+    """What a client is told; what is no error of ours goes to the log."""
+    found = api_error(error)
+    if found.status == 500:
+        log.error("a request failed: %s", error, exc_info=error)
+    return found
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        words = {404: f"there is no {request.url.path[:200]} here", 405: f"{request.method} is not possible at {request.url.path[:200]}"}
+        error = ApiError(error.status_code, words.get(error.status_code, str(error.detail)), headers=error.headers)
+    elif isinstance(error, RequestValidationError):  # of a path that leaves its body to FastAPI
+        error = field_error(ValidationError.from_exception_data("body", error.errors()), error.body)  # type: ignore[arg-type]
+    return told(error).response()
+
+
+def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
+    """The server, as an ASGI application: run it with uvicorn, or as part of another application.
+
+    Its lifespan starts the engine, and at the end gives running requests ``settings.drain`` seconds. One process serves one model: give
+    uvicorn no ``workers``.
+
+    Args:
+        speculator: what decodes; the server alone uses it from now on.
+        settings: as the flags of ``foredraft serve``.
+    """
+    settings = settings or Settings(model=name_of(speculator.model))
+    server = Server(speculator, settings)
+
+    @asynccontextmanager
+    async def lifespan(application: FastAPI) -> AsyncIterator[None]:
+        server.engine.start()
+        try:
+            yield
+        finally:
+            await server.engine.drain(settings.drain)
+            await asyncio.to_thread(server.engine.stop)
+            server.requests.close()
+
+    found = FastAPI(title="Foredraft", version=openapi.VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    found.state.engine = server.engine
+    for path, method, handler, body in routes(server):
+        found.add_api_route(path, guarded(handler), methods=[method], **openapi.described(handler, body))
+    if find_spec("foredraft.serving.roll"):
+        from foredraft.serving.roll import router
+
+        found.include_router(router(server.engine, speculator), responses=openapi.ERRORS)
+    if settings.page:
+        pages.add(found)
+    for kind in (ApiError, HTTPException, RequestValidationError, ForedraftError):
+        found.add_exception_handler(kind, answer_error)
+    openapi.add_schemas(found, [body for *_, body in routes(server) if body is not None])
+    found.add_middleware(Protection, settings=settings)
+    if settings.cors_origins:
+        headers = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"]}
+        found.add_middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), **headers)
+    return found
+
+
+def routes(server: Server) -> list[tuple[str, str, Handler, type[BaseModel] | None]]:
+    """Path, method, what answers, and the model of its body."""
+    return [
+        ("/v1/completions", "POST", server.complete, CompletionRequest),
+        ("/v1/chat/completions", "POST", server.chat, ChatRequest),
+        ("/tokenize", "POST", server.tokenize, TokenizeRequest),
+        ("/detokenize", "POST", server.detokenize, DetokenizeRequest),
+        ("/tokenizer_info", "GET", server.tokenizer_info, None),
+        ("/v1/models", "GET", server.models, None),
+        ("/v1/models/{name:path}", "GET", server.model, None),
+        ("/v1/responses", "POST", server.no_responses, None),
+        ("/health", "GET", server.health, None),
+        ("/metrics", "GET", server.metrics, None),
+    ]
+
+
+def guarded(handler: Handler) -> Handler:
+    """``handler``, none of whose errors is left to the machinery around it."""
+
+    async def answer(request: Request) -> Any:
+        try:
+            found = await handler(request)
+        except ClientDisconnect:
+            request.scope["state"]["status"] = 499
+            raise
+        except Exception as error:
+            return told(error).response()
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+    answer.__name__, answer.__doc__ = getattr(handler, "__name__", "answer"), handler.__doc__
+    return answer

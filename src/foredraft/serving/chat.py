@@ -1,0 +1,91 @@
+"""Conversations: messages as a chat template reads them, and the prompt that it makes of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foredraft.serving.failures import refused
+from foredraft.serving.schema import ContentPart, Message, Tool
+
+
+class Chat:
+    """The chat template of a tokenizer, or the one that the operator has given. A request can give none."""
+
+    def __init__(self, tokenizer: Any, template: str | None):
+        self.tokenizer = tokenizer
+        self.template = template or getattr(tokenizer, "chat_template", None)
+        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+
+    @property
+    def source(self) -> str:
+        """The template's text; of several, that of the first."""
+        return str(next(iter(self.template.values())) if isinstance(self.template, dict) else self.template or "")
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        begin_answer: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of the conversation, up to where the answer begins.
+
+        Raises:
+            ApiError: 400; there is no template, or it refuses the messages.
+        """
+        if not self.template:
+            raise refused(
+                "the model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
+                "messages",
+                "no_chat_template",
+            )
+        if tools and "tools" not in self.source:
+            raise refused("the model's chat template knows no tools; leave tools out", "tools", "no_tools")
+        options = dict(options or {})
+        if odd := sorted(self._reserved & options.keys()):
+            raise refused(f"chat_template_kwargs.{odd[0]} cannot be set by a request", "chat_template_kwargs", "unknown_field")
+        native = "developer" in self.source
+        shown = [as_template_reads(message, developer=native) for message in messages]
+        given = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        try:
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    shown, tools=given, chat_template=self.template, tokenize=False, add_generation_prompt=begin_answer, **options
+                )
+            )
+        except Exception as error:  # a template is a program of the model's author
+            raise refused(f"the chat template refused the messages: {str(error)[:500]}", "messages", "chat_template") from error
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def as_template_reads(message: Message, *, developer: bool) -> dict[str, Any]:
+    """Templates read text as one string, arguments of calls as objects, and mostly know no developers."""
+    shown: dict[str, Any] = {"role": message.role if developer or message.role != "developer" else "system"}
+    shown["content"] = text_of(message.content)
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            shown[name] = value
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}}
+            for call in message.tool_calls
+        ]
+    return shown
+
+
+def text_of(content: str | Sequence[ContentPart] | None) -> str:
+    """Parts of a message stand below each other."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
+def arguments_of(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        raise refused("tool_calls: the arguments of a call must be JSON", "messages", "invalid_field") from None

@@ -1,0 +1,386 @@
+"""One thread that owns the :class:`~foredraft.session.Session` of a server: jobs come in, events go out.
+
+Coroutines :meth:`~Engine.submit` jobs and read their events; what they ask for is noted under a lock, and the thread looks at it between
+two steps. It does nothing else than steps: no tokenising, no JSON. While there is nothing to do it sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from foredraft.errors import BusyError, ConfigurationError
+from foredraft.rows import Commit
+from foredraft.serving.calls import Call, log, send
+from foredraft.serving.jobs import BOUND, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
+from foredraft.serving.metrics import REASONS, Metrics
+from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
+from foredraft.serving.settings import Settings
+from foredraft.speculator import Speculator
+
+T = TypeVar("T")
+State = Literal["ready", "draining", "dead"]
+
+LOOK = 0.05  # seconds between two looks for requests that have waited or run for too long
+FATAL = 3  # steps that fail with no row done in between before the engine gives up
+PATIENCE = 5.0  # seconds that a call of :meth:`Engine.alone` waits until no row is live
+
+
+class EngineError(RuntimeError):
+    """A step failed. Its cause says why; that is a defect, or the machine's."""
+
+
+class Engine:
+    """What a server decodes with.
+
+    :meth:`submit`, :meth:`leave`, :meth:`finish`, :meth:`alone` and :meth:`drain` are for the event loop; only the thread that
+    :meth:`start` begins touches the session.
+
+    Attributes:
+        state: ``ready``; ``draining`` once no more jobs are taken; ``dead`` when steps fail again and again, and everybody was told.
+        on_death: called in the engine's thread when it dies.
+        session: the rows; other threads may read its statistics.
+        metrics: what ``/metrics`` answers.
+    """
+
+    def __init__(self, speculator: Speculator, settings: Settings):
+        self.speculator, self.settings = speculator, settings
+        self.session = speculator.session(repeatable=settings.repeatable, wait=True)
+        self.metrics = Metrics(settings.model, self.session, self)
+        self.state: State = "ready"
+        self.on_death: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()  # guards what follows
+        self._queue = FairQueue(settings.max_queue)
+        self._leavers: deque[tuple[Job, int | None, Exception | None]] = deque()  # jobs, or one choice of them, and what they are told
+        self._alone: deque[Call] = deque()
+        self._stopping = False
+        # of the thread alone
+        self._live: dict[int, Live] = {}  # by slot
+        self._learns = self.session.drafter.learnt is not None  # its weights change while rows are live; nobody else's do
+        self._outbox: list[tuple[Job, Event]] = []
+        self._tokens = 0  # that the live rows have at most in the end
+        self._blocked = False  # the head of the queue did not fit, and no row has left since
+        self._joined = False  # the last step read new rows, so that the live ones have waited
+        self._failures = 0
+        self._looked = 0.0
+        self._rate = DrainRate()
+        self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
+
+    # -- on the event loop ----------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Rows that are being decoded."""
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        """Rows in the queue."""
+        return len(self._queue)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue the rows of ``job``; its events say what becomes of them.
+
+        Raises:
+            ConfigurationError, CacheMemoryError: a row of it can never run.
+            QueueFullError: too many rows wait.
+            DrainingError: the server is about to stop.
+        """
+        if len(job.choices) > self.settings.max_queue:
+            raise ConfigurationError(
+                f"the request asks for {len(job.choices)} texts, and the server takes at most {self.settings.max_queue}; ask for fewer"
+            )
+        rows = [Waiting(job, index, self._size(job, index)) for index in range(len(job.choices))]
+        with self._changed:
+            if self.state != "ready":
+                raise DrainingError("the server is about to stop; ask again later")
+            if excess := self._queue.excess(job.owner, len(rows)):
+                self.metrics.refused += 1
+                seconds = self._rate.seconds(excess)
+                raise QueueFullError(f"{len(self._queue)} texts are waiting already; try again in {seconds:.0f} s", seconds)
+            self._queue.push(rows)
+            self._changed.notify()
+
+    def _size(self, job: Job, index: int) -> int:
+        choice, most = job.choices[index], self.settings.max_batch_tokens
+        size = self.session.check(choice.ids, choice.parameters)
+        if most is not None and size > most:
+            raise ConfigurationError(
+                f"the prompt has {len(choice.ids)} tokens and may get {size - len(choice.ids)} more, and the server allows {most} in all; "
+                "ask for fewer tokens or shorten the prompt"
+            )
+        return size
+
+    def leave(self, job: Job) -> None:
+        """The client has left: drop the job. It gets no more events."""
+        self._dismiss(job)
+
+    def finish(self, job: Job, choice: int) -> None:
+        """The choice needs no more tokens, for instance because of a stop string. Its last event is a commit without tokens whose
+        ``finish_reason`` is "removed", unless the row was over before."""
+        self._dismiss(job, choice)
+
+    def _dismiss(self, job: Job, choice: int | None = None, error: Exception | None = None) -> None:
+        with self._changed:
+            self._leavers.append((job, choice, error))
+            self._changed.notify()
+
+    async def alone(self, function: Callable[[], T], *, patience: float = PATIENCE) -> T:
+        """The result of ``function``, which runs in the engine's thread while no row is live; those that wait go on waiting meanwhile.
+
+        Raises:
+            BusyError: rows were live for all of ``patience`` seconds.
+            DrainingError: the server is about to stop.
+        """
+        call = Call(function)
+        with self._changed:
+            if self.state != "ready":
+                raise DrainingError("the server is about to stop; ask again later")
+            self._alone.append(call)
+            self._changed.notify()
+        try:
+            await asyncio.wait([call.result], timeout=patience)
+        finally:
+            with self._changed:
+                if late := call in self._alone:
+                    self._alone.remove(call)
+        if late:
+            raise BusyError("the server is decoding for others, and this needs it alone; try again when it is idle")
+        return await call.result
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more jobs; wait until those that were taken are over. After ``seconds`` the rest are told that the server stops."""
+        with self._changed:
+            if self.state == "ready":
+                self.state = "draining"
+        end = time.monotonic() + seconds
+        while self._thread.is_alive() and (jobs := self._jobs()):
+            if time.monotonic() >= end:
+                for job in jobs:
+                    self._dismiss(job, error=DrainingError("the server stops; the text ends here"))
+                end += 1.0
+            await asyncio.sleep(0.02)
+
+    def _jobs(self) -> set[Job]:
+        with self._changed:
+            return {row.job for row in self._queue} | {live.waiting.job for live in list(self._live.values())}
+
+    def stop(self) -> None:
+        """End the thread; whoever is still waiting is told. It takes until the end of the step that is under way."""
+        with self._changed:
+            if self.state == "ready":
+                self.state = "draining"
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- in the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._sleep():
+                self._dismiss_leavers()
+                self._dismiss_late()
+                if not self._live:
+                    self._run_alone()
+                self._admit()
+                if self._live:
+                    self._step()
+                self._flush()
+        except BaseException as error:
+            log.exception("the engine has died")
+            self.state = "dead"
+            self._tell_all(error)
+            self.on_death()
+        else:
+            self._tell_all(DrainingError("the server stops; the text ends here"))
+            self.session.close()
+
+    def _sleep(self) -> bool:
+        """Wait until there is something to do; False once the engine is to stop."""
+        with self._changed:
+            while not (self._stopping or self._live or self._queue or self._leavers or self._alone):
+                self._changed.wait()
+            return not self._stopping
+
+    def _dismiss_leavers(self) -> None:
+        with self._changed:
+            leavers, self._leavers = self._leavers, deque()
+        for job, choice, error in leavers:
+            if choice is None:
+                self._drop(job, error)
+            elif choice in job.unfinished:
+                self._finish(job, choice)
+
+    def _finish(self, job: Job, choice: int) -> None:
+        """The API wants no more of one row."""
+        with self._changed:
+            self._queue.remove(job, choice)
+        job.unfinished.discard(choice)
+        slot = next((slot for slot, live in self._live.items() if (live.waiting.job, live.waiting.index) == (job, choice)), -1)
+        if slot >= 0:
+            self.metrics.over(self._remove(slot), "stop")
+        self._outbox.append((job, Progress(choice, Commit(slot, [], 0, "removed"))))
+
+    def _dismiss_late(self) -> None:
+        """Drop requests that have waited or run for longer than allowed."""
+        now, settings = time.monotonic(), self.settings
+        if now - self._looked < LOOK:
+            return
+        self._looked = now
+        with self._changed:
+            waiting = {row.job for row in self._queue}
+        live = {each.waiting.job for each in self._live.values()}
+        for job in waiting | live:
+            age = now - job.arrived
+            if age > settings.request_timeout:
+                self._drop(job, JobTimeoutError(f"the request took longer than the {settings.request_timeout:g} s that it may take"))
+            elif age > settings.queue_timeout and not job.begun:
+                self._drop(job, JobTimeoutError(f"the request waited for {settings.queue_timeout:g} s, and still has no turn; try later"))
+
+    def _drop(self, job: Job, error: Exception | None) -> None:
+        """``job`` is over; it is told why, unless its client has left."""
+        if not job.unfinished:
+            return
+        with self._changed:
+            self._queue.remove(job)
+        unfinished, job.unfinished = job.unfinished, set()
+        self.metrics.finished["abort" if error is None else "error"] += len(unfinished)
+        for slot in [slot for slot, live in self._live.items() if live.waiting.job is job]:
+            if slot in self._live:
+                self._remove(slot)
+        if error is not None and unfinished:
+            self._outbox.append((job, Failed(error)))
+
+    def _remove(self, slot: int) -> Live:
+        """Take the row out of the session."""
+        live = self._over(slot)
+        try:
+            self.session.remove(slot)
+        except Exception as error:
+            self._broken(error)
+        return live
+
+    def _over(self, slot: int) -> Live:
+        """The row is no longer live."""
+        live = self._live.pop(slot)
+        self._tokens -= live.waiting.size
+        self._blocked = False
+        return live
+
+    def _run_alone(self) -> None:
+        while True:
+            with self._changed:
+                if not self._alone:
+                    return
+                call = self._alone.popleft()
+            call.run()
+
+    def _admit(self) -> None:
+        """Hand rows to the session as far as there is room. It reads them at once, so that the queue alone decides whose turn it is; and
+        after a step that read some, those that waited for them have a round."""
+        if self._blocked or self.session.waiting or (self._joined and self._live):
+            return
+        most = self.settings.max_batch_tokens
+        while len(self._live) < self.settings.max_rows:
+            with self._changed:
+                row = self._queue.head
+            if row is None:
+                return
+            if most is not None and self._live and self._tokens + row.size > most:
+                return
+            try:
+                if self.session.fits(row.choice.ids, row.choice.parameters) == "later":
+                    self._blocked = True
+                    return
+                slot = self.session.add(row.choice.ids, row.choice.parameters)
+            except Exception as error:  # it could run when it was submitted
+                self._drop(row.job, error)
+                continue
+            with self._changed:
+                self._queue.pop()
+            now = time.monotonic()
+            if not row.job.begun:
+                row.job.begun = True
+                self._outbox.append((row.job, Joined(now - row.job.arrived)))
+            self._live[slot] = live = Live(row, now)
+            self.metrics.joined(live)
+            self._tokens += row.size
+
+    def _step(self) -> None:
+        new, begin = len(self.session.waiting), time.monotonic()
+        try:
+            commits = self.session.step(follow=self._learns or new == len(self._live))
+        except Exception as error:
+            self._broken(error)
+            return
+        now, done, tokens = time.monotonic(), 0, 0
+        self._joined = new > len(self.session.waiting)
+        for commit in commits:
+            if (live := self._live.get(commit.slot)) is None:  # its job was dropped for another row's failure in this step
+                continue
+            tokens += self.metrics.progress(live, commit, now)
+            self._progress(live, commit)
+            done += commit.finish_reason is not None
+        self.metrics.seen["iteration_tokens_total"](tokens)
+        if done:
+            self._failures = 0
+        self._rate.step(now - begin, done)
+
+    def _progress(self, live: Live, commit: Commit) -> None:
+        """Tell the job what a step added to its row."""
+        job, index, reason = live.waiting.job, live.waiting.index, commit.finish_reason
+        if reason is not None:
+            self._over(commit.slot)
+        if (error := getattr(commit, "error", None)) is not None:
+            self._drop(job, error)
+        elif job.unread >= BOUND:
+            self._drop(job, JobTimeoutError(f"the client has left {BOUND} events unread"))
+        else:
+            self._outbox.append((job, Progress(index, commit)))
+            if reason is not None:
+                job.unfinished.discard(index)
+                self.metrics.over(live, REASONS.get(reason, "error"))
+
+    def _broken(self, error: Exception) -> None:
+        """A step failed, and the session has dropped its rows. Everybody in it is told; unless that goes on, the next ones may fare
+        better."""
+        log.error("a step failed: %s", error, exc_info=error)
+        jobs = {live.waiting.job for live in self._live.values()}
+        self._live.clear()
+        self._tokens, self._blocked, self._joined = 0, False, False
+        failure = EngineError(f"the engine failed: {error}")
+        failure.__cause__ = error
+        for job in jobs:
+            self._drop(job, failure)
+        self._failures += 1
+        if self._failures >= FATAL:
+            raise failure
+        self.session.close()
+
+    def _tell_all(self, error: BaseException) -> None:
+        failure = error if isinstance(error, Exception) else EngineError(f"the engine has died: {error!r}")
+        with self._changed:
+            jobs = {row.job for row in self._queue} | {live.waiting.job for live in self._live.values()}
+            calls = list(self._alone)
+            self._alone.clear()
+        self._live.clear()
+        for job in jobs:
+            self._drop(job, failure)
+        for call in calls:
+            call.fail(failure)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what has happened, all that is for one event loop in one call."""
+        if self._outbox:
+            send(self._outbox)
+            self._outbox = []

@@ -1,0 +1,79 @@
+"""What a client is told when something is wrong: OpenAI's error object, and the status that goes with each error of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from foredraft.errors import BusyError, CacheMemoryError, ConfigurationError
+from foredraft.serving.jobs import DrainingError, JobTimeoutError, QueueFullError
+
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+STATUSES: dict[int, str] = {
+    400: "a field, the JSON or the Host header cannot be used; the message says why",
+    401: "no API key, or an unknown one",
+    404: "no such path or model",
+    405: "the path has another method",
+    408: "the body came too slowly",
+    413: "the body is larger than --max-body",
+    415: "the content type is not application/json",
+    429: "the queue is full; Retry-After says when to try again",
+    500: "a fault of the server",
+    503: "the server is about to stop, or its engine has died",
+    504: "the request waited or ran for longer than the server allows",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Attributes:
+        param: the field that is wrong.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that cannot be served as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of ``error``. Of what is no error of ours, it learns nothing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(max(1, ceil(error.retry_after)))})
+    if isinstance(error, DrainingError):
+        return ApiError(503, str(error), code="draining")
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error), code="busy", headers={"Retry-After": "1"})
+    if isinstance(error, JobTimeoutError):
+        return ApiError(504, str(error), code="timeout")
+    if isinstance(error, (ConfigurationError, CacheMemoryError)):
+        return refused(str(error))
+    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")

@@ -1,0 +1,104 @@
+"""What a text has to match, compiled in threads of its own and within bounds, so that no schema or expression slows others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from foredraft.errors import ConfigurationError
+from foredraft.grammars import Grammar
+from foredraft.serving.failures import refused
+from foredraft.serving.schema import ChatRequest, CompletionRequest, JsonObject, JsonSchemaFormat, NamedTool, StructuredOutputs
+from foredraft.serving.tools import calls_schema
+
+LONGEST = 1 << 16  # characters of a schema or a grammar
+LONGEST_REGEX = 1 << 12
+SECONDS = 10.0  # that a compilation may take
+MOST_WAITING = 16  # compilations that wait for a thread
+
+
+def wanted(request: CompletionRequest | ChatRequest) -> tuple[str, dict[str, Any]] | None:
+    """The field that says what the text has to match, and the argument of :class:`Grammar` for it; None where nothing does.
+
+    Raises:
+        ApiError: two fields say it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if request.structured_outputs is not None:
+        found["structured_outputs"] = of_structured(request.structured_outputs)
+    if isinstance(request, ChatRequest):
+        format = request.response_format
+        if isinstance(format, JsonObject):
+            found["response_format"] = {"json_schema": {"type": "object"}}
+        elif isinstance(format, JsonSchemaFormat):
+            found["response_format"] = {"json_schema": format.json_schema.schema_ or {"type": "object"}}
+        if request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool):
+            found["tool_choice"] = {"json_schema": calls_schema(request)}
+    if len(found) > 1:
+        raise refused(f"{' and '.join(found)} cannot be combined: both say what the text has to match", [*found][-1])
+    return next(iter(found.items()), None)
+
+
+def of_structured(outputs: StructuredOutputs) -> dict[str, Any]:
+    if outputs.json_ is not None:
+        return {"json_schema": outputs.json_}
+    if outputs.choice is not None:
+        return {"regex": "|".join(escaped(each) for each in outputs.choice)}
+    if outputs.regex is not None:
+        return {"regex": outputs.regex}
+    return {"json_schema": {"type": "object"}} if outputs.json_object else {"grammar": outputs.grammar}
+
+
+def escaped(text: str) -> str:
+    """``text`` as a regular expression, in the dialect of Rust."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~]", r"\\\g<0>", text)
+
+
+class Formats:
+    """Compiles grammars for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, eos: frozenset[int]):
+        self.tokenizer, self.eos = tokenizer, sorted(eos)
+        self._threads = ThreadPoolExecutor(1, "grammars")
+        self._waiting = 0
+
+    async def compile(self, param: str, source: dict[str, Any]) -> Grammar:
+        """The grammar of ``source``, an argument of :class:`Grammar`, which the field ``param`` gives.
+
+        Raises:
+            ApiError: it cannot be used, or it is too large.
+        """
+        (kind, value), *_ = source.items()
+        length = len(value if isinstance(value, str) else json.dumps(value))
+        most = LONGEST_REGEX if kind == "regex" and param != "tool_choice" else LONGEST
+        if length > most:
+            raise refused(f"{param}: the {kind} has {length} characters; at most {most} are taken", param, "grammar_too_large")
+        if self._waiting >= MOST_WAITING:
+            raise refused(f"{param}: too many formats are being compiled; try again later", param, "grammar_busy")
+        self._waiting += 1
+        try:
+            made = asyncio.get_running_loop().run_in_executor(self._threads, self._make, source)
+            return await asyncio.wait_for(made, SECONDS)
+        except asyncio.TimeoutError:
+            raise refused(f"{param}: the {kind} takes longer than {SECONDS:g} seconds to compile; simplify it", param, "grammar_too_large") from None
+        except ConfigurationError as error:
+            raise refused(f"{param}: {error}", param, "invalid_grammar") from None
+        finally:
+            self._waiting -= 1
+
+    def _make(self, source: dict[str, Any]) -> Grammar:
+        """Compiled, and asked for its first mask, which shows what it will cost."""
+        grammar = Grammar(self.tokenizer, backend="llguidance", eos=self.eos, **source)
+        import numpy as np
+
+        try:
+            grammar.compiled.fill([grammar.compiled.start()], np.zeros((1, grammar.compiled.words), np.int32))
+        except Exception as error:  # the library raises anything
+            raise ConfigurationError(f"llguidance cannot use this: {str(error).strip()[:500]}") from error
+        return grammar
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

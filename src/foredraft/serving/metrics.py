@@ -1,0 +1,167 @@
+"""What ``/metrics`` says: vLLM's names and labels, so that its dashboards and load tools read them, and ``foredraft:`` ones for drafts.
+
+A *request* of vLLM's is a row here: one choice. Counts are plain numbers, and those of the session's own statistics are read when somebody
+asks; only histograms are filled while rows are decoded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from foredraft.rows import Commit
+from foredraft.serving.queue import Live
+from foredraft.session import Session
+
+LABELS = ("model_name", "engine")
+SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("From the arrival of a request to its first token", SHORT),
+    "inter_token_latency_seconds": ("Between two rounds of a request; each gives it at least one token", BETWEEN),
+    "request_time_per_output_token_seconds": ("From the first token of a request to its last, divided by the tokens between", BETWEEN),
+    "e2e_request_latency_seconds": ("From the arrival of a request to its last token", WHOLE),
+    "request_queue_time_seconds": ("From the arrival of a request until it is decoded", WHOLE),
+    "request_inference_time_seconds": ("From then to its last token", WHOLE),
+    "request_prefill_time_seconds": ("From then to its first token", WHOLE),
+    "request_decode_time_seconds": ("From its first token to its last", WHOLE),
+    "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
+    "request_generation_tokens": ("Tokens that a request got", TOKENS),
+    "request_params_max_tokens": ("Tokens that a request asked for at most", TOKENS),
+    "request_params_n": ("Rows of a request", (1, 2, 5, 10, 20)),
+    "iteration_tokens_total": ("Tokens that one step read of prompts and added to texts", TOKENS),
+}
+REASONS = {"eos": "stop", "stop": "stop", "removed": "stop", "length": "length", "context": "length"}
+FINISHED = ("stop", "length", "abort", "error")
+PLAIN = "chain(0)"  # the shape of a round without a draft
+
+
+class Rows(Protocol):
+    """What is decoded and what waits."""
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own.
+
+    Attributes:
+        refused: requests that were turned away because the queue was full.
+        finished: rows that are over, by vLLM's reasons.
+    """
+
+    def __init__(self, model: str, session: Session, rows: Rows):
+        self.model, self.session, self.rows = model, session, rows
+        self.drafts = self.prompt_tokens = self.refused = 0
+        self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED, 0))
+        self.registry = CollectorRegistry()
+        self.seen = {
+            name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry).labels(model, "0").observe
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self.registry.register(self)
+
+    def render(self) -> tuple[bytes, str]:
+        """The answer to ``GET /metrics``, and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    # -- in the engine's thread -----------------------------------------------------------------------------------------
+
+    def joined(self, live: Live) -> None:
+        self.seen["request_queue_time_seconds"](live.joined - live.waiting.job.arrived)
+        self.seen["request_params_n"](len(live.waiting.job.choices))
+        self.seen["request_params_max_tokens"](live.waiting.choice.parameters.max_new_tokens)
+
+    def progress(self, live: Live, commit: Commit, now: float) -> int:
+        """A row gained the tokens of ``commit``. Returns how many were read and added."""
+        tokens, drafted = len(commit.tokens), commit.stats.drafted if commit.stats is not None else 0
+        if live.first is None:
+            live.first = now
+            read = len(live.waiting.choice.ids)
+            self.prompt_tokens += read
+            tokens += read
+            self.seen["time_to_first_token_seconds"](now - live.waiting.job.arrived)
+        else:
+            self.seen["inter_token_latency_seconds"](now - live.last)
+        if drafted > live.drafted:
+            self.drafts += 1
+            live.drafted = drafted
+        live.tokens += len(commit.tokens)
+        live.last = now
+        return tokens
+
+    def over(self, live: Live, reason: str) -> None:
+        """A row is over; it has all its tokens unless ``reason`` is "abort" or "error"."""
+        self.finished[reason] += 1
+        if reason in ("abort", "error") or live.first is None:
+            return
+        for name, begin, end in (
+            ("e2e_request_latency_seconds", live.waiting.job.arrived, live.last),
+            ("request_inference_time_seconds", live.joined, live.last),
+            ("request_prefill_time_seconds", live.joined, live.first),
+            ("request_decode_time_seconds", live.first, live.last),
+        ):
+            self.seen[name](end - begin)
+        if live.tokens > 1:
+            self.seen["request_time_per_output_token_seconds"]((live.last - live.first) / (live.tokens - 1))
+        self.seen["request_prompt_tokens"](len(live.waiting.choice.ids))
+        self.seen["request_generation_tokens"](live.tokens)
+
+    # -- when somebody asks ---------------------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry; another thread may be in a step."""
+        stats, memory = self.session.stats, self.session.memory
+        usage = 0.0 if memory is None or not memory.limit else memory.held / memory.limit
+        yield self._gauge("vllm:num_requests_running", "Rows that are decoded", self.rows.running)
+        yield self._gauge("vllm:num_requests_waiting", "Rows that wait for their turn", self.rows.waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages that rows hold; 0 without a limit", usage)
+        yield self._count("vllm:num_preemptions", "How often a row was set aside because pages ran out", self.session.admission.set_aside)
+        yield self._count("vllm:prompt_tokens", "Tokens of prompts", self.prompt_tokens)
+        yield self._count("vllm:generation_tokens", "Tokens that requests got", stats.new_tokens)
+        yield self._counts("vllm:request_success", "Requests that are over", "finished_reason", dict(self.finished))
+        yield self._count("vllm:spec_decode_num_drafts", "Drafts: rounds of a row with at least one drafted token", self.drafts)
+        yield self._count("vllm:spec_decode_num_draft_tokens", "Drafted tokens", stats.drafted)
+        yield self._count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted", stats.accepted)
+        by_position = {str(position): count for position, count in enumerate(list(stats.accepted_by_depth))}
+        yield self._counts("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place", "position", by_position)
+
+        for name, text, depths in (
+            ("foredraft:drafted_tokens", "Drafted tokens by depth in the tree", list(stats.drafted_by_depth)),
+            ("foredraft:accepted_tokens", "Accepted tokens by depth in the tree", list(stats.accepted_by_depth)),
+        ):
+            yield self._counts(name, text, "depth", {str(depth): count for depth, count in enumerate(depths, 1)}, drafter=True)
+        shapes = dict(stats.shapes)
+        yield self._counts("foredraft:rounds", "Rounds by the shape that was planned", "shape", shapes, drafter=True)
+        yield self._counts("foredraft:plain_rounds", "Rounds planned without a draft", None, {"": shapes.get(PLAIN, 0)}, drafter=True)
+        yield self._counts("foredraft:row_passes", "Rounds, each counted once per row", None, {"": stats.row_passes}, drafter=True)
+        yield self._counts("foredraft:kept_tokens", "Tokens that came of them", None, {"": stats.kept}, drafter=True)
+        seconds = {phase: spent for phase, spent in dict(stats.seconds).items() if phase not in ("total", "overhead")}
+        yield self._counts("foredraft:seconds", "Seconds of decoding by phase", "phase", seconds, drafter=True)
+        yield self._count("foredraft:requests_refused", "Requests turned away because the queue was full", self.refused)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        metric = GaugeMetricFamily(name, text, labels=LABELS)
+        metric.add_metric([self.model, "0"], value)
+        return metric
+
+    def _count(self, name: str, text: str, value: float) -> Metric:
+        return self._counts(name, text, None, {"": value})
+
+    def _counts(self, name: str, text: str, label: str | None, values: Mapping[str, float], *, drafter: bool = False) -> Metric:
+        """A counter with a value for each value of ``label``, if there is one."""
+        names = [*LABELS, *(["drafter"] if drafter else []), *([label] if label else [])]
+        metric = CounterMetricFamily(name, text, labels=names)
+        for value, count in values.items():
+            metric.add_metric([self.model, "0", *([self.session.drafter.name] if drafter else []), *([value] if label else [])], count)
+        return metric

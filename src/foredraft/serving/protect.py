@@ -1,0 +1,238 @@
+"""What stands in front of every request: who may ask, for which host, and how much may be sent how slowly.
+
+:class:`Protection` is an ASGI middleware. It reads no body: :func:`read_json` does, after path and key are known to be right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import math
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foredraft.serving.failures import ApiError, refused
+from foredraft.serving.settings import Settings
+
+log = logging.getLogger("foredraft.serving")
+DEPTH = 64  # of lists and objects in each other
+LARGE = 1 << 16  # bytes from which on JSON is read in a thread of its own
+BODY_TIMEOUT = 30.0  # seconds for a whole body
+ID = re.compile(r"[\x21-\x7e]{1,128}")
+OPEN = ("/", "/health", "/metrics")  # paths that need no key
+CLOSE = {"Connection": "close"}
+LEFT = 499  # in the log: the client left before it had its answer
+LOCAL = {"localhost", "127.0.0.1", "::1"}
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Protection:
+    """Checks Host and key, gives every request an id, and logs how it ended.
+
+    Below it, ``scope["state"]`` has ``id``, ``owner`` (whose turn it is in the queue), ``key`` (the key's name, None without keys)
+    and ``status``, of the line in the log.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings):
+        self.app = app
+        self.keys = [(name, key.encode()) for name, key in settings.keys.items()]
+        self.local, self.most = is_local(settings.host), settings.max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get("x-request-id", "")
+        state = scope.setdefault("state", {})
+        state["id"] = given if ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        state["status"], begin = 0, time.monotonic()
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                state["status"] = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["id"].encode())]
+            await send(message)
+
+        try:
+            self.check_host(headers.get("host", ""))
+            state["key"] = self.key_of(scope, headers.get("authorization", ""))
+            state["owner"] = state["key"] or str((scope.get("client") or ("",))[0])
+            self.check_length(headers.get("content-length", "0"))
+            await self.app(scope, self.bounded(receive), answer)
+        except ApiError as error:
+            if state["status"]:
+                raise
+            await error.response()(scope, receive, answer)
+        finally:
+            if scope["path"] not in OPEN:
+                status, seconds = state["status"] or LEFT, time.monotonic() - begin
+                log.info("%s %s %s %d %.3f s", state["id"], scope["method"], scope["path"], status, seconds)
+
+    def check_length(self, length: str) -> None:
+        """A body that is too large is refused before it is read.
+
+        Raises:
+            ApiError: 413.
+        """
+        if not length.isascii() or not length.isdigit() or int(length[:20]) > self.most:
+            raise too_large(self.most)
+
+    def bounded(self, receive: Receive) -> Receive:
+        """``receive`` that raises ApiError where the body is larger than it said, or does not arrive in time."""
+        end, size, whole = time.monotonic() + BODY_TIMEOUT, 0, False
+
+        async def receive_in_time() -> Message:
+            nonlocal size, whole
+            if whole:  # what comes now is that the client has left
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), end - time.monotonic())
+            except asyncio.TimeoutError:
+                raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} seconds", headers=CLOSE) from None
+            size += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if size > self.most:
+                raise too_large(self.most)
+            return message
+
+        return receive_in_time
+
+    def check_host(self, host: str) -> None:
+        """A page of another site that points its own name at this machine must not read what a local server says.
+
+        Raises:
+            ApiError: 400.
+        """
+        if self.local and name_of_host(host) not in LOCAL:
+            raise refused(f"the Host header names {host[:100]!r}, but this server answers on localhost only; start it with --host", code="host")
+
+    def key_of(self, scope: Scope, header: str) -> str | None:
+        """The name of the key that was given; None where the server has no keys, or the path needs none.
+
+        Raises:
+            ApiError: 401.
+        """
+        open_to_all = scope["path"] in OPEN or scope["path"].startswith("/page/") or scope["method"] == "OPTIONS"
+        if not self.keys or open_to_all:
+            return None
+        kind, _, key = header.partition(" ")
+        given = key.strip().encode() if kind.lower() == "bearer" else b""
+        found = None
+        for name, key_bytes in self.keys:  # all of them, so that the time says nothing
+            if hmac.compare_digest(given, key_bytes):
+                found = name
+        if found is None:
+            why = "the API key is not known" if given else "no API key was given"
+            raise ApiError(401, f"{why}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return found
+
+
+def too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than the {most} bytes that this server takes", code="too_large", headers=CLOSE)
+
+
+def is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def name_of_host(header: str) -> str:
+    """The name in a Host header, without port and brackets."""
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0].lower()
+
+
+async def read_json(request: Request, model: type[Model]) -> Model:
+    """The body as a ``model``.
+
+    Raises:
+        ApiError: 400, 408, 413 or 415.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the content type must be application/json, got {kind[:100] or 'none'!r}", code="unsupported_media_type")
+    body = await request.body()
+    return await asyncio.to_thread(parse, body, model) if len(body) > LARGE else parse(body, model)
+
+
+def parse(body: bytes, model: type[Model]) -> Model:
+    """JSON text as a ``model``. A member that is null counts as left out."""
+    try:
+        data = json.loads(body.decode("utf-8"), parse_constant=refuse_constant)
+    except UnicodeDecodeError as error:
+        raise refused(f"the body is not UTF-8: {error.reason} at byte {error.start}", code="invalid_json") from None
+    except RecursionError:
+        raise refused(f"the JSON is nested deeper than {DEPTH} levels", code="invalid_json") from None
+    except ValueError as error:
+        raise refused(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise refused("the body must be a JSON object", code="invalid_json")
+    check_values(data)
+    try:
+        return model.model_validate({name: value for name, value in data.items() if value is not None})
+    except ValidationError as error:
+        raise field_error(error, data) from None
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def check_values(data: Any) -> None:
+    """Refuse what JSON can say but nothing here can use: deep nesting, text that is no Unicode, numbers beyond a double."""
+    level: Sequence[Any] = [data]
+    for _ in range(DEPTH + 1):
+        following: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                following += value.keys()
+                following += value.values()
+            elif isinstance(value, list):
+                following += value
+            elif isinstance(value, str):
+                if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+                    raise refused("a string holds half of a surrogate pair, which is no character", code="invalid_json")
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise refused("a number is too large", code="invalid_json")
+        if not following:
+            return
+        level = following
+    raise refused(f"the JSON is nested deeper than {DEPTH} levels", code="invalid_json")
+
+
+def field_error(error: ValidationError, data: Any) -> ApiError:
+    """What pydantic says of the field that it got furthest into; the kinds that a value may have are one sentence."""
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for each in error.errors(include_url=False, include_context=False):
+        found.setdefault(path_in(data, each["loc"], missing=each["type"] == "missing"), []).append(each)
+    path, errors = max(found.items(), key=lambda item: len(item[0]))
+    param, first = ".".join(path) or None, errors[0]
+    if first["type"] == "extra_forbidden":
+        return refused(f"{param} is not supported here; leave it out", param, "unknown_field")
+    if first["type"] == "missing":
+        return refused(f"{param} is missing", param, "missing_field")
+    message = ", or: ".join(dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in errors))
+    return refused(f"{param}: {message}" if param else message, param, "invalid_field")
+
+
+def path_in(data: Any, loc: Sequence[str | int], *, missing: bool) -> tuple[str, ...]:
+    """``loc`` without the names that pydantic gives to the members of a union."""
+    path = []
+    for part in loc:
+        if isinstance(data, dict) and (part in data or (missing and part is loc[-1])):
+            path, data = [*path, str(part)], data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            path, data = [*path, str(part)], data[part]
+    return tuple(path)

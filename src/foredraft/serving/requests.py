@@ -1,0 +1,190 @@
+"""From a request to rows: prompts as token ids, logits processors in the order of transformers, seeds, and what ends a text."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from foredraft.grammars import Grammar
+from foredraft.logits.processors import Pipeline
+from foredraft.rows import Prediction, RowParameters
+from foredraft.serving.chat import Chat, text_of
+from foredraft.serving.failures import ApiError, refused
+from foredraft.serving.formats import Formats, wanted
+from foredraft.serving.jobs import Choice
+from foredraft.serving.schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from foredraft.serving.settings import Settings
+from foredraft.speculator import Speculator
+
+MOST_ROWS = 1024  # of one request
+NEW_TOKENS = 4096  # where neither the request nor the model's context limits a text
+DRAWN = 1 << 53  # drawn seeds are whole numbers that JavaScript knows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request as rows. Choice i of prompt j is row j * n + i, and has the seed (seed, j * n + i)."""
+
+    prompts: Sequence[Sequence[int]]
+    choices: Sequence[Choice]
+    seed: int
+
+
+class Requests:
+    """Makes rows of requests, for one Speculator."""
+
+    def __init__(self, speculator: Speculator, settings: Settings):
+        self.settings, self.tokenizer = settings, speculator.tokenizer
+        self.context: int | None = speculator.target.context
+        self.vocabulary = speculator.target.vocab_size
+        config = speculator.target.model.generation_config
+        ends = config.eos_token_id if config.eos_token_id is not None else self.tokenizer.eos_token_id
+        self.eos = frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
+        self.chat = Chat(self.tokenizer, settings.chat_template)
+        self.formats = Formats(self.tokenizer, self.eos)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        return min(each for each in (self.context, self.settings.max_batch_tokens, 1 << 31) if each is not None)
+
+    async def plan(self, request: CompletionRequest | ChatRequest, isolation: str | None) -> Plan:
+        """The rows of ``request``; tokenising and compiling happen in other threads.
+
+        Raises:
+            ApiError: 400 or 404; the message names the field.
+        """
+        self.check_model(request.model)
+        form = wanted(request)
+        grammar = None
+        if form is not None:
+            if request.ignore_eos or request.min_tokens:
+                which = "ignore_eos" if request.ignore_eos else "min_tokens"
+                raise refused(f"{which} cannot be combined with {form[0]}, which says where the text ends", which)
+            grammar = await self.formats.compile(*form)
+        return await asyncio.to_thread(self._plan, request, isolation, grammar)
+
+    def check_model(self, model: str) -> None:
+        if model not in ("", self.settings.model):
+            raise ApiError(404, f"there is no model {model[:200]!r} here; this server has {self.settings.model!r}", param="model", code="model_not_found")
+
+    def _plan(self, request: CompletionRequest | ChatRequest, isolation: str | None, grammar: Grammar | None) -> Plan:
+        prompts = self.prompts(request)
+        if len(prompts) * request.n > MOST_ROWS:
+            raise refused(f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} choices; at most {MOST_ROWS} are taken", "n")
+        seed = secrets.randbelow(DRAWN) if request.seed is None else request.seed
+        guesses = [] if request.prediction is None else [Prediction(self.encode(text_of(request.prediction.content), special=False))]
+        choices = []
+        for number, ids in enumerate(prompts):
+            parameters = partial(
+                RowParameters,
+                max_new_tokens=max(1, self.limit(request, len(ids))),
+                do_sample=request.temperature > 0,
+                pipeline=Pipeline.alone(self.processors(request, len(ids), grammar), prompt_length=len(ids)),
+                eos=frozenset() if request.ignore_eos else self.eos,
+                logprobs=request.top,
+                prompt_logprobs=request.top if isinstance(request, CompletionRequest) and request.echo else None,
+                isolation=isolation,
+                max_draft=request.max_draft,
+                guesses=guesses,
+                trace=request.rounds,
+            )
+            choices += [Choice(ids, parameters(seed=(seed, number * request.n + index))) for index in range(request.n)]
+        return Plan(prompts, choices, seed)
+
+    def close(self) -> None:
+        self.formats.close()
+
+    # -- prompts --------------------------------------------------------------------------------------------------------
+
+    def prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+        if isinstance(request, ChatRequest):
+            tools = [] if request.tool_choice == "none" else request.tools
+            found, param = [self.chat.prompt(request.messages, tools, options=request.chat_template_kwargs)], "messages"
+        else:
+            found, param = self.several(request.prompt), "prompt"
+        for ids in found:
+            self.check_prompt(ids, param)
+        return found
+
+    def several(self, prompt: Any) -> list[list[int]]:
+        """The prompts of a completion: a text, token ids, or a list of either."""
+        several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
+        return [self.encode(each) if isinstance(each, str) else each for each in several]
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def check_prompt(self, ids: Sequence[int], param: str) -> None:
+        if not ids:
+            raise refused("the prompt is empty; give at least one token, for instance the BOS token", param)
+        if max(ids) >= self.vocabulary:
+            raise refused(f"token {max(ids)} is outside the model's vocabulary of {self.vocabulary}", param)
+        if len(ids) >= self.longest:
+            raise refused(
+                f"the prompt has {len(ids)} tokens, but prompt and answer can have {self.longest} together; shorten the prompt",
+                param,
+                "context_length_exceeded",
+            )
+
+    def limit(self, request: CompletionRequest | ChatRequest, length: int) -> int:
+        """Most new tokens after a prompt of that length."""
+        room = self.longest - length
+        return min(room, NEW_TOKENS if self.context is None else room) if request.limit is None else min(request.limit, room)
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        if request.messages is not None:
+            return self.chat.prompt(request.messages, request.tools, begin_answer=request.add_generation_prompt, options=request.chat_template_kwargs)
+        return self.encode(request.prompt or "", special=request.add_special_tokens is not False)
+
+    # -- logits ---------------------------------------------------------------------------------------------------------
+
+    def processors(self, request: Sampling, length: int, grammar: Grammar | None) -> list[Any]:
+        """In the order in which transformers would call them after a prompt of that length."""
+        found: list[Any] = []
+        if request.logit_bias:
+            found.append(LogitBias(self.biases(request.logit_bias)))
+        if request.repetition_penalty != 1:
+            found.append(RepetitionPenaltyLogitsProcessor(float(request.repetition_penalty)))
+        if request.presence_penalty or request.frequency_penalty:
+            found.append(PresenceFrequencyPenalty(request.presence_penalty, request.frequency_penalty))
+        if request.min_tokens and self.eos and not request.ignore_eos:
+            found.append(MinNewTokensLengthLogitsProcessor(length, request.min_tokens, sorted(self.eos)))
+        if grammar is not None:
+            found.append(grammar)
+        if request.temperature > 0:
+            found += warpers(request)
+        return found
+
+    def biases(self, given: dict[str, float]) -> dict[int, float]:
+        found = {int(token): float(bias) for token, bias in given.items()}
+        if found and max(found) >= self.vocabulary:
+            raise refused(f"logit_bias: token {max(found)} is outside the model's vocabulary of {self.vocabulary}", "logit_bias")
+        return found
+
+
+def warpers(request: Sampling) -> list[Any]:
+    """What reshapes the distribution of a row that samples."""
+    found: list[Any] = []
+    if request.temperature != 1:
+        found.append(TemperatureLogitsWarper(float(request.temperature)))
+    if request.top_k > 0:
+        found.append(TopKLogitsWarper(request.top_k))
+    if request.top_p < 1:
+        found.append(TopPLogitsWarper(float(request.top_p)))
+    if request.min_p > 0:
+        found.append(MinPLogitsWarper(float(request.min_p)))
+    return found

@@ -1,0 +1,338 @@
+"""What a request may say. Every field is honoured or refused by name; those in :class:`Noted` cannot change a text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MOST_CHOICES = 128  # of one prompt, as OpenAI has it
+MOST_STOPS, LONGEST_STOP = 16, 256
+MOST_LOGPROBS = 20
+COOLEST = 1e-3  # the lowest temperature above 0: scores divided by less lose their differences
+
+Text = Annotated[str, Field(max_length=1 << 20)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
+
+
+class Part(BaseModel):
+    """A part of a request: values have exactly the type that they should have, and unknown members are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Part):
+    """``include_usage``: a last chunk says how many tokens were read and written; ``continuous_usage_stats``: every chunk does."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+    @field_validator("include_obfuscation")
+    @classmethod
+    def no_padding(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("chunks are not padded; leave include_obfuscation out")
+        return value
+
+
+class StructuredOutputs(Part):
+    """What the text has to match, as vLLM has it: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def exactly_one(self) -> StructuredOutputs:
+        given = [self.json_, self.regex, self.choice, self.grammar, self.json_object or None]
+        if sum(each is not None for each in given) != 1:
+            raise ValueError("give exactly one of json, regex, choice, grammar and json_object")
+        return self
+
+
+class MaxDraft(Part):
+    """At most so many drafted tokens per round."""
+
+    max_draft: int = Field(ge=0, le=1024)
+
+
+class ContentPart(Part):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Prediction(Part):
+    """Text that the answer will probably resemble; it is drafted from."""
+
+    type: Literal["content"] = "content"
+    content: Text | list[ContentPart]
+
+
+class Noted(Part):
+    """Accepted, and without any effect: what only says who asks, or what an operator may do with the request."""
+
+    user: str = ""
+    metadata: dict[str, Any] = {}
+    store: bool = False
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+    service_tier: str = ""
+
+
+class Sampling(Noted):
+    """The fields that both kinds of completion have."""
+
+    model: str = Field("", description="the server's model; the default is the only one that it has")
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="drawn where it is left out; the response names it")
+    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=1 << 31, description="0 or -1: all tokens")
+    min_p: float = Field(0.0, ge=0, lt=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=100, description="as transformers has it: over the prompt, too")
+    logit_bias: dict[str, float] = Field({}, max_length=4096)
+    stop: Annotated[str, Field(max_length=LONGEST_STOP)] | Annotated[
+        list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)
+    ] = []
+    min_tokens: int = Field(0, ge=0, lt=1 << 31)
+    ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    speculation: Literal["off", "auto"] | MaxDraft = "auto"
+    prediction: Prediction | None = None
+    rounds: bool = Field(False, description="each chunk has member round: what was drafted and what was kept")
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @field_validator("temperature")
+    @classmethod
+    def not_nearly_greedy(cls, value: float) -> float:
+        if 0 < value < COOLEST:
+            raise ValueError(f"must be 0, which is greedy, or at least {COOLEST:g}")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def token_ids(cls, value: dict[str, float]) -> dict[str, float]:
+        for token, bias in value.items():
+            if not (token.isascii() and token.isdigit() and len(token) < 10):
+                raise ValueError(f"the keys are token ids as strings, got {token[:50]!r}")
+            if not -100 <= bias <= 100:
+                raise ValueError(f"a bias lies between -100 and 100, got {bias} for token {token}")
+        return value
+
+    @model_validator(mode="after")
+    def streams(self) -> Sampling:
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        if self.rounds and not self.stream:
+            raise ValueError("rounds needs stream: true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def max_draft(self) -> int | None:
+        if isinstance(self.speculation, MaxDraft):
+            return self.speculation.max_draft
+        return 0 if self.speculation == "off" else None
+
+
+class CompletionRequest(Sampling):
+    """``POST /v1/completions``."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1024)] | Ids | Annotated[
+        list[Ids], Field(min_length=1, max_length=1024)
+    ]
+    max_tokens: int = Field(16, ge=0, lt=1 << 31)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+    best_of: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def consistent(self) -> CompletionRequest:
+        if self.best_of not in (1, self.n):
+            raise ValueError("best_of is not supported; ask for n choices")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is possible with echo: true only")
+        return self
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
+
+
+class Called(Part):
+    """The function of a tool call in a message."""
+
+    name: str
+    arguments: Text
+
+
+class ToolCall(Part):
+    """An earlier answer's call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Called
+    index: int = 0
+
+
+class Message(Part):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=128)
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def consistent(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError(f"a message of role {self.role} needs content")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only messages of the assistant have tool_calls")
+        return self
+
+
+class Function(Part):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool: a function, in an envelope."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Part):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Part):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class PlainText(Part):
+    """No format."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Part):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Part):
+    """A schema with a name. The answer always matches it, ``strict`` or not."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Part):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class ChatRequest(Sampling):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    response_format: Annotated[PlainText | JsonObject | JsonSchemaFormat, Field(discriminator="type")] = PlainText(type="text")
+    tools: list[Tool] = Field([], max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    modalities: list[Literal["text"]] = ["text"]
+
+    @model_validator(mode="after")
+    def consistent(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("give max_tokens or max_completion_tokens, not both")
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have the same name")
+        choice = self.tool_choice
+        if choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r}, which is none of the tools")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(Part):
+    """``POST /tokenize``: a text, or a conversation."""
+
+    model: str = ""
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] = []
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Part):
+    """``POST /detokenize``."""
+
+    model: str = ""
+    tokens: Ids

@@ -1,0 +1,103 @@
+"""Streamed answers: server-sent events, pings while nothing happens, and an end for clients that leave or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from foredraft.serving.failures import ApiError
+
+T = TypeVar("T")
+PING = 5.0  # seconds without an event after which a ping is sent
+STALLED = 60.0  # seconds after which a client that reads nothing is given up
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter keeps nginx from collecting chunks
+
+
+def data(value: Any) -> bytes:
+    """A value as an event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def failure(error: ApiError) -> bytes:
+    """An error after the answer has begun."""
+    return b"event: error\n" + data(error.body)
+
+
+DONE = b"data: [DONE]\n\n"
+PINGED = b": ping\n\n"
+
+
+async def unless_left(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of ``work``, which is cancelled if the client leaves.
+
+    Raises:
+        ClientDisconnect: it has left.
+    """
+    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def with_pings(events: AsyncIterator[T], first: asyncio.Future[T]) -> AsyncIterator[T | None]:
+    """``first`` and the ``events`` after it; None each time nothing has come for :data:`PING` seconds."""
+    following = first
+    try:
+        while True:
+            done, _ = await asyncio.wait({following}, timeout=PING)
+            if not done:
+                yield None
+                continue
+            try:
+                event = following.result()
+            except StopAsyncIteration:
+                return
+            yield event
+            following = asyncio.ensure_future(anext(events))
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends bytes as they come. If the client leaves, or does not read for :data:`STALLED` seconds, ``parts`` is closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, parts: AsyncIterator[bytes]):
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self.parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_left(receive, self._send(send))
+        except (ClientDisconnect, asyncio.TimeoutError, OSError):
+            scope["state"]["status"] = 499
+            raise ClientDisconnect from None
+        finally:
+            await self.parts.aclose()  # type: ignore[attr-defined]
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self.parts:
+            await asyncio.wait_for(send({"type": "http.response.body", "body": part, "more_body": True}), STALLED)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

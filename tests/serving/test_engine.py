@@ -1,0 +1,457 @@
+"""The engine's thread: texts as alone whatever else happens, turns, bounds, leavers, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import repetitive, tiny
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from foredraft import BusyError, ConfigurationError, RowParameters, Speculator
+from foredraft.logits.processors import Pipeline
+from foredraft.planning import FixedPlanner
+from foredraft.serving.engine import FATAL, Engine, EngineError
+from foredraft.serving.jobs import Choice, DrainingError, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
+from foredraft.serving.queue import DrainRate
+from foredraft.serving.settings import Settings
+from foredraft.session import Session
+from foredraft.testing import ProbabilityTable, ScriptedDrafter, TableTarget
+from foredraft.verification.match import Match
+
+
+class Slow(ScriptedDrafter):
+    """Drafts as its table says, once ``gate`` is open, and fails as often as it is told to."""
+
+    def __init__(self, q: ProbabilityTable):
+        super().__init__(q, proposal="keyed")
+        self.gate, self.failures, self.rounds, self.pause = threading.Event(), 0, 0, 0.0
+        self.gate.set()
+
+    def draft(self, request: Any) -> Any:
+        self.rounds += 1
+        time.sleep(self.pause)
+        assert self.gate.wait(10)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("a planted fault")
+        return super().draft(request)
+
+
+def table_speculator() -> Any:
+    """A Speculator's double: a target and a drafter that are tables of five tokens."""
+    target, drafter = TableTarget(ProbabilityTable.random(5, seed=1)), Slow(ProbabilityTable.random(5, seed=2))
+
+    def session(*, repeatable: bool, **options: Any) -> Session:
+        return Session(target, drafter, Match(), proposal="keyed", planner=FixedPlanner("chain(2)"), **options)  # type: ignore[arg-type]
+
+    return SimpleNamespace(session=session, target=target, drafter=drafter)
+
+
+def parameters(new: int = 8, seed: int = 0, **options: Any) -> RowParameters:
+    return RowParameters(max_new_tokens=new, do_sample=True, seed=(seed, 0), **options)
+
+
+def job(*choices: Choice, owner: str = "a", **options: Any) -> Job:
+    return Job(choices or [Choice([0], parameters())], owner=owner, id="", arrived=time.monotonic(), **options)
+
+
+@asynccontextmanager
+async def running(speculator: Any, **settings: Any) -> Any:
+    engine = Engine(speculator, Settings(**settings))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+async def read(job: Job) -> tuple[list[list[int]], list[str | None], Exception | None]:
+    """The tokens of every choice, how each ended, and why the job failed if it did."""
+    texts: list[list[int]] = [[] for _ in job.choices]
+    ends: list[str | None] = [None] * len(job.choices)
+    async for event in job.events():
+        if isinstance(event, Failed):
+            return texts, ends, event.error
+        if isinstance(event, Progress):
+            texts[event.choice] += event.commit.tokens
+            ends[event.choice] = event.commit.finish_reason
+    return texts, ends, None
+
+
+async def ask(engine: Engine, *choices: Choice, **options: Any) -> list[list[int]]:
+    asked = job(*choices, **options)
+    engine.submit(asked)
+    texts, _, error = await asyncio.wait_for(read(asked), 20)
+    assert error is None
+    return texts
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_a_job_is_told_when_it_begins_what_it_gains_and_that_it_is_over():
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            asked = job(Choice([0, 1], parameters(7)), Choice([2], parameters(5, seed=1)))
+            engine.submit(asked)
+            events = [event async for event in asked.events()]
+            assert isinstance(events[0], Joined) and events[0].waited >= 0
+            assert [sum(len(e.commit.tokens) for e in events[1:] if e.choice == each) for each in (0, 1)] == [7, 5]
+            assert engine.running == engine.waiting == 0 and not engine.session.live
+
+    run(main())
+
+
+def test_a_job_that_cannot_run_is_refused_at_once():
+    async def main() -> None:
+        async with running(table_speculator(), max_batch_tokens=20, max_queue=3) as engine:
+            for wrong, why in (([], "empty"), ([7], "vocabulary"), ([0] * 13, "allows 20")):
+                with pytest.raises(ConfigurationError, match=why):
+                    engine.submit(job(Choice(wrong, parameters())))
+            with pytest.raises(ConfigurationError, match="4 texts"):
+                engine.submit(job(*[Choice([0], parameters())] * 4))
+
+    run(main())
+
+
+def test_owners_take_turns_and_each_is_served_in_order():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator, max_rows=1) as engine:
+            speculator.drafter.gate.clear()
+            asked = [job(owner=owner) for owner in "aaaabbc"]
+            for each in asked:
+                engine.submit(each)
+            order: list[int] = []
+
+            async def watch(number: int) -> None:
+                async for event in asked[number].events():
+                    if isinstance(event, Joined):
+                        order.append(number)
+
+            watching = asyncio.gather(*map(watch, range(len(asked))))
+            speculator.drafter.gate.set()
+            await watching
+            assert order == [0, 4, 6, 1, 5, 2, 3]
+
+    run(main())
+
+
+def test_no_more_rows_run_together_than_allowed_and_no_more_tokens():
+    async def main(most: int, **settings: Any) -> None:
+        speculator = table_speculator()
+        async with running(speculator, **settings) as engine:
+            asked = [job(Choice([0, 1], parameters(8, seed=number)), owner=str(number)) for number in range(9)]
+            for each in asked:
+                engine.submit(each)
+            seen = 0
+            readers = asyncio.gather(*map(read, asked))
+            while not readers.done():
+                seen = max(seen, len(engine.session.rows))
+                assert len(engine.session.rows) <= most
+                await asyncio.sleep(0)
+            assert seen == most
+
+    run(main(3, max_rows=3))
+    run(main(4, max_batch_tokens=49))
+
+
+def test_a_full_queue_refuses_says_for_how_long_and_still_lets_others_in():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator, max_rows=1, max_queue=4) as engine:
+            await asyncio.gather(*(ask(engine) for _ in range(3)))  # so that the rate is known
+            speculator.drafter.gate.clear()
+            taken = [job() for _ in range(5)]
+            engine.submit(taken[0])
+            while engine.running == 0:
+                await asyncio.sleep(0.001)
+            for each in taken[1:]:
+                engine.submit(each)
+            with pytest.raises(QueueFullError, match="4 texts are waiting") as refusal:
+                engine.submit(job())
+            assert 1 <= refusal.value.retry_after <= 120 and engine.metrics.refused == 1
+            engine.submit(other := job(owner="b"))  # b has less than its share
+            speculator.drafter.gate.set()
+            assert all(error is None for *_, error in await asyncio.gather(*map(read, [*taken, other])))
+
+    run(main())
+
+
+def test_the_rate_counts_busy_seconds_alone():
+    rate = DrainRate()
+    assert rate.seconds(3) == 3
+    for _ in range(20):
+        rate.step(0.5, 1)
+    assert rate.seconds(30) == pytest.approx(15)
+    for _ in range(1000):
+        rate.step(0.5, 0)  # nothing was done for long
+    assert rate.seconds(30) == 120
+
+
+def test_a_client_that_leaves_frees_its_rows_within_a_round():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator, max_rows=2, max_queue=9) as engine:
+            leaver = job(Choice([0], parameters(5000)), Choice([1], parameters(5000, seed=1)), Choice([2], parameters(5000)))
+            engine.submit(leaver)
+            events = leaver.events()
+            while not isinstance(await anext(events), Progress):
+                pass
+            assert (engine.running, engine.waiting) == (2, 1)
+            engine.leave(leaver)
+            rounds = speculator.drafter.rounds
+            texts = await ask(engine, Choice([0, 2], parameters(3)))
+            assert len(texts[0]) == 3 and engine.running == engine.waiting == 0
+            assert speculator.drafter.rounds - rounds <= 1 + 3  # the one under way, and those of the other
+            assert engine.metrics.finished["abort"] == 3
+
+    run(main())
+
+
+def test_a_choice_is_finished_and_the_others_go_on():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator) as engine:
+            asked = job(Choice([0], parameters(3000)), Choice([1], parameters(40, seed=1)))
+            engine.submit(asked)
+            engine.finish(asked, 0)
+            engine.finish(asked, 0)
+            texts, ends, error = await read(asked)
+            assert error is None and ends == ["removed", "length"] and len(texts[1]) == 40 and len(texts[0]) < 3000
+            assert texts[1] == (await ask(engine, Choice([1], parameters(40, seed=1))))[0]
+
+    run(main())
+
+
+def test_a_client_that_does_not_read_is_dropped_and_slows_nobody(monkeypatch):
+    monkeypatch.setattr("foredraft.serving.engine.BOUND", 5)
+
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            stalled = job(Choice([0], parameters(100_000)))
+            engine.submit(stalled)
+            assert len((await ask(engine, Choice([1], parameters(50))))[0]) == 50
+            while engine.running:
+                await asyncio.sleep(0.001)
+            *_, error = await read(stalled)
+            assert isinstance(error, JobTimeoutError) and "unread" in str(error)
+
+    run(main())
+
+
+def test_requests_that_wait_or_run_for_too_long_are_told():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator, max_rows=1, queue_timeout=0.2, request_timeout=0.6) as engine:
+            speculator.drafter.pause = 0.02
+            runs, waits = job(Choice([0], parameters(100_000))), job()
+            engine.submit(runs)
+            engine.submit(waits)
+            (*_, late), (texts, _, over) = await asyncio.gather(read(waits), read(runs))
+            assert isinstance(late, JobTimeoutError) and "waited" in str(late)
+            assert isinstance(over, JobTimeoutError) and "longer than" in str(over) and texts[0]
+            speculator.drafter.pause = 0.0
+            assert len((await ask(engine))[0]) == 8 and engine.metrics.finished["error"] == 2
+
+    run(main())
+
+
+def test_draining_lets_running_jobs_end_and_tells_the_rest():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator) as engine:
+            speculator.drafter.pause = 0.01
+            short, long = job(Choice([0], parameters(20))), job(Choice([1], parameters(100_000)))
+            engine.submit(short)
+            engine.submit(long)
+            reading = asyncio.gather(read(short), read(long))
+            begin = time.monotonic()
+            await engine.drain(1.0)
+            assert 0.9 < time.monotonic() - begin < 5 and engine.state == "draining"
+            (_, ends, error), (*_, told) = await reading
+            assert ends == ["length"] and error is None and isinstance(told, DrainingError)
+            with pytest.raises(DrainingError):
+                engine.submit(job())
+            begin = time.monotonic()
+            await engine.drain(60.0)  # nothing is left
+            assert time.monotonic() - begin < 1
+
+    run(main())
+
+
+def test_stopping_tells_whoever_is_there():
+    async def main() -> None:
+        async with running(table_speculator(), max_rows=1) as engine:
+            asked = [job(Choice([0], parameters(100_000))) for _ in range(2)]
+            for each in asked:
+                engine.submit(each)
+        assert all(isinstance(error, DrainingError) for *_, error in await asyncio.gather(*map(read, asked)))
+        with pytest.raises(DrainingError):
+            await engine.alone(lambda: 0)
+
+    run(main())
+
+
+def test_a_step_that_fails_is_told_to_those_in_flight_and_the_next_ones_run():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator, max_rows=2) as engine:
+            speculator.drafter.failures = 1
+            asked = [job() for _ in range(3)]
+            for each in asked:
+                engine.submit(each)
+            errors = [error for *_, error in await asyncio.gather(*map(read, asked))]
+            assert sum(isinstance(error, EngineError) and "planted" in str(error) for error in errors) in (1, 2) and errors[2] is None
+            assert len((await ask(engine))[0]) == 8 and engine.state == "ready"
+            speculator.drafter.failures = FATAL - 1  # a row was done in between, so these count anew
+            for _ in range(FATAL - 1):
+                engine.submit(failing := job())
+                assert isinstance((await read(failing))[2], EngineError)
+            assert len((await ask(engine))[0]) == 8
+
+    run(main())
+
+
+def test_steps_that_go_on_failing_end_the_engine_and_everybody_is_told():
+    async def main() -> None:
+        speculator, died = table_speculator(), threading.Event()
+        async with running(speculator, max_rows=1) as engine:
+            engine.on_death = died.set
+            speculator.drafter.failures = 10**6
+            asked = [job() for _ in range(FATAL + 2)]
+            for each in asked:
+                engine.submit(each)
+            assert all(isinstance(error, EngineError) for *_, error in await asyncio.gather(*map(read, asked)))
+            assert died.wait(5) and engine.state == "dead"
+            with pytest.raises(DrainingError):
+                engine.submit(job())
+
+    run(main())
+
+
+def test_a_function_runs_alone_in_the_engines_thread():
+    async def main() -> None:
+        speculator = table_speculator()
+        async with running(speculator) as engine:
+            assert await engine.alone(lambda: (threading.current_thread().name, engine.running)) == ("foredraft-engine", 0)
+            with pytest.raises(ZeroDivisionError):
+                await engine.alone(lambda: 1 / 0)
+            engine.submit(long := job(Choice([0], parameters(100_000))))
+            while not engine.running:
+                await asyncio.sleep(0.001)
+            with pytest.raises(BusyError, match="idle"):
+                await engine.alone(lambda: 0, patience=0.1)
+            waiting = asyncio.ensure_future(engine.alone(lambda: engine.running, patience=10))
+            await asyncio.sleep(0.01)
+            engine.leave(long)
+            assert await waiting == 0
+            waited = asyncio.ensure_future(engine.alone(lambda: time.sleep(0.3)))  # it may take long once it has begun
+            await asyncio.sleep(0.05)
+            assert len((await ask(engine))[0]) == 8 and waited.done()
+
+    run(main())
+
+
+def test_an_idle_engine_sleeps():
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            await ask(engine)
+            woken = 0
+            looks = engine._dismiss_leavers
+
+            def count() -> None:
+                nonlocal woken
+                woken += 1
+                looks()
+
+            engine._dismiss_leavers = count  # type: ignore[method-assign]
+            await asyncio.sleep(0.2)
+            assert woken <= 1
+
+    run(main())
+
+
+def test_an_event_loop_that_is_gone_stops_nobody():
+    async def main(engine: Engine) -> None:
+        engine.submit(job(Choice([0], parameters(200))))
+
+    async def other(engine: Engine) -> None:
+        assert len((await ask(engine))[0]) == 8
+
+    engine = Engine(table_speculator(), Settings())
+    engine.start()
+    run(main(engine))
+    run(other(engine))
+    engine.stop()
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "none", "suffix"])
+def test_random_jobs_with_leavers_get_their_solo_texts(drafter):
+    """70 jobs at random times, some of which leave; every seed is that of its row alone."""
+    generator = random.Random(drafter)
+    prompts = repetitive((30, 17, 3, 44))
+
+    def choice() -> Choice:
+        prompt, sampled = generator.choice(prompts), generator.random() < 0.7
+        pipeline = Pipeline.alone(LogitsProcessorList([TemperatureLogitsWarper(1.3)] if sampled else []), prompt_length=len(prompt))
+        seed = generator.randrange(1 << 30), generator.randrange(4)
+        isolation = generator.choice([None, "a", "b"])
+        return Choice(prompt, RowParameters(generator.randint(1, 24), sampled, pipeline, seed=seed, isolation=isolation))
+
+    asked = [[choice() for _ in range(generator.choice([1, 1, 1, 2, 3]))] for _ in range(70)]
+    leaves = {number for number in range(70) if generator.random() < 0.2}
+    speculator = Speculator(tiny(), drafter, self_test=False)
+    texts: dict[int, list[list[int]]] = {}
+
+    async def client(engine: Engine, number: int) -> None:
+        await asyncio.sleep(generator.random() * 0.5)
+        engine.submit(own := job(*asked[number], owner=str(number % 3)))
+        if number in leaves:
+            async for _ in own.events():
+                if generator.random() < 0.3:
+                    engine.leave(own)
+                    return
+            return
+        texts[number], _, error = await read(own)
+        assert error is None
+
+    async def main() -> None:
+        async with running(speculator, max_rows=5) as engine:
+            await asyncio.gather(*(client(engine, number) for number in range(70)))
+            assert engine.running == engine.waiting == 0
+
+    run(main())
+    plain = speculator.session(repeatable=True)
+    for number in set(range(70)) - leaves:
+        assert texts[number] == [alone(plain, each) for each in asked[number]], number
+    speculator.close()
+
+
+def alone(session: Session, choice: Choice) -> list[int]:
+    session.add(choice.ids, choice.parameters)
+    text: list[int] = []
+    while session.live:
+        text += [token for commit in session.step() for token in commit.tokens]
+    return text
+
+
+def test_settings_that_cannot_work_are_named():
+    for wrong, why in (
+        ({"max_rows": 0}, "max_rows"),
+        ({"max_batch_tokens": 1}, "max_batch_tokens"),
+        ({"drain": -1}, "drain"),
+        ({"queue_timeout": float("nan")}, "queue_timeout"),
+        ({"keys": {"a": "same", "b": "same"}}, "API key"),
+        ({"keys": {"a": ""}}, "API key"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            Settings(**wrong)
