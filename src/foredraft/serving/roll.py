@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.concurrency import run_in_threadpool
 from transformers import TemperatureLogitsWarper
@@ -71,11 +71,12 @@ def router(engine: Engine, speculator: Speculator) -> APIRouter:
         }
 
     @routes.post("/rounds")
-    async def roll(request: RollRequest) -> dict[str, Any]:
+    async def roll(request: RollRequest, http: Request) -> dict[str, Any]:
         """Draft, verify and correct after the prompt, as often as asked for."""
         ids = await run_in_threadpool(read, speculator, request.prompt)
         seed = secrets.randbits(52) if request.seed is None else request.seed
-        done, drafter, shape = await engine.alone(partial(rolled, speculator, request, ids, seed))
+        key = http.scope.get("state", {}).get("key")  # its name: what is kept of one key's texts is not for others
+        done, drafter, shape = await engine.alone(partial(rolled, speculator, request, ids, seed, isolation=key))
         body = await run_in_threadpool(written, speculator.tokenizer, done)
         known = verification.describe(request.rule)
         return {"seed": seed, "drafter": drafter, "rule": request.rule, "lossless": known.lossless, "shape": shape, **body}
@@ -128,7 +129,7 @@ def read(speculator: Speculator, prompt: str) -> list[int]:
     return ids
 
 
-def rolled(speculator: Speculator, request: RollRequest, ids: Sequence[int], seed: int) -> tuple[Rounds, str, str]:
+def rolled(speculator: Speculator, request: RollRequest, ids: Sequence[int], seed: int, *, isolation: str | None = None) -> tuple[Rounds, str, str]:
     """The rounds, and what drafted them in which shape; in the engine's thread.
 
     Raises:
@@ -150,7 +151,7 @@ def rolled(speculator: Speculator, request: RollRequest, ids: Sequence[int], see
         check_shape(shape, target, drafter)
         warpers = [TemperatureLogitsWarper(float(request.temperature))] if request.temperature != 1 else []
         pipeline = Pipeline.alone(warpers, prompt_length=len(ids) - 1)
-        how = {"pipeline": pipeline, "seed": seed, "first": request.first, "rolls": request.rolls, "isolation": f"roll {seed}"}
+        how = {"pipeline": pipeline, "seed": seed, "first": request.first, "rolls": request.rolls, "isolation": isolation}
         return play(target, drafter, rule, proposal, shape, ids, **how), drafter.name, str(shape)
 
 
