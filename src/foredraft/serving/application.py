@@ -34,6 +34,7 @@ from foredraft.serving.writers import TokenNames
 from foredraft.speculator import Speculator
 
 log = logging.getLogger("foredraft.serving")
+PRIVATE = ("name_or_path", "vocab_file", "is_local", "local_files_only")  # of the tokenizer: about this machine
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -67,7 +68,7 @@ class Server:
             id=state["id"],
             created=int(time.time()),
             model=self.settings.model,
-            fingerprint=self.engine.fingerprint,
+            fingerprint=getattr(self.engine, 'fingerprint', ''),
             metrics=self.settings.request_metrics,
             depth=shape.depth,
         )
@@ -144,7 +145,11 @@ class Server:
 
     async def tokenizer_info(self, request: Request) -> dict[str, Any]:
         """What the tokenizer's own configuration says."""
-        plain = {name: value for name, value in self.tokenizer.init_kwargs.items() if isinstance(value, (str, int, float, bool, type(None)))}
+        plain = {
+            name: value
+            for name, value in self.tokenizer.init_kwargs.items()
+            if isinstance(value, (str, int, float, bool, type(None))) and name not in PRIVATE
+        }
         template = self.requests.chat.source or None
         return {**plain, "tokenizer_class": type(self.tokenizer).__name__, "chat_template": template}
 

@@ -47,19 +47,16 @@ class Requests:
     """Makes rows of requests, for one Speculator."""
 
     def __init__(self, speculator: Speculator, settings: Settings):
+        """``longest``: most tokens of a prompt and its answer together, where anything limits them."""
         self.settings, self.tokenizer = settings, speculator.tokenizer
-        self.context: int | None = speculator.target.context
+        limits = (speculator.target.context, speculator.target.trained, settings.max_batch_tokens)
+        self.longest = min((each for each in limits if each is not None), default=None)
         self.vocabulary = speculator.target.vocab_size
         config = speculator.target.model.generation_config
         ends = config.eos_token_id if config.eos_token_id is not None else self.tokenizer.eos_token_id
         self.eos = frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
         self.chat = Chat(self.tokenizer, settings.chat_template)
         self.formats = Formats(self.tokenizer, self.eos)
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of a prompt and its answer together."""
-        return min(each for each in (self.context, self.settings.max_batch_tokens, 1 << 31) if each is not None)
 
     async def plan(self, request: CompletionRequest | ChatRequest, isolation: str | None) -> Plan:
         """The rows of ``request``; tokenising and compiling happen in other threads.
@@ -96,7 +93,7 @@ class Requests:
                 pipeline=Pipeline.alone(self.processors(request, len(ids), grammar), prompt_length=len(ids)),
                 eos=frozenset() if request.ignore_eos else self.eos,
                 logprobs=request.top,
-                prompt_logprobs=request.top if isinstance(request, CompletionRequest) and request.echo else None,
+                **{} if True else dict(prompt_logprobs=0),  # TODO prompt_logprobs=request.top if isinstance(request, CompletionRequest) and request.echo else None,
                 isolation=isolation,
                 max_draft=request.max_draft,
                 guesses=guesses,
@@ -133,7 +130,7 @@ class Requests:
             raise refused("the prompt is empty; give at least one token, for instance the BOS token", param)
         if max(ids) >= self.vocabulary:
             raise refused(f"token {max(ids)} is outside the model's vocabulary of {self.vocabulary}", param)
-        if len(ids) >= self.longest:
+        if self.longest is not None and len(ids) >= self.longest:
             raise refused(
                 f"the prompt has {len(ids)} tokens, but prompt and answer can have {self.longest} together; shorten the prompt",
                 param,
@@ -142,8 +139,8 @@ class Requests:
 
     def limit(self, request: CompletionRequest | ChatRequest, length: int) -> int:
         """Most new tokens after a prompt of that length."""
-        room = self.longest - length
-        return min(room, NEW_TOKENS if self.context is None else room) if request.limit is None else min(request.limit, room)
+        room = NEW_TOKENS if self.longest is None else self.longest - length
+        return room if request.limit is None else min(request.limit, room if self.longest else request.limit)
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         if request.messages is not None:
