@@ -132,7 +132,7 @@ class Tally:
         expected: how many were to be expected to, given what was drafted; None where there is no short formula.
         first: the first token of each roll: how often it came, beside p; the likeliest ones are always in it.
         distance: total variation between the frequencies of first tokens and p.
-        chance: the distance that a sample of so many draws from p has on average, about.
+        chance: the distance that so many draws from p have on average, about, those before ``first`` counted as well.
     """
 
     landed: list[int]
@@ -194,16 +194,16 @@ def play(
         done += tree.rows
     assert shown is not None and p is not None
     wanted = torch.cat(expected).sum(0).tolist() if expected else None
-    return Rounds(proposal, ids[-1], shown, tally_of(counts, firsts, p, wanted))
+    return Rounds(proposal, ids[-1], shown, tally_of(counts, firsts, p, wanted, draws=first + rolls))
 
 
-def tally_of(landed: list[int], counts: dict[int, int], p: Tensor, expected: list[float] | None) -> Tally:
+def tally_of(landed: list[int], counts: dict[int, int], p: Tensor, expected: list[float] | None, *, draws: int) -> Tally:
     """``p`` ``[V]``, and how often each token came first."""
     rolls = sum(landed)
     tokens = dict.fromkeys([*p.topk(min(FIRST, int((p > 0).sum()))).indices.tolist(), *counts])
     known = {token: float(p[token]) for token in tokens}
     distance = 1 - sum(min(count / rolls, known[token]) for token, count in counts.items())
-    return Tally(landed, expected, {token: counts.get(token, 0) for token in tokens}, known, max(0.0, distance), chance_distance(p, rolls))
+    return Tally(landed, expected, {token: counts.get(token, 0) for token in tokens}, known, max(0.0, distance), chance_distance(p, draws))
 
 
 def chance_distance(p: Tensor, draws: int) -> float:

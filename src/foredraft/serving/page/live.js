@@ -67,7 +67,7 @@ function Chart({ id, name, unit, about, digits, samples }) {
       plot.current = made = new uPlot(options(box.current, series, digits), latest.current, box.current);
     };
     make();
-    watch = new ResizeObserver(() => made?.setSize({ width: box.current.clientWidth, height: 170 }));
+    watch = new ResizeObserver(() => made?.setSize({ width: box.current.clientWidth, height: 160 }));
     watch.observe(box.current);
     scheme.addEventListener("change", make);
     return () => { gone = true; watch.disconnect(); scheme.removeEventListener("change", make); made?.destroy(); plot.current = null; };
@@ -91,9 +91,9 @@ function options(box, series, digits) {
   const axis = { stroke: ink("--muted"), grid: { stroke: ink("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
   function ink(name) { return resolved(colour(name)); }
   return {
-    width: box.clientWidth, height: 170, legend: { show: false }, cursor: { show: false }, padding: [8, 8, 0, 0],
+    width: box.clientWidth, height: 160, legend: { show: false }, cursor: { show: false }, padding: [8, 8, 0, 0],
     scales: { y: { range: (_, least, most) => [0, Math.max(1, (most ?? 1) * 1.1)] } },
-    axes: [{ ...axis, space: 70 }, { ...axis, size: 44, space: 34, values: (_, marks) => marks.map((mark) => (digits && mark % 1 ? mark.toFixed(1) : `${mark}`)) }],
+    axes: [{ ...axis, space: 90, size: 28, values: (_, marks) => marks.map((mark) => new Date(mark * 1000).toTimeString().slice(0, 8)) }, { ...axis, size: 44, space: 34, values: (_, marks) => marks.map((mark) => (digits && mark % 1 ? mark.toFixed(1) : `${mark}`)) }],
     series: [{}, ...series.map((label, index) => ({ label, stroke: ink(COLOURS[index % 4]), dash: DASHES[index % 4], width: 2, points: { show: false }, spanGaps: false }))],
   };
 }

@@ -35,7 +35,7 @@ export function Many({ tally, running }) {
   const far = distance > 1.25 * chance;
   return html`<section class="card many" aria-label="Many rolls">
     <header><h2>${rolls} rolls</h2><p class="note">${drafter}, ${shape}, rule <code>${rule}</code> ${!lossless && html`<span class="badge">lossy</span>`}</p></header>
-    <progress max="500" value=${rolls} aria-label="Rolls made" class=${running ? "" : "unseen"}></progress>
+    ${running && html`<progress max="500" value=${rolls} aria-label="Rolls made"></progress>`}
     <${Say} text=${running ? "" : `${rolls} rolls. ${mean(landed).toFixed(2)} guesses landed on average.`} />
     <div class="pair">
       <div>

@@ -37,7 +37,7 @@ export function sample(before, now) {
   return {
     at: now.at,
     length: { [now.drafter]: drafts > 0 ? 1 + (now.accepted - before.accepted) / drafts : null },
-    rate: { "tokens/s": (now.tokens - before.tokens) / seconds },
+    rate: { "all requests": (now.tokens - before.tokens) / seconds },
     rows: { running: now.running, waiting: now.waiting },
     share: { drafted: rounds > 0 ? (100 * (rounds - (now.plain - before.plain))) / rounds : null },
   };

@@ -4,7 +4,7 @@ import { html, useEffect, useState } from "./vendor/htm-preact-standalone.js";
 import { postJSON } from "./api.js";
 import { Bar, Choice, Field, NumberField, Say, Trouble, calm, many, percent, useAbort, useKept, visible } from "./parts.js";
 import { Many, joined } from "./many.js";
-import { lines, Tree } from "./tree.js";
+import { SIGN, lines, Tree } from "./tree.js";
 
 const STEPS = [
   { id: "Draft", about: (found) => `The drafter (${found.drafter}) guesses ${many(found.round.tokens.length - 1, "token")}. It is small and quick, and often wrong.` },
@@ -164,16 +164,16 @@ function One({ found, step, go }) {
     <div class="split even">
       <div class="scroll" role="region" aria-label="Guesses and their numbers" tabindex="0"><table class="guesses">
         <thead><tr><th scope="col">Guess</th><th scope="col">Drafter: q</th><th scope="col">${step > 0 && "Model: p"}</th>
-          <th scope="col">${step > 1 && judged(found)}</th><th scope="col">${step > 1 && "Outcome"}</th></tr></thead>
+          <th scope="col">${step > 1 && judged(found)}</th><th scope="col"><span class="outcome">${step > 1 && "Outcome"}</span></th></tr></thead>
         <tbody>${rows.map((row) => row.kind === "own" ? (step > 2 && html`<tr class="own">
             <th scope="row"><span class="tok own">${visible(row.text)}</span></th><td></td><td><${Probability} value=${row.p} kind="own" /></td>
-            <td class="note">${drawnFrom(found)}</td><td>＋ own</td></tr>`)
+            <td class="note">${drawnFrom(found)}</td><td><${Outcome} kind="own" /></td></tr>`)
           : html`<tr class=${row.kind}>
             <th scope="row" class=${`deep-${Math.min(row.depth, 8)}`}><span class=${`tok ${step > 1 ? row.kind : "open"}`}>${visible(row.text)}</span></th>
             <td>${row.q == null ? html`<span class="note">copied</span>` : html`<${Probability} value=${row.q} kind="draft" />`}</td>
             <td>${step > 0 && html`<${Probability} value=${row.p} kind="own" />`}</td>
             <td>${step > 1 && html`<${Judgement} coin=${coin(row.node)} threshold=${round.thresholds?.[row.node]} row=${row} found=${found} />`}</td>
-            <td>${step > 1 && (row.kind === "accepted" ? "✓ kept" : "✗ refused")}</td></tr>`)}</tbody>
+            <td>${step > 1 && html`<${Outcome} kind=${row.kind} />`}</td></tr>`)}</tbody>
       </table></div>
       <div class="beside">
         ${step > 2 && round.residual && html`<${Residual} of=${round.residual} bonus=${round.bonus} />`}
@@ -186,6 +186,8 @@ function One({ found, step, go }) {
 
 const judged = ({ rule }) => (rule.startsWith("match") ? "Model's own choice" : rule.startsWith("typical") ? "Threshold" : "Coin");
 const drawnFrom = ({ rule, round }) => (round.residual ? "drawn from the residual" : rule.startsWith("match") ? "the model's choice" : rule.startsWith("typical") ? "the likeliest" : "drawn from p");
+
+const Outcome = ({ kind }) => html`<span aria-hidden="true">${SIGN[kind]} </span><span class="outcome">${{ accepted: "kept", own: "own", rejected: "refused" }[kind]}</span>`;
 
 function Probability({ value, kind }) {
   return html`<span class="probability"><${Bar} share=${value ?? 0} kind=${kind} /><span class="figure">${percent(value)}</span></span>`;

@@ -19,7 +19,7 @@ export function inWords(round) {
   return `${many(drafted, "token")} guessed, ${round.accepted} kept, in one pass of the model.`;
 }
 
-const OUTCOME = { root: "last token of the text before", accepted: "✓ kept", own: "＋ the model's own", rejected: "✗ refused" };
+const OUTCOME = { root: "last token of the text before", accepted: "✓ kept", own: "+ the model's own", rejected: "✗ refused" };
 
 export function Round({ round, number, close }) {
   return html`<section class="card round" aria-label=${`Round ${number}`}>

@@ -1,7 +1,7 @@
 // A streamed answer as tokens: which were kept of a draft, which the model wrote itself, which were refused.
 
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
-import { spoken, visible } from "./parts.js";
+import { spoken } from "./parts.js";
 
 /** What one chunk of a stream added: `{text, round, tokens}`, or null where it holds no text. */
 export function piece(chunk) {
@@ -78,12 +78,14 @@ export function Tokens({ pieces, open, selected, hideRefused, label }) {
       open(flat[current].index);
     }
   };
-  return html`<div class="tokens" role="group" aria-label=${label} ref=${box} onKeyDown=${go}>${flat.map((token, index) => {
-    const by = token.drafter ? ` by ${token.drafter}` : "";
-    const title = `${NAMES[token.kind]}${token.kind === "own" ? "" : by}`;
-    const mark = token.index === selected ? " of-round" : "";
-    const click = () => { setAt(index); if (token.round) open(token.index); };
-    return html`<span class=${`tok ${token.kind}${mark}`} role="button" tabindex=${index === current ? 0 : -1} title=${title}
-      aria-label=${`${spoken(token.text)}: ${title}`} onClick=${click}>${token.kind === "rejected" ? visible(token.text) : token.text}</span>`;
-  })}</div>`;
+  const token = (each, index) => {
+    const title = each.kind === "accepted" && each.drafter ? `kept, guessed by ${each.drafter}` : each.kind === "rejected" && each.drafter ? `refused, guessed by ${each.drafter}` : NAMES[each.kind];
+    const click = () => { setAt(index); if (each.round) open(each.index); };
+    return html`<span class=${`tok ${each.kind}`} role="button" tabindex=${index === current ? 0 : -1} title=${title} aria-label=${`${spoken(each.text)}: ${title}`}
+      onClick=${click}>${each.kind === "rejected" ? each.text.replaceAll("\n", "↵") : each.text}</span>`;
+  };
+  const groups = pieces.map(() => []);
+  flat.forEach((each, index) => groups[each.index].push(token(each, index)));
+  return html`<div class="tokens" role="group" aria-label=${label} ref=${box} onKeyDown=${go}>${groups.map((group, index) =>
+    html`<span class=${index === selected ? "of-round" : ""}>${group}</span>`)}</div>`;
 }

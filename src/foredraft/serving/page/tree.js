@@ -27,7 +27,7 @@ export function lines(round) {
 }
 
 const SAID = { root: "start", accepted: "kept", own: "the model's own", rejected: "refused" };
-const SIGN = { root: "", accepted: "✓", own: "＋", rejected: "✗" };
+export const SIGN = { root: "", accepted: "✓", own: "+", rejected: "✗" };
 
 export function Tree({ round }) {
   const rows = lines(round);

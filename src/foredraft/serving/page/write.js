@@ -1,9 +1,9 @@
 // Chat and complete: an answer as it comes, each token marked by who wrote it.
 
-import { html, useRef, useState } from "./vendor/htm-preact-standalone.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { stream } from "./api.js";
 import { Legend, NumberField, Say, SeedField, Trouble, many, seedOf, useAbort, useKept } from "./parts.js";
-import { Round } from "./round.js";
+import { Round, inWords } from "./round.js";
 import { Tokens, piece, totals } from "./tokens.js";
 
 const START = "def mean(values):\n    \"\"\"The arithmetic mean.\"\"\"\n";
@@ -72,6 +72,16 @@ export function Write({ server }) {
     say(`Finished. ${summary(answer.pieces)}`);
   };
 
+  useEffect(() => {
+    const escape = (event) => { if (event.key === "Escape") setOpened(null); };
+    addEventListener("keydown", escape);
+    return () => removeEventListener("keydown", escape);
+  }, []);
+  const look = (turn) => (index) => {
+    setOpened({ turn, index });
+    say(`Round ${index + 1}: ${inWords(turns[turn].pieces[index].round)}`);
+  };
+
   const round = opened && turns[opened.turn]?.pieces[opened.index]?.round;
   const keys = (event) => { if (event.key === "Enter" && (chat ? !event.shiftKey : event.ctrlKey || event.metaKey)) run(event); };
   const put = (name) => (value) => set({ ...settings, [name]: value });
@@ -108,7 +118,7 @@ export function Write({ server }) {
         <div class="above"><${Legend} /><label class="check"><input type="checkbox" checked=${hide}
           onChange=${(event) => setHide(event.currentTarget.checked)} /> Hide refused guesses</label></div>
         ${turns.map((turn, at) => html`<${Turn} turn=${turn} hide=${hide} selected=${opened?.turn === at ? opened.index : null}
-          open=${(index) => setOpened({ turn: at, index })} chat=${chat} />`)}
+          open=${look(at)} chat=${chat} />`)}
       </section>
       ${round && html`<aside><${Round} round=${round} number=${opened.index + 1} close=${() => setOpened(null)} /></aside>`}
     </div>`}
