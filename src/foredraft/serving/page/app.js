@@ -11,7 +11,7 @@ import { Write } from "./write.js";
 const VIEWS = [
   { id: "write", name: "Write", view: Write },
   { id: "roll", name: "Roll a round", view: Roll },
-  { id: "race", name: "Plain beside speculative", view: Race },
+  { id: "race", name: "Side by side", view: Race },
   { id: "live", name: "Live", view: Live },
 ];
 

@@ -32,7 +32,7 @@ export function Many({ tally, running }) {
   const shown = [...new Set([...likely.slice(0, SHOWN), ...[...first].sort((one, two) => two.count - one.count).slice(0, 3)])];
   const rest = { p: 1 - shown.reduce((sum, { p }) => sum + p, 0), count: rolls - shown.reduce((sum, { count }) => sum + count, 0) };
   const highest = Math.max(...[...shown, rest].map(({ p, count }) => Math.max(p, count / rolls)));
-  const far = distance > 1.25 * chance;
+  const far = distance > 1.4 * chance;
   return html`<section class="card many" aria-label="Many rolls">
     <header><h2>${rolls} rolls</h2><p class="note">${drafter}, ${shape}, rule <code>${rule}</code> ${!lossless && html`<span class="badge">lossy</span>`}</p></header>
     ${running && html`<progress max="500" value=${rolls} aria-label="Rolls made"></progress>`}

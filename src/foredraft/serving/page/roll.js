@@ -163,7 +163,7 @@ function One({ found, step, go }) {
     <p class="about">${STEPS[step].about(found)}</p>
     <div class="split even">
       <div class="scroll" role="region" aria-label="Guesses and their numbers" tabindex="0"><table class="guesses">
-        <thead><tr><th scope="col">Guess</th><th scope="col">Drafter: q</th><th scope="col">${step > 0 && "Model: p"}</th>
+        <thead><tr><th scope="col">Guess</th><th scope="col">q, drafter</th><th scope="col">${step > 0 && "p, model"}</th>
           <th scope="col">${step > 1 && judged(found)}</th><th scope="col"><span class="outcome">${step > 1 && "Outcome"}</span></th></tr></thead>
         <tbody>${rows.map((row) => row.kind === "own" ? (step > 2 && html`<tr class="own">
             <th scope="row"><span class="tok own">${visible(row.text)}</span></th><td></td><td><${Probability} value=${row.p} kind="own" /></td>

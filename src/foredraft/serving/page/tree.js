@@ -3,7 +3,7 @@
 import { html } from "./vendor/htm-preact-standalone.js";
 import { percent, visible } from "./parts.js";
 
-const LINE = 34, INDENT = 22, LEFT = 14, BOX = 24;
+const LINE = 34, INDENT = 20, LEFT = 14, BOX = 24, COLUMN = 52;
 
 /** Nodes in the order in which they are drawn, the kept branch first, each with its depth; the bonus token where it follows. */
 export function lines(round) {
@@ -33,7 +33,7 @@ export function Tree({ round }) {
   const rows = lines(round);
   const width = (text) => Math.max(30, 16 + 8.2 * [...short(text)].length);
   const right = Math.max(...rows.map((row) => LEFT + row.depth * INDENT + width(row.text)));
-  const total = right + 150, height = rows.length * LINE + 4;
+  const total = right + 24 + (round.q ? 2 : 1) * COLUMN, height = rows.length * LINE + 4;
   const y = (line) => line * LINE + LINE / 2 + 2;
   const said = rows.map((row) => `${short(row.text)} ${SAID[row.kind]}${row.p == null ? "" : `, ${percent(row.p)}`}`).join("; ");
   return html`<div class="tree" role="region" aria-label="Tree of guesses" tabindex="0">
@@ -46,8 +46,8 @@ export function Tree({ round }) {
           <rect x=${x} y=${y(line) - BOX / 2} width=${width(row.text)} height=${BOX} rx="6" />
           <text class="word" x=${x + 8} y=${y(line) + 4.5}>${short(row.text)}</text>
           <text class="sign" x=${x + width(row.text) + 6} y=${y(line) + 4.5}>${SIGN[row.kind]}</text>
-          <text class="number" x=${total - 66} y=${y(line) + 4.5}>${row.p == null ? "" : `p ${percent(row.p)}`}</text>
-          <text class="number" x=${total - 4} y=${y(line) + 4.5}>${row.q == null ? "" : `q ${percent(row.q)}`}</text>
+          <text class="number" x=${total - 4 - (round.q ? COLUMN : 0)} y=${y(line) + 4.5}>${line ? row.p != null && percent(row.p) : "p"}</text>
+          ${round.q && html`<text class="number" x=${total - 4} y=${y(line) + 4.5}>${line ? row.q != null && percent(row.q) : "q"}</text>`}
         </g>`;
       })}
     </svg>
