@@ -6,7 +6,7 @@ before it begins, and the youngest rows wait, without their pages, until the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from foredraft.errors import CacheMemoryError
@@ -20,16 +20,16 @@ LEEWAY = PAGE  # tokens that every row can grow by when another joins, or it wou
 
 
 class Admission:
-    """Counts pages for the rows of a session on ``target``, whose rounds write at most ``nodes`` nodes per row, the root included. Where
-    the target's cache has no pages, everybody may join."""
+    """Counts pages for the rows of a session on ``target``. Its rounds write at most ``nodes(rows)`` nodes behind each of their rows, the
+    root included. Where the target's cache has no pages, everybody may join."""
 
-    def __init__(self, target: Target, nodes: int):
+    def __init__(self, target: Target, nodes: Callable[[Sequence[SessionRow]], int]):
         self.target, self.nodes = target, nodes
         self.set_aside = 0
 
     def check(self, row: SessionRow) -> None:
         """Raises CacheMemoryError for a row that can never fit."""
-        needed, allowed = self.target.cost(self.target.whole(row.capacity + self.nodes)), self.target.budget
+        needed, allowed = self.target.cost(self.target.whole(row.capacity + self.nodes([row]))), self.target.budget
         if allowed is not None and needed > allowed:
             raise CacheMemoryError(
                 f"a prompt of {row.prompt_length} tokens with max_new_tokens={row.parameters.max_new_tokens} needs up to "
@@ -43,7 +43,7 @@ class Admission:
         found: list[SessionRow] = []
         if not waiting:
             return found
-        nodes = self.nodes + LEEWAY
+        nodes = self.nodes([*rows, *waiting]) + LEEWAY
         taken = self.target.growth(nodes)
         for row in waiting:
             if found and row.begun != found[0].begun:
@@ -58,7 +58,7 @@ class Admission:
         """The youngest of ``rows``, as few as leave pages for a round of the others; the oldest always stays."""
         youngest = sorted(range(len(rows)), key=lambda index: -rows[index].slot)
         gone: list[int] = []
-        while not self.target.make_room(self.target.growth(self.nodes, without=gone)) and len(gone) < len(rows) - 1:
+        while not self.target.make_room(self.target.growth(self.nodes(rows), without=gone)) and len(gone) < len(rows) - 1:
             gone.append(youngest[len(gone)])
         self.set_aside += len(gone)
         return [rows[index] for index in gone]

@@ -74,10 +74,12 @@ class Loop:
         """Tokens of a guess that are drafted in a round at most: no more nodes than the planner may ask for, unless these are few."""
         return max(self.planner.shape.nodes, MOST)
 
-    @property
-    def nodes(self) -> int:
-        """That a round writes behind each row at most, the root included."""
-        return max(self.drafter.written_nodes(self.planner.shape), 1 + self.drafter.info.extra_nodes + self.most_guessed)
+    def nodes(self, rows: Sequence[SessionRow]) -> int:
+        """That a round writes behind each of ``rows`` at most, the root included."""
+        drafted = self.drafter.written_nodes(self.planner.shape)
+        if not any(row.guesses.guesses for row in rows):
+            return drafted
+        return max(drafted, 1 + self.drafter.info.extra_nodes + self.most_guessed)
 
     def round(self, rows: list[SessionRow], *, together: bool) -> list[Commit]:
         """One round: every row gains the drafted tokens that survive and one of the target's own. ``together`` says that no others join
@@ -140,7 +142,7 @@ class Loop:
             self.target.compact(range(first))
 
     def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int, unread: int = 1) -> Tensor:
-        reserve, sources = [row.capacity + self.nodes for row in rows], [row.source for row in rows]
+        reserve, sources = [row.capacity + self.nodes(rows) for row in rows], [row.source for row in rows]
         isolations = [row.isolation for row in rows]
         self.target.open([row.ids for row in rows], reserve=reserve, sources=sources, isolations=isolations, unread=unread)
         return self.target.prefill(prompts, first=first)

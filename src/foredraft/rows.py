@@ -49,8 +49,8 @@ class RowParameters:
         max_draft: how many tokens deep to draft for the row in a round at most; 0 to decode it plainly among rows that draft; None for as
             many as are planned. With the rule ``match`` the text is the same.
         guesses: what knows more of the row's text than a drafter does (:class:`~foredraft.guesses.Guess`), such as a
-            :class:`Prediction`. In a round in which one of them says something, that is drafted in place of the drafter's own. With the rule
-            ``match`` only, with which the text is the same.
+            :class:`Prediction`. In a round in which one of them says something, that is drafted in place of the drafter's own. With the
+            rule ``match`` only, with which the text is the same.
         trace: have every :class:`Commit` tell what the round drafted for the row (:class:`~foredraft.traces.RoundTrace`).
     """
 
@@ -73,7 +73,7 @@ class RowParameters:
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
             raise ConfigurationError(f"max_draft must be a whole number from 0, or None for no limit, got {most!r}")
         if wrong := next((guess for guess in self.guesses if not isinstance(guess, Guess)), None):
-            raise ConfigurationError(f"a guess must have a method after(ids, prompt_length), as foredraft.rows.Prediction does, got {wrong!r}")
+            raise ConfigurationError(f"a guess must have a method after(ids, prompt_length), as rows.Prediction has, got {wrong!r}")
         if not (self.isolation is None or isinstance(self.isolation, str)):
             raise ConfigurationError(f"isolation must be a string or None, got {self.isolation!r}")
 

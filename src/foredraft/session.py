@@ -146,7 +146,7 @@ class Session:
         if context is not None and len(ids) >= context:
             raise ConfigurationError(f"the prompt has {len(ids)} tokens, but the model's context holds only {context}; shorten the prompt")
         if parameters.guesses and not isinstance(self.loop.rule, Match):
-            raise ConfigurationError(f"guesses need the rule match, and this session has {self.loop.rule.name}; use rule='match', or no guesses")
+            raise ConfigurationError(f"guesses need rule='match', and this session has the rule {self.loop.rule.name!r}; leave them out")
         check_logprobs(parameters.logprobs, self.target.vocab_size)
         if parameters.max_new_tokens < 1:
             raise ConfigurationError(f"max_new_tokens must be at least 1, got {parameters.max_new_tokens}")

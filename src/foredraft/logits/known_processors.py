@@ -21,6 +21,7 @@ from foredraft.grammars import Grammar
 from .grammar_masks import Walk, mask_nodes
 from .histories import NodeHistories
 from .nucleus import top_p
+from .penalties import LogitBias, PresenceFrequencyPenalty, penalise_nodes
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 Reads = Literal["nothing", "length", "tokens"]
@@ -78,6 +79,7 @@ class Kind:
         bans: tokens whose scores become -inf while it is active, which is all that it does.
         begin: makes the processor that keeps the state of one row, from the processor and the length of the row's prompt.
         at_nodes: changes scores ``[R * N, V]`` in place, called with (processor, cells) of each row, histories and scores.
+        library: its time is that of another library, which is told apart.
     """
 
     reads: Reads
@@ -91,6 +93,7 @@ class Kind:
     bans: Callable[[Any], Tensor] | None = None
     begin: Callable[[Any, int], Any] | None = None
     at_nodes: Callable[[Sequence[tuple[Any, Sequence[int]]], NodeHistories, Tensor], None] | None = None
+    library: bool = False
 
 
 def shifted(name: str) -> Callable[[Any, Row], dict[str, Any]]:
@@ -213,7 +216,11 @@ KNOWN: dict[str, Kind] = {
     "PrefixConstrainedLogitsProcessor": Kind("tokens", row_prefix, guarded=True),
 }
 FOREIGN = Kind("tokens", guarded=True)
-GRAMMAR = Kind("tokens", begin=Walk.begin, at_nodes=mask_nodes)
+OWN: dict[type, Kind] = {
+    Grammar: Kind("tokens", begin=Walk.begin, at_nodes=mask_nodes, library=True),
+    PresenceFrequencyPenalty: Kind("tokens", begin=PresenceFrequencyPenalty.begin, at_nodes=penalise_nodes),
+    LogitBias: FREE,
+}
 
 SPEECH = "it belongs to a speech or audio model; use that model's own generate, without Foredraft"
 GUIDANCE = "guidance needs a second pass of the model for every token; leave guidance_scale unset, or generate without Foredraft"
@@ -240,8 +247,8 @@ STATEFUL = ("xgrammar.contrib.hf", "outlines.processors.base_logits_processor")
 
 def kind_of(processor: Any) -> Kind:
     """What is known about ``processor``; a ConfigurationError names its class if it cannot be supported."""
-    if isinstance(processor, Grammar):
-        return GRAMMAR
+    if own := next((kind for cls, kind in OWN.items() if isinstance(processor, cls)), None):
+        return own
     name = type(processor).__name__
     for cls in type(processor).__mro__:
         if cls.__module__ in STATEFUL:

@@ -306,7 +306,7 @@ def run(
     """
     nodes = scores.shape[1]
     for position in range(max(len(pipelines[row].stages) for row in rows)):
-        at_nodes: dict[Callable[..., None], list[tuple[Processor, list[int]]]] = {}
+        at_nodes: dict[Kind, list[tuple[Processor, list[int]]]] = {}
         for stage, members in rows_by_stage(pipelines, rows, position).items():
             if cells is None and stage.kind.reads == "nothing":
                 scores = run_free(stage, scores, members)
@@ -316,14 +316,14 @@ def run(
             if stage.kind.reads == "nothing":
                 scores = run_free(stage, scores.flatten(0, 1), mine).view(scores.shape)
             elif stage.kind.at_nodes is not None:
-                at_nodes.setdefault(stage.kind.at_nodes, []).append((stage.processor, mine))
+                at_nodes.setdefault(stage.kind, []).append((stage.processor, mine))
             else:
                 assert histories is not None
                 run_reading(stage, scores.view(-1, scores.shape[-1]), histories, mine, watch)
-        for call, cells_of in at_nodes.items():
-            assert histories is not None
-            with watch.running(scores.device):
-                call(cells_of, histories, scores.view(-1, scores.shape[-1]))
+        for kind, cells_of in at_nodes.items():
+            assert histories is not None and kind.at_nodes is not None
+            with watch.running(scores.device) if kind.library else nullcontext():
+                kind.at_nodes(cells_of, histories, scores.view(-1, scores.shape[-1]))
     return scores
 
 
