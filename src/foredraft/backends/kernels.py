@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,15 @@ class Kernels:
     @property
     def name(self) -> str:
         return "native" if self.native else "packed"
+
+    @property
+    def layouts(self) -> dict[str, int | None]:
+        """The layout of each kind of product, by what it is."""
+        return {} if self._packing is None else {str(kind): hint for kind, hint in self._packing.hints.items()}
+
+    def originals(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """As of :class:`~foredraft.backends.packing.Packing`."""
+        return iter(()) if self._packing is None else self._packing.originals()
 
     def follow(self, changed: set[changes.Kind]) -> None:
         """Lay other weights out anew; of another structure, whoever built this builds another.

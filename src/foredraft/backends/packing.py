@@ -261,6 +261,12 @@ class Packing:
         named = self.model.named_parameters() if self.taken else ()
         return next((name for name, each in named if id(each) in written or (each.is_meta and id(each) not in ours)), None)
 
+    def originals(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every placeholder, and the numbers of the weight that it stands for; they are made for one product at a time."""
+        for product, layers, freed in self._products:
+            if any(freed):
+                yield from ((layer.weight, weight) for layer, free, weight in zip(layers, freed, product.weights()) if free)
+
     def undo(self) -> None:
         """Give every layer its own ``forward`` and weight back."""
         self._found, placeholders = {}, {id(source.parameter) for source in self.taken}

@@ -11,11 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from foredraft.errors import BusyError, ConfigurationError
 from foredraft.rows import Commit
 from foredraft.serving.calls import Call, log, send
+from foredraft.serving.fingerprint import exact, system_fingerprint
 from foredraft.serving.jobs import BOUND, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.metrics import REASONS, Metrics
 from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
@@ -45,12 +47,22 @@ class Engine:
         on_death: called in the engine's thread when it dies.
         session: the rows; other threads may read its statistics.
         metrics: what ``/metrics`` answers.
+
+    Raises:
+        ConfigurationError: ``settings.deterministic`` was asked for, and cannot be had.
     """
 
     def __init__(self, speculator: Speculator, settings: Settings):
         self.speculator, self.settings = speculator, settings
         self.session = speculator.session(repeatable=settings.repeatable, wait=True)
         self.metrics = Metrics(settings.model, self.session, self)
+        if not exact(self.session):
+            if settings.deterministic:
+                raise ConfigurationError(
+                    "texts are not repeated bit for bit here: logits depend on what is computed together, or the rule on the shapes of "
+                    "drafts; use execution='native' on a CPU and the rule match, or leave --deterministic out"
+                )
+            log.warning("texts may differ in rare near ties from one load to another; their fingerprints end in -approx")
         self.state: State = "ready"
         self.on_death: Callable[[], None] = lambda: None
         self._changed = threading.Condition()  # guards what follows
@@ -71,6 +83,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="foredraft-engine", daemon=True)
 
     # -- on the event loop ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """``system_fingerprint`` of responses; the first use reads all weights."""
+        return system_fingerprint(self.speculator, self.session, self.settings)
 
     @property
     def running(self) -> int:

@@ -1,0 +1,127 @@
+"""``system_fingerprint``: with the same one, the same request and the same seed give the same bytes.
+
+It is a hash of everything that a text depends on beside these: the model's numbers and configuration, its tokenizer and chat template, how
+its passes are computed, and the rule. Drafter, shapes and load are left out, because nothing depends on them. Where they matter after all,
+it ends in ``-approx``: logits that depend on what is computed together, or a rule whose draws depend on the shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.backends import native
+from foredraft.backends.int8 import is_int8
+from foredraft.errors import ConfigurationError
+from foredraft.serving.settings import Settings
+from foredraft.session import Session
+from foredraft.speculator import Speculator
+from foredraft.verification.match import Match
+
+PACKAGES = ("foredraft", "torch", "transformers", "tokenizers", "llguidance")
+LOOSE = ("_name_or_path", "transformers_version", "use_cache")  # of configurations; no number depends on them
+
+
+def system_fingerprint(speculator: Speculator, session: Session, settings: Settings) -> str:
+    """Of a server; it reads all weights once, some 1 GB per second and core."""
+    parts = {
+        "weights": weights_digest(speculator),
+        "model": configuration_of(speculator.model),
+        "text": text_of(speculator, settings),
+        "computation": computation_of(speculator),
+        "rule": f"{session.loop.rule.name} {vars(session.loop.rule)}",
+        "packages": {name: version_of(name) for name in PACKAGES},
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}{'' if exact(session) else '-approx'}"
+
+
+def exact(session: Session) -> bool:
+    """Whether the text of a row depends on nothing but its request, its seed and the fingerprint."""
+    return isinstance(session.loop.rule, Match) and bool(getattr(session.target, "batch_invariant", False))
+
+
+def weights_digest(speculator: Speculator) -> str:
+    """Of the numbers of all parameters and buffers by name, in whatever layout they are held."""
+    overrides = speculator.target.backend.overrides
+    packed = {
+        id(placeholder): digest(numbers, *parts_of(placeholder)) for placeholder, numbers in getattr(overrides, "originals", lambda: ())()
+    }
+    named = dict(tensors_of(speculator.model))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        digests = pool.map(lambda tensor: packed.get(id(tensor)) or digest(*parts_of(tensor)), named.values())
+        lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)} {found}" for (name, tensor), found in zip(named.items(), digests)]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def parts_of(tensor: Any) -> tuple[Tensor, ...]:
+    """The tensors that hold its numbers: of weights of eight bits, integers and scales."""
+    return (tensor.qdata, tensor.scale) if is_int8(tensor) else (tensor,)
+
+
+def digest(*tensors: Tensor) -> str:
+    """Of their bytes; those whose numbers are elsewhere are left out."""
+    found = hashlib.sha256()
+    for each in tensors:
+        if not each.is_meta:
+            found.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def configuration_of(model: Any) -> dict[str, Any]:
+    about = {"class": type(model).__name__, "training": model.training}
+    for name in ("config", "generation_config"):
+        plain = getattr(model, name).to_dict()
+        about[name] = {key: value for key, value in plain.items() if key not in LOOSE}
+    return about
+
+
+def text_of(speculator: Speculator, settings: Settings) -> dict[str, Any]:
+    """How texts become ids."""
+    try:
+        tokenizer = speculator.tokenizer
+    except (ConfigurationError, ImportError):
+        tokenizer = None  # requests have ids
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    whole = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()) if tokenizer is not None else None
+    template = settings.chat_template or getattr(tokenizer, "chat_template", None)
+    return {"tokenizer": hashlib.sha256(str(whole).encode()).hexdigest(), "chat_template": template}
+
+
+def computation_of(speculator: Speculator) -> dict[str, Any]:
+    """How logits are computed."""
+    target, backend = speculator.target, speculator.target.backend
+    device = target.device
+    about = {
+        "dtype": speculator.model.dtype,
+        "execution": target.execution,
+        "attention": speculator.model.config._attn_implementation,
+        "pages": type(backend.pages).__name__,
+        "layouts": getattr(backend.overrides, "layouts", {}),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cpu":
+        flags, asked = sorted(native.cpu_flags()), os.environ.get("FOREDRAFT_INSTRUCTIONS", "")
+        about |= {"kernels": native.revision(), "cpu": flags, "instructions": asked, "torch": torch.backends.cpu.get_cpu_capability()}
+    return about
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,113 @@
+"""The fingerprint stays as long as everything that a text depends on does, and changes with each of these."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import tiny
+
+from foredraft import ConfigurationError, Speculator
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.serving.engine import Engine
+from foredraft.serving.fingerprint import weights_digest
+from foredraft.serving.settings import Settings
+
+PROGRAM = """
+import torch
+from helpers import tiny
+from foredraft import Speculator
+from foredraft.serving.engine import Engine
+from foredraft.serving.settings import Settings
+torch.set_num_threads(1)
+print(Engine(Speculator(tiny().double(), "suffix", self_test=False, execution="eager"), Settings()).fingerprint)
+"""
+
+
+def fingerprint(model=None, drafter="none", settings: Settings = Settings(), **options) -> str:  # noqa: B008
+    speculator = Speculator(tiny() if model is None else model, drafter, self_test=False, **{"execution": "eager", **options})
+    try:
+        return Engine(speculator, settings).fingerprint
+    finally:
+        speculator.close()
+
+
+def test_it_is_the_same_after_a_restart_and_with_any_drafter():
+    model = copy.deepcopy(tiny()).double()  # for which no kernels have to be compiled, twice
+    found = fingerprint(model)
+    assert found == fingerprint(model, drafter="prompt-lookup", shape="chain(3)")
+    paths = [path for path in sys.path if path.endswith(("support", "src"))]
+    again = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{PROGRAM}"], capture_output=True, text=True, check=True
+    )
+    assert again.stdout.strip() == found
+
+
+def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):
+    def changed(change) -> str:
+        model = copy.deepcopy(tiny())
+        change(model)
+        return fingerprint(model)
+
+    def one_number(model) -> None:
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[5] += 1e-3
+
+    def swapped(model) -> None:
+        with torch.no_grad():
+            weight = next(model.parameters())
+            weight[[3, 4]] = weight[[4, 3]].clone()
+
+    found = [
+        fingerprint(),
+        changed(one_number),
+        changed(swapped),
+        changed(lambda model: model.double()),
+        changed(lambda model: model.config.update({"rms_norm_eps": 1e-3})),
+        changed(lambda model: model.generation_config.update(eos_token_id=7)),
+        fingerprint(execution="packed"),
+        fingerprint(drafter=DraftModel(tiny()), shape="chain(2)", rule="rejection"),
+        fingerprint(drafter=DraftModel(tiny()), shape="chain(2)", settings=Settings(repeatable=False)),
+        fingerprint(settings=Settings(chat_template="{{ messages }}")),
+    ]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    found.append(fingerprint())
+    assert len(set(found)) == len(found), found
+
+
+@pytest.mark.parametrize("execution", ["packed", "native"])
+def test_packed_weights_are_read_as_they_were(execution):
+    """A model that the Speculator owns has placeholders in place of most weights."""
+    plain, packed = (Speculator(copy.deepcopy(tiny()), "none", self_test=False, execution=each) for each in ("eager", execution))
+    expected = weights_digest(plain)
+    packed.target._how["owned"] = packed.target.backend.overrides.owned = True
+    packed.target.backend.overrides.unpack()
+    packed.target.backend.overrides.pack()
+    assert any(each.is_meta for each in packed.model.parameters())
+    assert weights_digest(packed) == expected
+    plain.close()
+    packed.close()
+
+
+def test_where_logits_depend_on_the_load_it_says_so_and_deterministic_refuses(caplog):
+    speculator = Speculator(tiny(), "none", self_test=False)
+    for invariant in (True, False):
+        speculator.target.batch_invariant = invariant
+        with caplog.at_level(logging.WARNING, "foredraft.serving"):
+            caplog.clear()
+            found = Engine(speculator, Settings()).fingerprint
+        assert found.startswith("fp_") and found.endswith("-approx") != invariant and bool(caplog.records) != invariant
+        if invariant:
+            assert Engine(speculator, Settings(deterministic=True)).fingerprint == found
+        else:
+            with pytest.raises(ConfigurationError, match="--deterministic"):
+                Engine(speculator, Settings(deterministic=True))
+    speculator.close()
+    other = SimpleNamespace(session=lambda **_: SimpleNamespace())
+    with pytest.raises(AttributeError):
+        Engine(other, Settings())  # type: ignore[arg-type]
