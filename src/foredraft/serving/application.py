@@ -114,11 +114,12 @@ class Server:
                 if choices is None:
                     yield PINGED
                     continue
-                chunks = [answer.chunk([choice], usage=options.continuous_usage_stats) for choice in choices]
-                if chunks:
+                if chunks := [answer.chunk([choice]) for choice in choices]:
+                    if answer.over and not options.include_usage:
+                        chunks[-1] |= answer.about_all()
                     yield b"".join(map(data, chunks))
-            if options.include_usage or self.settings.request_metrics:
-                yield data(answer.chunk([], usage=options.include_usage, last=True))
+            if options.include_usage:
+                yield data(answer.chunk([], usage=True) | answer.about_all())
             yield DONE
         except Exception as error:  # the status has been sent
             yield failure(told(error))
@@ -273,7 +274,6 @@ def guarded(handler: Handler) -> Handler:
         try:
             found = await handler(request)
         except ClientDisconnect:
-            request.scope["state"]["status"] = 499
             raise
         except Exception as error:
             return told(error).response()

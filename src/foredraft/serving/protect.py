@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.serving.failures import ApiError, refused
@@ -74,6 +75,8 @@ class Protection:
             if state["status"]:
                 raise
             await error.response()(scope, receive, answer)
+        except ClientDisconnect:  # nobody is there to be told
+            state["status"] = LEFT
         finally:
             if scope["path"] not in OPEN:
                 status, seconds = state["status"] or LEFT, time.monotonic() - begin

@@ -71,12 +71,18 @@ class Answer(ABC):
     def _whole(self, index: int) -> dict[str, Any]:
         """Choice ``index``, complete."""
 
-    def chunk(self, choices: Sequence[dict[str, Any]], *, usage: bool = False, last: bool = False) -> dict[str, Any]:
-        """A chunk with these choices; the ``last`` one has none, and says what the others cannot."""
-        found = self._envelope(self.chunk_object, list(choices))
-        if usage:
+    def chunk(self, choices: Sequence[dict[str, Any]], *, usage: bool = False) -> dict[str, Any]:
+        """A chunk with these choices. Where usage is asked for, the last chunk has it, and no choices."""
+        found, options = self._envelope(self.chunk_object, list(choices)), self.request.stream_options
+        if usage or options.continuous_usage_stats:
             found["usage"] = self.usage()
-        return found | ({"metrics": self.metrics()} if last and self.facts.metrics else {})
+        elif options.include_usage:
+            found["usage"] = None
+        return found
+
+    def about_all(self) -> dict[str, Any]:
+        """What an answer says of itself once it is complete."""
+        return {"metrics": self.metrics()} if self.facts.metrics else {}
 
     def whole(self) -> dict[str, Any]:
         """The whole answer, once all choices are over."""
@@ -86,8 +92,7 @@ class Answer(ABC):
             if self.request.return_token_ids:
                 choice |= {"token_ids": writer.tokens, "prompt_token_ids": list(writer.prompt)}
             choices.append(choice)
-        found = self._envelope(self.object, choices) | {"usage": self.usage()}
-        return found | ({"metrics": self.metrics()} if self.facts.metrics else {})
+        return self._envelope(self.object, choices) | {"usage": self.usage()} | self.about_all()
 
     def _envelope(self, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -167,7 +172,9 @@ class CompletionAnswer(Answer):
         """The token itself is one of them, whether or not it is among the most likely."""
         if entry.logprob is None:
             return None
-        found = {self.name(token): value for token, value in reversed(entry.top)}  # of equal names the likeliest stays
+        found: dict[str, float] = {}
+        for token, value in entry.top:  # of equal names the likeliest stays
+            found.setdefault(self.name(token), value)
         return found | {self.name(entry.token): entry.logprob}
 
 

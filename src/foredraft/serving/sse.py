@@ -91,7 +91,6 @@ class EventStream(Response):
         try:
             await unless_left(receive, self._send(send))
         except (ClientDisconnect, asyncio.TimeoutError, OSError):
-            scope["state"]["status"] = 499
             raise ClientDisconnect from None
         finally:
             await self.parts.aclose()  # type: ignore[attr-defined]

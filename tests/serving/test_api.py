@@ -1,0 +1,213 @@
+"""What a request says is what happens: every field, whole and streamed, whatever else is decoded beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from served import events, tiny_chat
+from transformers import GenerationConfig
+
+from foredraft import LogProbs
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def post(url: str, path: str = "/v1/completions", **body: Any) -> Any:
+    response = httpx.post(url + path, json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return events(response) if body.get("stream") else response.json()
+
+
+def text(answer: Any) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def joined(chunks: Any, n: int = 1) -> list[str]:
+    return ["".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index) for index in range(n)]
+
+
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 0.5, "top_p": 0.8},
+    {"top_k": 3},
+    {"min_p": 0.05},
+    {"presence_penalty": 1.5, "frequency_penalty": -0.5},
+    {"repetition_penalty": 1.3},
+    {"logit_bias": {"65": 5, "66": -100}},
+    {"n": 3},
+    {"stop": ["e", "ab"]},
+    {"logprobs": 3},
+    {"min_tokens": 20, "max_tokens": 24},
+    {"ignore_eos": True},
+    {"echo": True, "logprobs": 1},
+    {"prompt": ["hello", "tool"], "n": 2},
+    {"prompt": [3, 4, 5]},
+    {"prompt": [[3, 4, 5], [7]]},
+    {"structured_outputs": {"regex": "[ab]{3,5}"}},
+    {"structured_outputs": {"choice": ["yes", "no (really)", "a|b"]}},
+    {"prediction": {"type": "content", "content": "hello the user"}},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields) or "plain")
+def test_whole_streamed_and_without_speculation_are_the_same(url: str, fields: dict[str, Any]):
+    body = {"prompt": "the user", "max_tokens": 16, "seed": 5} | fields
+    whole = post(url, **body)
+    n = len(whole["choices"])
+    chunks = post(url, **body, stream=True, stream_options={"include_usage": True})
+    assert joined(chunks, n) == text(whole)
+    assert chunks[-1]["usage"] == whole["usage"]
+    ends = {c["index"]: c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]}
+    assert [ends[index] for index in range(n)] == [choice["finish_reason"] for choice in whole["choices"]]
+    if "logprobs" in fields:
+        kept = [[], [], [], []]
+        for choice in (c for chunk in chunks for c in chunk["choices"]):
+            for part, name in zip(kept, ("tokens", "token_logprobs", "top_logprobs", "text_offset")):
+                part += choice["logprobs"][name]
+        assert kept == list(whole["choices"][0]["logprobs"].values())
+    plain = post(url, **body, speculation="off")
+    assert text(plain) == text(whole)
+    assert plain["metrics"]["speculative_decoding"] is None or plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0 or "prediction" in fields
+    short = post(url, **body, speculation={"max_draft": 1})
+    assert text(short) == text(whole)
+
+
+def test_texts_are_those_of_generate(url: str):
+    """Alone, by the same seed, temperature and nucleus."""
+    speculator = tiny_chat()
+    ids = speculator.tokenizer("the user")["input_ids"]
+    answer = post(url, prompt="the user", max_tokens=12, seed=3, temperature=0.7, top_p=0.9, n=2, return_token_ids=True)
+    for index, choice in enumerate(answer["choices"]):
+        import torch
+
+        config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, eos_token_id=302, pad_token_id=303)
+        expected = served_alone(lambda: speculator.generate(torch.tensor([ids]), seed=[(3, index)], generation_config=config), url)
+        assert choice["token_ids"] == expected
+
+
+def served_alone(function: Any, url: str) -> list[int]:
+    """The server's Speculator is busy with nothing between two requests."""
+    output = function()
+    new = output.sequences[0].tolist()
+    return new[-output.stats.new_tokens :]
+
+
+def test_seeds_repeat_under_load_and_differ_from_each_other(url: str):
+    alone = [text(post(url, prompt="hello", max_tokens=20, seed=seed)) for seed in range(4)]
+    assert len({each[0] for each in alone}) == 4
+    with ThreadPoolExecutor(16) as pool:
+        noise = [pool.submit(post, url, prompt="the tool" * (i % 3 + 1), max_tokens=30, n=i % 3 + 1) for i in range(8)]
+        again = [pool.submit(post, url, prompt="hello", max_tokens=20, seed=seed) for seed in range(4)]
+        assert [text(each.result()) for each in again] == alone
+        assert all(each.result()["choices"] for each in noise)
+
+
+def test_choices_of_several_prompts_are_seeded_by_their_number(url: str):
+    both = post(url, prompt=["hello", "the"], n=2, seed=9, max_tokens=12)
+    assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
+    assert text(post(url, prompt="hello", n=4, seed=9, max_tokens=12))[:2] == text(both)[:2]
+    assert text(post(url, prompt=["x", "the"], n=2, seed=9, max_tokens=12))[2:] == text(both)[2:]
+    assert both["usage"]["prompt_tokens"] == 2
+
+
+def test_a_drawn_seed_is_returned_and_repeats_the_text(url: str):
+    first = post(url, prompt="hello", max_tokens=20)
+    assert text(post(url, prompt="hello", max_tokens=20, seed=first["seed"])) == text(first)
+    assert post(url, prompt="hello", max_tokens=20)["seed"] != first["seed"]
+
+
+def test_log_probabilities_are_the_models_own(url: str):
+    import torch
+
+    speculator = tiny_chat()
+    answer = post(url, prompt="hello", max_tokens=8, seed=1, logprobs=2, echo=True, return_token_ids=True)
+    choice = answer["choices"][0]
+    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    with torch.no_grad():
+        own = speculator.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    found = choice["logprobs"]["token_logprobs"]
+    assert found[0] is None
+    expected = [float(own[place, token]) for place, token in enumerate(ids[1:])]
+    assert all(math.isclose(a, b, abs_tol=1e-3) for a, b in zip(found[1:], expected, strict=True))
+    assert all(len(top) in (2, 3) for top in choice["logprobs"]["top_logprobs"][1:])
+
+
+def test_echo_alone_returns_the_prompt(url: str):
+    answer = post(url, prompt="hello user", max_tokens=0, echo=True, logprobs=1)
+    choice = answer["choices"][0]
+    assert choice["text"] == "hello user" and choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0 and len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
+
+
+def test_stop_strings_end_the_text_wherever_it_is_cut(url: str):
+    """Every two letters of a text, as stop string."""
+    full = text(post(url, prompt="hello", max_tokens=24, seed=2))[0]
+    for at in range(1, len(full) - 2):
+        stop = full[at : at + 2]
+        for stream in (False, True):
+            answer = post(url, prompt="hello", max_tokens=24, seed=2, stop=stop, stream=stream)
+            found = joined(answer)[0] if stream else text(answer)[0]
+            assert found == full[: full.index(stop)]
+            if stream:
+                assert not any(stop in c["text"] for chunk in answer for c in chunk["choices"])
+                assert [c["stop_reason"] for chunk in answer for c in chunk["choices"]][-1] == stop
+
+
+def test_rounds_are_told_to_who_asks_for_them(url: str):
+    chunks = post(url, prompt="hello", max_tokens=12, seed=2, rounds=True, stream=True)
+    rounds = [choice["round"] for chunk in chunks for choice in chunk["choices"] if "round" in choice]
+    names = {"shape", "tokens", "texts", "parents", "drafters", "p", "q", "path", "accepted", "bonus", "ended"}
+    assert rounds and all(set(each) == names for each in rounds)
+    assert all(each["accepted"] == len(each["path"]) - 1 and len(each["tokens"]) == len(each["texts"]) for each in rounds)
+    assert not any("round" in c for chunk in post(url, prompt="hello", max_tokens=4, stream=True) for c in chunk["choices"])
+
+
+def test_predictions_are_counted(url: str):
+    full = post(url, prompt="hello", max_tokens=30, seed=2)
+    guess = {"type": "content", "content": text(full)[0]}
+    answer = post(url, prompt="hello", max_tokens=30, seed=2, prediction=guess)
+    assert text(answer) == text(full)
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert "completion_tokens_details" not in full["usage"]
+
+
+def test_request_metrics_are_vllms(url: str):
+    found = post(url, prompt="hello", max_tokens=30, seed=2)["metrics"]["speculative_decoding"]
+    assert found["num_spec_steps"] == sum(found["acceptance_histogram"]) > 0
+    assert found["num_accepted_draft_tokens"] == sum(k * count for k, count in enumerate(found["acceptance_histogram"]))
+    assert found["mean_acceptance_length"] == 1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
+    assert post(url, prompt="hello", max_tokens=4, n=2)["metrics"] == {"speculative_decoding": None}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_grammars_hold_whole_and_streamed(url: str, path: str):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}, "required": ["n"], "additionalProperties": False}
+    prompt = {"prompt": "x"} if path.endswith("v1/completions") else CHAT
+    for seed in range(3):
+        answer = post(url, path, **prompt, max_tokens=60, seed=seed, structured_outputs={"json": schema})
+        choice = answer["choices"][0]
+        written = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert list(json.loads(written)) == ["n"] and choice["finish_reason"] == "stop"
+
+
+def test_tokens_to_text_and_back(url: str):
+    ids = post(url, "/tokenize", prompt="hello user", return_token_strs=True)
+    assert ids["count"] == len(ids["tokens"]) == len(ids["token_strs"]) and ids["max_model_len"] == 2048
+    assert post(url, "/detokenize", tokens=ids["tokens"])["prompt"] == "hello user"
+    chat = post(url, "/tokenize", **CHAT)
+    assert post(url, "/detokenize", tokens=chat["tokens"])["prompt"] == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert httpx.get(url + "/tokenizer_info").json()["tokenizer_class"]
+
+
+def test_about_the_server(url: str):
+    card = httpx.get(url + "/v1/models").json()["data"][0]
+    assert card["id"] == "tiny" and card == httpx.get(url + "/v1/models/tiny").json()
+    assert "vllm:num_requests_running" in httpx.get(url + "/metrics").text
+    assert LogProbs is not None
