@@ -5,7 +5,7 @@ import { getText } from "./api.js";
 import { Trouble } from "./parts.js";
 import { read, sample } from "./metrics.js";
 
-const EVERY = 2000, KEPT = 300; // milliseconds, samples
+const EVERY = 1000, KEPT = 300; // milliseconds, samples
 
 const CHARTS = [
   { id: "length", name: "Acceptance length", unit: "tokens per drafted round", about: "Guesses kept in a round that drafted, and the token the model adds.", digits: 2 },
@@ -40,7 +40,7 @@ export function Live() {
   const last = samples.at(-1);
   return html`<div class="view">
     <h1>Live</h1>
-    <p class="lead">What the server is doing, from <a href="metrics">/metrics</a>, every two seconds. Nothing to see? Write something in another tab.</p>
+    <p class="lead">What the server is doing, from <a href="metrics">/metrics</a>, every second. Nothing to see? Write something in another tab.</p>
     <${Trouble} problem=${problem} />
     ${!last && !problem && html`<p class="loading">Waiting for the second look…</p>`}
     ${last && html`<div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.id} ...${chart} samples=${samples} />`)}</div>`}

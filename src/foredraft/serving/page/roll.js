@@ -157,6 +157,7 @@ function One({ found, step, go }) {
   const landed = `${round.accepted} of ${many(round.tokens.length - 1, "guess", "guesses")} landed; this pass wrote ${many(round.accepted + 1, "token")}.`;
   return html`<section class="card one" aria-label="The round">
     <${Say} text=${step === STEPS.length - 1 ? landed : ""} />
+    <h2>One round, step by step</h2>
     <ol class="steps" aria-label="Steps of the round">${STEPS.map(({ id }, index) => html`<li>
       <button type="button" class=${index <= step ? "reached" : ""} aria-current=${index === step ? "step" : null} onClick=${() => go(index)}>
         <span class="count" aria-hidden="true">${index + 1}</span>${id}</button></li>`)}</ol>

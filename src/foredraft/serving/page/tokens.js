@@ -67,12 +67,13 @@ export function Tokens({ pieces, open, selected, hideRefused, label }) {
     if (focus.current) box.current?.querySelector('[tabindex="0"]')?.focus();
     focus.current = false;
   });
+  const last = flat.length - 1;
   const go = (event) => {
-    const to = { ArrowRight: current + 1, ArrowLeft: current - 1, Home: 0, End: flat.length - 1 }[event.key];
-    if (to !== undefined) {
+    const move = { ArrowRight: (from) => from + 1, ArrowLeft: (from) => from - 1, Home: () => 0, End: () => last }[event.key];
+    if (move) {
       event.preventDefault();
       focus.current = true;
-      setAt(Math.max(0, Math.min(flat.length - 1, to)));
+      setAt((from) => Math.max(0, Math.min(last, move(Math.min(from, last)))));
     } else if ((event.key === "Enter" || event.key === " ") && flat[current]?.round) {
       event.preventDefault();
       open(flat[current].index);
@@ -81,8 +82,8 @@ export function Tokens({ pieces, open, selected, hideRefused, label }) {
   const token = (each, index) => {
     const title = each.kind === "accepted" && each.drafter ? `kept, guessed by ${each.drafter}` : each.kind === "rejected" && each.drafter ? `refused, guessed by ${each.drafter}` : NAMES[each.kind];
     const click = () => { setAt(index); if (each.round) open(each.index); };
-    return html`<span class=${`tok ${each.kind}`} role="button" tabindex=${index === current ? 0 : -1} title=${title} aria-label=${`${spoken(each.text)}: ${title}`}
-      onClick=${click}>${each.kind === "rejected" ? each.text.replaceAll("\n", "↵") : each.text}</span>`;
+    return html`<span class=${`tok ${each.kind}${/^[ \t]*\n/.test(each.text) ? " breaks" : ""}`} role="button" tabindex=${index === current ? 0 : -1} title=${title} aria-label=${`${spoken(each.text)}: ${title}`}
+      onClick=${click}>${each.kind === "rejected" ? each.text.replaceAll("\n", " ") : each.text}</span>`;
   };
   const groups = pieces.map(() => []);
   flat.forEach((each, index) => groups[each.index].push(token(each, index)));
