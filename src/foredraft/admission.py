@@ -48,7 +48,9 @@ class Admission:
         for row in waiting:
             if found and row.begun != found[0].begun:
                 break
-            taken = [sum(pair) for pair in zip(taken, self.target.needed(row.ids, row.isolation, nodes))]
+            alone = row.scored is not None  # it reads its prompt itself, whatever others hold of it
+            needed = self.target.whole(len(row.ids) + nodes) if alone else self.target.needed(row.ids, row.isolation, nodes)
+            taken = [sum(pair) for pair in zip(taken, needed)]
             if not self.target.make_room(taken) and (rows or found):
                 break
             found.append(row)

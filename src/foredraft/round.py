@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from foredraft.checks import check_rows, check_tree
@@ -12,6 +14,7 @@ from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.drafters.merging import Part, kept_paths, member_feedback, merged
 from foredraft.guesses import MOST, Guessed
+from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Randomness
 from foredraft.logits.sampler import Sampler
 from foredraft.models.pages import PAGE
@@ -117,7 +120,11 @@ class Loop:
         commits = self._append(rows, draft, outcome)
         self.observer.committed(rows, commits, outcome, counted=False)
         self._begin(rows)
-        return commits
+        wanted = [row.parameters.prompt_logprobs for row in rows]
+        return [
+            commit if top is None else replace(commit, prompt_logprobs=LogProbs.joined([*row.prompt_logprobs, LogProbs.none(top)]))
+            for commit, row, top in zip(commits, rows, wanted)
+        ]
 
     def read_again(self, rows: list[SessionRow], *, first: int = 0) -> None:
         """Have target and drafter read the texts of ``rows``, which are those from ``first`` on: all of them but the last token, as after a
@@ -127,25 +134,55 @@ class Loop:
             self._prefill(rows, [row.ids[:-1] for row in rows], first, unread=2)
         self._begin(rows)
 
+    def unread(self, row: SessionRow) -> int | None:
+        """Tokens that the target would read of a row's text if it joined; None where a part that is read before is not found again."""
+        unread = self.target.unread(row.ids, row.isolation)
+        return unread if unread is None or row.scored is None else max(unread, len(row.ids) - row.scored)
+
     def read_piece(self, row: SessionRow, tokens: int, *, first: int) -> None:
         """Have the target, and a drafter that reads whole prompts, read the next ``tokens`` or a few more of a row that is to join behind
         ``first`` others, and leave them in the cache."""
-        unread = self.target.unread(row.ids, row.isolation)
+        unread = self.unread(row)
         assert unread is not None
         piece = row.ids[: -(-(len(row.ids) - unread + tokens) // PAGE) * PAGE]
         with self.observer.prefill(self.sampler([row])):
-            self.target.open([piece], isolations=[row.isolation])
-            self.target.prefill([piece], first=first)
+            self._read([row], [piece], [piece], first)
             if self.drafter.companion is not None:
                 assert self.target.prompt_hidden is not None
                 self.drafter.read_ahead(piece, self.target.prompt_hidden[0])
             self.target.compact(range(first))
 
     def _prefill(self, rows: Sequence[SessionRow], prompts: Sequence[Sequence[int]], first: int, unread: int = 1) -> Tensor:
-        reserve, sources = [row.capacity + self.nodes(rows) for row in rows], [row.source for row in rows]
-        isolations = [row.isolation for row in rows]
-        self.target.open([row.ids for row in rows], reserve=reserve, sources=sources, isolations=isolations, unread=unread)
-        return self.target.prefill(prompts, first=first)
+        """``[R, V]`` logits after ``prompts``. Rows whose prompts are scored are read by themselves."""
+        reserve, logits, hidden = [row.capacity + self.nodes(rows) for row in rows], list[Tensor](), list[Tensor]()
+        begin = 0
+        for _, group in groupby(range(len(rows)), lambda index: index if rows[index].scored is not None else -1):
+            end = begin + len(list(group))
+            those = rows[begin:end]
+            found = self._read(those, [row.ids for row in those], prompts[begin:end], first + begin, unread, reserve[begin:end])
+            logits.append(found)
+            hidden += self.target.prompt_hidden or ()
+            begin = end
+        if len(logits) > 1 and self.target.prompt_hidden is not None:
+            self.target.prompt_hidden = hidden
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _read(
+        self,
+        rows: Sequence[SessionRow],
+        texts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]],
+        first: int,
+        unread: int = 1,
+        reserve: Sequence[int] = (),
+    ) -> Tensor:
+        """Open rows of the target for ``texts``, and read of them what their cache lacks of ``prompts``."""
+        scored, sources, isolations = rows[0].scored, [row.source for row in rows], [row.isolation for row in rows]
+        unread = unread if scored is None else max(unread, len(texts[0]) - scored)
+        self.target.open(texts, reserve=reserve, sources=sources, isolations=isolations, unread=unread)
+        if scored is None:
+            return self.target.prefill(prompts, first=first)
+        return self.target.prefill_scored(prompts[0], rows[0].score_prompt, row=first)
 
     def _begin(self, rows: Sequence[SessionRow]) -> None:
         if self.drafter.info.features:

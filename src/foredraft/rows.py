@@ -16,7 +16,7 @@ from foredraft.errors import ConfigurationError
 from foredraft.guesses import ForcedTokens as ForcedTokens
 from foredraft.guesses import Guess, RowGuesses
 from foredraft.guesses import Prediction as Prediction
-from foredraft.logits.logprobs import LogProbs
+from foredraft.logits.logprobs import LogProbs, of_tokens
 from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import Source
 from foredraft.stats import RowStats
@@ -44,6 +44,8 @@ class RowParameters:
         padding: ids that the criteria see in front of the row.
         source: what the encoder reads for the row; None where the model has no encoder.
         logprobs: k, to record the log-probabilities of the row's tokens and of the k most likely tokens at each position; None for none.
+        prompt_logprobs: k, to record the same of the prompt, all tokens but its first, for the first :class:`Commit`; None for none. The
+            row then reuses no cached beginning, because that has no scores.
         isolation: the row shares cached beginnings only with rows that have the same string here, or None. Users who have different strings
             cannot tell from the time to the first token what others have asked.
         max_draft: how many tokens deep to draft for the row in a round at most; 0 to decode it plainly among rows that draft; None for as
@@ -67,6 +69,7 @@ class RowParameters:
     max_draft: int | None = None
     guesses: Sequence[Guess] = ()
     trace: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         most = self.max_draft
@@ -93,6 +96,7 @@ class SessionRow:
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
+    prompt_logprobs: list[LogProbs] = field(default_factory=list)
     guesses: RowGuesses = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +124,23 @@ class SessionRow:
         """How deep to draft for it at most: the round adds a token of the target's own."""
         most = self.parameters.max_draft
         return self.remaining - 1 if most is None else min(most, self.remaining - 1)
+
+    @property
+    def scored(self) -> int | None:
+        """How many tokens at the beginning of the prompt the target need not read any more for the log-probabilities of the next ones; None
+        where these are not wanted, or all known."""
+        known = sum(map(len, self.prompt_logprobs))
+        return None if self.parameters.prompt_logprobs is None or known == self.prompt_length - 1 else known
+
+    def score_prompt(self, first: int, logits: Tensor) -> None:
+        """The target has read a piece of the prompt from place ``first`` on, which gave ``logits`` ``[n, V]``."""
+        known, top = self.scored, self.parameters.prompt_logprobs
+        assert top is not None
+        if known is None or first + len(logits) <= known:
+            return
+        following = self.ids[known + 1 : min(first + len(logits) + 1, self.prompt_length)]
+        places = logits[known - first : known - first + len(following)]
+        self.prompt_logprobs.append(of_tokens(places, to_device(following, logits.device), top))
 
     def append(self, tokens: Sequence[int], accepted: int, device: torch.device) -> Commit:
         """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row; the first ``accepted`` were drafted.
@@ -197,6 +218,7 @@ class Commit:
         guesses_drafted, guessed: how many of these came from one of the row's guesses, and how many of the accepted ones.
         finish_reason: why it is over; None while it is not.
         logprobs: of the tokens, where the row's parameters ask for them.
+        prompt_logprobs: of the prompt's tokens but the first, in the row's first commit, where they ask for that.
         trace: of the round, where they ask for it.
         stats: the counts of the row so far.
     """
@@ -210,4 +232,5 @@ class Commit:
     drafted: int = 0
     guesses_drafted: int = 0
     guessed: int = 0
+    prompt_logprobs: LogProbs | None = None
     trace: RoundTrace | None = None

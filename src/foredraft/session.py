@@ -148,6 +148,7 @@ class Session:
         if parameters.guesses and not isinstance(self.loop.rule, Match):
             raise ConfigurationError(f"guesses need rule='match', and this session has the rule {self.loop.rule.name!r}; leave them out")
         check_logprobs(parameters.logprobs, self.target.vocab_size)
+        check_logprobs(parameters.prompt_logprobs, self.target.vocab_size, "prompt_logprobs")
         if parameters.max_new_tokens < 1:
             raise ConfigurationError(f"max_new_tokens must be at least 1, got {parameters.max_new_tokens}")
         limit, criteria = read_lengths(parameters.criteria, len(parameters.padding) + len(ids))
@@ -292,7 +293,7 @@ class Session:
         cannot, a piece of it is read; the next steps find that in the cache."""
         allowed, found, total = max(PAGE, int(PAUSE * self._read_rate)), list[SessionRow](), 0
         for row in rows:
-            unread = self.target.unread(row.ids, row.isolation)
+            unread = self.loop.unread(row)
             if unread is None:
                 return rows
             total += unread

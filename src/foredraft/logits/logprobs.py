@@ -36,18 +36,22 @@ class LogProbs:
         return LogProbs(self.chosen[:length], self.ids[:length, :k], self.values[:length, :k])
 
     @staticmethod
+    def none(k: int) -> LogProbs:
+        """Of no tokens."""
+        return LogProbs(torch.empty(0), torch.empty(0, k, dtype=torch.long), torch.empty(0, k))
+
+    @staticmethod
     def joined(parts: Sequence[LogProbs]) -> LogProbs:
         """``parts``, at least one, one after the other."""
         return LogProbs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("chosen", "ids", "values")))
 
 
-def check_logprobs(top: Any, vocab_size: int) -> None:
-    """Raise ConfigurationError unless ``top`` is None or a number of tokens out of ``vocab_size``."""
+def check_logprobs(top: Any, vocab_size: int, name: str = "output_logprobs") -> None:
+    """Raise ConfigurationError, which says the ``name``, unless ``top`` is None or a number of tokens out of ``vocab_size``."""
     if top is None or (isinstance(top, int) and not isinstance(top, bool) and 0 <= top <= vocab_size):
         return
     raise ConfigurationError(
-        f"output_logprobs must be a whole number from 0 (only the tokens' own) to the vocabulary's {vocab_size}, got {top!r}; "
-        "leave it out for none"
+        f"{name} must be a whole number from 0 (only the tokens' own) to the vocabulary's {vocab_size}, got {top!r}; leave it out for none"
     )
 
 
@@ -66,3 +70,11 @@ def log_probabilities(tree: TokenTree, path: Tensor, accepted: Tensor, next_toke
     chosen = (along.gather(-1, following[..., None]) - total).squeeze(-1)
     values, ids = along.topk(top, -1)
     return [LogProbs(*row) for row in zip(chosen, ids, values - total)]
+
+
+def of_tokens(logits: Tensor, tokens: Tensor, top: int) -> LogProbs:
+    """Log-probabilities of ``tokens`` ``[n]``, each chosen from the target's ``logits`` ``[n, V]``, and of the ``top`` best."""
+    wide = logits.float()
+    total = wide.logsumexp(-1, keepdim=True)
+    values, ids = wide.topk(top, -1)
+    return LogProbs((wide.gather(-1, tokens[:, None]) - total)[:, 0], ids, values - total)

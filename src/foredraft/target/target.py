@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 PREFILL_CHUNK = 1024  # tokens of one row in a prefill pass
 PREFILL_TOKENS = 4096  # tokens of all rows in a prefill pass
+SCORED = 1 << 24  # logits of a prompt that is scored, in one pass
 SOURCE = 64  # tokens of a source that a model is timed behind
 AUTO = 0.8  # of the memory that is free; the rest is for what passes compute
 RESERVE = 4096  # tokens per row allocated ahead of their use, at most
@@ -408,6 +409,13 @@ class Target(Passes):
         self.prompt_hidden = hidden if self.features else None
         return torch.cat(logits)
 
+    def prefill_scored(self, prompt: Sequence[int], seen: Callable[[int, Tensor], None], *, row: int) -> Tensor:
+        """As :meth:`prefill`, ``[1, V]``, for the one ``row``. For each piece that is read, ``seen`` is called with the place of its first
+        token and with the logits ``[n, V]`` after each of its tokens, of which there are never more than :data:`SCORED` numbers."""
+        logits, hidden = self._prefill_group([prompt], row, seen)
+        self.prompt_hidden = hidden if self.features else None
+        return logits
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _group(self, prompts: Sequence[Sequence[int]], row: int, first: int) -> int:
@@ -423,19 +431,25 @@ class Target(Passes):
             last += 1
         return last
 
-    def _prefill_group(self, prompts: Sequence[Sequence[int]], row: int) -> tuple[Tensor, list[Tensor]]:
+    def _prefill_group(
+        self, prompts: Sequence[Sequence[int]], row: int, seen: Callable[[int, Tensor], None] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         last, features = row + len(prompts), self.backend.features
+        most = self.prefill_chunk if seen is None else max(1, min(self.prefill_chunk, SCORED // self.vocab_size))
         states = None if features is None else PromptStates(len(prompts), whole=features.whole)
         while True:
             starts = tuple(self.lengths[row:last])
-            counts = [min(len(prompt) - start, self.prefill_chunk) for prompt, start in zip(prompts, starts)]
+            counts = [min(len(prompt) - start, most) for prompt, start in zip(prompts, starts)]
             width = max(counts)
             chunk = [list(p[s : s + c]) + [0] * (width - c) for p, s, c in zip(prompts, starts, counts)]
             tokens = to_device(chunk, self.device).clamp(max=self.vocab_size - 1)  # a draft may know fewer than its target
             window = Window(row, last, starts, width, counts=tuple(counts))
-            logits = self._forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=[count - 1 for count in counts]))
+            keep = None if seen else [count - 1 for count in counts]
+            logits = self._forward(ForwardPass(TokenTree.from_chain(tokens), window, tokens, keep=keep))
             self.commit(None, counts)
+            if seen is not None:
+                seen(starts[0], logits[0])
             if states is not None and self.hidden is not None:
-                states.add(self.hidden, counts)
+                states.add(self.hidden if features is None or features.whole else self.hidden[:, -1:], counts)
             if self.lengths[row] == len(prompts[0]):
-                return logits[:, 0], [] if states is None else states.rows()
+                return logits[:, -1], [] if states is None else states.rows()
