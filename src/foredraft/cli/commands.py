@@ -22,6 +22,7 @@ from foredraft.cli.options import BEGINNINGS, LINES, MODELS, OUTPUT, PROMPTS, SA
 from foredraft.cli.printers import make_printer
 from foredraft.cli.progress import Progress
 from foredraft.cli.prompts import read_prompts, read_tasks, read_texts
+from foredraft.cli.serve import serve
 from foredraft.cli.settings import Configuration, Contest, Decoding, Loading
 from foredraft.cli.skip import app as skip
 from foredraft.cli.suggest import suggest as suggested
@@ -298,6 +299,7 @@ def table(
     tables.console().print(pairs.report(cells), soft_wrap=True)
 
 
+app.command()(serve)
 app.command()(theory)
 app.command()(memory)
 

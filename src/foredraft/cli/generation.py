@@ -70,7 +70,9 @@ def generate(prompts: Sequence[str], configuration: Configuration, decoding: Dec
     return Outcome(configuration, results[: len(total.rows)], total, sampled, interrupted)
 
 
-def load_speculator(configuration: Configuration, tokenizer: Any, *, reuse_prefix: bool = True) -> Speculator:
+def load_speculator(
+    configuration: Configuration, tokenizer: Any, *, reuse_prefix: bool = True, cache_memory: str | float = "auto"
+) -> Speculator:
     """What is wrong with the drafter is said before any weights are read."""
     if configuration.threads is not None:
         torch.set_num_threads(configuration.threads)
@@ -86,6 +88,8 @@ def load_speculator(configuration: Configuration, tokenizer: Any, *, reuse_prefi
         device=pick_device(configuration.device, configuration.target),
         quantization=configuration.quantization,
         reuse_prefix=reuse_prefix,
+        cache_memory=cache_memory,
+        tokenizer=tokenizer,
     )
     if isinstance(speculator.planner, FixedPlanner) and speculator.shape.nodes:
         speculator.planner.budget = BUDGET  # plain passes are timed, so that the speed-up is known

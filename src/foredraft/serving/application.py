@@ -32,6 +32,7 @@ from foredraft.serving.settings import Settings
 from foredraft.serving.sse import DONE, PING, PINGED, EventStream, data, failure, unless_left, with_pings
 from foredraft.serving.writers import TokenNames
 from foredraft.speculator import Speculator
+from foredraft.verification.match import Match
 
 log = logging.getLogger("foredraft.serving")
 PRIVATE = ("name_or_path", "vocab_file", "is_local", "local_files_only")  # of the tokenizer: about this machine
@@ -44,7 +45,7 @@ class Server:
     def __init__(self, speculator: Speculator, settings: Settings):
         self.settings, self.speculator = settings, speculator
         self.engine = Engine(speculator, settings)
-        self.requests = Requests(speculator, settings)
+        self.requests = Requests(speculator, settings, guess=isinstance(self.engine.session.loop.rule, Match))
         self.tokenizer = speculator.tokenizer
         self.names = TokenNames(self.tokenizer)
         self.created = int(time.time())

@@ -62,7 +62,7 @@ class Metrics:
 
     def __init__(self, model: str, session: Session, rows: Rows):
         self.model, self.session, self.rows = model, session, rows
-        self.drafts = self.prompt_tokens = self.refused = 0
+        self.drafts = self.guesses_drafted = self.guessed = self.prompt_tokens = self.refused = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED, 0))
         self.registry = CollectorRegistry()
         self.seen = {
@@ -84,7 +84,7 @@ class Metrics:
 
     def progress(self, live: Live, commit: Commit, now: float) -> int:
         """A row gained the tokens of ``commit``. Returns how many were read and added."""
-        tokens, drafted = len(commit.tokens), commit.stats.drafted if commit.stats is not None else 0
+        tokens = len(commit.tokens)
         if live.first is None:
             live.first = now
             read = len(live.waiting.choice.ids)
@@ -93,9 +93,9 @@ class Metrics:
             self.seen["time_to_first_token_seconds"](now - live.waiting.job.arrived)
         else:
             self.seen["inter_token_latency_seconds"](now - live.last)
-        if drafted > live.drafted:
-            self.drafts += 1
-            live.drafted = drafted
+        self.drafts += commit.drafted > 0
+        self.guesses_drafted += commit.guesses_drafted
+        self.guessed += commit.guessed
         live.tokens += len(commit.tokens)
         live.last = now
         return tokens
@@ -148,6 +148,8 @@ class Metrics:
         yield self._counts("foredraft:kept_tokens", "Tokens that came of them", None, {"": stats.kept}, drafter=True)
         seconds = {phase: spent for phase, spent in dict(stats.seconds).items() if phase not in ("total", "overhead")}
         yield self._counts("foredraft:seconds", "Seconds of decoding by phase", "phase", seconds, drafter=True)
+        yield self._count("foredraft:guesses_drafted_tokens", "Drafts that were expected or that a grammar forced", self.guesses_drafted)
+        yield self._count("foredraft:guesses_accepted_tokens", "How many of these were accepted", self.guessed)
         yield self._count("foredraft:requests_refused", "Requests turned away because the queue was full", self.refused)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -31,7 +31,7 @@ class Live:
     Attributes:
         waiting: what it was before.
         joined, first, last: when it was handed to the session, had its first token, and gained tokens last.
-        tokens, drafted: how many it has gained, and how many were drafted for it.
+        tokens: how many it has gained.
     """
 
     waiting: Waiting
@@ -39,7 +39,6 @@ class Live:
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
-    drafted: int = 0
 
 
 class FairQueue:

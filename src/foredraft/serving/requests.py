@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from foredraft.grammars import Grammar
+from foredraft.logits.penalties import LogitBias, PresenceFrequencyPenalty
 from foredraft.logits.processors import Pipeline
-from foredraft.rows import Prediction, RowParameters
+from foredraft.rows import ForcedTokens, Guess, Prediction, RowParameters
 from foredraft.serving.chat import Chat, text_of
 from foredraft.serving.failures import ApiError, refused
 from foredraft.serving.formats import Formats, wanted
@@ -46,9 +47,10 @@ class Plan:
 class Requests:
     """Makes rows of requests, for one Speculator."""
 
-    def __init__(self, speculator: Speculator, settings: Settings):
-        """``longest``: most tokens of a prompt and its answer together, where anything limits them."""
-        self.settings, self.tokenizer = settings, speculator.tokenizer
+    def __init__(self, speculator: Speculator, settings: Settings, *, guess: bool):
+        """``guess``: what a grammar forces is drafted. ``longest``: most tokens of a prompt and its answer together, where anything limits
+        them."""
+        self.settings, self.tokenizer, self.guess = settings, speculator.tokenizer, guess
         limits = (speculator.target.context, speculator.target.trained, settings.max_batch_tokens)
         self.longest = min((each for each in limits if each is not None), default=None)
         self.vocabulary = speculator.target.vocab_size
@@ -83,7 +85,6 @@ class Requests:
         if len(prompts) * request.n > MOST_ROWS:
             raise refused(f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} choices; at most {MOST_ROWS} are taken", "n")
         seed = secrets.randbelow(DRAWN) if request.seed is None else request.seed
-        guesses = [] if request.prediction is None else [Prediction(self.encode(text_of(request.prediction.content), special=False))]
         choices = []
         for number, ids in enumerate(prompts):
             parameters = partial(
@@ -96,7 +97,7 @@ class Requests:
                 **{} if True else dict(prompt_logprobs=0),  # TODO prompt_logprobs=request.top if isinstance(request, CompletionRequest) and request.echo else None,
                 isolation=isolation,
                 max_draft=request.max_draft,
-                guesses=guesses,
+                guesses=self.guesses(request, grammar),
                 trace=request.rounds,
             )
             choices += [Choice(ids, parameters(seed=(seed, number * request.n + index))) for index in range(request.n)]
@@ -146,6 +147,12 @@ class Requests:
         if request.messages is not None:
             return self.chat.prompt(request.messages, request.tools, begin_answer=request.add_generation_prompt, options=request.chat_template_kwargs)
         return self.encode(request.prompt or "", special=request.add_special_tokens is not False)
+
+    def guesses(self, request: Sampling, grammar: Grammar | None) -> list[Guess]:
+        """What is drafted in place of the drafter's tokens. A prediction stands alone, so that its tokens can be counted."""
+        if request.prediction is not None:
+            return [Prediction(self.encode(text_of(request.prediction.content), special=False))]
+        return [ForcedTokens(grammar)] if grammar is not None and self.guess else []
 
     # -- logits ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,98 @@
+"""The server as a process: its socket, its signals, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from foredraft.rows import RowParameters
+from foredraft.serving.engine import Engine
+from foredraft.serving.sockets import address_of
+from foredraft.speculator import Speculator
+
+GRACE = 5.0  # seconds that answers have to be sent, once their last tokens are there
+KEEP_ALIVE = 75  # seconds that a connection without a request is kept
+
+
+def log_to_stderr() -> None:
+    """What the server's parts log, and warnings, as lines with a time; of libraries warnings alone."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.captureWarnings(True)
+    logging.getLogger("foredraft").setLevel(logging.INFO)
+
+
+def warm_up(speculator: Speculator, engine: Engine) -> None:
+    """What no request should wait for: the machine is measured, for one row and for many, where no profile is stored; and the fingerprint
+    is worked out."""
+    assert engine.fingerprint
+    for rows in dict.fromkeys((1, engine.settings.max_rows)):
+        session = speculator.session(repeatable=engine.settings.repeatable, wait=True)
+        for _ in range(rows):
+            session.add([0], RowParameters(max_new_tokens=1, isolation="warm-up"))
+        while session.live:
+            session.step()
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, with these signals: the first has the engine drain, while the application still answers, if only that it takes no more
+    requests; a second one ends the process at once.
+
+    Attributes:
+        died: the engine died, so that the process has failed.
+    """
+
+    def __init__(
+        self, application: Any, engine: Engine, bound: socket.socket, *, ready: Callable[[str], None], said: Callable[[str], None]
+    ):
+        config = uvicorn.Config(
+            application,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=int(GRACE),
+        )
+        super().__init__(config)
+        self.engine, self.bound, self.ready, self.said = engine, bound, ready, said
+        self.died = False
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._signals = 0
+
+    def serve_until_signal(self) -> None:
+        """Serve until a signal, or until the engine dies."""
+        asyncio.run(self.serve([self.bound]))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = loop = asyncio.get_running_loop()
+        self.engine.on_death = lambda: loop.call_soon_threadsafe(self._die)
+        await super().startup(sockets)  # type: ignore[no-untyped-call]
+        if self.started:
+            self.ready(address_of(self.bound))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._signals += 1
+        if self._signals > 1 or self._loop is None:
+            os._exit(128 + sig)
+        self._loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        if self._draining is None:
+            if self.engine.running or self.engine.waiting:
+                self.said(f"stopping: running requests have {self.engine.settings.drain:g} s; a second signal ends them")
+            self._draining = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        await self.engine.drain(self.engine.settings.drain)
+        self.should_exit = True
+
+    def _die(self) -> None:
+        self.died = self.should_exit = True

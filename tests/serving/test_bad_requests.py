@@ -1,0 +1,276 @@
+"""What cannot be served is refused in OpenAI's form, with a status of its own, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from served import served, tiny_chat
+
+from foredraft.serving import protect, sse
+
+OK = {"prompt": "hello", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
+def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["type"]
+    assert response.headers["x-request-id"]
+    return error
+
+
+BODIES: list[tuple[bytes, str]] = [
+    (b"", "valid JSON"),
+    (b"{", "valid JSON"),
+    (b"[]", "object"),
+    (b'{"prompt": "\xff"}', "UTF-8"),
+    (b'{"prompt": "a", "temperature": NaN}', "NaN"),
+    (b'{"prompt": "a", "temperature": 1e999}', "too large"),
+    (b'{"prompt": "\\ud800"}', "surrogate"),
+    (b'{"prompt": "a", "metadata": {"\\udc00": 1}}', "surrogate"),
+    (b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "nested"),
+    (b'{"prompt": "a", "metadata": ' + b'{"a":' * 100 + b"1" + b"}" * 100 + b"}", "nested"),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "JSON"),
+]
+
+
+@pytest.mark.parametrize(("body", "why"), BODIES, ids=[why + str(index) for index, (_, why) in enumerate(BODIES)])
+def test_malformed_json(url: str, body: bytes, why: str):
+    response = httpx.post(url + "/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert why in refusal(response, 400)["message"]
+
+
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[1], []]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt.0"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": [-1]}, "prompt.0"),
+    ({"prompt": [True]}, "prompt.0"),
+    ({"prompt": [3] * 2048}, "prompt"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 1e-9}, "temperature"),
+    ({"temperature": "1"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"min_p": 1}, "min_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"n": 128, "prompt": [[3]] * 9}, "n"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, None),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 300}, "stop"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"stream_options": {"include_usage": True}}, None),
+    ({"rounds": True}, None),
+    ({"speculation": "on"}, "speculation"),
+    ({"speculation": {"max_draft": -1}}, "speculation.max_draft"),
+    ({"best_of": 3}, None),
+    ({"suffix": "x"}, "suffix"),
+    ({"unheard_of": 1}, "unheard_of"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a" * 5000}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {"enum": ["a" * 70_000]}}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), FIELDS, ids=[f"{param}{index}" for index, (_, param) in enumerate(FIELDS)])
+def test_fields(url: str, fields: dict[str, Any], param: str | None):
+    error = refusal(httpx.post(url + "/v1/completions", json=OK | fields, timeout=30), 400)
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+
+
+CHATS: list[tuple[dict[str, Any], str | None]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content.0.image_url"),
+    ({"top_logprobs": 2}, None),
+    ({"tool_choice": "required"}, None),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
+    ({"functions": []}, "functions"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, None),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHATS, ids=[f"{param}{index}" for index, (_, param) in enumerate(CHATS)])
+def test_chat_fields(url: str, fields: dict[str, Any], param: str | None):
+    assert refusal(httpx.post(url + "/v1/chat/completions", json=CHAT | fields, timeout=30), 400)["param"] == param
+
+
+def test_what_cannot_change_a_text_is_accepted(url: str):
+    noted = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "suffix": None, "logit_bias": None, "audio": None}
+    assert httpx.post(url + "/v1/completions", json=OK | noted, timeout=30).status_code == 200
+
+
+def test_paths_methods_and_types(url: str):
+    refusal(httpx.get(url + "/nowhere"), 404)
+    refusal(httpx.get(url + "/v1/models/other"), 404)
+    refusal(httpx.post(url + "/v1/completions", json=OK | {"model": "other"}), 404)
+    assert "not served" in refusal(httpx.post(url + "/v1/responses", json={}), 404)["message"]
+    refusal(httpx.get(url + "/v1/completions"), 405)
+    refusal(httpx.post(url + "/v1/completions", content=b"{}", headers={"content-type": "text/plain"}), 415)
+    refusal(httpx.get(url + "/page/..%2f..%2fschema.py"), 404)
+    refusal(httpx.get(url + "/health", headers={"host": "evil.example"}), 400)
+    assert httpx.get(url + "/health", headers={"host": "localhost:1"}).status_code == 200
+
+
+def test_request_ids_are_echoed(url: str):
+    assert httpx.get(url + "/v1/models", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert httpx.get(url + "/v1/models", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
+
+
+def raw(url: str, sent: bytes, *, timeout: float = 10) -> bytes:
+    """What comes back, as far as the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=timeout) as connection:
+        connection.sendall(sent)
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    return received
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_large_bodies_are_refused_before_they_are_read(url: str):
+    assert raw(url, HEAD + b"Content-Length: 100001\r\n\r\n").startswith(b"HTTP/1.1 413")
+    chunk = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
+    assert raw(url, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 4).startswith(b"HTTP/1.1 413")
+
+
+def test_slow_bodies_are_given_up(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(protect, "BODY_TIMEOUT", 0.2)
+    assert raw(url, HEAD + b'Content-Length: 50\r\n\r\n{"prompt"').startswith(b"HTTP/1.1 408")
+
+
+def test_keys_are_asked_for_everywhere_but_where_they_are_not():
+    with served(tiny_chat(), keys={"a": "secret"}) as url:
+        assert httpx.get(url + "/health").status_code == httpx.get(url + "/metrics").status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Basic secret"}):
+            assert refusal(httpx.get(url + "/v1/models", headers=headers), 401)["code"] == "invalid_api_key"
+            refusal(httpx.post(url + "/tokenize", json={"prompt": "a"}, headers=headers), 401)
+        assert httpx.get(url + "/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
+
+
+def test_other_origins_are_allowed_where_settings_say_so(url: str):
+    asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in httpx.options(url + "/v1/completions", headers=asked).headers
+    with served(tiny_chat(), cors_origins=["https://a.example"], keys={"a": "secret"}) as open_url:
+        allowed = httpx.options(open_url + "/v1/completions", headers=asked)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://a.example"
+        assert httpx.get(open_url + "/v1/models", headers=asked).headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_full_queues_say_when_to_come_back():
+    with served(tiny_chat(), max_queue=2, max_rows=1) as url:
+        long = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True}
+        threads = [threading.Thread(target=httpx.post, args=(url + "/v1/completions",), kwargs={"json": long, "timeout": 60}) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        full = httpx.post(url + "/v1/completions", json=long)
+        error = refusal(full, 429)
+        assert int(full.headers["retry-after"]) >= 1 and error["code"] == "queue_full"
+        for thread in threads:
+            thread.join()
+
+
+def test_requests_that_take_too_long_are_over():
+    with served(tiny_chat(), request_timeout=0.3) as url:
+        long = {"prompt": "hello", "max_tokens": 1900, "ignore_eos": True}
+        refusal(httpx.post(url + "/v1/completions", json=long, timeout=30), 504)
+        streamed = httpx.post(url + "/v1/completions", json=long | {"stream": True}, timeout=30)
+        assert streamed.status_code == 200 and "[DONE]" not in streamed.text
+        name, data = streamed.text.strip().split("\n\n")[-1].split("\n")
+        assert name == "event: error" and json.loads(data.removeprefix("data: "))["error"]["type"] == "timeout_error"
+
+
+def live(url: str) -> int:
+    return int(float(next(line.split()[-1] for line in httpx.get(url + "/metrics").text.splitlines() if line.startswith("vllm:num_requests_running{"))))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_leave_free_their_rows(stream: bool, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "foredraft.serving")
+    with served(tiny_chat()) as url:
+        body = json.dumps({"prompt": "hello", "max_tokens": 1900, "ignore_eos": True, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            wait_for(lambda: live(url) == 1)
+            if stream:
+                connection.recv(100)
+        wait_for(lambda: live(url) == 0)
+        wait_for(lambda: " 499 " in caplog.text)
+
+
+def test_readers_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sse, "STALLED", 0.3)
+    with served(tiny_chat()) as url:
+        body = json.dumps({"prompt": "hello", "max_tokens": 1900, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4}).encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            wait_for(lambda: live(url) > 0)
+            wait_for(lambda: live(url) == 0, seconds=60)
+            assert httpx.post(url + "/v1/completions", json=OK, timeout=30).status_code == 200
+
+
+def test_pings_come_while_nothing_else_does(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sse, "PING", 0.05)
+    monkeypatch.setattr("foredraft.serving.application.PING", 0.05)
+    with served(tiny_chat(), max_rows=1) as url:
+        first = threading.Thread(target=httpx.post, args=(url + "/v1/completions",), kwargs={"json": OK | {"max_tokens": 200, "ignore_eos": True}, "timeout": 60})
+        first.start()
+        wait_for(lambda: live(url) == 1)
+        waiting = httpx.post(url + "/v1/completions", json=OK | {"stream": True}, timeout=60)
+        assert ": ping\n\n" in waiting.text and "[DONE]" in waiting.text
+        first.join()
+
+
+def test_hard_grammars_slow_nobody(url: str):
+    """They are refused, or bounded, while others go on."""
+    hard = [{"regex": "(a|aa|ab|b)*" * 50 + "c"}, {"regex": "(.{1,1000}){1,1000}"}, {"json": {"type": "array", "items": {"enum": list(range(8000))}}}]
+    for each in hard:
+        thread = threading.Thread(target=httpx.post, args=(url + "/v1/completions",), kwargs={"json": OK | {"structured_outputs": each}, "timeout": 60})
+        thread.start()
+        begin = time.monotonic()
+        assert httpx.post(url + "/v1/completions", json=OK, timeout=60).status_code == 200
+        assert time.monotonic() - begin < 5
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def wait_for(true: Any, seconds: float = 15) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "too late"
+        time.sleep(0.02)

@@ -1,0 +1,142 @@
+"""The metrics have vLLM's names and labels, and their sums are what the events say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+
+from engines import ask, job, parameters, run, running, table_speculator
+from prometheus_client.parser import text_string_to_metric_families
+
+from foredraft.rows import Commit
+from foredraft.serving.engine import Engine
+from foredraft.serving.jobs import Choice, Event, Job, Progress
+from foredraft.serving.queue import Live, Waiting
+
+VLLM = [  # what vLLM's dashboards, vllm.benchmarks.serve and AIPerf read, https://docs.vllm.ai/en/latest/usage/metrics.html
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total", "prompt_tokens_total"),
+    *("generation_tokens_total", "request_success_total", "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
+    *("spec_decode_num_accepted_tokens_total", "spec_decode_num_accepted_tokens_per_pos_total"),
+]
+HISTOGRAMS = [
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds", "iteration_tokens_total"),
+    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens", "request_params_n"),
+    "request_params_max_tokens",
+]
+
+
+def samples(engine: Engine) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Every sample: name, then its labels without those of the server."""
+    body, kind = engine.metrics.render()
+    assert kind.startswith("text/plain")
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert (labels.pop("model_name"), labels.pop("engine")) == ("a model", "0"), sample
+            found.setdefault(sample.name, {})[tuple(sorted(labels.items()))] = sample.value
+    return found
+
+
+async def all_events(asked: Job) -> list[Event]:
+    return [event async for event in asked.events()]
+
+
+def test_names_labels_and_sums():
+    async def main() -> None:
+        async with running(table_speculator(), model="a model", max_rows=2) as engine:
+            asked = [job(Choice([0, 1, 2], parameters(9, seed=each)), Choice([1], parameters(1, seed=each))) for each in range(4)]
+            for each in asked:
+                engine.submit(each)
+            events = await asyncio.gather(*map(all_events, asked))
+            engine.submit(leaver := job(Choice([0], parameters(10_000))))
+            await anext(leaver.events())
+            engine.leave(leaver)
+            await ask(engine, Choice([2], parameters(3)))
+            found = samples(engine)
+        missing = [name for name in VLLM if f"vllm:{name}" not in found]
+        assert missing + [name for name in HISTOGRAMS if f"vllm:{name}_bucket" not in found] == []
+        commits = [event.commit for each in events for event in each if isinstance(event, Progress)]
+        stats = engine.session.stats
+
+        def one(name: str, **labels: str) -> float:
+            return found[name][tuple(sorted(labels.items()))]
+
+        assert one("vllm:prompt_tokens_total") == 4 * (3 + 1) + 1 + 1
+        assert one("vllm:generation_tokens_total") == stats.new_tokens >= 4 * (9 + 1) + 3
+        assert {reason: one("vllm:request_success_total", finished_reason=reason) for reason in ("stop", "length", "abort", "error")} == {
+            "stop": 0, "length": 9, "abort": 1, "error": 0
+        }  # fmt: skip
+        assert one("vllm:spec_decode_num_drafts_total") >= sum(commit.drafted > 0 for commit in commits) > 8
+        assert one("vllm:spec_decode_num_draft_tokens_total") == stats.drafted > 16
+        accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+        assert sum(accepted.values()) == one("vllm:spec_decode_num_accepted_tokens_total") == stats.accepted > 0
+        assert next(iter(accepted)) == (("position", "0"),)
+        for name, count in (
+            ("time_to_first_token", 10),
+            ("e2e_request_latency", 9),
+            ("request_queue_time", 10),
+            ("request_decode_time", 9),
+        ):
+            assert one(f"vllm:{name}_seconds_count") == count, name
+        assert one("vllm:request_time_per_output_token_seconds_count") == 5  # with two tokens or more
+        assert one("vllm:request_generation_tokens_sum") == 4 * (9 + 1) + 3
+        assert one("vllm:num_requests_running") == one("vllm:num_requests_waiting") == 0
+
+        drafter = engine.session.drafter.name
+        depths = [one("foredraft:drafted_tokens_total", depth=str(depth), drafter=drafter) for depth in (1, 2)]
+        assert depths == stats.drafted_by_depth and sum(depths) == stats.drafted
+        assert sum(found["foredraft:rounds_total"].values()) == sum(stats.shapes.values())
+        assert one("foredraft:row_passes_total", drafter=drafter) == stats.row_passes
+        assert one("foredraft:plain_rounds_total", drafter=drafter) == stats.shapes.get("chain(0)", 0)
+        assert one("foredraft:seconds_total", drafter=drafter, phase="target") > 0
+
+    run(main())
+
+
+def test_a_scrape_while_rounds_run_disturbs_nobody():
+    async def main() -> None:
+        async with running(table_speculator(), model="a model") as engine:
+            asking = asyncio.gather(*(ask(engine, Choice([0], parameters(60, seed=each))) for each in range(6)))
+            seen = set()
+            while not asking.done():
+                seen.add(samples(engine)["vllm:num_requests_running"][()])
+                await asyncio.sleep(0)
+            await asking
+            assert max(seen) > 0
+
+    run(main())
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    async def main() -> set[str]:
+        async with running(table_speculator(), model="a model") as engine:
+            await ask(engine)
+            return set(samples(engine))
+
+    text = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text(encoding="utf-8")
+    board, there = json.loads(text), run(main())
+    asked = {
+        name for panel in board["panels"] for each in panel["targets"] for name in re.findall(r"\b(?:vllm|foredraft):\w+", each["expr"])
+    }
+    assert len(asked) > 12 and asked <= there, asked - there
+
+
+def test_counting_costs_little():
+    """What 16 rows cost per step, the fastest of many: some 40 µs on a quiet machine."""
+
+    async def main() -> float:
+        async with running(table_speculator(), model="a model") as engine:
+            live, best = [Live(Waiting(job(), 0, 9), 0.0, first=0.0) for _ in range(16)], 1.0
+            for _ in range(200):
+                begin = time.perf_counter()
+                for slot, each in enumerate(live):
+                    engine.metrics.progress(each, Commit(slot, [1, 2], 1, None, drafted=3), 1.0)
+                best = min(best, time.perf_counter() - begin)
+            return best
+
+    assert run(main()) < 200e-6

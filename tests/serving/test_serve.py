@@ -1,0 +1,186 @@
+"""``foredraft serve`` as a process: what it prints, how it drains, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from helpers import forked
+from served import TINY, tiny_chat
+from typer.testing import CliRunner
+
+from foredraft.backends import native
+from foredraft.cli import main
+from foredraft.cli.serve import Serving, read_keys, settings_of
+from foredraft.cli.settings import Configuration
+from foredraft.errors import ConfigurationError
+from foredraft.serving import Settings, app
+from foredraft.serving.running import Server
+from foredraft.serving.sockets import address_of, bind
+
+LONG = {"model": "tiny", "prompt": "x", "max_tokens": 100_000, "stream": True, "ignore_eos": True}
+
+
+def command(out: int, *arguments: str) -> None:
+    """The command line, in a forked process."""
+    sys.stdout = os.fdopen(out, "w")
+    sys.argv = ["foredraft", "serve", *arguments]
+    main()
+
+
+def server(out: int, prepare: Callable[[Any], None], settings: dict[str, Any]) -> None:
+    """The process behind it, with a model that is there already."""
+    sys.stdout = os.fdopen(out, "w")
+    speculator = tiny_chat()
+    prepare(speculator)
+    application = app(speculator, Settings(model="tiny", **settings))
+    process = Server(
+        application,
+        application.state.engine,
+        bind("127.0.0.1", 0),
+        ready=lambda address: print("ready", address, flush=True),
+        said=lambda line: print(line, flush=True),
+    )
+    process.serve_until_signal()
+    sys.exit(int(process.died))
+
+
+@contextmanager
+def process(function: Callable[..., None], *arguments: Any) -> Iterator[SimpleNamespace]:
+    """A process with its ``url``, once it is ready, and its ``lines``."""
+    read, write = os.pipe()
+    running = forked(function, write, *arguments)
+    os.close(write)
+    try:
+        with os.fdopen(read) as lines:
+            line = lines.readline()
+            url = next((word for word in line.replace("/v1", " ").split() if word.startswith("http://")), "")
+            assert url, line
+            yield SimpleNamespace(url=url, line=line, lines=lines, process=running, kill=lambda sig: os.kill(running.pid, sig))
+    finally:
+        running.kill()
+        running.join(10)
+
+
+def ended(found: SimpleNamespace, seconds: float = 20.0) -> int | None:
+    found.process.join(seconds)
+    return found.process.exitcode
+
+
+def nothing(speculator: Any) -> None:
+    pass
+
+
+def test_the_command_serves_until_it_is_told_to_stop():
+    native.refusal(torch.float32)  # compiled once, in the process that is forked
+    with process(command, str(TINY), "--drafter", "none", "--port", "0", "--threads", "1", "--no-page", "--api-key", "secret") as found:
+        assert "the OpenAI API is at http://127.0.0.1:" in found.line and "web page" not in found.line
+        with httpx.Client(base_url=found.url, timeout=30) as client:
+            asked = {"model": str(TINY), "prompt": "x", "max_tokens": 3, "seed": 1}
+            assert client.get("/health").status_code == 200 and client.post("/v1/completions", json=asked).status_code == 401
+            client.headers["authorization"] = "Bearer secret"
+            answers = [client.post("/v1/completions", json=asked).json() for _ in range(2)]
+            assert answers[0]["choices"] == answers[1]["choices"] and answers[0]["usage"]["completion_tokens"] == 3
+            assert answers[0]["system_fingerprint"].startswith("fp_")
+        found.kill(signal.SIGINT)
+        assert ended(found) == 0
+
+
+def test_sigterm_drains_and_then_tells_the_rest():
+    with process(server, nothing, {"drain": 1.0}) as found, httpx.Client(base_url=found.url, timeout=30) as client:
+        with client.stream("POST", "/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data:")
+            begin = time.monotonic()
+            found.kill(signal.SIGTERM)
+            with httpx.Client(base_url=found.url, timeout=30) as other:  # new connections are taken, and refused in words
+                while (health := other.get("/health")).status_code == 200:
+                    assert time.monotonic() - begin < 0.9
+                assert health.status_code == 503 and health.json() == {"status": "draining"}
+                refusal = other.post("/v1/completions", json={**LONG, "stream": False})
+                assert refusal.status_code == 503 and "about to stop" in refusal.json()["error"]["message"]
+            rest = [line for line in lines if line]
+        assert 0.9 < time.monotonic() - begin < 15
+        assert rest[-2] == "event: error" and "the server stops" in rest[-1] and len(rest) > 4
+        assert ended(found) == 0
+        assert "have 1 s" in found.lines.read()
+
+
+def test_a_second_signal_ends_at_once():
+    with process(server, nothing, {"drain": 60.0}) as found, httpx.stream("POST", found.url + "/v1/completions", json=LONG) as response:
+        next(response.iter_lines())
+        found.kill(signal.SIGTERM)
+        assert "a second signal" in found.lines.readline()
+        begin = time.monotonic()
+        found.kill(signal.SIGTERM)
+        assert ended(found) == 128 + signal.SIGTERM and time.monotonic() - begin < 5
+
+
+def test_a_dead_engine_ends_the_process_with_1():
+    def broken(speculator: Any) -> None:
+        def score(*arguments: Any, **options: Any) -> None:
+            raise RuntimeError("a planted fault")
+
+        speculator.target.score = score
+
+    with process(server, broken, {}) as found, httpx.Client(base_url=found.url, timeout=30) as client:
+        statuses = [client.post("/v1/completions", json={**LONG, "stream": False}).status_code for _ in range(3)]
+        assert statuses == [500] * 3 and ended(found) == 1
+
+
+# -- what it refuses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        from foredraft.cli import app as commands
+
+        result = CliRunner().invoke(commands, ["serve", str(TINY), "--drafter", "none", "--port", str(port)], prog_name="foredraft")
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert f"cannot listen at 127.0.0.1 port {port}" in result.stderr and "--port 0" in result.stderr
+
+
+def test_addresses():
+    for host in ("127.0.0.1", "localhost"):
+        with bind(host, 0) as bound:
+            assert address_of(bound).startswith("http://")
+    with pytest.raises(ConfigurationError, match="cannot listen at no"):
+        bind("no.such.host.invalid", 0)
+
+
+def test_keys_are_read_from_a_file_too(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("\n# two keys\nfirst\n  second  \n", encoding="utf-8")
+    assert read_keys(["zero"], path) == ["zero", "first", "second"]
+    path.write_text("# none\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="holds no key"):
+        read_keys([], path)
+
+
+def test_flags_become_settings():
+    configuration = Configuration("zoo:python-8m", drafter="suffix", rule="match")
+    found = settings_of(configuration, Serving(api_key=["a", "b"], max_rows=3, max_body="1MiB", drain=2.0, no_page=True))
+    assert found == Settings(model="zoo:python-8m", keys={"key-1": "a", "key-2": "b"}, max_rows=3, max_body=1 << 20, drain=2.0, page=False)
+    assert not settings_of(Configuration("zoo:python-8m", rule="auto"), Serving()).repeatable
+    for serving, options, why in (
+        (Serving(max_body="many"), {}, "many"),
+        (Serving(max_body="0.5"), {}, "--max-body"),
+        (Serving(api_key=["a", "a"]), {}, "twice"),
+        (Serving(api_key=["a", "b"]), {"learn": True}, "--share"),
+        (Serving(api_key=["a", "b"]), {"drafter_option": ["learn=true"]}, "--share"),
+    ):
+        with pytest.raises(ConfigurationError, match=why):
+            settings_of(Configuration("zoo:python-8m", **options), serving)
+    assert settings_of(Configuration("zoo:python-8m", learn=True), Serving(api_key=["a", "b"], share=True)).share
+    assert settings_of(Configuration("zoo:python-8m", learn=True), Serving(api_key=["a"])).keys == {"key-1": "a"}
