@@ -29,7 +29,7 @@ from foredraft.verification.match import Match
 from foredraft.verification.rejection import Rejection
 from foredraft.verification.typical import Typical
 
-TOGETHER, VALUES = 32, 1 << 24  # most rows in one pass, and most probabilities
+TOGETHER, VALUES = 64, 1 << 24  # most rows in one pass, and most probabilities
 LIKELIEST = 6  # tokens shown of a distribution
 FIRST = 12  # of the target's likeliest first tokens that are always counted
 DRAWN = ("keyed", "iid", "without-replacement")  # proposals that have a q

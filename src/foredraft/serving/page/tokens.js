@@ -1,6 +1,6 @@
 // A streamed answer as tokens: which were kept of a draft, which the model wrote itself, which were refused.
 
-import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
+import { html, useLayoutEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { spoken } from "./parts.js";
 
 /** What one chunk of a stream added: `{text, round, tokens}`, or null where it holds no text. */
@@ -63,7 +63,7 @@ export function Tokens({ pieces, open, selected, hideRefused, label }) {
     if (!(hideRefused && token.kind === "rejected")) flat.push({ ...token, index, round: each.round });
   }));
   const current = Math.min(at, flat.length - 1);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (focus.current) box.current?.querySelector('[tabindex="0"]')?.focus();
     focus.current = false;
   });
