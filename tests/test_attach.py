@@ -298,7 +298,7 @@ def test_copies_pickles_and_saved_files_are_not_attached(tmp_path):
 def test_copies_of_a_model_whose_layers_are_replaced(execution, monkeypatch):
     """They have their own layers and weights, and their own changes."""
     if execution == "native":  # whatever is faster for layers as small as these
-        monkeypatch.setattr(packing, "fastest_hint", lambda groups, hints: hints[-1])
+        monkeypatch.setattr(packing, "preferred_hint", lambda groups, hints: hints[-1])
     model, reference = build_wide("llama wide"), build_wide("llama wide")
     options = {**padded(ROWS[:1]), **GREEDY}
     expected = model.generate(**options)

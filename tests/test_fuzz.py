@@ -139,7 +139,7 @@ def test_options_changes_and_rows_at_random(seed, monkeypatch):
     def chosen(groups, hints):
         return hints[-1] if groups[0][0].in_features % packing.UNIT == 0 else None
 
-    monkeypatch.setattr(packing, "fastest_hint", chosen)
+    monkeypatch.setattr(packing, "preferred_hint", chosen)
     twins = Twins(random.Random(seed))
     for _ in range(STEPS):
         getattr(twins, twins.draw.choice(("change", "change", "call", "call", "session")))()

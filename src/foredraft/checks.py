@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from foredraft.drafters.base import DraftRequest
 from foredraft.errors import DrafterError, TargetOutputError
-from foredraft.outcome import EMPTY, INFINITE, NAN, OVERFLOW, Outcome
+from foredraft.outcome import EMPTY, INFINITE, NAN, OVERFLOW, Outcome, RowOutcome
 from foredraft.rows import SessionRow
 from foredraft.target import Target
 from foredraft.tree import TokenTree
 from foredraft.verification import Rule
 
 
+class NotFiniteError(TargetOutputError):
+    """The model itself gave NaN or infinity, which may lie in the cache as well."""
+
+
 def check_tree(tree: TokenTree, request: DraftRequest, name: str, target: Target, rule: Rule) -> None:
-    """What can be said of a tree of drafter ``name`` without reading values; :func:`check_rows` says the rest.
+    """What can be said of a tree of drafter ``name`` without reading values; :func:`failures` says the rest.
 
     Raises:
         DrafterError: it does not answer the ``request``, or the ``rule`` is not exact for it.
@@ -38,43 +43,63 @@ def check_tree(tree: TokenTree, request: DraftRequest, name: str, target: Target
         raise DrafterError(f"{drafter} returned no q, and rule {rule.name!r} needs the draft's distribution q")
 
 
-def check_rows(rows: Sequence[SessionRow], tree: TokenTree, outcome: Outcome, name: str, vocab_size: int) -> None:
-    """What the verdicts on a tree of drafter ``name`` say of it and of the target's scores, before anything is committed.
+def failures(rows: Sequence[SessionRow], tree: TokenTree, outcome: Outcome, name: str, vocab_size: int) -> list[Failure | None]:
+    """What is wrong with the verdicts on a tree of drafter ``name``, before anything is committed: of each row the first token that
+    cannot be chosen, if it would be kept.
 
     Raises:
         DrafterError: the tree is none, or holds tokens outside ``vocab_size``, or another root than a row's last token.
-        TargetOutputError: no token can be chosen from the scores on an accepted path.
     """
-    drafter = f"drafter {name!r}"
+    found = []
     for row, line in zip(rows, outcome.rows):
-        if line.broken:
-            try:
-                tree.check(vocab_size)
-            except ValueError as error:
-                raise DrafterError(f"{drafter} returned a malformed tree: {error}") from None
-        if line.outside:
-            raise DrafterError(
-                f"{drafter} proposed {line.tokens[1:]} for row {row.slot}, with a token outside the target's vocabulary of {vocab_size}"
-            )
-        if line.tokens[0] != row.ids[-1]:
-            raise DrafterError(
-                f"{drafter} returned a tree for row {row.slot} whose root is {line.tokens[0]}; node 0 must be the last committed token, "
-                f"{row.ids[-1]}"
-            )
-        if any(line.faults[: line.accepted + 1]):
-            check_scores(row, line.faults[: line.accepted + 1])
+        failure = None
+        if line.failures or any(line.faults[: line.accepted + 1]):
+            failure = next((Failure(d, error) for d in range(line.accepted + 1) if (error := error_at(row, line, d)) is not None), None)
+        if failure is None:
+            check_draft(row, tree, line, name, vocab_size)
+        found.append(failure)
+    return found
 
 
-def check_scores(row: SessionRow, faults: Sequence[int]) -> None:
-    """Raise what is wrong with the scores along a path, unless a processor of the row replaces NaN and infinity."""
-    for depth, fault in enumerate(faults):
-        where = f"row {row.slot}, position {len(row.ids) + depth}"
-        if fault & (NAN | INFINITE) and not row.parameters.pipeline.removes_invalid:
-            raise TargetOutputError(
-                f"the target's logits are {'NaN' if fault & NAN else 'infinite'} for {where}; try a wider dtype (float32 or "
-                "bfloat16), or remove_invalid_values=True to replace them"
-            )
-        if fault & EMPTY:
-            raise TargetOutputError(f"the logits processors forbid every token for {where}; loosen the constraints")
-        if fault & OVERFLOW:
-            raise TargetOutputError(f"the logits processors made scores infinite or NaN for {where}; is the temperature too small?")
+@dataclass(frozen=True)
+class Failure:
+    """No token can be chosen after the first ``depth`` drafted ones."""
+
+    depth: int
+    error: Exception
+
+
+def check_draft(row: SessionRow, tree: TokenTree, line: RowOutcome, name: str, vocab_size: int) -> None:
+    """Raise DrafterError unless drafter ``name`` has proposed something for ``row``."""
+    drafter = f"drafter {name!r}"
+    if line.broken:
+        try:
+            tree.check(vocab_size)
+        except ValueError as error:
+            raise DrafterError(f"{drafter} returned a malformed tree: {error}") from None
+    if line.outside:
+        raise DrafterError(
+            f"{drafter} proposed {line.tokens[1:]} for row {row.slot}, with a token outside the target's vocabulary of {vocab_size}"
+        )
+    if line.tokens[0] != row.ids[-1]:
+        raise DrafterError(
+            f"{drafter} returned a tree for row {row.slot} whose root is {line.tokens[0]}; node 0 must be the last committed token, "
+            f"{row.ids[-1]}"
+        )
+
+
+def error_at(row: SessionRow, line: RowOutcome, depth: int) -> Exception | None:
+    """What is wrong with the scores at ``depth`` of the path, unless a processor of the row replaces NaN and infinity."""
+    fault, where = line.faults[depth], f"row {row.slot}, position {len(row.ids) + depth}"
+    if fault & (NAN | INFINITE) and not row.parameters.pipeline.removes_invalid:
+        return NotFiniteError(
+            f"the target's logits are {'NaN' if fault & NAN else 'infinite'} for {where}; try a wider dtype (float32 or "
+            "bfloat16), or remove_invalid_values=True to replace them"
+        )
+    if depth in line.failures:
+        return line.failures[depth]
+    if fault & EMPTY:
+        return TargetOutputError(f"the logits processors forbid every token for {where}; loosen the constraints")
+    if fault & OVERFLOW:
+        return TargetOutputError(f"the logits processors made scores infinite or NaN for {where}; is the temperature too small?")
+    return None

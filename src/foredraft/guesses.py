@@ -5,6 +5,7 @@ The loop asks a row's guesses before it asks the drafter. They are drafted as a 
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,8 +124,13 @@ class RowGuesses:
     def after(self, ids: Sequence[int], prompt_length: int, *, most: int, vocab_size: int) -> Guessed | None:
         """What the first of them that says anything says, up to ``most`` tokens, and to the first that the target does not know."""
         limit = min(most, self.window)
-        for guess in self.guesses if limit > 0 else ():
-            tokens = list(guess.after(ids, prompt_length)[:limit])
+        for guess in list(self.guesses) if limit > 0 else ():
+            try:
+                tokens = list(guess.after(ids, prompt_length)[:limit])
+            except Exception as error:  # it may be the user's
+                self.guesses.remove(guess)
+                warnings.warn(f"the guess {guess!r} raised {error!r}; the row goes on without it, with the same text", stacklevel=2)
+                continue
             unknown = next((at for at, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
             if tokens[:unknown]:
                 return Guessed(tokens[:unknown], getattr(guess, "name", "guess"))

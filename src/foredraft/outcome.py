@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foredraft.device import one_thread
 from foredraft.logits.logprobs import LogProbs, log_probabilities
-from foredraft.logits.sampler import Sampler
+from foredraft.logits.sampler import Failures, Sampler
 from foredraft.traces import NodeValues, values_of
 from foredraft.tree import TokenTree
 from foredraft.verification.base import Rule, Verdict
@@ -29,7 +29,7 @@ class RowOutcome:
     """One row: how many drafted tokens were ``accepted`` and how many there were at each depth, the ``bonus`` token, the
     ``tokens`` along the path and the ``faults`` of the scores there, whether any token of the tree is ``outside`` the vocabulary, and
     whether the tree is ``broken``: its parents make no tree, or its q is no distribution. ``path`` holds the path's nodes where the tree
-    is no chain."""
+    is no chain. ``failures``: exceptions of the row's processors, by their depth on the path."""
 
     accepted: int
     bonus: int
@@ -39,6 +39,7 @@ class RowOutcome:
     faults: Sequence[int]
     broken: bool = False
     path: Sequence[int] = ()
+    failures: Mapping[int, Exception] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +79,17 @@ def decide(
             return outcome
     logits = logits.to(tree.tokens.device)
     inside = replace(tree.with_safe_parents(), tokens=tree.tokens.clamp(0, logits.shape[-1] - 1))  # faults are reported, not read
-    scores = sampler.scores(logits, inside)
+    failures: Failures = {}
+    scores = sampler.scores(logits, inside, failures=failures)
     with one_thread(scores):
         verdict, best = verify(rule, inside, scores, sampler)
         best = torch.stack([logits.amax(-1).to(best.dtype), best], -1)
         rows = to_host(tree, inside, verdict, best, uses_q=rule.needs_q and not sampler.greedy)
+        logprobs = None if top is None else log_probabilities(inside, verdict.path, verdict.accepted, verdict.next_token, logits, top)
+    if failures:
+        rows = [with_failures(line, index, failures) for index, line in enumerate(rows)]
     values = {"scores": scores, "logits": logits}
     vectors = {name: values[name].float().gather(1, verdict.path[..., None].expand(-1, -1, logits.shape[-1])) for name in record}
-    logprobs = None if top is None else log_probabilities(inside, verdict.path, verdict.accepted, verdict.next_token, logits, top)
     path = None if tree.chain else verdict.path
     ends = {row: rows[row].accepted if tree.chain else rows[row].path[rows[row].accepted] for row in traced}
     values_by_row = {row: values_of(inside, row, scores[row], end, rows[row].bonus) for row, end in ends.items()}
@@ -173,6 +177,11 @@ def to_host(tree: TokenTree, inside: TokenTree, verdict: Verdict, best: Tensor, 
         )
         for accepted, bonus, out, bad, *rest in torch.cat([head, *columns], 1).tolist()
     ]
+
+
+def with_failures(line: RowOutcome, row: int, failures: Failures) -> RowOutcome:
+    path = line.path or range(len(line.tokens))
+    return replace(line, failures={depth: failures[row, node] for depth, node in enumerate(path) if (row, node) in failures})
 
 
 def levels(tree: TokenTree) -> Tensor:

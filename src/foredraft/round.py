@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from foredraft.checks import check_rows, check_tree
+from foredraft.checks import check_tree, failures
 from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DraftRequest, Feedback
 from foredraft.drafters.merging import Part, kept_paths, member_feedback, merged
@@ -106,7 +106,7 @@ class Loop:
         commits = self._append(rows, draft, outcome)
         self.observer.committed(rows, commits, outcome)
 
-        self.drafter.observe(rows, self._feedback(draft, logits, outcome))
+        self.drafter.observe(rows, self._feedback(draft, without_failed(logits, commits), outcome))
         self.observer.finished(rows, outcome)
         return commits
 
@@ -295,13 +295,16 @@ class Loop:
 
     def _append(self, rows: list[SessionRow], draft: Draft, outcome: Outcome) -> list[Commit]:
         """Append to every row what it keeps."""
-        check_rows(rows, draft.tree, outcome, self.drafter.name, self.target.vocab_size)
+        failed = failures(rows, draft.tree, outcome, self.drafter.name, self.target.vocab_size)
         for name, vectors in outcome.vectors.items():  # along whole paths, cut below to what is returned
             for row, along in zip(rows, vectors):
                 getattr(row, name).extend(along.split(1))
         commits = []
         for index, (row, kept) in enumerate(zip(rows, outcome.rows)):
-            commit = row.append([*kept.tokens[1 : kept.accepted + 1], kept.bonus], kept.accepted, self.target.device)
+            if (failure := failed[index]) is None:
+                commit = row.append([*kept.tokens[1 : kept.accepted + 1], kept.bonus], kept.accepted, self.target.device)
+            else:
+                commit = row.append(kept.tokens[1 : failure.depth + 1], failure.depth, self.target.device, failure.error)
             self.committed.append(rows, index, commit.tokens)
             for name in self.record:
                 del getattr(row, name)[len(row.ids) - row.prompt_length :]
@@ -335,3 +338,9 @@ class Loop:
         hidden = self.target.hidden if info.features else None
         feedback = Feedback(draft.tree, accepted, outcome.path, logits if info.needs_logits else None, hidden)
         return member_feedback(info, draft.part, feedback, kept_paths(feedback)) if draft.guessed else feedback
+
+
+def without_failed(logits: Tensor, commits: Sequence[Commit]) -> Tensor:
+    """``logits`` ``[R, N, V]`` with zeros for rows that have failed: no drafter shall keep NaN."""
+    failed = [index for index, commit in enumerate(commits) if commit.error is not None]
+    return logits.index_fill(0, to_device(failed, logits.device), 0) if failed else logits

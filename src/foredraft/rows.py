@@ -142,19 +142,24 @@ class SessionRow:
         places = logits[known - first : known - first + len(following)]
         self.prompt_logprobs.append(of_tokens(places, to_device(following, logits.device), top))
 
-    def append(self, tokens: Sequence[int], accepted: int, device: torch.device) -> Commit:
+    def append(self, tokens: Sequence[int], accepted: int, device: torch.device, error: Exception | None = None) -> Commit:
         """Commit ``tokens`` one by one, as plain decoding would, up to the first that ends the row; the first ``accepted`` were drafted.
-        Stopping criteria get the text on ``device``."""
+        Stopping criteria get the text on ``device``; one that raises ends the row. So does an ``error``, if the row goes on so far."""
         start, reason, padding = len(self.ids), None, self.parameters.padding
         text = to_device([[*padding, *self.ids, *tokens]], device) if self.parameters.criteria else None
         for token in tokens:
             self.ids.append(token)
-            reason = self._finish_reason(token, None if text is None else text[:, : len(padding) + len(self.ids)])
+            try:
+                reason = self._finish_reason(token, None if text is None else text[:, : len(padding) + len(self.ids)])
+            except Exception as raised:  # a user's criterion raises what it likes
+                reason, error = "error", raised
             if reason:
                 break
+        reason = reason or ("error" if error is not None else None)
         kept = self.ids[start:]
         self.stats.finish_reason = reason
-        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats)
+        failed = error if reason == "error" else None
+        return Commit(self.slot, kept, min(accepted, len(kept)), reason, stats=self.stats, error=failed)
 
     def _finish_reason(self, token: int, text: Tensor | None) -> str | None:
         if token in self.parameters.eos:
@@ -216,7 +221,8 @@ class Commit:
         tokens: the new ones, the first ``accepted`` of them drafted.
         drafted: how many tokens were drafted for the row, in all branches.
         guesses_drafted, guessed: how many of these came from one of the row's guesses, and how many of the accepted ones.
-        finish_reason: why it is over; None while it is not.
+        finish_reason: why it is over; None while it is not. A row whose next token cannot be chosen is over as "error".
+        error: why it is over as "error".
         logprobs: of the tokens, where the row's parameters ask for them.
         prompt_logprobs: of the prompt's tokens but the first, in the row's first commit, where they ask for that.
         trace: of the round, where they ask for it.
@@ -229,8 +235,17 @@ class Commit:
     finish_reason: str | None
     logprobs: LogProbs | None = None
     stats: RowStats | None = field(default=None, compare=False)
+    error: Exception | None = field(default=None, compare=False)
     drafted: int = 0
     guesses_drafted: int = 0
     guessed: int = 0
     prompt_logprobs: LogProbs | None = None
     trace: RoundTrace | None = None
+
+
+def successful(commits: list[Commit]) -> list[Commit]:
+    """``commits``; for callers whose rows are one call, which fails with the first of them."""
+    for commit in commits:
+        if commit.error is not None:
+            raise commit.error
+    return commits

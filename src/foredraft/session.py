@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.admission import Admission
+from foredraft.checks import NotFiniteError
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.logits.logprobs import check_logprobs
@@ -217,7 +218,9 @@ class Session:
     def step(self, *, follow: bool = True) -> list[Commit]:
         """Prefill waiting rows if there are any, else run one round. Returns the new tokens of every row that took part.
 
-        After an exception every row is gone, and the target and the drafter are usable again.
+        A row fails alone, as :attr:`Commit.error <foredraft.rows.Commit>` says, where a processor or a stopping criterion of its own
+        raises, or no token can be chosen from its scores. Anything else that goes wrong, a drafter that proposes nonsense for instance,
+        is raised. After an exception every row is gone, and the target and the drafter are usable again.
 
         Args:
             follow: look whether the model has changed since the last step. If it has, rows under way are read again and go on with the
@@ -283,6 +286,9 @@ class Session:
         else:
             return []
         self._warn()
+        first = len(self.rows) - len(commits)
+        if spoiled := [first + index for index, commit in enumerate(commits) if isinstance(commit.error, NotFiniteError)]:
+            self.target.wipe(spoiled)
         if done := [row for row in self.rows if row.stats.finish_reason]:
             self._leave(done)
         self.stats.clock()

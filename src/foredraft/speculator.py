@@ -33,7 +33,7 @@ from foredraft.planning import FixedPlanner, Planner, make_planner
 from foredraft.planning.profiles import profile
 from foredraft.preparation import Prepared, generated, own_generate, prepare, with_grammar
 from foredraft.quantization import check_quantization
-from foredraft.rows import Commit
+from foredraft.rows import Commit, successful
 from foredraft.session import Session, repeats, turn_of
 from foredraft.shapes import TreeShape
 from foredraft.stats import Stats
@@ -306,7 +306,7 @@ class Run:
                 streamer.put(self.prepared.input_ids.cpu())
             follow = True
             while self.session.live:
-                commits = self.session.step(follow=follow)
+                commits = successful(self.session.step(follow=follow))
                 follow = self.watchful
                 if streamer is not None:
                     for token in commits[0].tokens:

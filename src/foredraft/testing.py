@@ -31,7 +31,7 @@ from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest
 from foredraft.drafters.growth import grow
 from foredraft.logits.noise import Purpose, Randomness, row_key
 from foredraft.models.skips import SkipSet
-from foredraft.rows import RowParameters
+from foredraft.rows import RowParameters, successful
 from foredraft.session import Session
 from foredraft.tree import Proposal, TokenTree
 
@@ -204,6 +204,9 @@ class TableTarget:
         tokens = self._tree.tokens if path is None else self._tree.tokens.gather(1, path)
         for row, (line, count) in enumerate(zip(tokens.tolist(), kept)):
             self.cached[row] += line[:count]
+
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Nothing: no row reads what another holds."""
 
     def compact(self, keep: Sequence[int]) -> None:
         self.cached = [self.cached[row] for row in keep]
@@ -441,7 +444,7 @@ def continuations(session: Session, prompts: Sequence[Sequence[int]], parameters
     """Add a row for each prompt, step until all are finished, and return what each gained."""
     texts: dict[int, list[int]] = {session.add(prompt, each): [] for prompt, each in zip(prompts, parameters)}
     while session.live:
-        for commit in session.step():
+        for commit in successful(session.step()):
             texts[commit.slot] += commit.tokens
     return [tuple(text) for text in texts.values()]
 

@@ -27,7 +27,7 @@ class RoundTrace:
         path: the nodes that the text gained, root first.
         bonus, bonus_p: the target's own token behind the path, and its p; None where the text ended on the path.
         ended: why the path ended: "mismatch" (the target chose another token than those drafted), "end of draft" (all was kept),
-            "no draft"; or why the text did: "eos", "length", or "stop" for a stopping criterion.
+            "no draft"; or why the text did: "eos", "length", "stop" for a stopping criterion, or "error".
     """
 
     shape: str

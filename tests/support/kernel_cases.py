@@ -45,4 +45,4 @@ def build(name, dtype):
 @pytest.fixture
 def always(monkeypatch):
     """Tiny layers are not worth it; here every one of them is laid out for the kernels."""
-    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: hints[-1])
+    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: hints[-1])

@@ -32,7 +32,7 @@ def always(monkeypatch):
     def chosen(groups, hints):
         return hints[-1] if groups[0][0].in_features % packing_module.UNIT == 0 else None
 
-    monkeypatch.setattr(packing_module, "fastest_hint", chosen)
+    monkeypatch.setattr(packing_module, "preferred_hint", chosen)
 
 
 def pair(execution="eager", drafter="prompt-lookup", **options):

@@ -20,7 +20,7 @@ from foredraft import ConfigurationError, Speculator, TokenTree
 from foredraft.backends import compilation, fusion, native
 from foredraft.backends import packing as packing_module
 from foredraft.backends.kernel_pass import NativeModel
-from foredraft.backends.packing import HINTS, NATIVE
+from foredraft.backends.packing import preferred_hint
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
 
@@ -94,19 +94,16 @@ def turns(dtype):
 
 @pytest.fixture
 def execution(request, monkeypatch):
-    """Tiny layers are not worth it; here each is laid out nevertheless, for ``auto`` in every layout in turn."""
+    """For ``auto`` layers are laid out in every layout in turn."""
     if request.param == "native" and (why := native.refusal(torch.float32) or native.refusal(torch.bfloat16)):
         pytest.skip(f"no kernels here: {why}")
     turns = itertools.count()
 
-    def rigged(runs, inputs):
-        fitting = [hint for hint in runs if hint is not None]
-        taken = {"packed": HINTS[-1], "native": NATIVE}.get(request.param)
-        if request.param == "auto":
-            taken = fitting[next(turns) % len(fitting)]
-        return {hint: 1.0 if hint == taken else 9.0 for hint in runs}
+    def in_turn(groups, hints):
+        fitting = [hint for hint in hints if preferred_hint(groups, (hint,)) is not None]
+        return fitting[next(turns) % len(fitting)] if request.param == "auto" and fitting else preferred_hint(groups, hints)
 
-    monkeypatch.setattr(packing_module, "best_seconds", rigged)
+    monkeypatch.setattr(packing_module, "preferred_hint", in_turn)
     return request.param
 
 
@@ -228,7 +225,7 @@ def test_in_bfloat16(family, execution):
 
 def laid_out(monkeypatch, taken):
     """Targets whose layers of several outputs, and single ones, get the layouts ``taken``."""
-    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: taken[len(groups[0]) > 1])
+    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: taken[len(groups[0]) > 1])
     return Target(clone(tiny("llama wide")), execution="packed")
 
 

@@ -54,11 +54,10 @@ def test_products(outputs, inputs, bias, dtype):
 
 
 @needs_kernels
-def test_kernels_that_are_asked_for_are_taken_without_a_trial(monkeypatch):
-    monkeypatch.setattr(packing, "best_seconds", lambda runs, inputs: {hint: float(hint is not None) for hint in runs})
-    model = build("qwen3", torch.float32)
-    assert Target(model, execution="packed").execution == "packed" and not any(vars(each).get("forward") for each in model.modules())
-    assert Target(model, execution="native").backend.overrides.native == 3
+def test_the_name_of_an_execution_says_which_layout_is_taken():
+    for execution, layers in (("packed", 0), ("native", 3), ("auto", 3)):
+        target = Target(build("qwen3", torch.float32), execution=execution, owned=True)
+        assert target.backend.overrides.native == layers and target.execution == ("native" if layers else "packed")
 
 
 @needs_kernels
@@ -395,7 +394,7 @@ def test_there_are_none_for_other_dtypes():
 
 def on_one_core(send):
     """Seconds of passes on two and on five threads, as a share of those on one; all of them on the same core."""
-    packing.fastest_hint = lambda groups, hints: NATIVE
+    packing.preferred_hint = lambda groups, hints: NATIVE
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     tree, best, logits = TokenTree.from_chain(torch.arange(8)[None]), {}, {}

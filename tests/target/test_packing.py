@@ -15,7 +15,20 @@ from foredraft import ConfigurationError, Speculator, TokenTree
 from foredraft.backends import choice
 from foredraft.backends import packing as packing_module
 from foredraft.backends.kernels import Kernels
-from foredraft.backends.packing import HINTS, NATIVE, Kind, Packing, Product, by_kind, fastest_hint, onednn_lays_out, refusal, sharing
+from foredraft.backends.packing import (
+    HINTS,
+    NATIVE,
+    ONEDNN,
+    PLAIN,
+    Kind,
+    Packing,
+    Product,
+    by_kind,
+    onednn_lays_out,
+    preferred_hint,
+    refusal,
+    sharing,
+)
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
 
@@ -40,7 +53,7 @@ FAMILIES = [
 @pytest.fixture
 def always(monkeypatch):
     """Tiny layers are not worth packing; here every one of them is packed."""
-    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: hints[-1])
+    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: hints[-1])
 
 
 def of(family, dtype=torch.float32):
@@ -125,53 +138,27 @@ def test_a_shared_product_hands_out_what_each_layer_would_give(bias):
 
 
 @pytest.mark.parametrize(
-    ("took", "best"),
-    [({None: 5.0, 8: 4.0}, 8), ({None: 5.0, 8: 4.9}, None), ({None: 1.0, 8: 2.0}, None), ({None: 5.0, 8: 4.0, NATIVE: 4.1}, NATIVE)],
+    ("layers", "hints", "best"),
+    [
+        ([(32, 8)], (*HINTS, NATIVE), NATIVE),
+        ([(32, 8), (32, 8)], (*HINTS, NATIVE), NATIVE),
+        ([(33, 8)], (*HINTS, NATIVE), ONEDNN),  # rows of 33 weights are not for the kernels
+        ([(32, 8)], HINTS, ONEDNN),
+        ([(32, 8), (32, 8)], (PLAIN,), PLAIN),
+        ([(32, 8)], (PLAIN,), None),  # one layer alone is not joined with anything
+    ],
 )
-def test_the_fastest_layout_is_taken(took, best, monkeypatch):
+def test_which_layout_is_taken_depends_on_no_time(layers, hints, best, monkeypatch):
+    monkeypatch.setattr(packing_module, "onednn_lays_out", lambda dtype: True)
+    assert preferred_hint([[nn.Linear(*sizes, bias=False) for sizes in layers]], hints) == best
+    monkeypatch.setattr(packing_module, "onednn_lays_out", lambda dtype: False)
+    expected = best if best != ONEDNN else None
+    assert preferred_hint([[nn.Linear(*sizes, bias=False) for sizes in layers]], hints) == expected
+
+
+def test_a_kind_is_chosen_for_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(packing_module, "best_seconds", lambda runs, inputs: asked.extend(runs) or {**dict.fromkeys(runs, 9.0), **took})
-    monkeypatch.setattr(packing_module, "Product", lambda layers, hint: None)
-    assert fastest_hint([[nn.Linear(32, 8, bias=False)] for _ in range(3)], [*HINTS, NATIVE]) == best
-    assert set(asked) == {None, 8, NATIVE}  # one layer alone is not joined with anything
-
-
-def test_a_trial_is_the_best_time_of_turns(monkeypatch):
-    monkeypatch.setattr(packing_module, "MOST_REPEATS", 8)
-    steady = [(20, 23), (30, 31), (40, 42), (50, 59), (60, 62), (70, 71), (80, 83), (90, 95)]
-    assert trial(monkeypatch, steady) == ({None: 2.0, 8: 1.0}, [None, 8] * 5)
-
-
-def test_a_trial_goes_on_until_the_best_times_are_no_luck(monkeypatch):
-    monkeypatch.setattr(packing_module, "MOST_REPEATS", 8)
-    lucky = [(20, 23), (30, 31), (40, 41), (50, 59), (60, 65), (70, 71), (80, 83), (90, 95)]
-    assert trial(monkeypatch, [*lucky, (100, 101), (110, 119)]) == ({None: 1.0, 8: 1.0}, [None, 8] * 6)
-    monkeypatch.setattr(packing_module, "MOST_REPEATS", 4)
-    assert trial(monkeypatch, lucky) == ({None: 1.0, 8: 1.0}, [None, 8] * 5)
-
-
-def trial(monkeypatch, turns):
-    """The result of a trial whose turns begin and end at these times, and who ran."""
-    clock = iter([0.0, 10.0, *(float(each) for turn in turns for each in turn)])  # of a warm-up only the beginning is asked for
-    ran = []
-    runs = {None: lambda x: ran.append(None), 8: lambda x: ran.append(8)}
-    with monkeypatch.context() as patch:
-        patch.setattr(packing_module.time, "thread_time", lambda: next(clock))
-        return packing_module.best_seconds(runs, [torch.ones(1)]), ran
-
-
-def test_a_trial_of_a_large_matrix_is_cut(monkeypatch):
-    sizes = []
-    monkeypatch.setattr(packing_module, "TRIAL", 64 * 32 * 4)
-    monkeypatch.setattr(packing_module, "best_seconds", lambda runs, inputs: dict.fromkeys(runs, 1.0))
-    monkeypatch.setattr(packing_module, "Product", lambda layers, hint: sizes.append([layer.weight.shape[0] for layer in layers]))
-    fastest_hint([[nn.Linear(32, 640), nn.Linear(32, 1280)]], HINTS)
-    assert sizes == [[64, 64]] * 2
-
-
-def test_kinds_are_measured_once(monkeypatch):
-    asked = []
-    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: asked.append(Kind.of(groups[0])))
+    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: asked.append(Kind.of(groups[0])))
     model = of("llama")
     packing = Packing(model, sample(model), owned=True)
     assert len(asked) == len(set(asked)) == len(by_kind(sharing(model, sample(model)))) == len(packing.hints)

@@ -66,7 +66,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def always(monkeypatch):
     """Tiny layers are not worth it; here every one of them is laid out for the kernels."""
-    monkeypatch.setattr(packing_module, "fastest_hint", lambda groups, hints: hints[-1])
+    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: hints[-1])
 
 
 def assert_close(got, wanted, dtype):
@@ -285,20 +285,10 @@ def test_layers_of_different_widths_are_not_joined():
     assert Kind.of(groups[0]).int8 and not Kind.of(groups[1]).int8
 
 
-@needs_kernels
-def test_the_trial_compares_with_torchao(monkeypatch):
-    asked = []
-    monkeypatch.setattr(packing_module, "TRIAL", 64 * 64)
-    monkeypatch.setattr(
-        packing_module,
-        "best_seconds",
-        lambda runs, inputs: asked.append({name: [run(x).shape for x in inputs] for name, run in runs.items()}) or dict.fromkeys(runs, 1.0),
-    )
-    model = quantised()
-    layer = model.model.layers[0].mlp.up_proj
-    assert packing_module.fastest_hint([[layer]], (*HINTS, NATIVE)) == NATIVE
-    (shapes,) = asked
-    assert shapes.keys() == {None, NATIVE} and shapes[NATIVE] == shapes[None]
+def test_weights_of_eight_bits_have_one_layout():
+    layer = quantised().model.layers[0].mlp.up_proj
+    assert packing_module.preferred_hint([[layer]], (*HINTS, NATIVE)) == NATIVE
+    assert packing_module.preferred_hint([[layer]], HINTS) is None
 
 
 def test_other_quantised_tensors_are_left_alone():

@@ -165,6 +165,7 @@ class Eager(Backend):
         masks = self.call.masks if pages is None else pages.masks
         if not given.uniform_chain:
             where = MaskInputs(tree, window, positions)
+            self._place(where)
             mask = masks(where, self.cache)
         elif not self.call.uses_alibi:
             mask = masks.for_chain(window, self.facts.device)
@@ -200,8 +201,14 @@ class Eager(Backend):
         if given.tree.chain:
             return None
         where = MaskInputs(given.tree, given.window, self.positions(given.tree, given.window))
+        self._place(where)
         mask = self.call.masks(where, self.cache)
         return where, mask if isinstance(mask, Tensor) else mask["full_attention"]
+
+    def _place(self, where: MaskInputs) -> None:
+        """Tell kernels, if there are any, where a tree's nodes stand."""
+        if not where.tree.chain and (self.overrides is not None or self.pages is not None):
+            self.cache.positions = where.keys.int()
 
     def positions(self, tree: TokenTree, window: Window) -> Tensor:
         """``[R, N]`` positions of the tree's nodes (of a uniform chain those of this pass only), filler kept inside the context

@@ -92,7 +92,6 @@ class NativePass:
         self._given: tuple[object, object] = (None, None)
         self._held: list[Tensor | None] = []  # what the pointers point to
         self._scratch: dict[tuple[int, int], list[Tensor]] = {}
-        self.positions: Tensor | None = None  # of what is in each slot
 
     @staticmethod
     def over(cache: TreeCache, shared: object) -> NativePass:

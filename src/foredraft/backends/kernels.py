@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends.fusion import Fusion
-from foredraft.backends.packing import NATIVE, Kind, Packing, one_thread
+from foredraft.backends.packing import Packing, one_thread
 from foredraft.errors import ConfigurationError
 from foredraft.models import changes
 from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
@@ -23,7 +23,7 @@ class Kernels:
         model: on a CPU; :func:`~foredraft.backends.packing.refusal` has nothing against it.
         sample: runs the model over a few tokens and returns their logits.
         owned: nobody else holds the model, so packed weights may replace the originals.
-        hints: the layouts to choose among, by their speed; that of the native kernels alone is taken wherever it fits, without a trial.
+        hints: the layouts to choose among.
 
     Attributes:
         refused: why the model was left as it was; None if it was not.
@@ -37,7 +37,6 @@ class Kernels:
         self.state = ModelState.of(model)  # type: ignore[arg-type]
         self._packing: Packing | None = None
         self._fusion: Fusion | None = None
-        self._known: dict[Kind, int | None] = {}
         self.pack()
         self.state.followers.add(self)
 
@@ -54,9 +53,7 @@ class Kernels:
 
     def _lay_out(self) -> None:
         expected = self._sample()
-        asked, hints = self.hints == (NATIVE,), self.hints
-        self._packing = Packing(self.model, self._sample, owned=self.owned, hints=hints, native=asked, known=self._known)
-        self._known = self._packing.hints
+        self._packing = Packing(self.model, self._sample, owned=self.owned, hints=self.hints)
         self._fusion = Fusion(self.model, self._packing)
         self.unfused = self._fusion.unfused
         trial = (self._sample(), expected) if self._fusion.layers else self._fusion.trial()

@@ -2,9 +2,11 @@
 
 A pass over a few tokens reads every weight once, and how fast depends on the order in which the weights lie in memory. oneDNN packs
 a matrix into blocks for its kernels, and so do the kernels in ``native``; torch's own linear layers pack it anew in every pass,
-or read it as it is. Here each linear layer of a model is packed once, in the layout that was measured to be fastest, and layers
-that read the same input (query, key and value; gate and up) become one product. torchao's weights of eight bits have one layout
-only, that of ``native``.
+or read it as it is. Here each linear layer of a model is packed once, and layers that read the same input (query, key and value; gate and
+up) become one product. torchao's weights of eight bits have one layout only, that of ``native``.
+
+Layouts sum in different orders, so logits differ in the last bits. So which one is taken depends on the machine and the matrix alone, never
+on a time that was measured: the same command gives the same logits every time.
 
 The classes of the model stay what they are: ``forward`` is overridden on single layers, and :meth:`Packing.undo` takes that back.
 """
@@ -13,8 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import operator
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,18 +31,12 @@ from foredraft.models.changes import Override, hooks_of, take_back
 DTYPES = (torch.float32, torch.bfloat16)
 PLAIN = 0  # the layout that torch has them in
 NATIVE = -1  # the layout of the kernels in ``native``
-HINTS = (PLAIN, 8)  # numbers of tokens that layouts are made for; 2 to 16 make the same one
+ONEDNN = 8  # oneDNN's layout for so many tokens; 2 to 16 make the same one
+HINTS = (PLAIN, ONEDNN)
+PREFERRED = (NATIVE, ONEDNN, PLAIN)
 BLOCK = 64  # outputs that the kernels in ``native`` compute together
 UNIT = 32  # numbers in a row of weights, or a multiple of them, that the kernels in ``native`` read
-TRIED = (1, 8)  # numbers of tokens that layouts are compared at
-TRIAL = 40 << 20  # bytes of weights per comparison: more than a cache holds
-REPEATS, MOST_REPEATS = 4, 8
-STEADY = 1.1  # times its best time that another time of a layout has to be, for the best to count
 LIGHT = 2 << 30  # bytes of a model up to which one thread prepares it as fast
-WORTH = 0.97  # of the time of torch's own layers that a layout has to stay below
-WHOLE, CALL = 0.95, 5e-6  # what a product of our kernels counts for, and seconds less: where all of a layer are, it becomes one call
-
-Forward = Callable[[Tensor], Tensor]
 
 
 class Product:
@@ -190,8 +185,6 @@ class Packing:
         owned: nobody else holds the model. Packed weights then replace the originals, which keeps their memory from doubling;
             parameters are left as placeholders without storage. Otherwise the originals stay beside the packed ones.
         hints: the layouts to choose among.
-        native: take that of the native kernels wherever it fits, without a trial: there is one call for all of them.
-        known: the layouts that an earlier trial chose.
 
     Attributes:
         hints: the chosen layout of each kind of product; None where layers stay as they are.
@@ -205,15 +198,10 @@ class Packing:
         *,
         owned: bool,
         hints: Sequence[int] = HINTS,
-        native: bool = False,
-        known: Mapping[Kind, int | None] | None = None,
     ):
         self.model, self.owned = model, owned
         groups = sharing(model, sample)
-        self.hints = dict(known or {})
-        for kind, alike in by_kind(groups).items():
-            if kind not in self.hints:
-                self.hints[kind] = NATIVE if native and kind.inputs % UNIT == 0 else fastest_hint(alike, hints)
+        self.hints = {kind: preferred_hint(alike, hints) for kind, alike in by_kind(groups).items()}
         self._products: list[tuple[Product, list[nn.Linear], list[bool]]] = []
         self.taken: list[Source] = []  # placeholders
         self._found: dict[int, Product] = {}
@@ -347,35 +335,23 @@ def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear
     return found
 
 
-@torch.no_grad()  # a slice of torchao's tensors cannot be made in inference mode
-def fastest_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
-    """The hint whose layout was fastest for these products, None if torch's own layers were.
-
-    As many of them take turns as no cache can hold, as in a pass over the whole model, or all there are; of one that is larger
-    than that, its first rows. The layouts take turns as well, and each is judged by its best time.
-    """
+def preferred_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
+    """The first layout that fits these products, of :data:`PREFERRED` those in ``hints``; None for torch's own layers."""
     weight = groups[0][0].weight
     int8 = is_int8(weight)
-    size = sum(layer.weight.numel() for layer in groups[0]) * (1 if int8 else weight.element_size())
-    trial = [[Rows.of(layer, max(64, layer.out_features * TRIAL // max(size, TRIAL))) for layer in layers] for layers in groups]
-    trial = trial[: max(1, -(-TRIAL // size))]
-    inputs = [torch.ones(1, tokens, weight.shape[1], dtype=weight.dtype) for tokens in TRIED]
-    fitting = [hint for hint in hints if not (hint == PLAIN and len(groups[0]) == 1) and not (hint == NATIVE and weight.shape[1] % UNIT)]
-    fitting = [hint for hint in fitting if hint == NATIVE or (not int8 and (hint == PLAIN or onednn_lays_out(weight.dtype)))]
-    runs: dict[int | None, Forward] = {hint: all_of([Product(layers, hint) for layers in trial]) for hint in fitting}
-    runs[None] = all_of([layer for layers in trial for layer in layers])
-    took = best_seconds(runs, inputs)
-    took[None] *= WORTH
-    if NATIVE in took:
-        took[NATIVE] = WHOLE * took[NATIVE] - CALL * len(trial) * len(inputs)
-    return min(took, key=lambda hint: took[hint])
+    fits = {
+        NATIVE: weight.shape[1] % UNIT == 0,
+        ONEDNN: not int8 and onednn_lays_out(weight.dtype),
+        PLAIN: not int8 and len(groups[0]) > 1,
+    }
+    return next((hint for hint in PREFERRED if hint in hints and fits[hint]), None)
 
 
 @lru_cache(maxsize=8)
 def onednn_lays_out(dtype: torch.dtype) -> bool:
     """Whether oneDNN has layouts for ``dtype`` on this CPU; for bfloat16 it needs AVX-512."""
     try:
-        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(UNIT, UNIT, dtype=dtype), HINTS[-1])
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(UNIT, UNIT, dtype=dtype), ONEDNN)
     except RuntimeError:
         return False
     return True
@@ -383,29 +359,12 @@ def onednn_lays_out(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """The first rows of a linear layer, for a trial."""
+    """A linear layer that is none of torch's."""
 
     weight: Tensor
     bias: Tensor | None
     out_features: int
     in_features: int
-
-    @staticmethod
-    def of(layer: nn.Linear, rows: int) -> Rows:
-        bias = None if layer.bias is None else layer.bias[:rows]
-        return Rows(layer.weight[:rows], bias, min(rows, layer.out_features), layer.in_features)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-def all_of(products: Sequence[Forward]) -> Forward:
-    def run(x: Tensor) -> Tensor:
-        for product in products:
-            y = product(x)
-        return y
-
-    return run
 
 
 @contextmanager
@@ -421,25 +380,6 @@ def one_thread(model: nn.Module | None = None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@one_thread()
-def best_seconds(runs: dict[int | None, Forward], inputs: Sequence[Tensor]) -> dict[int | None, float]:
-    """For each of ``runs`` the sum over ``inputs`` of its best time, after a warm-up; they take turns, until each has come close to its
-    best time twice. What counts is processor time of a single thread: other work on the machine adds little to that."""
-    total = dict.fromkeys(runs, 0.0)
-    for x in inputs:
-        times: dict[int | None, list[float]] = {name: [] for name in runs}
-        for repeat in range(1 + MOST_REPEATS):
-            for name, run in runs.items():
-                begin = time.thread_time()
-                run(x)
-                if repeat:
-                    times[name].append(time.thread_time() - begin)
-            if repeat >= REPEATS and all(sorted(each)[1] <= STEADY * min(each) for each in times.values()):
-                break
-        total = {name: seconds + min(times[name]) for name, seconds in total.items()}
-    return total
 
 
 def held_elsewhere(model: nn.Module) -> set[int]:

@@ -118,6 +118,9 @@ class RollbackCache:
         for row, length in zip(self.rows, lengths):
             del row.text[length:]
 
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Nothing: every row has a cache of its own."""
+
     def compact(self, keep: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in keep]
         self.entered = []

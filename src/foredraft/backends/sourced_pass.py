@@ -248,8 +248,6 @@ class SourcedModel(NativeModel):
         known = NativePass.over(cache, self.shared)
         about = known.of(self.kernels[0], x, window, None, places)
         self._point(about, cache, window)
-        known.positions = None if where is None or not self.kernels[0].about.reach else where.keys.int()
-        about.positions = None if known.positions is None else known.positions.data_ptr()
         return about
 
     def place(self, about: native.Growth, given: native.Pass, cache: TreeCache, like: Tensor, most: int) -> bool:
@@ -258,9 +256,7 @@ class SourcedModel(NativeModel):
             return False
         self._point(given, cache, cache.window)
         if self.kernels[0].about.reach:
-            known = NativePass.over(cache, self.shared)
-            known.positions = torch.arange(cache.capacity, dtype=torch.int32)
-            given.positions = known.positions.data_ptr()
+            cache.positions = torch.arange(cache.capacity, dtype=torch.int32)[None]
         return True
 
     def _point(self, about: native.Pass, cache: TreeCache, window: Window) -> None:

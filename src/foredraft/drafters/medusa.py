@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.backends.packing import NATIVE, Kind, Packing
+from foredraft.backends.packing import Packing
 from foredraft.drafters.base import DraftRequest, Row
 from foredraft.drafters.draft_loops.kernels import greedy, grow_by
 from foredraft.drafters.draft_loops.medusa import MedusaGrowth
@@ -74,26 +74,23 @@ class Medusa(HeadDrafter):
         self._hints = target.backend.hints
         self._pack()
 
-    def _pack(self, known: Mapping[Kind, int | None] | None = None) -> None:
-        """Lay the weights out for kernels, where the target's are laid out too, and as ``known`` layouts say."""
+    def _pack(self) -> None:
+        """Lay the weights out for kernels, where the target's are laid out too."""
         if not self._hints:
             return
         head: MedusaHead = self.head
         hidden = torch.zeros(1, head.config.target.hidden_size, dtype=head.dtype)
         with torch.inference_mode(False), torch.no_grad():
-            native = NATIVE in self._hints and MedusaGrowth.fits(head)
-            owned = head is not self.source
-            self._packing = Packing(head, lambda: head(hidden), owned=owned, hints=self._hints, native=native, known=known)
+            self._packing = Packing(head, lambda: head(hidden), owned=head is not self.source, hints=self._hints)
         self._kernel = MedusaGrowth.of(head, self._packing, self._successors, heed=self._heeds)
 
     def rewrite(self, weights: Mapping[str, Tensor]) -> None:
-        known, self._kernel = None, None
+        self._kernel = None
         if self._packing is not None:
-            known = self._packing.hints
             with torch.inference_mode(False), torch.no_grad():
                 self._packing.undo()
         super().rewrite(weights)
-        self._pack(known)
+        self._pack()
 
     @property
     def _heeds(self) -> bool:

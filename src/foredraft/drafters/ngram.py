@@ -20,6 +20,7 @@ from torch import Tensor
 from foredraft import zoo
 from foredraft.drafters.base import Drafter, DraftRequest, Row
 from foredraft.drafters.growth import grow
+from foredraft.drafters.isolated import Isolated
 from foredraft.drafters.ngram_model import NGramModel
 from foredraft.drafters.siblings import SHARED, offered
 from foredraft.drafters.stores import Tokenizer, name_of, refuse_another_tokenizer, tokens_of
@@ -44,13 +45,15 @@ class NGram(Drafter):
 
     source: a file written by ``save``, a text file to count (with ``tokenizer``), ``zoo:NAME``, or an ``NGramModel``.
     order: longest n-gram counted, context and successor together; 2 is the bigram model. Fixed by a loaded file.
-    learn: also count the text of every row, prompt included: what is new of it with every draft, and the rest when the row ends.
+    learn: also count the text of every row, prompt included: what is new of it with every draft, and the rest when the row ends. Rows of
+        each isolation are counted in a model of their own, which begins as the ``source`` is; the least recently used of these go first.
     min_context: draft only while at least so many of the last tokens were seen in a row; more is safer and shorter.
     tokenizer: turns a text file into token ids; a callable, or a tokenizer of transformers.
     siblings: how tokens are chosen when sampling: ``iid`` (from the model's q, for the p/q rules), ``without-replacement`` (likewise,
         all different), ``keyed`` (with the target's noise, for match), ``top-k`` (the most likely), or ``auto``: keyed where the rule is
         match, but the most likely where the vocabulary is large, and in chains without a ``source``.
-    most: n-grams that learning may add up to; beyond it the rarest half is forgotten.
+    most: n-grams that learning may add up to; beyond it the rarest half is forgotten. The models of isolated rows have
+        as many, all together.
     """
 
     name = "ngram"
@@ -76,6 +79,7 @@ class NGram(Drafter):
         self._made_from = source, order, tokenizer
         self.learn = source is None if learn is None else learn
         self.min_context, self.siblings, self.most = min_context, siblings, most
+        self._isolated = self._models() if self.learn else None
         self.offer = offered(siblings, LIKELY if source is None else SHARED)
         self.info = replace(self.info, proposals=self.offer.chains)
         self._counted: dict[int, int] = {}
@@ -83,7 +87,7 @@ class NGram(Drafter):
         self._target: Target | None = None
 
     def save(self, path: str | Path) -> None:
-        """Write the counts, those learned online included; ``source=path`` loads them again."""
+        """Write the counts, those learned online included, but not from isolated rows; ``source=path`` loads them again."""
         if not self.model.fingerprint and self._target is not None:
             self.model.fingerprint = fingerprint_of(self._target.model) or ""
         self.model.save(path)
@@ -104,9 +108,9 @@ class NGram(Drafter):
         if request.proposal != "deterministic" and not large:
             return self._chain(request) if request.shape.is_chain else grow(request, self._expand(request)).tree.truncate(request.limits)
         if request.shape.is_chain:
-            return request.chains([self._continue(row.ids, limit, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
+            return request.chains([self._continue(row, limit, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
         nodes = request.shape.nodes
-        return tree_of(request, [self._trie(row.ids, limit, nodes, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
+        return tree_of(request, [self._trie(row, limit, nodes, request.vocab_size) for row, limit in zip(request.rows, request.limits)])
 
     def end(self, rows: Sequence[Row]) -> None:
         self._count(rows)
@@ -127,34 +131,46 @@ class NGram(Drafter):
         if isinstance(self._made_from[0], NGramModel):
             raise ConfigurationError("ngram cannot forget what it added to an NGramModel object; save the model first and pass the file")
         self.model = self._load(*self._made_from)
+        self._isolated = self._models()
         self._counted.clear()
 
     def _count(self, rows: Sequence[Row]) -> None:
         if not self.learn:
             return
         for row in rows:
-            self.model.update(row.ids, self._counted.get(row.slot, 0))
+            model = self._model_of(row)
+            model.update(row.ids, self._counted.get(row.slot, 0))
             self._counted[row.slot] = len(row.ids)
-        if self.model.size > self.most:
-            self.model.shrink(self.most)
+            if model.size > self.most:
+                model.shrink(self.most)
+
+    def _model_of(self, row: Row) -> NGramModel:
+        return self.model if self._isolated is None else self._isolated.of(row, self.model)
+
+    def _models(self) -> Isolated[NGramModel]:
+        """For isolated rows; they begin as the model is now."""
+        first = self.model.copy()
+        return Isolated(first.copy, lambda model: max(0, model.size - first.size), self.most)
 
     # -- the most likely tokens -------------------------------------------------------------------------------------------
 
-    def _continue(self, ids: Sequence[int], count: int, vocab_size: int) -> list[int]:
-        reach = self.model.order - 1
-        context = list(ids[-reach:])
+    def _continue(self, row: Row, count: int, vocab_size: int) -> list[int]:
+        model = self._model_of(row)
+        reach = model.order - 1
+        context = list(row.ids[-reach:])
         draft: list[int] = []
-        while len(draft) < count and self.model.matched(context[-reach:]) >= self.min_context:
-            token = self.model.predict(context[-reach:])
+        while len(draft) < count and model.matched(context[-reach:]) >= self.min_context:
+            token = model.predict(context[-reach:])
             if token is None or token >= vocab_size:
                 break
             draft.append(token)
             context.append(token)
         return draft
 
-    def _trie(self, ids: Sequence[int], depth: int, budget: int, vocab_size: int) -> Trie:
+    def _trie(self, row: Row, depth: int, budget: int, vocab_size: int) -> Trie:
         """The likeliest ``budget`` continuations, best first."""
-        reach, trie = self.model.order - 1, Trie()
+        model = self._model_of(row)
+        reach, trie = model.order - 1, Trie()
         queue: list[tuple[float, int, int, int, list[int]]] = []  # -probability, order found, parent, token, context below
         found = 0
 
@@ -162,12 +178,12 @@ class NGram(Drafter):
             nonlocal found
             if trie.depths[node] >= depth:
                 return
-            for token, share in self._likeliest(context):
+            for token, share in self._likeliest(model, context):
                 if token < vocab_size and probability * share >= LEAST:
                     heapq.heappush(queue, (-probability * share, found, node, token, [*context, token][-reach:]))
                     found += 1
 
-        expand(0, list(ids[-reach:]), 1.0)
+        expand(0, list(row.ids[-reach:]), 1.0)
         while queue and len(trie.tokens) < budget:
             probability, _, parent, token, context = heapq.heappop(queue)
             node = trie.add(parent, token)
@@ -175,15 +191,15 @@ class NGram(Drafter):
                 expand(node, context, -probability)
         return trie
 
-    def _likeliest(self, context: list[int]) -> list[tuple[int, float]]:
+    def _likeliest(self, model: NGramModel, context: list[int]) -> list[tuple[int, float]]:
         """Successors and their probabilities; none where too little of the context was seen. A model that does not change is asked once."""
         if self.learn:
-            return self.model.likeliest(context, BRANCHES, seen=self.min_context)
+            return model.likeliest(context, BRANCHES, seen=self.min_context)
         key = tuple(context)
         if key not in self._known:
             if len(self._known) >= REMEMBERED:
                 self._known.clear()
-            self._known[key] = self.model.likeliest(context, BRANCHES, seen=self.min_context)
+            self._known[key] = model.likeliest(context, BRANCHES, seen=self.min_context)
         return self._known[key]
 
     # -- tokens drawn from q ----------------------------------------------------------------------------------------------
@@ -192,12 +208,13 @@ class NGram(Drafter):
         """A row's chain ends where its context was not seen: before a token is drawn there, so that whatever is drawn stays."""
         reach, going = self.model.order - 1, list(request.limits)
         contexts = [list(row.ids[-reach:]) for row in request.rows]
+        models = [self._model_of(row) for row in request.rows]
         drafted: list[Tensor] = []
         qs: list[Tensor] = []
         while True:
             depth = len(drafted)
             for row, context in enumerate(contexts):
-                if going[row] > depth and self.model.matched(context) < self.min_context:
+                if going[row] > depth and models[row].matched(context) < self.min_context:
                     going[row] = depth
             if max(going) <= depth:
                 break
@@ -233,10 +250,11 @@ class NGram(Drafter):
         """``[R, n, V]`` log-probabilities after each context of each line; zeros where there is none."""
         size = request.vocab_size
         laws = np.zeros((len(lines), len(lines[0]), size), np.float32)
-        for law, line in zip(laws, lines):
+        for row, law, line in zip(request.rows, laws, lines):
+            model = self._model_of(row)
             for place, context in enumerate(line):
                 if context is not None:
-                    np.log(self.model.distribution(context, size), out=law[place])
+                    np.log(model.distribution(context, size), out=law[place])
         return torch.from_numpy(laws).to(request.device)
 
     @staticmethod

@@ -122,6 +122,14 @@ class NGramModel:
         self.compact()
         self._set_table(self._table.pruned(min_count, successors))
 
+    def copy(self) -> NGramModel:
+        """One that counts by itself; what is counted now is in memory once."""
+        self.compact()
+        own = NGramModel(self.order, self.vocab_size)
+        own.fingerprint = self.fingerprint
+        own._set_table(self._table)
+        return own
+
     # Answers
 
     def predict(self, context: Ids) -> int | None:

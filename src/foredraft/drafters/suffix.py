@@ -22,6 +22,7 @@ import numpy as np
 
 from foredraft.drafters.base import Drafter, DraftRequest, Row
 from foredraft.drafters.copy_strategies import CopyStrategies, Place, Source
+from foredraft.drafters.isolated import Isolated
 from foredraft.drafters.prompt_lookup import SourcedText
 from foredraft.drafters.stores import Tokenizer, name_of, tokens_of
 from foredraft.drafters.suffix_store import END, REACH, SuffixStore
@@ -42,8 +43,10 @@ class Suffix(Drafter):
 
     source: past texts to draft from: a file written by ``save``, a text file (with ``tokenizer``), or a ``SuffixStore``. ``on`` is without
         any; so is ``off``, which leaves out what an encoder has read as well.
-    learn: keep the output of every row that ends, with the last tokens of its prompt, in the store.
-    capacity: tokens that the store holds at most; the oldest texts go first. A SuffixStore has its own.
+    learn: keep the output of every row that ends, with the last tokens of its prompt, in the store. Rows of each isolation have a store
+        of their own, which begins with the texts of the ``source``; the least recently used of these stores go first.
+    capacity: tokens that the store holds at most; the oldest texts go first. A SuffixStore has its own. The stores of isolated rows have
+        learnt as many at most, all together.
     max_match, min_match: longest and shortest suffix that is looked for.
     short_match: of the match that is tried beside the longest one, so many tokens at most.
     memory: how much each disagreement between the ways to copy leaves of what was known of them; 1 forgets nothing.
@@ -91,12 +94,14 @@ class Suffix(Drafter):
         source = None if source in ("on", "off") else source
         self._made_from = source, capacity, tokenizer
         self.store = _store(source, capacity, tokenizer)
+        self._isolated = _isolated(self.store) if learn else None
         self._known = self.store.tokenizer is not None and self.store.tokenizer == name_of(tokenizer)
         self._texts: dict[int, tuple[SourcedText, CopyStrategies]] = {}
         self._vocab_size = 0
 
     def save(self, path: str | Path) -> None:
-        """Write the store, what was learned included; ``source=path`` loads it again. Texts that other processes saved there stay."""
+        """Write the store, what was learned included, but not from isolated rows; ``source=path`` loads it again. Texts that other
+        processes saved there stay."""
         self.store.save(path)
 
     def bind(self, target: Target) -> None:
@@ -120,7 +125,7 @@ class Suffix(Drafter):
         for row in rows:
             self._texts.pop(row.slot, None)
             if self.learn and len(row.ids) > row.prompt_length:
-                self.store.add(row.ids[max(0, row.prompt_length - self.max_match) :])
+                self._store_of(row).add(row.ids[max(0, row.prompt_length - self.max_match) :])
 
     def shared(self) -> list[object]:
         return [self.store] if self.learn else []
@@ -141,6 +146,7 @@ class Suffix(Drafter):
         vocab_size, self.store = self.store.vocab_size, _store(*self._made_from)
         if vocab_size is not None:
             self.store.bind(vocab_size, known=self._known)
+        self._isolated = _isolated(self.store)
 
     # -- drafting -------------------------------------------------------------------------------------------------------
 
@@ -152,11 +158,15 @@ class Suffix(Drafter):
         strategies.read(text.of(row, self._vocab_size))
         return strategies
 
+    def _store_of(self, row: Row) -> SuffixStore:
+        return self.store if self._isolated is None else self._isolated.of(row, self.store)
+
     def _past(self, row: Row, depth: int) -> list[PastTexts]:
         """Where the longest suffix of the row's text occurs in the store, if any does."""
-        if not len(self.store):
+        store = self._store_of(row)
+        if not len(store):
             return []
-        matches = self.store.find(row.ids, most=self.max_match, least=self.min_match, depth=depth)
+        matches = store.find(row.ids, most=self.max_match, least=self.min_match, depth=depth)
         return [] if matches is None else [PastTexts(matches.length, matches.after)]
 
     def _budget(self, match: int) -> int:
@@ -237,6 +247,12 @@ class PastTexts:
         scale = seen + 1 + PAST * len(ways) / (self.length + gone)
         likely = [((len(way) + (not index)) / scale, token, (gone + 1, way)) for index, (token, way) in enumerate(ways.items())]
         return [each for each in likely if each[0] >= least]
+
+
+def _isolated(given: SuffixStore) -> Isolated[SuffixStore]:
+    """Stores for isolated rows, which begin as ``given`` is now."""
+    first = given.copy()
+    return Isolated(first.copy, lambda store: max(0, store.size - first.size), given.capacity)
 
 
 def _store(source: str | Path | SuffixStore | None, capacity: int | None, tokenizer: Tokenizer | None) -> SuffixStore:

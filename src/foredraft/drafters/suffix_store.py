@@ -83,6 +83,12 @@ class SuffixStore:
             joined, size = [*before.sequences, *joined], size + len(before)
         self._segments.append(Segment(joined))
 
+    def copy(self) -> SuffixStore:
+        """One that learns by itself; what is held now, which never changes, is in memory once."""
+        own = SuffixStore(self.capacity, vocab_size=self.vocab_size, tokenizer=self.tokenizer)
+        own.size, own._segments, own._known = self.size, list(self._segments), set(self._known)
+        return own
+
     def fill(self, sequences: Sequence[Tokens]) -> None:
         """Make these, the oldest first, all that is held, as far as there is room; sorted at once, a million tokens in a second."""
         unlike = {digest(each): each for each in sequences if len(each) > 1}

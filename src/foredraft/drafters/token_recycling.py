@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.backends import native
 from foredraft.device import to_device
 from foredraft.drafters.base import Drafter, DrafterInfo, DraftRequest, Feedback, Row
+from foredraft.drafters.isolated import Isolated
 from foredraft.drafters.stores import FileFormat
 from foredraft.errors import ConfigurationError, whole
 from foredraft.shapes import DynamicShape, StaticShape, TreeShape
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 K = 8  # successors of a token that are remembered
 FILE = FileFormat("foredraft token-recycling", "1", "a token-recycling matrix", "TokenRecycling.save", ("successors",))
 RATES = (0.45, 0.15, 0.08, 0.05, 0.035, 0.025, 0.02, 0.015)  # of siblings, for trees that no shape lays out
+ISOLATED = 64 << 20  # bytes of the matrices of isolated rows
 SMALL = 2**16  # logits that are not worth the call of a kernel
 
 
@@ -40,8 +43,9 @@ class TokenRecycling(Drafter):
     source: a file written by ``save``; the matrix is empty at first without one. It goes on learning either way.
     k: how many successors of a token are remembered, 8 by default; siblings of a later rank are never drafted. Fixed by a loaded file.
 
-    The matrix is shared by all rows and kept from request to request: 4.8 MB for 150,000 tokens. A prompt teaches it nothing, of which
-    only the last token's logits are computed.
+    The matrix is shared by all rows and kept from request to request: 4.8 MB for 150,000 tokens. Rows of each isolation have a matrix of
+    their own, which begins as the file is; beyond 64 of these or 64 MiB, the least recently used go first. A prompt teaches it nothing,
+    of which only the last token's logits are computed.
 
     Attributes:
         matrix: ``[V, k]`` int32 on the CPU, -1 where nothing is known. None until the drafter is bound.
@@ -55,6 +59,7 @@ class TokenRecycling(Drafter):
         self.source, self.k = source, K if k is None else k
         whole("token-recycling's k", self.k)
         self.matrix: Tensor | None = None
+        self._isolated: Isolated[Tensor] | None = None
         self._loaded: Tensor | None = None
         if source is not None:
             self._loaded = load(source)
@@ -71,6 +76,7 @@ class TokenRecycling(Drafter):
             )
         self.matrix = torch.full((target.vocab_size, self.k), -1, dtype=torch.int32) if known is None else known.clone()
         self._loaded = None
+        self._isolate()
         dtype = getattr(getattr(target, "model", None), "dtype", None)
         if dtype is not None and target.device.type == "cpu":
             native.refusal(dtype)  # if its kernels have to be compiled, then now and not in the first round
@@ -80,9 +86,21 @@ class TokenRecycling(Drafter):
             self.matrix.fill_(-1)
             if self.source is not None:
                 self.matrix.copy_(load(self.source))
+            self._isolate()
+
+    def _isolate(self) -> None:
+        """Matrices of isolated rows begin as the matrix is now."""
+        assert self.matrix is not None
+        first = self.matrix.clone()
+        self._isolated = Isolated(first.clone, lambda matrix: matrix.nbytes, ISOLATED)
+
+    def _matrix_of(self, row: Row) -> NDArray[np.int32]:
+        assert self.matrix is not None and self._isolated is not None
+        return self._isolated.of(row, self.matrix).numpy()
 
     def save(self, path: str | Path) -> None:
-        """Write the matrix as one safetensors file, which is there whole or not at all; ``source=path`` loads it again."""
+        """Write the matrix, but not those of isolated rows, as one safetensors file, which is there whole or not at all; ``source=path``
+        loads it again."""
         known = self._loaded if self.matrix is None else self.matrix
         if known is None:
             raise ConfigurationError("there is nothing to save: this token-recycling drafter is not bound to a Speculator yet")
@@ -95,15 +113,16 @@ class TokenRecycling(Drafter):
         tree, logits = feedback.tree, feedback.logits
         if logits is None:
             return
-        assert self.matrix is not None
-        best = top_k(logits.reshape(-1, logits.shape[-1]), self.k).to("cpu", torch.int32)  # [R * N, k]
-        kept = slice(None) if tree.valid is None else tree.valid.flatten().cpu().numpy()
-        self.matrix.numpy()[tree.tokens.flatten().cpu().numpy()[kept]] = best.numpy()[kept]  # of equal indices NumPy lets the last one win
+        best = top_k(logits.reshape(-1, logits.shape[-1]), self.k).to("cpu", torch.int32).view(*tree.tokens.shape, self.k)  # [R, N, k]
+        real = None if tree.valid is None else tree.valid.cpu().numpy()
+        for index, (row, tokens, lines) in enumerate(zip(rows, tree.tokens.cpu().numpy(), best.numpy())):
+            kept = slice(None) if real is None else real[index]
+            self._matrix_of(row)[tokens[kept]] = lines[kept]  # of equal indices NumPy lets the last one win
 
     def draft(self, request: DraftRequest) -> TokenTree:
         """Nodes that no row has an entry for are left out of the tree."""
         shape = laid_out(request.shape)
-        rows = [self._filled(row.ids[-1], shape, limit) for row, limit in zip(request.rows, request.limits)]
+        rows = [self._filled(row, shape, limit) for row, limit in zip(request.rows, request.limits)]
         if shape.is_chain:
             return request.chains([line[1 : line.index(-1) if -1 in line else None] for line in rows])
         kept = [node for node in range(shape.nodes + 1) if any(line[node] >= 0 for line in rows)]
@@ -115,10 +134,9 @@ class TokenRecycling(Drafter):
         whole = not any(line[node] < 0 for line in rows for node in kept)
         return TokenTree.from_parents(found.clamp(min=0), layout, valid=None if whole else found >= 0)
 
-    def _filled(self, root: int, shape: StaticShape, limit: int) -> list[int]:
-        """The token of every node of ``shape`` below ``root``, -1 where there is none or the node is deeper than ``limit``."""
-        assert self.matrix is not None
-        matrix, tokens = self.matrix.numpy(), [root]
+    def _filled(self, row: Row, shape: StaticShape, limit: int) -> list[int]:
+        """The token of every node of ``shape`` in a row's tree, -1 where there is none or the node is deeper than ``limit``."""
+        matrix, tokens = self._matrix_of(row), [row.ids[-1]]
         for depth, level in enumerate(shape.levels, 1):
             line: list[int] = []
             above = -1

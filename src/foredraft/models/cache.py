@@ -79,6 +79,8 @@ class TreeCache(Cache):
     Attributes:
         lengths: tokens cached per live row, in physical order.
         scratch: what kernels keep between passes over this cache.
+        positions: ``[R, W]`` int32 of what is in each slot of the window, for kernels, which add up what a node sees in the order of its
+            positions; None where slots are positions.
     """
 
     is_compileable = False
@@ -94,6 +96,7 @@ class TreeCache(Cache):
         self.spoiled: dict[int, int] = {}  # rows behind the live ones whose slots from there on were overwritten
         self.allocations = 0  # so far; what pointed into the buffers is stale when this changes
         self.scratch: Any = None
+        self.positions: Tensor | None = None
         self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._viewed: list[Movable] | None = None
 
@@ -151,6 +154,7 @@ class TreeCache(Cache):
         """Tell a pass of the kernels where the slots of its rows are in a layer; how many values behind its first one they begin."""
         keys = self.layers[layer_idx].keys
         about.row_stride, about.head_stride, about.table = keys.stride(0), keys.stride(1), None
+        about.positions = None if self.positions is None else self.positions.data_ptr()
         return self._window.first * keys.stride(0)
 
     def buffers(self, layer_idx: int, like: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
@@ -175,7 +179,7 @@ class TreeCache(Cache):
 
     def enter(self, window: Window) -> None:
         """Set where the next forward pass reads and writes, growing the capacity if it must."""
-        self.window = window
+        self.window, self.positions = window, None
         self._indices.clear()
         if window.width > self.capacity:
             self.reserve(max(window.width, 2 * self.capacity))
@@ -212,6 +216,12 @@ class TreeCache(Cache):
         for row in range(len(keep), len(self.lengths)):
             self.spoiled.pop(row, None)
         self.lengths = [self.lengths[row] for row in keep]
+
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Put zeros into all slots of ``rows``."""
+        for layer in self.written:
+            for store in (layer.keys, layer.values):
+                store[[row for row in rows if row < len(store)]] = 0
 
     def spoil(self, rows: int, slot: int) -> None:
         """Rows behind the live ones, up to ``rows``, are about to lose what they hold from ``slot`` on."""

@@ -269,6 +269,7 @@ class PagedCache(TreeCache):
         store, keys = self._store(layer_idx), self.layers[layer_idx].keys
         about.page_stride, about.head_stride = keys.stride(0), keys.stride(1)
         about.table_stride = store.table.shape[1]
+        about.positions = None if self.positions is None else self.positions.data_ptr()
         about.table = store.table.data_ptr() + self._window.first * store.lines.strides[0]
         return 0
 
@@ -337,6 +338,13 @@ class PagedCache(TreeCache):
             self._filled[row] = max(self._filled[row], length)
             for store in reversed(self.stores):
                 store.shorten(row, max(pages_of(length), self._prompts[row]))
+
+    def wipe(self, rows: Sequence[int]) -> None:
+        """Put zeros into the pages that only one of ``rows`` holds."""
+        for store in self.stores:
+            pages = [page for row in rows for page in store.tables[row] if page != GONE and store.pool.rows(page) <= 1]
+            for layer in store.layers:
+                layer.keys[pages] = layer.values[pages] = 0
 
     def compact(self, keep: Sequence[int]) -> None:
         for store in reversed(self.stores):

@@ -53,7 +53,7 @@ class Passes:
     @property
     def reasons(self) -> Mapping[str, str]:
         """Why other ways to make passes are not in use: ``packed``, ``fused``, ``graphs``, ``flex`` or
-        ``pages``, and the reason."""
+        ``pages``, and the reason. And why there is no ``batch_invariant``, once that was asked."""
         return MappingProxyType(self.backend.reasons)
 
     @property

@@ -118,6 +118,14 @@ class Texts:
         cache.compact(keep)
         self.live, self._isolations = [self.live[row] for row in keep], [self._isolations[row] for row in keep]
 
+    def wipe(self, cache: Any, rows: Sequence[int]) -> None:
+        """Nobody may share or read what ``rows`` hold."""
+        for row in rows:
+            self.live[row] = []
+        if isinstance(cache, PagedCache):
+            cache.share_no_more()
+        cache.wipe(rows)
+
     def share_no_more(self, cache: Any) -> None:
         """What ``cache`` holds was computed with other weights than what comes."""
         self.live, self._dropped = [[] for _ in self.live], {}

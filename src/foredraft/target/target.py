@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foredraft.backends.base import ForwardPass
 from foredraft.backends.choice import SAMPLE, choose
+from foredraft.backends.invariance import invariance_test
 from foredraft.device import free_memory, to_device
 from foredraft.errors import ConfigurationError
 from foredraft.models.cache import Window
@@ -118,6 +119,7 @@ class Target(Passes):
         self._taps: list[Tap | None] = []  # where hidden states come by, once that was asked
         self._reused_prefix = reuse_prefix  # before somebody read whole texts
         self._state = ModelState.of(self.model)
+        self._invariance: tuple[Any, str | None] = (None, None)  # of which backend, and why it has none
         self._how: dict[str, Any] = {"execution": execution, "attention": attention, "owned": owned, "test": test, "chunk": prefill_chunk}
         with Turn([], [self.model], wait=wait):
             self._state.look({})
@@ -173,6 +175,17 @@ class Target(Passes):
         if before is not None:
             self.reuse_prefix = self._reused_prefix  # until somebody reads whole texts again
             self.read(before.numbers, whole=before.whole, companion=self._companion)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether logits have the same bits whatever else is in a pass: other rows, a tree or chain of drafts, more or less of the prompt.
+        Then a text depends on nothing else either, where the rule is ``match``. Made sure of by a few passes when it is asked for first;
+        ``reasons["batch_invariant"]`` says why not."""
+        if self._invariance[0] is not self.backend:
+            self._invariance = self.backend, invariance_test(self.backend)
+            if self._invariance[1] is not None:
+                self.backend.reasons["batch_invariant"] = self._invariance[1]
+        return self._invariance[1] is None
 
     def share_budget(self, page_bytes: Callable[[], int]) -> None:
         """``cache_memory`` is also for what a drafter keeps of as many tokens: ``page_bytes()`` beside each page."""
@@ -302,6 +315,11 @@ class Target(Passes):
         """Drop every row not in ``keep``, ascending physical indices."""
         self._early = None
         self._texts.compact(self.cache, keep)
+
+    def wipe(self, rows: Sequence[int]) -> None:
+        """These rows, physical indices, may hold NaN and are about to be dropped: no later row shares or reads what they hold. A mask
+        alone does not keep NaN out, because zero times NaN is NaN."""
+        self._texts.wipe(self.cache, rows)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget every token behind the first ``lengths[r]`` of each row."""

@@ -19,7 +19,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import NgramLogOdds
 from foredraft.heads.vocabulary import VocabularyHead
 from foredraft.planning.tree_costs import tree_costs
-from foredraft.rows import SessionRow
+from foredraft.rows import SessionRow, successful
 from foredraft.speculator import Speculator
 from foredraft.stats import Stats
 from foredraft.training.data import Texts
@@ -93,7 +93,7 @@ class Held:
                         add(session, index, prompt, asked, frozenset())
                     rows += session.waiting
                     while session.live:
-                        session.step()
+                        successful(session.step())
             finally:
                 speculator.close()
         return session.stats, rows

@@ -22,7 +22,7 @@ from foredraft.loading import fingerprint_of, name_of
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.processors import Pipeline
 from foredraft.models.encoder_decoder import Source, beginning_of, check_ids
-from foredraft.rows import RowParameters, SessionRow
+from foredraft.rows import RowParameters, SessionRow, successful
 from foredraft.session import Session
 from foredraft.speculator import Speculator
 from foredraft.training.data import SOURCES, Manifest, Shard, save_shard, shard_file, weights_digest
@@ -198,7 +198,7 @@ def answer(
                 for index, prompt in (queue.pop() for _ in range(min(free, len(queue)))):
                     add(session, index, prompt, answering, eos)
                 rows += session.waiting
-            commits = session.step()
+            commits = successful(session.step())
             made += sum(len(commit.tokens) for commit in commits)
             done += sum(commit.finish_reason is not None for commit in commits)
             progress(made, done)

@@ -489,7 +489,7 @@ typedef struct {
     const int32_t *slots;                  /* [tokens] where each one's keys go */
     value *states, *projected, *attended, *wide, *thin; /* scratch: [T, hidden], [T, qkv], [T, heads * size], [T, 2 inner], [T, inner] */
     float *scratch;                        /* [threads, QUERIES * KEYS + (KEYS + 2 * QUERIES) * size] */
-    int32_t *positions;                    /* [rows, width] of what is in each slot, where a bias reads them; null: its number */
+    int32_t *positions;                    /* [rows, width] of what is in each slot; null: its number */
     const int32_t *ends;                   /* [rows] the last slot of each one's source, whose keys each layer has here */
     const value *const *cross_keys, *const *cross_values;
     int64_t cross_row_stride, cross_head_stride;
@@ -525,12 +525,9 @@ INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
     return p->scratch + (size_t)w->number * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * l->size);
 }
 
-/* What is added to the scores of the 16 slots from `first` on, of which there are `there`, for a head of a query in `slot` */
-INLINE f32 by_distance(const Layer *l, const Pass *p, const float *bias, int row, int head, int slot, int first, lanes there) {
-    const int32_t *positions = p->positions ? p->positions + (size_t)row * p->width : 0;
-    const i32 count = i32_count();
-    const i32 at = positions ? i32_load_some(there, positions + first) : i32_add(count, i32_of(first));
-    i32 distance = i32_sub(i32_of(positions ? positions[slot] : slot), at);
+/* What is added to the scores of the 16 positions from `first` on for a head of a query at `position` */
+INLINE f32 by_distance(const Layer *l, const float *bias, int head, int position, int first) {
+    i32 distance = i32_sub(i32_of(position), i32_add(i32_count(), i32_of(first)));
     distance = i32_max(i32_min(distance, i32_of(l->reach - 1)), i32_zero());
     return f32_gather(bias + (size_t)head * l->reach, distance);
 }
@@ -542,80 +539,189 @@ INLINE f32 capped(f32 x, float cap) {
     return f32_pick(f32_less(x, f32_zero()), y, f32_sub(f32_zero(), y));
 }
 
-/* A chunk: queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. Keys are taken
- * KEYS at a time, with the largest score and the sum so far. */
-static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
-    const int size = l->size, begin = p->begins[row], width = p->width, group = l->heads / l->key_heads;
-    const uint8_t *mask = a->mask;
-    float *scores = own_scratch(w, l, p), *sums = scores + QUERIES * KEYS;
-    value *packed = (value *)(sums + QUERIES * size), *queries = packed + KEYS * size;
+/* Queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. With the largest
+ * score so far, and sums. */
+typedef struct {
+    const Layer *layer;
+    const Pass *pass;
+    const Asked *asked;
+    int row, head, first, n;
+    float *scores, *sums;       /* [n, KEYS], [n, size] */
+    value *packed, *queries;    /* [KEYS, size], [n, size] */
     float most[QUERIES], total[QUERIES];
     const uint8_t *seen[QUERIES];
-    int slots[QUERIES], reach = 0;
+    int slots[QUERIES];
+    int reach;                  /* slots that anything may be seen in */
+    const int32_t *positions;   /* of the row's slots; null where slots are positions, */
+    int moved, lowest;          /* as they are up to slot `moved`; the lowest position from there on */
+} Chunk;
+
+/* A tree's nodes lie in slots in their order. What its node k has above it is k nodes where these are a chain, and fewer in all that come
+ * behind. So slots are positions up to some slot, and none is from there on. */
+static void find_moved(Chunk *c) {
+    c->moved = c->lowest = c->reach;
+    if (!c->asked->mask || !c->pass->positions) return;
+    c->positions = c->pass->positions + (size_t)c->row * c->pass->width;
+    for (; c->moved > 0 && c->positions[c->moved - 1] != c->moved - 1; c->moved--)
+        if (c->positions[c->moved - 1] < c->lowest) c->lowest = c->positions[c->moved - 1];
+}
+
+INLINE size_t slots_from(const Chunk *c, int start) {
+    return block(c->pass, c->asked->table, c->asked->row_stride, c->asked->head_stride, c->row, c->head, start, c->layer->size);
+}
+
+/* Raw scores of the first `count` slots from `start` on; those at `behind`, unless it is null, are on their way */
+static void score_slots(const Chunk *c, int start, int count, float *scores, const value *behind) {
+    const int size = c->layer->size;
+    packed_keys(c->asked->keys + slots_from(c, start), count, size, c->packed, behind);
+    for (int t = 0; t < c->n; t += TOKENS)
+        some_scored(c->packed, c->queries + t * size, scores + t * KEYS, size, c->n - t < TOKENS ? c->n - t : TOKENS);
+}
+
+static void gather_slots(const Chunk *c, int start, int count, const float *probabilities, const value *behind) {
+    const int size = c->layer->size;
+    for (int t = 0; t < c->n; t += TOKENS)
+        some_gathered(probabilities + t * KEYS, c->asked->values + slots_from(c, start), c->sums + t * size, count, size,
+                      c->n - t < TOKENS ? c->n - t : TOKENS, t == 0 ? behind : 0);
+}
+
+/* The raw scores of KEYS positions from `start` on, of which queries see some, become probabilities relative to the largest score so far */
+static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
+    const Layer *l = c->layer;
+    const int size = l->size, group = l->heads / l->key_heads;
+    const f32 none = f32_of(-__builtin_inff());
+    for (int i = 0; i < c->n; i++) {
+        float *s = c->scores + i * KEYS;
+        f32 each[KEYS / 16], largest = f32_of(c->most[i]), sum = f32_zero();
+        const int position = c->positions ? c->positions[c->slots[i]] : c->slots[i];
+        for (int b = 0; b < KEYS / 16; b++) {
+            each[b] = f32_mul(f32_load(s + b * 16), f32_of(l->scaling));
+            if (l->cap) each[b] = capped(each[b], l->cap);
+            each[b] = f32_pick(sees[i][b], none, each[b]);
+            if (c->asked->bias && sees[i][b])
+                each[b] = f32_add(each[b], by_distance(l, c->asked->bias, c->head * group + (c->first + i) % group, position, start + b * 16));
+            largest = f32_max(largest, each[b]);
+        }
+        const float before = c->most[i], now = f32_most(largest);
+        if (now == -__builtin_inff()) { /* sees nothing so far */
+            for (int b = 0; b < KEYS / 16; b++) f32_store(s + b * 16, sum);
+            continue;
+        }
+        for (int b = 0; b < KEYS / 16; b++) {
+            const f32 e = f32_keep(sees[i][b], exponential(f32_sub(each[b], f32_of(now))));
+            f32_store(s + b * 16, e);
+            sum = f32_add(sum, e);
+        }
+        if (now > before && before > -__builtin_inff()) {
+            const f32 less = exponential(f32_of(before - now));
+            c->total[i] *= f32_first(less);
+            for (int d = 0; d < size; d += 16) f32_store(c->sums + i * size + d, f32_mul(less, f32_load(c->sums + i * size + d)));
+        }
+        c->most[i] = now, c->total[i] += f32_sum(sum);
+    }
+}
+
+/* The KEYS positions from `start` on, each in the slot of its number */
+static void take_slots(Chunk *c, int start) {
+    lanes sees[QUERIES][KEYS / 16];
+    int count = 0; /* keys up to the last one that a query sees */
+    for (int i = 0; i < c->n; i++)
+        for (int b = 0; b < KEYS / 16; b++) {
+            sees[i][b] = visible(c->seen[i], c->slots[i], start + b * 16, c->pass->width);
+            const int last = sees[i][b] ? b * 16 + 32 - __builtin_clz(sees[i][b]) : 0;
+            if (last > count) count = last;
+        }
+    if (count == 0) return;
+    const size_t behind = start + KEYS < c->reach ? slots_from(c, start + KEYS) : 0;
+    score_slots(c, start, count, c->scores, start + KEYS < c->reach ? c->asked->keys + behind : 0);
+    weigh(c, start, sees);
+    gather_slots(c, start, count, c->scores, start + KEYS < c->reach ? c->asked->values + behind : 0);
+}
+
+/* The blocks of KEYS slots that hold positions from `start` on: the one of that number, and those with what is moved */
+INLINE int next_block(const Chunk *c, int start, int at) {
+    const int moved = c->moved / KEYS * KEYS;
+    if (at < 0) return start < c->moved ? start : moved;
+    return at == start && start < moved ? moved : at + KEYS;
+}
+
+/* The KEYS positions from `start` on, some of which are in other slots than those of their numbers. Plain decoding of a node's path has them
+ * in these. Scores are brought into that order, so that they are added up in the same order and the sums have the same bits. */
+static void take_positions(Chunk *c, int start) {
+    const int group = c->layer->heads / c->layer->key_heads;
+    int slot_of[QUERIES][KEYS], same[QUERIES], any = 0; /* of positions that are moved; the first query of the same node */
+    uint64_t still[QUERIES], moved[QUERIES];            /* positions that a query sees in slots of their number, and in others */
+    lanes sees[QUERIES][KEYS / 16];
+    float of_slots[QUERIES * KEYS];
+    for (int i = 0; i < c->n; i++) {
+        same[i] = i && (c->first + i) % group ? same[i - 1] : i, still[i] = moved[i] = 0;
+        for (int b = 0; b < KEYS / 16; b++) still[i] |= (uint64_t)visible(c->seen[i], 0, start + b * 16, c->moved) << (b * 16);
+        for (int s = c->moved; same[i] == i && s < c->reach; s++) {
+            const int at = c->positions[s] - start;
+            if (at >= 0 && at < KEYS && c->seen[i][s]) moved[i] |= 1ull << at, slot_of[i][at] = s;
+        }
+        moved[i] = moved[same[i]];
+        for (int b = 0; b < KEYS / 16; b++) sees[i][b] = (still[i] | moved[i]) >> (b * 16);
+    }
+#define EACH_MOVED(action) /* into the block of slots `at`: to `slot` of it from position `lane` of these */ \
+    for (uint64_t left = moved[i]; left; left &= left - 1) { \
+        const int lane = __builtin_ctzll(left), slot = slot_of[same[i]][lane] - at; \
+        if (slot >= 0 && slot < KEYS) action; \
+    }
+    for (int weighed = 0; weighed < 2; weighed++) {
+        for (int at = next_block(c, start, -1); at < c->reach; at = next_block(c, start, at)) {
+            int count = 0;
+            for (int i = 0; i < c->n; i++) {
+                if (at == start && still[i] && count < 64 - __builtin_clzll(still[i])) count = 64 - __builtin_clzll(still[i]);
+                EACH_MOVED(count = slot >= count ? slot + 1 : count)
+            }
+            if (!count) continue;
+            any = 1;
+            if (!weighed) score_slots(c, at, count, of_slots, 0);
+            for (int i = 0; i < c->n; i++) {
+                float *positions = c->scores + i * KEYS, *slots = of_slots + i * KEYS;
+                for (int b = 0; !weighed && at == start && b < KEYS; b += 16) f32_store(positions + b, f32_load(slots + b));
+                for (int b = 0; weighed && b < KEYS; b += 16) f32_store(slots + b, at == start ? f32_keep(still[i] >> b, f32_load(positions + b)) : f32_zero());
+                if (weighed)
+                    EACH_MOVED(slots[slot] = positions[lane])
+                else
+                    EACH_MOVED(positions[lane] = slots[slot])
+            }
+            if (weighed) gather_slots(c, at, count, of_slots, 0);
+        }
+        if (!any) return;
+        if (!weighed) weigh(c, start, sees);
+    }
+#undef EACH_MOVED
+}
+
+/* A chunk: keys are taken KEYS positions at a time */
+static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
+    const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
+    float *scratch = own_scratch(w, l, p);
+    Chunk c = {l, p, a, row, head, first, n, scratch, scratch + QUERIES * KEYS};
+    c.packed = (value *)(c.sums + QUERIES * size), c.queries = c.packed + KEYS * size;
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         const value *q = p->projected + ((size_t)begin + node) * a->columns + (size_t)which * size;
-        for (int d = 0; d < size; d += 16) store(queries + i * size + d, load(q + d));
-        for (int d = 0; d < size; d += 16) f32_store(sums + i * size + d, f32_zero());
-        most[i] = l->sinks ? l->sinks[which] : -__builtin_inff(), total[i] = l->sinks ? 1.0f : 0.0f;
-        seen[i] = mask ? mask + row * p->mask_row_stride + node * p->mask_stride : 0;
-        slots[i] = a->slots[a->by_row ? row : begin + node];
-        if (slots[i] >= reach) reach = slots[i] + 1;
+        for (int d = 0; d < size; d += 16) store(c.queries + i * size + d, load(q + d));
+        for (int d = 0; d < size; d += 16) f32_store(c.sums + i * size + d, f32_zero());
+        c.most[i] = l->sinks ? l->sinks[which] : -__builtin_inff(), c.total[i] = l->sinks ? 1.0f : 0.0f;
+        c.seen[i] = a->mask ? a->mask + row * p->mask_row_stride + node * p->mask_stride : 0;
+        c.slots[i] = a->slots[a->by_row ? row : begin + node];
+        if (c.slots[i] >= c.reach) c.reach = c.slots[i] + 1;
     }
-    if (mask) reach = width;
-    const f32 none = f32_of(-__builtin_inff());
-    for (int start = 0; start < reach; start += KEYS) {
-        lanes sees[QUERIES][KEYS / 16];
-        const size_t place = block(p, a->table, a->row_stride, a->head_stride, row, head, start, size);
-        const size_t behind = start + KEYS < reach ? block(p, a->table, a->row_stride, a->head_stride, row, head, start + KEYS, size) : 0;
-        int count = 0; /* keys up to the last one that a query sees */
-        for (int i = 0; i < n; i++)
-            for (int b = 0; b < KEYS / 16; b++) {
-                sees[i][b] = visible(seen[i], slots[i], start + b * 16, width);
-                const int last = sees[i][b] ? b * 16 + 32 - __builtin_clz(sees[i][b]) : 0;
-                if (last > count) count = last;
-            }
-        if (count == 0) continue;
-        packed_keys(a->keys + place, count, size, packed, start + KEYS < reach ? a->keys + behind : 0);
-        for (int t = 0; t < n; t += TOKENS)
-            some_scored(packed, queries + t * size, scores + t * KEYS, size, n - t < TOKENS ? n - t : TOKENS);
-        for (int i = 0; i < n; i++) {
-            float *s = scores + i * KEYS;
-            f32 each[KEYS / 16], largest = f32_of(most[i]), sum = f32_zero();
-            for (int b = 0; b < KEYS / 16; b++) {
-                each[b] = f32_mul(f32_load(s + b * 16), f32_of(l->scaling));
-                if (l->cap) each[b] = capped(each[b], l->cap);
-                each[b] = f32_pick(sees[i][b], none, each[b]);
-                if (a->bias && sees[i][b])
-                    each[b] = f32_add(each[b], by_distance(l, p, a->bias, row, head * group + (first + i) % group, slots[i], start + b * 16, sees[i][b]));
-                largest = f32_max(largest, each[b]);
-            }
-            const float before = most[i], now = f32_most(largest);
-            if (now == -__builtin_inff()) { /* sees nothing so far */
-                for (int b = 0; b < KEYS / 16; b++) f32_store(s + b * 16, sum);
-                continue;
-            }
-            for (int b = 0; b < KEYS / 16; b++) {
-                const f32 e = f32_keep(sees[i][b], exponential(f32_sub(each[b], f32_of(now))));
-                f32_store(s + b * 16, e);
-                sum = f32_add(sum, e);
-            }
-            if (now > before && before > -__builtin_inff()) {
-                const f32 less = exponential(f32_of(before - now));
-                total[i] *= f32_first(less);
-                for (int d = 0; d < size; d += 16) f32_store(sums + i * size + d, f32_mul(less, f32_load(sums + i * size + d)));
-            }
-            most[i] = now, total[i] += f32_sum(sum);
-        }
-        for (int t = 0; t < n; t += TOKENS)
-            some_gathered(scores + t * KEYS, a->values + place, sums + t * size, count, size, n - t < TOKENS ? n - t : TOKENS,
-                          start + KEYS < reach && t == 0 ? a->values + behind : 0);
-    }
+    find_moved(&c);
+    for (int start = 0; start < c.reach; start += KEYS)
+        if (start + KEYS <= c.lowest || c.moved == c.reach)
+            take_slots(&c, start);
+        else
+            take_positions(&c, start);
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         value *out = p->attended + ((size_t)begin + node) * l->heads * size + (size_t)which * size;
-        const f32 scale = f32_of(total[i] > 0.0f ? 1.0f / total[i] : 0.0f); /* filler may see nothing */
-        for (int d = 0; d < size; d += 16) store(out + d, f32_mul(f32_load(sums + i * size + d), scale));
+        const f32 scale = f32_of(c.total[i] > 0.0f ? 1.0f / c.total[i] : 0.0f); /* filler may see nothing */
+        for (int d = 0; d < size; d += 16) store(out + d, f32_mul(f32_load(c.sums + i * size + d), scale));
     }
 }
 
