@@ -52,6 +52,10 @@ ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
 STOPPING = ("tests/drafters/test_layer_skip.py",)
 VOCABULARIES = ("tests/drafters/test_vocabularies.py",)
+ENGINE = ("tests/serving/test_engine.py",)
+METRICS = ("tests/serving/test_metrics.py",)
+FINGERPRINT = ("tests/serving/test_fingerprint.py",)
+SERVE = ("tests/serving/test_serve.py",)
 DRAWN = ("tests/drafters/test_native_growth.py",)
 
 FAULTS = [
@@ -279,4 +283,27 @@ FAULTS = [
     Fault("native_growth.py", "len(hashes), top_k, temperature, top_p", "len(hashes), 0, temperature, top_p", DRAWN),
     Fault("native_growth.py", "self._bias += added[0]", "added[0]", SOURCED),
     Fault("native_growth.py", "if tokens == self._banned:", "if self._banned is not None:", SOURCED),
+    # -- serving
+    Fault("queue.py", "        self._owners.move_to_end(owner)\n", "", ENGINE),
+    Fault("queue.py", "row.job is not job or index not in (None, row.index)", "row.job is not job", ENGINE),
+    Fault("queue.py", "return 0 if over <= 0 or (own + rows <= share and over <= self.bound) else over", "return max(0, over)", ENGINE),
+    Fault("queue.py", "        self._busy += seconds\n", "        self._busy += seconds * (done > 0)\n", ENGINE),
+    Fault("engine.py", "            self.session.remove(slot)\n", "            pass\n", ENGINE),
+    Fault("engine.py", "        self._tokens -= live.waiting.size\n", "", ENGINE),
+    Fault("engine.py", "            self._tokens += row.size\n", "", ENGINE),
+    Fault("engine.py", "elif job.unread >= BOUND:", "elif False:", ENGINE),
+    Fault("engine.py", "if age > settings.request_timeout:", "if False:", ENGINE),
+    Fault("engine.py", "elif age > settings.queue_timeout and not job.begun:", "elif age > settings.queue_timeout:", ENGINE),
+    Fault("engine.py", "        if done:\n            self._failures = 0\n", "", ENGINE),
+    Fault("engine.py", "        if self._failures >= FATAL:\n", "        if False:\n", ENGINE),
+    Fault("engine.py", "                if not self._live:\n", "                if True:\n", ENGINE),
+    Fault("engine.py", "job.unfinished.discard(index)", "pass", ENGINE),
+    Fault("metrics.py", "self.drafts += commit.drafted > 0", "self.drafts += 1", METRICS),
+    Fault("metrics.py", "for depth, count in enumerate(depths, 1)", "for depth, count in enumerate(depths)", METRICS),
+    Fault("fingerprint.py", '        "threads": torch.get_num_threads(),\n', "", FINGERPRINT),
+    Fault("fingerprint.py", "    yield from model.named_buffers()\n", "", FINGERPRINT),
+    Fault("fingerprint.py", "packed.get(id(tensor)) or ", "", FINGERPRINT),
+    Fault("running.py", "        await self.engine.drain(self.engine.settings.drain)\n", "", SERVE),
+    Fault("running.py", "            os._exit(128 + sig)\n", "            pass\n", SERVE),
+    Fault("running.py", "self.died = self.should_exit = True", "self.should_exit = True", SERVE),
 ]

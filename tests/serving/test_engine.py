@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from engines import ask, job, parameters, read, run, running, table_speculator
 from helpers import repetitive, tiny
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
 from foredraft import BusyError, ConfigurationError, RowParameters, Speculator
 from foredraft.logits.processors import Pipeline
+from foredraft.rows import Commit
 from foredraft.serving.engine import FATAL, Engine, EngineError
 from foredraft.serving.jobs import Choice, DrainingError, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.queue import DrainRate
@@ -374,6 +375,41 @@ def test_random_jobs_with_leavers_get_their_solo_texts(drafter):
             await asyncio.gather(*(client(engine, number, generator.random() < 0.2) for number in range(len(jobs))))
             await engine.drain(10)
             assert engine.running == engine.waiting == 0 and stayed > 40
+
+    run(main())
+    speculator.close()
+
+
+@pytest.mark.skipif("error" not in Commit.__dataclass_fields__, reason="rows do not fail alone yet")
+def test_a_poisoned_row_fails_its_own_job_alone():
+    """Other jobs have their solo texts, and the rows of the same job are over as well."""
+
+    class Poisoned(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if input_ids.shape[1] > 33:
+                raise ValueError("a planted fault")
+            return scores
+
+    jobs = random_jobs()[:12]
+    speculator = Speculator(tiny(), "prompt-lookup", self_test=False)
+    prompt = repetitive((30,))[0]
+    pipeline = Pipeline.alone(LogitsProcessorList([Poisoned()]), prompt_length=len(prompt))
+
+    async def main() -> None:
+        async with running(speculator, max_rows=6) as engine:
+            poisoned = [job(Choice(prompt, RowParameters(20, pipeline=pipeline)), Choice(prompt, RowParameters(900))) for _ in range(3)]
+            asked = [job(*choices) for choices, _ in jobs]
+            for number, each in enumerate(asked):
+                engine.submit(each)
+                if number % 4 == 1:
+                    engine.submit(poisoned[number // 4])
+            for found, (_, texts) in zip(await asyncio.gather(*map(read, asked)), jobs):
+                assert found == (texts, ["length"] * len(texts), None)
+            for texts, _, error in await asyncio.gather(*map(read, poisoned)):
+                assert "a planted fault" in str(error) and len(texts[0]) >= 3
+            assert engine.state == "ready" and engine.metrics.finished["error"] == 6
+            await engine.drain(5)
+            assert engine.running == engine.waiting == 0
 
     run(main())
     speculator.close()

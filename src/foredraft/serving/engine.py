@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from foredraft.errors import BusyError, ConfigurationError
 from foredraft.rows import Commit
 from foredraft.serving.calls import Call, log, send
-from foredraft.serving.fingerprint import exact, system_fingerprint
+from foredraft.serving.fingerprint import inexact, system_fingerprint
 from foredraft.serving.jobs import BOUND, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.metrics import REASONS, Metrics
 from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
@@ -56,13 +56,10 @@ class Engine:
         self.speculator, self.settings = speculator, settings
         self.session = speculator.session(repeatable=settings.repeatable, wait=True)
         self.metrics = Metrics(settings.model, self.session, self)
-        if not exact(self.session):
+        if why := inexact(self.session):
             if settings.deterministic:
-                raise ConfigurationError(
-                    "texts are not repeated bit for bit here: logits depend on what is computed together, or the rule on the shapes of "
-                    "drafts; use execution='native' on a CPU and the rule match, or leave --deterministic out"
-                )
-            log.warning("texts may differ in rare near ties from one load to another; their fingerprints end in -approx")
+                raise ConfigurationError(f"texts cannot be repeated bit for bit: {why}. Leave --deterministic out to serve all the same")
+            log.warning("the same seed may give another text in rare near ties, and fingerprints end in -approx: %s", why)
         self.state: State = "ready"
         self.on_death: Callable[[], None] = lambda: None
         self._changed = threading.Condition()  # guards what follows

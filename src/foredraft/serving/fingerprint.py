@@ -41,12 +41,17 @@ def system_fingerprint(speculator: Speculator, session: Session, settings: Setti
         "packages": {name: version_of(name) for name in PACKAGES},
     }
     text = json.dumps(parts, sort_keys=True, default=str)
-    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}{'' if exact(session) else '-approx'}"
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}{'-approx' if inexact(session) else ''}"
 
 
-def exact(session: Session) -> bool:
-    """Whether the text of a row depends on nothing but its request, its seed and the fingerprint."""
-    return isinstance(session.loop.rule, Match) and bool(getattr(session.target, "batch_invariant", False))
+def inexact(session: Session) -> str | None:
+    """Why a text may depend on more than its request, its seed and the fingerprint; None if it does not. May make a few passes."""
+    if not isinstance(session.loop.rule, Match):
+        return f"the draws of rule {session.loop.rule.name!r} depend on the shapes of drafts"
+    if getattr(session.target, "batch_invariant", False):
+        return None
+    reasons = getattr(session.target, "reasons", {})
+    return f"logits may differ in their last bits with what is computed together: {reasons.get('batch_invariant', 'no kernels make sure')}"
 
 
 def weights_digest(speculator: Speculator) -> str:
