@@ -9,10 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from served import events, tiny_chat
 from transformers import GenerationConfig
-
-from foredraft import LogProbs
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -73,29 +72,24 @@ def test_whole_streamed_and_without_speculation_are_the_same(url: str, fields: d
         assert kept == list(whole["choices"][0]["logprobs"].values())
     plain = post(url, **body, speculation="off")
     assert text(plain) == text(whole)
-    assert plain["metrics"]["speculative_decoding"] is None or plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0 or "prediction" in fields
+    assert (
+        plain["metrics"]["speculative_decoding"] is None
+        or plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+        or "prediction" in fields
+    )
     short = post(url, **body, speculation={"max_draft": 1})
     assert text(short) == text(whole)
 
 
 def test_texts_are_those_of_generate(url: str):
-    """Alone, by the same seed, temperature and nucleus."""
+    """Alone, by the same seed, temperature and nucleus. The server's Speculator is free between two requests."""
     speculator = tiny_chat()
-    ids = speculator.tokenizer("the user")["input_ids"]
+    ids = torch.tensor([speculator.tokenizer("the user")["input_ids"]])
     answer = post(url, prompt="the user", max_tokens=12, seed=3, temperature=0.7, top_p=0.9, n=2, return_token_ids=True)
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, eos_token_id=302, pad_token_id=303)
     for index, choice in enumerate(answer["choices"]):
-        import torch
-
-        config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, eos_token_id=302, pad_token_id=303)
-        expected = served_alone(lambda: speculator.generate(torch.tensor([ids]), seed=[(3, index)], generation_config=config), url)
-        assert choice["token_ids"] == expected
-
-
-def served_alone(function: Any, url: str) -> list[int]:
-    """The server's Speculator is busy with nothing between two requests."""
-    output = function()
-    new = output.sequences[0].tolist()
-    return new[-output.stats.new_tokens :]
+        output = speculator.generate(ids, seed=[(3, index)], generation_config=config)
+        assert choice["token_ids"] == output.sequences[0, ids.shape[1] :].tolist()
 
 
 def test_seeds_repeat_under_load_and_differ_from_each_other(url: str):
@@ -123,8 +117,6 @@ def test_a_drawn_seed_is_returned_and_repeats_the_text(url: str):
 
 
 def test_log_probabilities_are_the_models_own(url: str):
-    import torch
-
     speculator = tiny_chat()
     answer = post(url, prompt="hello", max_tokens=8, seed=1, logprobs=2, echo=True, return_token_ids=True)
     choice = answer["choices"][0]
@@ -188,7 +180,12 @@ def test_request_metrics_are_vllms(url: str):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_grammars_hold_whole_and_streamed(url: str, path: str):
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     prompt = {"prompt": "x"} if path.endswith("v1/completions") else CHAT
     for seed in range(3):
         answer = post(url, path, **prompt, max_tokens=60, seed=seed, structured_outputs={"json": schema})
@@ -210,4 +207,3 @@ def test_about_the_server(url: str):
     card = httpx.get(url + "/v1/models").json()["data"][0]
     assert card["id"] == "tiny" and card == httpx.get(url + "/v1/models/tiny").json()
     assert "vllm:num_requests_running" in httpx.get(url + "/metrics").text
-    assert LogProbs is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +25,7 @@ def reference(text: str, stops: list[str]) -> str:
 def test_pieces_add_up_to_the_text_before_the_first_stop(text: str, stops: list[str], cuts: list[int]):
     looking, shown = StopStrings(stops), ""
     places = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
-    for begin, end in zip(places, places[1:]):
+    for begin, end in pairwise(places):
         shown += looking.feed(text[begin:end])
         assert reference(text, stops).startswith(shown)
     if looking.hit is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from foredraft import __version__
 from foredraft.errors import ForedraftError
 from foredraft.loading import name_of
 from foredraft.serving import openapi, pages
@@ -36,6 +37,7 @@ from foredraft.verification.match import Match
 
 log = logging.getLogger("foredraft.serving")
 PRIVATE = ("name_or_path", "vocab_file", "is_local", "local_files_only")  # of the tokenizer: about this machine
+Choices = list[dict[str, Any]]
 Handler = Callable[[Request], Awaitable[Any]]
 
 
@@ -69,7 +71,7 @@ class Server:
             id=state["id"],
             created=int(time.time()),
             model=self.settings.model,
-            fingerprint=getattr(self.engine, 'fingerprint', ''),
+            fingerprint=self.engine.fingerprint,
             metrics=self.settings.request_metrics,
             depth=shape.depth,
         )
@@ -89,7 +91,7 @@ class Server:
             await events.aclose()
         return JSONResponse(await asyncio.to_thread(answer.whole))
 
-    async def choices(self, job: Job, answer: Answer) -> AsyncIterator[list[dict[str, Any]]]:
+    async def choices(self, job: Job, answer: Answer) -> AsyncGenerator[Choices]:
         """What the events of ``job`` add to the choices of ``answer``. The engine learns of stop strings, and if nobody reads on."""
         try:
             async for event in job.events():
@@ -107,7 +109,9 @@ class Server:
         finally:
             self.engine.leave(job)
 
-    async def stream(self, asked: Any, answer: Answer, events: AsyncIterator[Any], first: asyncio.Future[Any]) -> AsyncIterator[bytes]:
+    async def stream(
+        self, asked: Any, answer: Answer, events: AsyncGenerator[Choices], first: asyncio.Future[Choices]
+    ) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
         options = asked.stream_options
         try:
@@ -125,7 +129,7 @@ class Server:
         except Exception as error:  # the status has been sent
             yield failure(told(error))
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
 
     # -- tokens ---------------------------------------------------------------------------------------------------------
 
@@ -224,6 +228,7 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(application: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(lambda: server.engine.fingerprint)  # it reads all weights
         server.engine.start()
         try:
             yield
@@ -232,12 +237,12 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
             await asyncio.to_thread(server.engine.stop)
             server.requests.close()
 
-    found = FastAPI(title="Foredraft", version=openapi.VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
+    found = FastAPI(title="Foredraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     found.state.engine = server.engine
     for path, method, handler, body in routes(server):
-        found.add_api_route(path, guarded(handler), methods=[method], **openapi.described(handler, body))
+        found.add_api_route(path, guarded(handler), methods=[method], **openapi.described(path, handler, body))
     if find_spec("foredraft.serving.roll"):
-        from foredraft.serving.roll import router
+        from foredraft.serving.roll import router  # type: ignore[import-not-found]
 
         found.include_router(router(server.engine, speculator), responses=openapi.ERRORS)
     if settings.page:
@@ -247,8 +252,10 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
     openapi.add_schemas(found, [body for *_, body in routes(server) if body is not None])
     found.add_middleware(Protection, settings=settings)
     if settings.cors_origins:
-        headers = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"]}
-        found.add_middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), **headers)
+        origins, shown = list(settings.cors_origins), ["x-request-id", "retry-after"]
+        found.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown
+        )
     return found
 
 

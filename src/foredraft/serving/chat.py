@@ -71,7 +71,11 @@ def as_template_reads(message: Message, *, developer: bool) -> dict[str, Any]:
             shown[name] = value
     if message.tool_calls:
         shown["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
+            }
             for call in message.tool_calls
         ]
     return shown

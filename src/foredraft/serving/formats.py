@@ -83,7 +83,9 @@ class Formats:
             made = asyncio.get_running_loop().run_in_executor(self._threads, self._make, source)
             return await asyncio.wait_for(made, SECONDS)
         except asyncio.TimeoutError:
-            raise refused(f"{param}: the {kind} takes longer than {SECONDS:g} seconds to compile; simplify it", param, "grammar_too_large") from None
+            raise refused(
+                f"{param}: the {kind} takes longer than {SECONDS:g} seconds to compile; simplify it", param, "grammar_too_large"
+            ) from None
         except ConfigurationError as error:
             raise refused(f"{param}: {error}", param, "invalid_grammar") from None
         finally:

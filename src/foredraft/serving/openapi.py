@@ -10,7 +10,6 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from foredraft import __version__ as VERSION
 from foredraft.serving.failures import STATUSES
 
 TEMPLATE = "#/components/schemas/{model}"
@@ -36,9 +35,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def described(handler: Callable[..., Any], body: type[BaseModel] | None) -> dict[str, Any]:
-    """Arguments of ``add_api_route``."""
+def described(path: str, handler: Callable[..., Any], body: type[BaseModel] | None) -> dict[str, Any]:
+    """Arguments of ``add_api_route`` for ``path``."""
     extra: dict[str, Any] = {}
+    if "{name" in path:
+        extra = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]}
     if body is not None:
         schema = {"$ref": TEMPLATE.format(model=body.__name__)}
         extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

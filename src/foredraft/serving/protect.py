@@ -118,7 +118,9 @@ class Protection:
             ApiError: 400.
         """
         if self.local and name_of_host(host) not in LOCAL:
-            raise refused(f"the Host header names {host[:100]!r}, but this server answers on localhost only; start it with --host", code="host")
+            raise refused(
+                f"the Host header names {host[:100]!r}, but this server answers on localhost only; start it with --host", code="host"
+            )
 
     def key_of(self, scope: Scope, header: str) -> str | None:
         """The name of the key that was given; None where the server has no keys, or the path needs none.
@@ -137,7 +139,9 @@ class Protection:
                 found = name
         if found is None:
             why = "the API key is not known" if given else "no API key was given"
-            raise ApiError(401, f"{why}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            raise ApiError(
+                401, f"{why}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
         return found
 
 
@@ -232,7 +236,7 @@ def field_error(error: ValidationError, data: Any) -> ApiError:
 
 def path_in(data: Any, loc: Sequence[str | int], *, missing: bool) -> tuple[str, ...]:
     """``loc`` without the names that pydantic gives to the members of a union."""
-    path = []
+    path: list[str] = []
     for part in loc:
         if isinstance(data, dict) and (part in data or (missing and part is loc[-1])):
             path, data = [*path, str(part)], data.get(part)

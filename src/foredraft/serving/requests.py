@@ -19,9 +19,10 @@ from transformers import (
 )
 
 from foredraft.grammars import Grammar
+from foredraft.guesses import Guess
 from foredraft.logits.penalties import LogitBias, PresenceFrequencyPenalty
 from foredraft.logits.processors import Pipeline
-from foredraft.rows import ForcedTokens, Guess, Prediction, RowParameters
+from foredraft.rows import ForcedTokens, Prediction, RowParameters
 from foredraft.serving.chat import Chat, text_of
 from foredraft.serving.failures import ApiError, refused
 from foredraft.serving.formats import Formats, wanted
@@ -78,12 +79,19 @@ class Requests:
 
     def check_model(self, model: str) -> None:
         if model not in ("", self.settings.model):
-            raise ApiError(404, f"there is no model {model[:200]!r} here; this server has {self.settings.model!r}", param="model", code="model_not_found")
+            raise ApiError(
+                404,
+                f"there is no model {model[:200]!r} here; this server has {self.settings.model!r}",
+                param="model",
+                code="model_not_found",
+            )
 
     def _plan(self, request: CompletionRequest | ChatRequest, isolation: str | None, grammar: Grammar | None) -> Plan:
         prompts = self.prompts(request)
         if len(prompts) * request.n > MOST_ROWS:
-            raise refused(f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} choices; at most {MOST_ROWS} are taken", "n")
+            raise refused(
+                f"{len(prompts)} prompts with n={request.n} are {len(prompts) * request.n} choices; at most {MOST_ROWS} are taken", "n"
+            )
         seed = secrets.randbelow(DRAWN) if request.seed is None else request.seed
         choices = []
         for number, ids in enumerate(prompts):
@@ -94,7 +102,7 @@ class Requests:
                 pipeline=Pipeline.alone(self.processors(request, len(ids), grammar), prompt_length=len(ids)),
                 eos=frozenset() if request.ignore_eos else self.eos,
                 logprobs=request.top,
-                **{} if True else dict(prompt_logprobs=0),  # TODO prompt_logprobs=request.top if isinstance(request, CompletionRequest) and request.echo else None,
+                prompt_logprobs=request.top if isinstance(request, CompletionRequest) and request.echo else None,
                 isolation=isolation,
                 max_draft=request.max_draft,
                 guesses=self.guesses(request, grammar),
@@ -145,7 +153,9 @@ class Requests:
 
     def tokenize(self, request: TokenizeRequest) -> list[int]:
         if request.messages is not None:
-            return self.chat.prompt(request.messages, request.tools, begin_answer=request.add_generation_prompt, options=request.chat_template_kwargs)
+            return self.chat.prompt(
+                request.messages, request.tools, begin_answer=request.add_generation_prompt, options=request.chat_template_kwargs
+            )
         return self.encode(request.prompt or "", special=request.add_special_tokens is not False)
 
     def guesses(self, request: Sampling, grammar: Grammar | None) -> list[Guess]:

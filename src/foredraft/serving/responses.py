@@ -88,7 +88,12 @@ class Answer(ABC):
         """The whole answer, once all choices are over."""
         choices = []
         for index, writer in enumerate(self.writers):
-            choice = {"index": index, **self._whole(index), "finish_reason": writer.finish_reason, "stop_reason": writer.stop_reason}
+            choice: dict[str, Any] = {
+                "index": index,
+                **self._whole(index),
+                "finish_reason": writer.finish_reason,
+                "stop_reason": writer.stop_reason,
+            }
             if self.request.return_token_ids:
                 choice |= {"token_ids": writer.tokens, "prompt_token_ids": list(writer.prompt)}
             choices.append(choice)
@@ -154,7 +159,9 @@ class CompletionAnswer(Answer):
         self.entries[index] += piece.entries
         logprobs = self._logprobs(piece.entries) if self.request.logprobs is not None else None
         stop_reason = self.writers[index].stop_reason
-        return [{"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason, "stop_reason": stop_reason}]
+        return [
+            {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason, "stop_reason": stop_reason}
+        ]
 
     def _whole(self, index: int) -> dict[str, Any]:
         logprobs = self._logprobs(self.entries[index]) if self.request.logprobs is not None else None
@@ -207,7 +214,7 @@ class ChatAnswer(Answer):
             gather(self.messages[index], delta)
         entries = [self._entry(each) for each in piece.entries] if self.request.logprobs else []
         self.contents[index] += entries
-        found = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+        found: list[dict[str, Any]] = [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         if not found:
             found = [{"index": index, "delta": {}, "logprobs": None, "finish_reason": None}]
         if self.request.logprobs:

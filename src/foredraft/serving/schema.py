@@ -101,9 +101,10 @@ class Sampling(Noted):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=100, description="as transformers has it: over the prompt, too")
     logit_bias: dict[str, float] = Field({}, max_length=4096)
-    stop: Annotated[str, Field(max_length=LONGEST_STOP)] | Annotated[
-        list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)
-    ] = []
+    stop: (
+        Annotated[str, Field(max_length=LONGEST_STOP)]
+        | Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
+    ) = []
     min_tokens: int = Field(0, ge=0, lt=1 << 31)
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
@@ -152,9 +153,12 @@ class Sampling(Noted):
 class CompletionRequest(Sampling):
     """``POST /v1/completions``."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=1024)] | Ids | Annotated[
-        list[Ids], Field(min_length=1, max_length=1024)
-    ]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=1024)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=1024)]
+    )
     max_tokens: int = Field(16, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = False

@@ -44,7 +44,13 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
         for name, schema in arguments.items()
     ]
     most = {} if request.parallel_tool_calls else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **most, **{word: found for word, found in definitions.items() if found}}
+    return {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls},
+        **most,
+        **{word: found for word, found in definitions.items() if found},
+    }
 
 
 class Reader(ABC):

@@ -101,7 +101,9 @@ class Writer:
         echo: the text begins with the prompt; ``only_echo``: and ends there.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str], *, logprobs: bool, echo: bool = False, only_echo: bool = False):
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str], *, logprobs: bool, echo: bool = False, only_echo: bool = False
+    ):
         self.prompt, self.logprobs, self.only_echo = prompt, logprobs, only_echo
         self.tokenizer, self.stops = tokenizer, StopStrings(stops)
         self.tokens: list[int] = []

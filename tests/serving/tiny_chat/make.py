@@ -15,7 +15,7 @@ To call one, write <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_e
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if no_thinking %}<think></think>{% endif %}{% endif %}"""
@@ -37,7 +37,11 @@ def main():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"], model_max_length=2048
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=2048,
     )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(FOLDER)

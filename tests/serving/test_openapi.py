@@ -1,0 +1,34 @@
+"""Requests made up from the server's own description: never a fault of the server, never a status that is not described."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import status_code_conformance
+from served import served, tiny_chat
+
+from foredraft.serving import Settings, app
+
+schema = schemathesis.openapi.from_dict(app(tiny_chat(), Settings(model="tiny")).openapi())
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    with served(tiny_chat(), max_body=100_000, request_timeout=2.0) as url:
+        yield url
+
+
+def test_the_description_is_whole():
+    paths = schema.raw_schema["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/metrics"} <= set(paths)
+    assert all("422" not in operation["responses"] for path in paths.values() for operation in path.values())
+    assert "temperature" in schema.raw_schema["components"]["schemas"]["ChatRequest"]["properties"]
+
+
+@schema.include(path_regex="^/(v1|tokenize|detokenize)").parametrize()
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
+def test_nothing_made_up_breaks_it(case: schemathesis.Case, impatient: str):
+    response = case.call(base_url=impatient)
+    case.validate_response(response, checks=[not_a_server_error, status_code_conformance])
