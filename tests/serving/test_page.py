@@ -24,7 +24,9 @@ def browser():
 @pytest.fixture(scope="module")
 def url(browser):
     """A server that really drafts; chains of four, so that rounds do not depend on how busy the machine is."""
-    with served(foredraft.Speculator("zoo:python-8m", "draft-model:zoo:python-1m", shape="chain(4)", dtype="float32", execution="eager")) as address:
+    with served(
+        foredraft.Speculator("zoo:python-8m", "draft-model:zoo:python-1m", shape="chain(4)", dtype="float32", execution="eager")
+    ) as address:
         yield address
 
 
@@ -123,7 +125,9 @@ def test_plain_and_speculative_write_the_same_text(browser, url, scheme):
         page.get_by_role("button", name="Run both").click()
         page.locator(".verdict").wait_for(timeout=60_000)
         assert "The texts are the same" in page.locator(".verdict").inner_text()
-        plain, speculative = ("".join(page.get_by_role("region", name=name).locator(KEPT).all_text_contents()) for name in ("Plain", "Speculative"))
+        plain, speculative = (
+            "".join(page.get_by_role("region", name=name).locator(KEPT).all_text_contents()) for name in ("Plain", "Speculative")
+        )
         assert plain == speculative != ""
         passes = [int(page.get_by_role("region", name=name).locator("dd").nth(2).inner_text()) for name in ("Plain", "Speculative")]
         assert passes[0] == 40 > passes[1]
@@ -212,12 +216,16 @@ def test_a_server_that_is_gone_is_said_and_tried_again(browser, url):
 def test_a_broken_stream_keeps_what_came(browser, url):
     chunk = {"choices": [{"index": 0, "text": "hello", "finish_reason": None}]}
     with opened(browser, url) as page:
-        page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\n"))
+        page.route(
+            "**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\n")
+        )
         page.get_by_role("button", name="Continue the text").click()
         page.get_by_text("The connection broke off").wait_for()
         assert page.locator(".tokens").inner_text() == "hello"
         error = {"error": {"message": "the server stops", "code": 503}}
-        page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(error)}\n\n"))
+        page.route(
+            "**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(error)}\n\n")
+        )
         page.get_by_role("button", name="Continue the text").click()
         page.get_by_text("the server stops").wait_for()
 
@@ -253,8 +261,19 @@ def test_a_key_is_asked_for_and_kept_in_this_tab(browser, url):
 
 def test_chat_is_offered_where_there_is_a_template(browser, url):
     said = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
-    first = {"shape": "chain(2)", "tokens": [1, 2, 3], "texts": ["<", "Hel", "p"], "parents": [-1, 0, 1], "drafters": ["", "suffix", "suffix"],
-        "p": [None, 0.5, 0.1], "q": None, "path": [0, 1], "accepted": 1, "bonus": {"token": 4, "text": "lo", "p": 0.6}, "ended": "mismatch"}  # fmt: skip
+    first = {
+        "shape": "chain(2)",
+        "tokens": [1, 2, 3],
+        "texts": ["<", "Hel", "p"],
+        "parents": [-1, 0, 1],
+        "drafters": ["", "suffix", "suffix"],
+        "p": [None, 0.5, 0.1],
+        "q": None,
+        "path": [0, 1],
+        "accepted": 1,
+        "bonus": {"token": 4, "text": "lo", "p": 0.6},
+        "ended": "mismatch",
+    }
     said.append({"choices": [{"index": 0, "delta": {"content": "Hello"}, "round": first}]})
     stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in said) + ": ping\n\ndata: [DONE]\n\n"
     asked = []
@@ -262,7 +281,10 @@ def test_chat_is_offered_where_there_is_a_template(browser, url):
         assert page.get_by_role("button", name="Chat").count() == 0  # python-8m has no template
         page.evaluate("() => sessionStorage.clear()")
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny", "chat": True}]}))
-        page.route("**/v1/chat/completions", lambda route: (asked.append(route.request.post_data_json), route.fulfill(content_type="text/event-stream", body=stream)))
+        page.route(
+            "**/v1/chat/completions",
+            lambda route: (asked.append(route.request.post_data_json), route.fulfill(content_type="text/event-stream", body=stream)),
+        )
         page.reload()
         page.evaluate("() => sessionStorage.clear()")
         page.reload()

@@ -42,7 +42,9 @@ def rolled(speculator, rule: str, shape: str = "chain(3)", *, seed: int = 1, fir
     return play(speculator.target, speculator.drafter, made, proposal, parsed, IDS, **how)
 
 
-@pytest.mark.parametrize(("rule", "shape"), [*((rule, "chain(3)") for rule in CHAINS), ("traversal", "product(2,2)"), ("match", "product(2,2)")])
+@pytest.mark.parametrize(
+    ("rule", "shape"), [*((rule, "chain(3)") for rule in CHAINS), ("traversal", "product(2,2)"), ("match", "product(2,2)")]
+)
 def test_recording_changes_nothing(speculator, rule, shape):
     """The same rows in a session that records nothing keep the same tokens. Had the recording drawn noise of its own, they would not."""
     parsed = TreeShape.parse(shape)
@@ -119,7 +121,9 @@ def test_requests_are_bounded(speculator):
         good = {"prompt": "one two three", "rule": "match", "shape": "chain(3)"}
         answer = client.post("/rounds", json=good)
         assert answer.status_code == 200, answer.text
-        assert answer.json()["round"]["texts"] and client.post("/rounds", json={**good, "seed": answer.json()["seed"]}).json() == answer.json()
+        assert (
+            answer.json()["round"]["texts"] and client.post("/rounds", json={**good, "seed": answer.json()["seed"]}).json() == answer.json()
+        )
         for wrong, word in [
             ({"rolls": 501}, "500"),
             ({"rolls": 0}, "rolls"),

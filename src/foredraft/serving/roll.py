@@ -126,7 +126,9 @@ def read(speculator: Speculator, prompt: str) -> list[int]:
     return ids
 
 
-def rolled(speculator: Speculator, request: RollRequest, ids: Sequence[int], seed: int, *, isolation: str | None = None) -> tuple[Rounds, str, str]:
+def rolled(
+    speculator: Speculator, request: RollRequest, ids: Sequence[int], seed: int, *, isolation: str | None = None
+) -> tuple[Rounds, str, str]:
     """The rounds, and what drafted them in which shape; in the engine's thread.
 
     Raises:
@@ -148,7 +150,7 @@ def rolled(speculator: Speculator, request: RollRequest, ids: Sequence[int], see
         check_shape(shape, target, drafter)
         warpers = [TemperatureLogitsWarper(float(request.temperature))] if request.temperature != 1 else []
         pipeline = Pipeline.alone(warpers, prompt_length=len(ids) - 1)
-        how = {"pipeline": pipeline, "seed": seed, "first": request.first, "rolls": request.rolls, "isolation": isolation}
+        how: dict[str, Any] = {"pipeline": pipeline, "seed": seed, "first": request.first, "rolls": request.rolls, "isolation": isolation}
         return play(target, drafter, rule, proposal, shape, ids, **how), drafter.name, str(shape)
 
 
@@ -165,7 +167,11 @@ def written(tokenizer: Any, done: Rounds) -> dict[str, Any]:
     return {
         "proposal": done.proposal,
         "root": {"token": done.root, "text": text(done.root)},
-        "round": {**round_of(roll, text), "likely": [shown(each) for each in roll.likely], "residual": roll.residual and shown(roll.residual)},
+        "round": {
+            **round_of(roll, text),
+            "likely": [shown(each) for each in roll.likely],
+            "residual": roll.residual and shown(roll.residual),
+        },
         "rolls": sum(tally.landed),
         "landed": tally.landed,
         "expected": tally.expected,

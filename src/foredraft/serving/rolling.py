@@ -298,7 +298,7 @@ def likely(p: Tensor, q: Tensor | None) -> list[Likely]:
 
 
 def coins_of(recorded: Recorded, row: int, number: dict[int, int]) -> list[Coin]:
-    """The coins that decided about ``row``. Rules that verify chains only number them from the first drafted token on; the others by node."""
+    """The coins that decided about ``row``. Rules for chains only number them from the first drafted token on, others by node."""
     noise = recorded.noise
     found, over = [], False
     for node, probability, coin in noise.coins:

@@ -93,7 +93,7 @@ function options(box, series, digits) {
   return {
     width: box.clientWidth, height: 160, legend: { show: false }, cursor: { show: false }, padding: [8, 8, 0, 0],
     scales: { y: { range: (_, least, most) => [0, Math.max(1, (most ?? 1) * 1.1)] } },
-    axes: [{ ...axis, space: 90, size: 28, values: (_, marks) => marks.map((mark) => new Date(mark * 1000).toTimeString().slice(0, 8)) }, { ...axis, size: 44, space: 34, values: (_, marks) => marks.map((mark) => (digits && mark % 1 ? mark.toFixed(1) : `${mark}`)) }],
+    axes: [{ ...axis, space: 90, size: 22, values: (_, marks) => marks.map((mark) => new Date(mark * 1000).toTimeString().slice(0, 8)) }, { ...axis, size: 44, space: 34, values: (_, marks) => marks.map((mark) => (digits && mark % 1 ? mark.toFixed(1) : `${mark}`)) }],
     series: [{}, ...series.map((label, index) => ({ label, stroke: ink(COLOURS[index % 4]), dash: DASHES[index % 4], width: 2, points: { show: false }, spanGaps: false }))],
   };
 }

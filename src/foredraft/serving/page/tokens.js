@@ -83,7 +83,7 @@ export function Tokens({ pieces, open, selected, hideRefused, label }) {
     const title = each.kind === "accepted" && each.drafter ? `kept, guessed by ${each.drafter}` : each.kind === "rejected" && each.drafter ? `refused, guessed by ${each.drafter}` : NAMES[each.kind];
     const click = () => { setAt(index); if (each.round) open(each.index); };
     return html`<span class=${`tok ${each.kind}${/^[ \t]*\n/.test(each.text) ? " breaks" : ""}`} role="button" tabindex=${index === current ? 0 : -1} title=${title} aria-label=${`${spoken(each.text)}: ${title}`}
-      onClick=${click}>${each.kind === "rejected" ? each.text.replaceAll("\n", " ") : each.text}</span>`;
+      onClick=${click}>${each.kind === "rejected" ? each.text.replace(/\s+/g, " ") : each.text}</span>`;
   };
   const groups = pieces.map(() => []);
   flat.forEach((each, index) => groups[each.index].push(token(each, index)));
