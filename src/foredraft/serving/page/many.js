@@ -45,8 +45,8 @@ export function Many({ tally, running }) {
           <tbody>${landed.map((count, index) => html`<tr><th scope="row">${index}</th>
             <td class="draw"><${Versus} came=${count / most} wanted=${expected && expected[index] / most} /></td>
             <td class="figure">${count}</td>${expected && html`<td class="figure">${expected[index].toFixed(0)}</td>`}</tr>`)}</tbody></table>
-        <p class="note">On average <b>${mean(landed).toFixed(2)}</b>${expected ? html`, expected <b>${mean(expected).toFixed(2)}</b>: for each draft, the
-          probabilities that its guesses are kept, multiplied along the chain.` : html`. There is no short formula for what this rule keeps of such a draft, so nothing is put beside it.`}</p>
+        <p class="note">On average <b>${mean(landed).toFixed(2)}</b>${expected ? html`, expected <b>${mean(expected).toFixed(2)}</b>: ${
+          rule === "block" ? "from the chances of each draft's coins." : "for each draft, the probabilities that its guesses are kept, multiplied along the chain."}` : html`. There is no short formula for what this rule keeps of such a draft, so nothing is put beside it.`}</p>
       </div>
       <div>
         <h3>The first token of each round</h3>
