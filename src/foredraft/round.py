@@ -122,7 +122,7 @@ class Loop:
         self._begin(rows)
         wanted = [row.parameters.prompt_logprobs for row in rows]
         return [
-            commit if top is None else replace(commit, prompt_logprobs=LogProbs.joined([*row.prompt_logprobs, LogProbs.none(top)]))
+            commit if top is None else replace(commit, prompt_logprobs=LogProbs.joined(row.prompt_logprobs or [LogProbs.none(top)]))
             for commit, row, top in zip(commits, rows, wanted)
         ]
 
