@@ -68,6 +68,7 @@ def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):
         changed(one_number),
         changed(swapped),
         changed(lambda model: model.double()),
+        changed(lambda model: model.model.rotary_emb.inv_freq.mul_(1.01)),
         changed(lambda model: model.config.update({"rms_norm_eps": 1e-3})),
         changed(lambda model: model.generation_config.update(eos_token_id=7)),
         fingerprint(execution="packed"),
