@@ -137,18 +137,17 @@ def test_echo_alone_returns_the_prompt(url: str):
     assert answer["usage"]["completion_tokens"] == 0 and len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
 
 
-def test_stop_strings_end_the_text_wherever_it_is_cut(url: str):
-    """Every two letters of a text, as stop string."""
-    full = text(post(url, prompt="hello", max_tokens=14, seed=2))[0]
-    for at in range(1, len(full) - 2):
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_the_text_wherever_it_is_cut(url: str, stream: bool):
+    """Stop strings of two letters from all over a text."""
+    body = {"prompt": "hello", "max_tokens": 12, "seed": 2, "stream": stream}
+    full = text(post(url, **body | {"stream": False}))[0]
+    for at in range(1, len(full) - 2, 2):
         stop = full[at : at + 2]
-        for stream in (False, True):
-            answer = post(url, prompt="hello", max_tokens=14, seed=2, stop=stop, stream=stream)
-            found = joined(answer)[0] if stream else text(answer)[0]
-            assert found == full[: full.index(stop)]
-            if stream:
-                assert not any(stop in c["text"] for chunk in answer for c in chunk["choices"])
-                assert [c["stop_reason"] for chunk in answer for c in chunk["choices"]][-1] == stop
+        answer = post(url, **body, stop=stop)
+        assert (joined(answer) if stream else text(answer))[0] == full[: full.index(stop)]
+        choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk["choices"]]
+        assert not any(stop in choice["text"] for choice in choices) and choices[-1]["stop_reason"] == stop
 
 
 def test_rounds_are_told_to_who_asks_for_them(url: str):

@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from foredraft import __version__
 from foredraft.errors import ForedraftError
 from foredraft.loading import name_of
 from foredraft.serving import openapi, pages
@@ -35,6 +34,7 @@ from foredraft.serving.writers import TokenNames
 from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
 
+VERSION = "1"  # of the API
 log = logging.getLogger("foredraft.serving")
 PRIVATE = ("name_or_path", "vocab_file", "is_local", "local_files_only")  # of the tokenizer: about this machine
 Choices = list[dict[str, Any]]
@@ -237,7 +237,7 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
             await asyncio.to_thread(server.engine.stop)
             server.requests.close()
 
-    found = FastAPI(title="Foredraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    found = FastAPI(title="Foredraft", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     found.state.engine = server.engine
     for path, method, handler, body in routes(server):
         found.add_api_route(path, guarded(handler), methods=[method], **openapi.described(path, handler, body))
