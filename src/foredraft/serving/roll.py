@@ -28,6 +28,7 @@ from foredraft.speculator import Speculator
 from foredraft.text import encode
 
 ROLLS, NODES, CHARACTERS, TOKENS = 500, 64, 8000, 1024  # most of each
+SECONDS = 3.0  # that everybody else waits for one request, about
 OWN, COPIES = "own", "prompt-lookup"
 SHAPES = ("chain(5)", "chain(3)", "chain(8)", "product(3,2,1)", "product(4,2,1)")
 T = TypeVar("T")
@@ -72,13 +73,13 @@ def router(engine: Engine, speculator: Speculator) -> APIRouter:
 
     @routes.post("/rounds")
     async def roll(request: RollRequest, http: Request) -> dict[str, Any]:
-        """Draft, verify and correct after the prompt, as often as asked for."""
+        """Draft, verify and correct after the prompt, as often as asked for; less often if that takes long, ``rolls`` says how often."""
+        known = verification.describe(request.rule)
         ids = await run_in_threadpool(read, speculator, request.prompt)
         seed = secrets.randbits(52) if request.seed is None else request.seed
         key = http.scope.get("state", {}).get("key")  # its name: what is kept of one key's texts is not for others
         done, drafter, shape = await engine.alone(partial(rolled, speculator, request, ids, seed, isolation=key))
         body = await run_in_threadpool(written, speculator.tokenizer, done)
-        known = verification.describe(request.rule)
         return {"seed": seed, "drafter": drafter, "rule": request.rule, "lossless": known.lossless, "shape": shape, **body}
 
     return routes
@@ -150,7 +151,14 @@ def rolled(
         check_shape(shape, target, drafter)
         warpers = [TemperatureLogitsWarper(float(request.temperature))] if request.temperature != 1 else []
         pipeline = Pipeline.alone(warpers, prompt_length=len(ids) - 1)
-        how: dict[str, Any] = {"pipeline": pipeline, "seed": seed, "first": request.first, "rolls": request.rolls, "isolation": isolation}
+        how: dict[str, Any] = {
+            "pipeline": pipeline,
+            "seed": seed,
+            "first": request.first,
+            "rolls": request.rolls,
+            "isolation": isolation,
+            "seconds": SECONDS,
+        }
         return play(target, drafter, rule, proposal, shape, ids, **how), drafter.name, str(shape)
 
 

@@ -7,9 +7,10 @@ rule saw, and the coins are those that it threw.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import pi
+from math import inf, pi
 
 import torch
 from torch import Tensor
@@ -166,14 +167,17 @@ def play(
     first: int,
     rolls: int,
     isolation: str | None,
+    seconds: float = inf,
 ) -> Rounds:
-    """Rolls ``first`` to ``first + rolls`` of ``seed`` after ``ids``, two tokens at least. No row of another session is live."""
+    """Rolls ``first`` to ``first + rolls`` of ``seed`` after ``ids``, two tokens at least. No row of another session is live.
+    Once ``seconds`` are over, no more are begun."""
     recorded = Recorded(rule, needs_q=rule.needs_q or proposal in DRAWN)
     parameters = RowParameters(shape.depth + 2, do_sample=True, pipeline=pipeline, isolation=isolation)
     together = max(1, min(TOGETHER, VALUES // ((shape.nodes + 1) * target.vocab_size)))
     counts, firsts, expected, shown, p = [0] * (shape.depth + 1), dict[int, int](), list[Tensor](), None, None
     done = 0
-    while done < rolls:
+    end = time.monotonic() + seconds
+    while not done or (done < rolls and time.monotonic() < end):
         session = Session(target, drafter, recorded, proposal=proposal, planner=FixedPlanner(shape), wait=True)
         try:
             for index in range(first + done, first + min(rolls, done + together)):
@@ -194,7 +198,7 @@ def play(
         done += tree.rows
     assert shown is not None and p is not None
     wanted = torch.cat(expected).sum(0).tolist() if expected else None
-    return Rounds(proposal, ids[-1], shown, tally_of(counts, firsts, p, wanted, draws=first + rolls))
+    return Rounds(proposal, ids[-1], shown, tally_of(counts, firsts, p, wanted, draws=first + done))
 
 
 def tally_of(landed: list[int], counts: dict[int, int], p: Tensor, expected: list[float] | None, *, draws: int) -> Tally:
