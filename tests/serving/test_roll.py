@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import httpx
 import pytest
@@ -94,6 +95,20 @@ def test_as_many_land_as_are_expected(speculator, rule):
     spread = (sum(kept**2 * count for kept, count in enumerate(tally.expected)) / 400 - wanted**2) ** 0.5
     assert 0.2 < wanted < 2.8  # there is something to get wrong
     assert abs(mean - wanted) < 4 * spread / 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_block_is_expected_to_keep_is_what_its_coins_allow(speculator, seed):
+    """All ways that the coins may fall, each with its probability: block keeps up to the last that passes."""
+    done = rolled(speculator, "block", seed=seed)
+    chances = {coin.node: coin.probability for coin in done.roll.coins}
+    wanted = [0.0] * 4
+    for falls in product([False, True], repeat=3):
+        probability = 1.0
+        for node, passes in enumerate(falls, 1):
+            probability *= chances.get(node, 0) if passes else 1 - chances.get(node, 0)
+        wanted[max((node for node, passes in enumerate(falls, 1) if passes), default=0)] += probability
+    assert done.tally.expected == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection", "traversal", "lenient", "typical"])
