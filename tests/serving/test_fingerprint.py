@@ -17,6 +17,7 @@ from foredraft.drafters.draft_model import DraftModel
 from foredraft.serving.engine import Engine
 from foredraft.serving.fingerprint import weights_digest
 from foredraft.serving.settings import Settings
+from foredraft.target import Target
 
 PROGRAM = """
 import torch
@@ -95,10 +96,10 @@ def test_packed_weights_are_read_as_they_were(execution):
     packed.close()
 
 
-def test_where_logits_depend_on_the_load_it_says_so_and_deterministic_refuses(caplog):
+def test_where_logits_depend_on_the_load_it_says_so_and_deterministic_refuses(caplog, monkeypatch):
     speculator = Speculator(tiny(), "none", self_test=False)
     for invariant in (True, False):
-        speculator.target.batch_invariant = invariant
+        monkeypatch.setattr(Target, "batch_invariant", invariant, raising=False)
         with caplog.at_level(logging.WARNING, "foredraft.serving"):
             caplog.clear()
             found = Engine(speculator, Settings()).fingerprint

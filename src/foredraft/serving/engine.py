@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from foredraft.errors import BusyError, ConfigurationError
 from foredraft.rows import Commit
 from foredraft.serving.calls import Call, log, send
-from foredraft.serving.fingerprint import inexact, system_fingerprint
+from foredraft.serving.fingerprint import check_exact, system_fingerprint
 from foredraft.serving.jobs import BOUND, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.metrics import REASONS, Metrics
 from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
@@ -37,9 +37,7 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """What a server decodes with.
-
-    :meth:`submit`, :meth:`leave`, :meth:`finish`, :meth:`alone` and :meth:`drain` are for the event loop; only the thread that
+    """:meth:`submit`, :meth:`leave`, :meth:`finish`, :meth:`alone` and :meth:`drain` are for the event loop; only the thread that
     :meth:`start` begins touches the session.
 
     Attributes:
@@ -56,12 +54,9 @@ class Engine:
         self.speculator, self.settings = speculator, settings
         self.session = speculator.session(repeatable=settings.repeatable, wait=True)
         self.metrics = Metrics(settings.model, self.session, self)
-        if why := inexact(self.session):
-            if settings.deterministic:
-                raise ConfigurationError(f"texts cannot be repeated bit for bit: {why}. Leave --deterministic out to serve all the same")
-            log.warning("the same seed may give another text in rare near ties, and fingerprints end in -approx: %s", why)
+        check_exact(self.session, settings)
         self.state: State = "ready"
-        self.on_death: Callable[[], None] = lambda: None
+        self.on_death: Callable[[], object] = lambda: None
         self._changed = threading.Condition()  # guards what follows
         self._queue = FairQueue(settings.max_queue)
         self._leavers: deque[tuple[Job, int | None, Exception | None]] = deque()  # jobs, or one choice of them, and what they are told
@@ -236,8 +231,7 @@ class Engine:
 
     def _finish(self, job: Job, choice: int) -> None:
         """The API wants no more of one row."""
-        with self._changed:
-            self._queue.remove(job, choice)
+        self._unqueue(job, choice)
         job.unfinished.discard(choice)
         slot = next((slot for slot, live in self._live.items() if (live.waiting.job, live.waiting.index) == (job, choice)), -1)
         if slot >= 0:
@@ -264,8 +258,7 @@ class Engine:
         """``job`` is over; it is told why, unless its client has left."""
         if not job.unfinished:
             return
-        with self._changed:
-            self._queue.remove(job)
+        self._unqueue(job)
         unfinished, job.unfinished = job.unfinished, set()
         self.metrics.finished["abort" if error is None else "error"] += len(unfinished)
         for slot in [slot for slot, live in self._live.items() if live.waiting.job is job]:
@@ -273,6 +266,12 @@ class Engine:
                 self._remove(slot)
         if error is not None and unfinished:
             self._outbox.append((job, Failed(error)))
+
+    def _unqueue(self, job: Job, choice: int | None = None) -> None:
+        """Its rows, or one of them, wait no more; another row may be at the head."""
+        with self._changed:
+            if self._queue.remove(job, choice):
+                self._blocked = False
 
     def _remove(self, slot: int) -> Live:
         """Take the row out of the session."""
@@ -354,8 +353,8 @@ class Engine:
         job, index, reason = live.waiting.job, live.waiting.index, commit.finish_reason
         if reason is not None:
             self._over(commit.slot)
-        if (error := getattr(commit, "error", None)) is not None:
-            self._drop(job, error)
+        if commit.error is not None:
+            self._drop(job, commit.error)
         elif job.unread >= BOUND:
             self._drop(job, JobTimeoutError(f"the client has left {BOUND} events unread"))
         else:

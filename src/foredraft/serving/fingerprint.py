@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from foredraft.backends import native
 from foredraft.backends.int8 import is_int8
 from foredraft.errors import ConfigurationError
+from foredraft.serving.calls import log
 from foredraft.serving.settings import Settings
 from foredraft.session import Session
 from foredraft.speculator import Speculator
@@ -52,6 +53,19 @@ def inexact(session: Session) -> str | None:
         return None
     reasons = getattr(session.target, "reasons", {})
     return f"logits may differ in their last bits with what is computed together: {reasons.get('batch_invariant', 'no kernels make sure')}"
+
+
+def check_exact(session: Session, settings: Settings) -> None:
+    """Warn where a text may depend on more than that.
+
+    Raises:
+        ConfigurationError: ``settings.deterministic`` was asked for, and cannot be had.
+    """
+    if (why := inexact(session)) is None:
+        return
+    if settings.deterministic:
+        raise ConfigurationError(f"texts cannot be repeated bit for bit: {why}. Leave --deterministic out to serve all the same")
+    log.warning("the same seed may give another text in rare near ties, and fingerprints end in -approx: %s", why)
 
 
 def weights_digest(speculator: Speculator) -> str:
