@@ -57,6 +57,11 @@ METRICS = ("tests/serving/test_metrics.py",)
 FINGERPRINT = ("tests/serving/test_fingerprint.py",)
 SERVE = ("tests/serving/test_serve.py",)
 ROLL = ("tests/serving/test_roll.py",)
+API = ("tests/serving/test_api.py",)
+BAD_REQUESTS = ("tests/serving/test_bad_requests.py",)
+CLIENTS = ("tests/serving/test_clients.py",)
+STOPS = ("tests/serving/test_stops.py",)
+PLANS = ("tests/serving/test_plans.py",)
 DRAWN = ("tests/drafters/test_native_growth.py",)
 
 FAULTS = [
@@ -289,6 +294,22 @@ FAULTS = [
     Fault("native_growth.py", "self._bias += added[0]", "added[0]", SOURCED),
     Fault("native_growth.py", "if tokens == self._banned:", "if self._banned is not None:", SOURCED),
     # -- serving
+    Fault("stops.py", "self._held = held[len(held) - keep :]\n        return held[: len(held) - keep]", "return held", STOPS),
+    Fault("stops.py", "_, at, self.hit = min(found)", "_, at, self.hit = max(found)", STOPS),
+    Fault("writers.py", "            if self.stops.hit is not None:\n                break\n", "", API),
+    Fault("writers.py", 'spoken = len(commit.tokens) - (commit.finish_reason == "eos")', "spoken = len(commit.tokens)", PLANS),
+    Fault("requests.py", "seed=(seed, number * request.n + index)", "seed=(seed, index)", API),
+    Fault("requests.py", "isolation=isolation,\n", "", PLANS),
+    Fault("protect.py", "            if hmac.compare_digest(given, key_bytes):\n", "            if given:\n", BAD_REQUESTS),
+    Fault(
+        "application.py", "            self.engine.leave(job)  # which changes nothing if it is over\n", "            pass\n", BAD_REQUESTS
+    ),
+    Fault(
+        "application.py", "            first.cancel()\n            self.engine.leave(job)\n", "            first.cancel()\n", BAD_REQUESTS
+    ),
+    Fault(
+        "tools.py", "at = len(self.held) - beginning(self.held, BEGIN) if at < 0 else at", "at = len(self.held) if at < 0 else at", CLIENTS
+    ),
     Fault("queue.py", "        self._owners.move_to_end(owner)\n", "", ENGINE),
     Fault("queue.py", "row.job is not job or index not in (None, row.index)", "row.job is not job", ENGINE),
     Fault("queue.py", "return 0 if over <= 0 or (own + rows <= share and over <= self.bound) else over", "return max(0, over)", ENGINE),

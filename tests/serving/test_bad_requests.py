@@ -245,11 +245,11 @@ def test_readers_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch):
     closed = []
 
     async def parts() -> Any:
-        try:
-            yield b"a"
-            yield b"b"
-        finally:
-            closed.append(True)
+        yield b"a"
+        yield b"b"
+
+    def close() -> None:
+        closed.append(True)
 
     async def send(message: Any) -> None:
         if message.get("body") == b"b":
@@ -259,7 +259,7 @@ def test_readers_that_stall_are_given_up(monkeypatch: pytest.MonkeyPatch):
         await asyncio.Event().wait()
 
     with pytest.raises(ClientDisconnect):
-        asyncio.run(sse.EventStream(parts())({"type": "http"}, receive, send))
+        asyncio.run(sse.EventStream(parts(), close)({"type": "http"}, receive, send))
     assert closed
 
 
@@ -301,3 +301,13 @@ def wait_for(true: Any, seconds: float = 15) -> None:
     while not true():
         assert time.monotonic() < end, "too late"
         time.sleep(0.02)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(url: str):
+    """Before their row has a turn, while it is read, in the middle of the stream."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 2}).encode()
+    for pause in [0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05] * 3:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(pause)
+    wait_for(lambda: live(url) == gauge(url, "waiting") == 0)

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -78,58 +78,66 @@ class Server:
         answer = kind(asked, plan, facts, self.tokenizer, self.names)
         job = Job(plan.choices, owner=state["owner"], id=state["id"], arrived=arrived)
         self.engine.submit(job)
-        events = self.choices(job, answer)
         if asked.stream:
-            first = asyncio.ensure_future(anext(events))
+            return await self.streamed(request, job, asked, answer)
+        try:
+            await unless_left(request.receive, exhaust(self.choices(job, answer)))
+        finally:
+            self.engine.leave(job)  # which changes nothing if it is over
+        return JSONResponse(await asyncio.to_thread(answer.whole))
+
+    async def choices(self, job: Job, answer: Answer) -> AsyncIterator[Choices]:
+        """What the events of ``job`` add to the choices of ``answer``. The engine learns of stop strings."""
+        async for event in job.events():
+            if isinstance(event, Joined):
+                yield answer.begin()
+            elif isinstance(event, Failed):
+                raise event.error
+            else:
+                choices = answer.take(event.choice, event.commit)
+                if event.commit.finish_reason is None and answer.writers[event.choice].over:
+                    self.engine.finish(job, event.choice)
+                yield choices
+                if answer.over:
+                    return
+
+    async def streamed(self, request: Request, job: Job, asked: Any, answer: Answer) -> Response:
+        """A stream that begins with the first event, or with a ping if there is none for long; what is refused until then has a status."""
+        events = self.choices(job, answer)
+        first = asyncio.ensure_future(anext(events))
+
+        def close() -> None:
+            first.cancel()
+            self.engine.leave(job)
+
+        try:
             await unless_left(request.receive, asyncio.wait({first}, timeout=PING))
             if first.done() and (error := first.exception()) is not None:
                 raise error
-            return EventStream(self.stream(asked, answer, events, first))
-        try:
-            await unless_left(request.receive, exhaust(events))
-        finally:
-            await events.aclose()
-        return JSONResponse(await asyncio.to_thread(answer.whole))
-
-    async def choices(self, job: Job, answer: Answer) -> AsyncGenerator[Choices]:
-        """What the events of ``job`` add to the choices of ``answer``. The engine learns of stop strings, and if nobody reads on."""
-        try:
-            async for event in job.events():
-                if isinstance(event, Joined):
-                    yield answer.begin()
-                elif isinstance(event, Failed):
-                    raise event.error
-                else:
-                    choices = answer.take(event.choice, event.commit)
-                    if event.commit.finish_reason is None and answer.writers[event.choice].over:
-                        self.engine.finish(job, event.choice)
-                    yield choices
-                    if answer.over:
-                        return
-        finally:
-            self.engine.leave(job)
+        except BaseException:
+            close()
+            raise
+        return EventStream(self.stream(asked, answer, events, first), close)
 
     async def stream(
-        self, asked: Any, answer: Answer, events: AsyncGenerator[Choices], first: asyncio.Future[Choices]
-    ) -> AsyncIterator[bytes]:
+        self, asked: Any, answer: Answer, events: AsyncIterator[Choices], first: asyncio.Future[Choices]
+    ) -> AsyncGenerator[bytes]:
         """The answer as server-sent events."""
         options = asked.stream_options
         try:
-            async for choices in with_pings(events, first):
-                if choices is None:
-                    yield PINGED
-                    continue
-                if chunks := [answer.chunk([choice]) for choice in choices]:
-                    if answer.over and not options.include_usage:
-                        chunks[-1] |= answer.about_all()
-                    yield b"".join(map(data, chunks))
+            async with aclosing(with_pings(events, first)) as steps:
+                async for choices in steps:
+                    if choices is None:
+                        yield PINGED
+                    elif chunks := [answer.chunk([choice]) for choice in choices]:
+                        if answer.over and not options.include_usage:
+                            chunks[-1] |= answer.about_all()
+                        yield b"".join(map(data, chunks))
             if options.include_usage:
                 yield data(answer.chunk([], usage=True) | answer.about_all())
             yield DONE
         except Exception as error:  # the status has been sent
             yield failure(told(error))
-        finally:
-            await events.aclose()
 
     # -- tokens ---------------------------------------------------------------------------------------------------------
 
@@ -209,7 +217,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         words = {404: f"there is no {request.url.path[:200]} here", 405: f"{request.method} is not possible at {request.url.path[:200]}"}
         error = ApiError(error.status_code, words.get(error.status_code, str(error.detail)), headers=error.headers)
     elif isinstance(error, RequestValidationError):  # of a path that leaves its body to FastAPI
-        error = field_error(ValidationError.from_exception_data("body", error.errors()), error.body)  # type: ignore[arg-type]
+        error = field_error(error.errors(), error.body)
     return told(error).response()
 
 

@@ -190,7 +190,7 @@ def parse(body: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate({name: value for name, value in data.items() if value is not None})
     except ValidationError as error:
-        raise field_error(error, data) from None
+        raise field_error(error.errors(include_url=False, include_context=False), data) from None
 
 
 def refuse_constant(name: str) -> None:
@@ -219,18 +219,18 @@ def check_values(data: Any) -> None:
     raise refused(f"the JSON is nested deeper than {DEPTH} levels", code="invalid_json")
 
 
-def field_error(error: ValidationError, data: Any) -> ApiError:
+def field_error(errors: Sequence[Any], data: Any) -> ApiError:
     """What pydantic says of the field that it got furthest into; the kinds that a value may have are one sentence."""
     found: dict[tuple[str, ...], list[Any]] = {}
-    for each in error.errors(include_url=False, include_context=False):
+    for each in errors:
         found.setdefault(path_in(data, each["loc"], missing=each["type"] == "missing"), []).append(each)
-    path, errors = max(found.items(), key=lambda item: len(item[0]))
-    param, first = ".".join(path) or None, errors[0]
+    path, furthest = max(found.items(), key=lambda item: len(item[0]))
+    param, first = ".".join(path) or None, furthest[0]
     if first["type"] == "extra_forbidden":
         return refused(f"{param} is not supported here; leave it out", param, "unknown_field")
     if first["type"] == "missing":
         return refused(f"{param} is missing", param, "missing_field")
-    message = ", or: ".join(dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in errors))
+    message = ", or: ".join(dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in furthest))
     return refused(f"{param}: {message}" if param else message, param, "invalid_field")
 
 

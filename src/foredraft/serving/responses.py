@@ -126,7 +126,7 @@ class Answer(ABC):
             return {"speculative_decoding": None}
         counts = self.writers[0].counts
         steps = sum(counts.rounds.values())
-        histogram = [counts.rounds[accepted] for accepted in range(max(counts.rounds, default=0) + 1)]
+        histogram = [counts.rounds[accepted] for accepted in range(max(self.facts.depth, 0, *counts.rounds) + 1)]
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": 1 + counts.accepted / steps if steps else None,

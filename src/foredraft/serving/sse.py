@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -47,8 +47,9 @@ async def unless_left(receive: Receive, work: Awaitable[T]) -> T:
         raise ClientDisconnect
     finally:
         for each in (task, leaving):
-            each.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
+            while not each.done():  # before Python 3.12, wait_for can lose a cancellation
+                each.cancel()
+                await asyncio.wait({each}, timeout=0.1)
 
 
 async def left(receive: Receive) -> None:
@@ -57,7 +58,7 @@ async def left(receive: Receive) -> None:
         pass
 
 
-async def with_pings(events: AsyncIterator[T], first: asyncio.Future[T]) -> AsyncIterator[T | None]:
+async def with_pings(events: AsyncIterator[Any], first: asyncio.Future[Any]) -> AsyncGenerator[Any]:
     """``first`` and the ``events`` after it; None each time nothing has come for :data:`PING` seconds."""
     following = first
     try:
@@ -74,18 +75,17 @@ async def with_pings(events: AsyncIterator[T], first: asyncio.Future[T]) -> Asyn
             following = asyncio.ensure_future(anext(events))
     finally:
         following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
 
 
 class EventStream(Response):
-    """Sends bytes as they come. If the client leaves, or does not read for :data:`STALLED` seconds, ``parts`` is closed."""
+    """Sends bytes as they come. In the end, also if the client leaves or does not read for :data:`STALLED` seconds, ``close`` is called."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, parts: AsyncIterator[bytes]):
+    def __init__(self, parts: AsyncGenerator[bytes], close: Callable[[], None]):
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
-        self.parts = parts
+        self.parts, self.close = parts, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -93,7 +93,8 @@ class EventStream(Response):
         except (ClientDisconnect, asyncio.TimeoutError, OSError):
             raise ClientDisconnect from None
         finally:
-            await self.parts.aclose()  # type: ignore[attr-defined]
+            await self.parts.aclose()
+            self.close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -1,0 +1,99 @@
+"""From requests to rows: what the session is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from served import tiny_chat
+from transformers import GenerationConfig
+
+from foredraft import RowParameters
+from foredraft.guesses import ForcedTokens, Prediction
+from foredraft.rows import Commit
+from foredraft.serving import Settings
+from foredraft.serving.failures import ApiError
+from foredraft.serving.requests import Plan, Requests
+from foredraft.serving.schema import ChatRequest, CompletionRequest
+from foredraft.serving.writers import TokenNames, Writer
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def plan(isolation: str | None = None, *, settings: Settings | None = None, guess: bool = True, **body: Any) -> Plan:
+    requests = Requests(tiny_chat(), settings or Settings(model="tiny"), guess=guess)
+    kind = ChatRequest if "messages" in body else CompletionRequest
+    return asyncio.run(requests.plan(kind.model_validate(body), isolation))
+
+
+def row(**body: Any) -> RowParameters:
+    return plan(**{"prompt": "hello"} | body).choices[0].parameters
+
+
+def test_rows_keep_to_their_key():
+    assert [choice.parameters.isolation for choice in plan("key-1", prompt="a", n=2).choices] == ["key-1", "key-1"]
+    assert row().isolation is None
+
+
+def test_processors_are_in_the_order_of_transformers():
+    asked = {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3}
+    names = [type(stage.processor).__name__ for stage in row(**asked).pipeline.stages]
+    config = GenerationConfig(do_sample=True, min_new_tokens=3, eos_token_id=302, **{k: v for k, v in asked.items() if k != "min_tokens"})
+    config._eos_token_tensor = torch.tensor([302])
+    expected = tiny_chat().model._get_logits_processor(config, input_ids_seq_length=1, device="cpu")
+    assert names == [type(each).__name__ for each in expected]
+
+
+def test_greedy_rows_have_no_warpers():
+    assert row(temperature=0, top_p=0.5).pipeline.empty and not row(temperature=0).do_sample and row().do_sample
+
+
+def test_limits():
+    assert row().max_new_tokens == 16
+    assert plan(messages=MESSAGES).choices[0].parameters.max_new_tokens > 1900
+    assert row(max_tokens=10**6).max_new_tokens == 2047
+    assert plan(messages=MESSAGES, settings=Settings(model="tiny", max_batch_tokens=100)).choices[0].parameters.max_new_tokens < 100
+
+
+def test_drafts_and_guesses():
+    assert (row().max_draft, row(speculation="off").max_draft, row(speculation={"max_draft": 3}).max_draft) == (None, 0, 3)
+    assert isinstance(row(prediction={"content": "hello"}).guesses[0], Prediction)
+    assert isinstance(row(structured_outputs={"regex": "abc"}).guesses[0], ForcedTokens)
+    assert row(structured_outputs={"regex": "abc"}, guess=False).guesses == []
+    assert row(echo=True, logprobs=2).prompt_logprobs == 2 and row(logprobs=2).prompt_logprobs is None
+
+
+def test_without_a_chat_template_chat_says_so():
+    requests = Requests(tiny_chat(), Settings(model="tiny"), guess=True)
+    requests.chat.template = None
+    with pytest.raises(ApiError, match="--chat-template"):
+        asyncio.run(requests.plan(ChatRequest.model_validate({"messages": MESSAGES}), None))
+
+
+def test_an_operators_template_takes_the_place_of_the_tokenizers():
+    settings = Settings(model="tiny", chat_template="{{ messages[0].content }}!")
+    assert tiny_chat().tokenizer.decode(plan(messages=MESSAGES, settings=settings).prompts[0]) == "hello!"
+
+
+def test_the_token_that_ends_a_text_counts_but_is_not_shown():
+    tokenizer = tiny_chat().tokenizer
+    writer = Writer(tokenizer, [3], (), logprobs=False)
+    end = tokenizer.convert_tokens_to_ids("A")  # as for a model that ends texts with an ordinary token
+    piece = writer.add(Commit(0, [*tokenizer("hello")["input_ids"], end], 0, "eos"))
+    assert (piece.text, piece.finish_reason, len(writer.tokens)) == ("hello", "stop", 2)
+
+
+def test_halves_of_characters_are_held_back_until_they_are_whole():
+    tokenizer = tiny_chat().tokenizer
+    ids, writer = tokenizer("é€")["input_ids"], Writer(tiny_chat().tokenizer, [3], ("x",), logprobs=False)
+    shown = [writer.add(Commit(0, [token], 0, "length" if index == len(ids) - 1 else None)).text for index, token in enumerate(ids)]
+    assert shown == ["", "é", "", "", "€"]
+
+
+def test_names_of_tokens():
+    names = TokenNames(tiny_chat().tokenizer)
+    first, *_ = tiny_chat().tokenizer("€")["input_ids"]
+    assert names.text(first) == "bytes:\\xe2" and names.bytes(first) == b"\xe2"
+    assert names.text(302) == "<|im_end|>"
