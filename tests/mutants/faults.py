@@ -58,6 +58,7 @@ ENGINE = ("tests/serving/test_engine.py",)
 METRICS = ("tests/serving/test_metrics.py",)
 FINGERPRINT = ("tests/serving/test_fingerprint.py",)
 SERVE = ("tests/serving/test_serve.py",)
+ROLL = ("tests/serving/test_roll.py",)
 API = ("tests/serving/test_api.py",)
 BAD_REQUESTS = ("tests/serving/test_bad_requests.py",)
 CLIENTS = ("tests/serving/test_clients.py",)
@@ -133,6 +134,10 @@ FAULTS = [
     Fault("vocabularies.py", "likely, found = float(best) - read, (", "likely, found = float(best), (", VOCABULARIES),
     Fault("vocabularies.py", "reading.drafted(text, back)", "reading.drafted(text)", VOCABULARIES),
     Fault("draft_model.py", "self.model.rewind([length - back for length, back in zip(self.model.lengths, backs)])", "pass", VOCABULARIES),
+    # -- rolls of the page
+    Fault("rolling.py", "else (node + index)[None])", "else (node + index + 1)[None])", ROLL),
+    Fault("rolling.py", "if not keyed or tree.q is None:", "if True:", ROLL),
+    Fault("rolling.py", "at_least = 1 - (1 - a).flip(1).cumprod(1).flip(1) if", "at_least = a.cumprod(1) if", ROLL),
     # -- noise
     Fault(
         "noise.py",

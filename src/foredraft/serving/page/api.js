@@ -1,0 +1,85 @@
+// Requests to the server this page came from. Paths are relative, so that a proxy may serve it below a prefix.
+
+const STORED = "foredraft-key";
+let askForKey = async () => null;
+let asking = null;
+
+/** What went wrong, in words for a person; `status` is 0 where no answer came. */
+export class Problem extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** `ask(refused)` gets a key from the person, or null; `refused` says that there was one and the server did not take it. */
+export function onKeyNeeded(ask) {
+  askForKey = ask;
+}
+
+async function newKey(refused) {
+  asking ??= askForKey(refused).finally(() => { asking = null; });
+  const key = await asking;
+  if (key === null) throw new Problem("This server asks for an API key. Reload the page to enter one.", 401);
+  sessionStorage.setItem(STORED, key);
+}
+
+async function send(path, options = {}) {
+  for (;;) {
+    const key = sessionStorage.getItem(STORED);
+    const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+    let response;
+    try {
+      response = await fetch(path, { ...options, headers });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Problem("The server does not answer. Start it again, or check the connection, and try once more.", 0);
+    }
+    if (response.ok) return response;
+    if (response.status !== 401) throw new Problem(await reason(response), response.status);
+    await newKey(Boolean(key));
+  }
+}
+
+async function reason(response) {
+  const body = await response.json().catch(() => null);
+  const said = body?.error?.message ?? (typeof body?.detail === "string" ? body.detail : "");
+  const after = response.headers.get("retry-after");
+  return `${said || `The server answered ${response.status}.`}${after ? ` Try again in ${after} s.` : ""}`;
+}
+
+export const getJSON = async (path) => (await send(path)).json();
+export const getText = async (path) => (await send(path)).text();
+
+const post = (path, body, signal) =>
+  send(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal });
+
+export const postJSON = async (path, body, signal) => (await post(path, body, signal)).json();
+
+/** The chunks of a streamed answer, parsed, until `[DONE]`. */
+export async function* stream(path, body, signal) {
+  const response = await post(path, { ...body, stream: true, stream_options: { include_usage: true } }, signal);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read().catch((error) => {
+        if (error.name === "AbortError") throw error;
+        throw new Problem("The connection broke off before the answer was complete.", 0);
+      });
+      if (done) throw new Problem("The connection broke off before the answer was complete.", 0);
+      const events = (rest + value.replaceAll("\r", "")).split("\n\n");
+      rest = events.pop();
+      for (const event of events) {
+        const data = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
+        if (data === "[DONE]") return;
+        if (!data) continue; // a ping
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw new Problem(chunk.error.message, chunk.error.code ?? 500);
+        yield chunk;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,92 @@
+// A streamed answer as tokens: which were kept of a draft, which the model wrote itself, which were refused.
+
+import { html, useLayoutEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
+import { spoken } from "./parts.js";
+
+/** What one chunk of a stream added: `{text, round, tokens}`, or null where it holds no text. */
+export function piece(chunk) {
+  const choice = chunk.choices?.[0];
+  if (!choice) return null;
+  const text = choice.text ?? choice.delta?.content ?? "";
+  const round = choice.round ?? null;
+  if (!text && !round) return null;
+  return { text, round, tokens: round ? tokensOf(round, text, Boolean(choice.finish_reason)) : [{ kind: "own", text }] };
+}
+
+/** The round's tokens in the order of the text, refused ones last. A last chunk may end within a round: its text says where. */
+function tokensOf(round, text, last) {
+  const kept = round.path.slice(1).map((node) => ({ kind: "accepted", text: round.texts[node], node, drafter: round.drafters?.[node] }));
+  kept.push({ kind: "own", text: round.bonus.text, node: "bonus" });
+  let left = text.length;
+  const shown = last ? kept.filter((each) => { const fits = left > 0; left -= each.text.length; return fits; }) : kept;
+  return [...shown, ...refused(round)];
+}
+
+/** The branch that was tried first after the last token kept. */
+function refused(round) {
+  const found = [];
+  let above = round.path.at(-1);
+  for (;;) {
+    const node = round.parents.findIndex((parent, index) => parent === above && !round.path.includes(index));
+    if (node < 0) return found;
+    found.push({ kind: "rejected", text: round.texts[node], node, drafter: round.drafters?.[node] });
+    above = node;
+  }
+}
+
+/** Counts of a whole answer. */
+export function totals(pieces) {
+  const sum = { tokens: 0, accepted: 0, drafted: 0, passes: pieces.length, by: {} };
+  for (const { round, tokens } of pieces) {
+    sum.drafted += round ? round.tokens.length - 1 : 0;
+    for (const { kind, drafter } of tokens) {
+      if (kind === "rejected") continue;
+      sum.tokens += 1;
+      if (kind === "accepted") {
+        sum.accepted += 1;
+        sum.by[drafter ?? "the drafter"] = (sum.by[drafter ?? "the drafter"] ?? 0) + 1;
+      }
+    }
+  }
+  return sum;
+}
+
+const NAMES = { accepted: "kept", own: "the model's own", rejected: "refused" };
+
+/** The tokens of `pieces`. Arrow keys move between them; Enter, or a click, opens the round. */
+export function Tokens({ pieces, open, selected, hideRefused, label }) {
+  const [at, setAt] = useState(0);
+  const box = useRef(null);
+  const focus = useRef(false);
+  const flat = [];
+  pieces.forEach((each, index) => each.tokens.forEach((token) => {
+    if (!(hideRefused && token.kind === "rejected")) flat.push({ ...token, index, round: each.round });
+  }));
+  const current = Math.min(at, flat.length - 1);
+  useLayoutEffect(() => {
+    if (focus.current) box.current?.querySelector('[tabindex="0"]')?.focus();
+    focus.current = false;
+  });
+  const last = flat.length - 1;
+  const go = (event) => {
+    const move = { ArrowRight: (from) => from + 1, ArrowLeft: (from) => from - 1, Home: () => 0, End: () => last }[event.key];
+    if (move) {
+      event.preventDefault();
+      focus.current = true;
+      setAt((from) => Math.max(0, Math.min(last, move(Math.min(from, last)))));
+    } else if ((event.key === "Enter" || event.key === " ") && flat[current]?.round) {
+      event.preventDefault();
+      open(flat[current].index);
+    }
+  };
+  const token = (each, index) => {
+    const title = each.kind === "accepted" && each.drafter ? `kept, guessed by ${each.drafter}` : each.kind === "rejected" && each.drafter ? `refused, guessed by ${each.drafter}` : NAMES[each.kind];
+    const click = () => { setAt(index); if (each.round) open(each.index); };
+    return html`<span class=${`tok ${each.kind}${/^[ \t]*\n/.test(each.text) ? " breaks" : ""}`} role="button" tabindex=${index === current ? 0 : -1} title=${title} aria-label=${`${spoken(each.text)}: ${title}`}
+      onClick=${click}>${each.kind === "rejected" ? each.text.replace(/\s+/g, " ") : each.text}</span>`;
+  };
+  const groups = pieces.map(() => []);
+  flat.forEach((each, index) => groups[each.index].push(token(each, index)));
+  return html`<div class="tokens" role="group" aria-label=${label} ref=${box} onKeyDown=${go}>${groups.map((group, index) =>
+    html`<span class=${index === selected ? "of-round" : ""}>${group}</span>`)}</div>`;
+}

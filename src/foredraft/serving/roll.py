@@ -1,0 +1,206 @@
+"""``POST /rounds``: one round of speculative decoding in full, or many in numbers, for the page.
+
+A roll runs in the engine's thread while no other row is live, and only there. Everything that a request may ask for is bounded.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any, Protocol, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+from transformers import TemperatureLogitsWarper
+
+from foredraft import drafters, verification
+from foredraft.choices import check_shape, choose_rule
+from foredraft.drafters.base import Drafter
+from foredraft.errors import ConfigurationError
+from foredraft.logits.processors import Pipeline
+from foredraft.serving.rolling import Likely, Roll, Rounds, play
+from foredraft.shapes import TreeShape
+from foredraft.speculator import Speculator
+from foredraft.text import encode
+
+ROLLS, NODES, CHARACTERS, TOKENS = 500, 64, 8000, 1024  # most of each
+SECONDS = 3.0  # that everybody else waits for one request, about
+OWN, COPIES = "own", "prompt-lookup"
+SHAPES = ("chain(5)", "chain(3)", "chain(8)", "product(3,2,1)", "product(4,2,1)")
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """As far as a roll needs it."""
+
+    def alone(self, function: Callable[[], T]) -> Awaitable[T]:
+        """``function``, run in the engine's thread while no row is live."""
+
+
+class RollRequest(BaseModel):
+    """What to roll. ``drafter`` is the server's own, or ``prompt-lookup``; rolls are numbered from ``first`` on, and each has noise of its
+    own, which ``seed`` and the number determine."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: Annotated[str, Field(min_length=1, max_length=CHARACTERS)]
+    drafter: Annotated[str, Field(max_length=40)] = OWN
+    rule: Annotated[str, Field(max_length=60)] = "rejection"
+    shape: Annotated[str, Field(max_length=60)] = "chain(5)"
+    temperature: Annotated[float, Field(ge=0.1, le=2)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    first: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    rolls: Annotated[int, Field(ge=1, le=ROLLS)] = 1
+
+
+def router(engine: Engine, speculator: Speculator) -> APIRouter:
+    """The routes of the page's Roll."""
+    routes = APIRouter()
+
+    @routes.get("/rounds")
+    async def choices() -> dict[str, Any]:
+        """What can be rolled: drafters, shapes, and the rules that verify each exactly, or lossily."""
+        return {
+            "drafters": [{"id": name, "name": made.name, "rules": fitting(made)} for name, made in known_drafters(speculator).items()],
+            "rules": {name: {"summary": known.summary, "lossless": known.lossless} for name, known in described().items()},
+            "shapes": [shape for shape in SHAPES if fits(speculator, shape)],
+            "most": {"rolls": ROLLS, "nodes": NODES, "characters": CHARACTERS, "tokens": TOKENS},
+        }
+
+    @routes.post("/rounds")
+    async def roll(request: RollRequest, http: Request) -> dict[str, Any]:
+        """Draft, verify and correct after the prompt, as often as asked for; less often if that takes long, ``rolls`` says how often."""
+        known = verification.describe(request.rule)
+        ids = await run_in_threadpool(read, speculator, request.prompt)
+        seed = secrets.randbits(52) if request.seed is None else request.seed
+        key = http.scope.get("state", {}).get("key")  # its name: what is kept of one key's texts is not for others
+        done, drafter, shape = await engine.alone(partial(rolled, speculator, request, ids, seed, isolation=key))
+        body = await run_in_threadpool(written, speculator.tokenizer, done)
+        return {"seed": seed, "drafter": drafter, "rule": request.rule, "lossless": known.lossless, "shape": shape, **body}
+
+    return routes
+
+
+def described() -> dict[str, Any]:
+    return {name: verification.describe(name) for name in verification.names()}
+
+
+def known_drafters(speculator: Speculator) -> dict[str, Drafter]:
+    """The server's own if it drafts anything, and prompt lookup, which any text has."""
+    own = {} if speculator.drafter.name in ("none", COPIES) else {OWN: speculator.drafter}
+    return {**own, COPIES: drafters.create(COPIES)}
+
+
+def fitting(drafter: Drafter) -> dict[str, list[str]]:
+    """The rules that can verify the chains of ``drafter``, and its trees."""
+    shapes = {"chain": TreeShape.chain(5), **({"tree": TreeShape.product(3, 2, 1)} if drafter.info.branches else {})}
+    found: dict[str, list[str]] = {}
+    for kind, shape in shapes.items():
+        for name in verification.names():
+            try:
+                choose_rule(name, drafter, shape, lossless=False)
+            except ConfigurationError:
+                continue
+            found.setdefault(kind, []).append(name)
+    return found
+
+
+def fits(speculator: Speculator, shape: str) -> bool:
+    return TreeShape.parse(shape).is_chain or not speculator.target.chains_only
+
+
+def read(speculator: Speculator, prompt: str) -> list[int]:
+    """The tokens of ``prompt``, of which the last is the root of the tree.
+
+    Raises:
+        ConfigurationError: too few or too many.
+    """
+    ids = encode(speculator.tokenizer, prompt)
+    if len(ids) < 2:
+        raise ConfigurationError("the prompt is a single token; write a little more, so that there is something to go on")
+    if len(ids) > TOKENS:
+        raise ConfigurationError(f"the prompt has {len(ids)} tokens; a roll takes {TOKENS} at most")
+    return ids
+
+
+def rolled(
+    speculator: Speculator, request: RollRequest, ids: Sequence[int], seed: int, *, isolation: str | None = None
+) -> tuple[Rounds, str, str]:
+    """The rounds, and what drafted them in which shape; in the engine's thread.
+
+    Raises:
+        ConfigurationError: no such drafter, rule or shape, or they do not go together; the message says what would.
+    """
+    known, shape = known_drafters(speculator), TreeShape.parse(request.shape)
+    if request.drafter not in known:
+        raise ConfigurationError(f"drafter is one of {', '.join(known)}, got {request.drafter!r}")
+    if not shape.static or not 1 <= shape.nodes <= NODES:
+        raise ConfigurationError(f"shape {request.shape!r}: a roll takes a chain, product or paths of 1 to {NODES} nodes")
+    drafter, target = known[request.drafter], speculator.target
+    rule, proposal = choose_rule(request.rule, drafter, shape, lossless=False)
+    if target.context is not None and len(ids) + shape.depth + 2 > target.context:
+        raise ConfigurationError(f"the prompt has {len(ids)} tokens, which leaves no room in the model's context of {target.context}")
+    with ExitStack() as undo:
+        if drafter is not speculator.drafter:
+            drafter.bind(target)
+            undo.callback(drafter.close)
+        check_shape(shape, target, drafter)
+        warpers = [TemperatureLogitsWarper(float(request.temperature))] if request.temperature != 1 else []
+        pipeline = Pipeline.alone(warpers, prompt_length=len(ids) - 1)
+        how: dict[str, Any] = {
+            "pipeline": pipeline,
+            "seed": seed,
+            "first": request.first,
+            "rolls": request.rolls,
+            "isolation": isolation,
+            "seconds": SECONDS,
+        }
+        return play(target, drafter, rule, proposal, shape, ids, **how), drafter.name, str(shape)
+
+
+def written(tokenizer: Any, done: Rounds) -> dict[str, Any]:
+    """``done`` with the texts of its tokens, as JSON."""
+
+    def text(token: int) -> str:
+        return str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    def shown(tokens: Sequence[Likely]) -> list[dict[str, Any]]:
+        return [{**asdict(each), "text": text(each.token)} for each in tokens]
+
+    roll, tally = done.roll, done.tally
+    return {
+        "proposal": done.proposal,
+        "root": {"token": done.root, "text": text(done.root)},
+        "round": {
+            **round_of(roll, text),
+            "likely": [shown(each) for each in roll.likely],
+            "residual": roll.residual and shown(roll.residual),
+        },
+        "rolls": sum(tally.landed),
+        "landed": tally.landed,
+        "expected": tally.expected,
+        "first": [{"token": token, "text": text(token), "count": count, "p": tally.p[token]} for token, count in tally.first.items()],
+        "distance": tally.distance,
+        "chance": tally.chance,
+    }
+
+
+def round_of(roll: Roll, text: Callable[[int], str]) -> dict[str, Any]:
+    """A round in the form of the member ``round`` of a chunk, and what only a roll knows."""
+    return {
+        "tokens": roll.tokens,
+        "texts": [text(token) for token in roll.tokens],
+        "parents": roll.parents,
+        "p": roll.p,
+        "q": roll.q,
+        "path": roll.path,
+        "accepted": len(roll.path) - 1,
+        "bonus": {"token": roll.bonus, "text": text(roll.bonus), "p": roll.bonus_p},
+        "ended": roll.ended,
+        "coins": [asdict(coin) for coin in roll.coins],
+        "thresholds": roll.thresholds,
+    }

@@ -1,0 +1,315 @@
+"""One round, many times over the same text, with everything that decided it on record.
+
+A roll is a real round of a :class:`~foredraft.session.Session` whose rule writes down what it was given and what it drew. The rows differ
+in their seeds alone, and the last token of the text is the root of every row's tree. Nothing here is estimated: p and q are those that the
+rule saw, and the coins are those that it threw.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, pi
+
+import torch
+from torch import Tensor
+
+from foredraft.drafters.base import Drafter
+from foredraft.logits.noise import Noise, Purpose, Randomness
+from foredraft.logits.processors import Pipeline
+from foredraft.planning import FixedPlanner
+from foredraft.rows import RowParameters
+from foredraft.session import Session
+from foredraft.shapes import TreeShape
+from foredraft.target import Target
+from foredraft.tree import Proposal, TokenTree
+from foredraft.verification import Rule, Verdict
+from foredraft.verification.block import Block
+from foredraft.verification.match import Match
+from foredraft.verification.rejection import Rejection
+from foredraft.verification.typical import Typical
+
+TOGETHER, VALUES = 64, 1 << 24  # most rows in one pass, and most probabilities
+LIKELIEST = 6  # tokens shown of a distribution
+FIRST = 12  # of the target's likeliest first tokens that are always counted
+DRAWN = ("keyed", "iid", "without-replacement")  # proposals that have a q
+
+
+class Recorded(Rule):
+    """``rule``, which writes down the trees, the probabilities and the draws of the round."""
+
+    tree: TokenTree
+    p: Tensor
+    verdict: Verdict
+    noise: RecordedNoise
+
+    def __init__(self, rule: Rule, *, needs_q: bool):
+        self.rule = rule
+        names = ("name", "proposals", "chains_only", "lossless")
+        vars(self).update({name: getattr(rule, name) for name in names}, needs_q=needs_q)  # so that there is a q to show under every rule
+
+    def verify(self, tree: TokenTree, p: Tensor, noise: Randomness) -> Verdict:
+        assert isinstance(noise, Noise)
+        self.tree, self.p, self.noise = tree, p, RecordedNoise(noise)
+        self.verdict = self.rule.verify(tree, p, self.noise)
+        return self.verdict
+
+
+class RecordedNoise(Noise):
+    """``noise``, which writes down the coins, ``[R, K]`` each with the node of the first, and the weights of the last draw ``[R, V]``."""
+
+    def __init__(self, noise: Noise):
+        super().__init__(noise.keys, noise.positions)
+        self.coins: list[tuple[int | Tensor, Tensor, Tensor]] = []  # node, probability, coin
+        self.weights: Tensor | None = None
+
+    def accept(self, probability: Tensor, node: int | Tensor = 0) -> Tensor:
+        index = torch.arange(probability.shape[1], device=probability.device)
+        coins = self._uniforms(node[:, None] + index if isinstance(node, Tensor) else (node + index)[None])
+        self.coins.append((node, probability, coins.expand_as(probability)))
+        return coins < probability
+
+    def draw(self, weights: Tensor, purpose: Purpose, node: int = 0) -> Tensor:
+        self.weights = weights
+        return super().draw(weights, purpose, node)
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A token, its probability before and after something, and the draft's; ``q`` None where there is none."""
+
+    token: int
+    p: float
+    q: float | None = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Coin:
+    """A drafted token was tried: it is kept if ``coin``, uniform between 0 and 1, lies below ``probability``."""
+
+    node: int
+    probability: float
+    coin: float
+
+
+@dataclass(frozen=True)
+class Roll:
+    """One round in full. Nodes are numbered, the root is 0.
+
+    Attributes:
+        tokens, parents: of the nodes that were proposed.
+        p, q: probability of each node's token after its parent, by the target and by the draft; None at the root, or without a q.
+        path: the nodes kept, the root first.
+        bonus, bonus_p: the token that follows, and its probability by the target.
+        ended: "mismatch", "end of draft" or "no draft".
+        coins: that were thrown, in order.
+        thresholds: per node, what p must exceed under the rule ``typical``; else None.
+        likely: after each node of the path, the target's likeliest tokens.
+        residual: what the bonus token was drawn from where that is not p: its likeliest tokens, with ``weight``. Else None.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    p: list[float | None]
+    q: list[float | None] | None
+    path: list[int]
+    bonus: int
+    bonus_p: float
+    ended: str
+    coins: list[Coin]
+    thresholds: list[float | None] | None
+    likely: list[list[Likely]]
+    residual: list[Likely] | None
+
+
+@dataclass
+class Tally:
+    """What many rolls came to.
+
+    Attributes:
+        landed: ``landed[k]`` rolls kept k drafted tokens.
+        expected: how many were to be expected to, given what was drafted; None where there is no short formula.
+        first: the first token of each roll: how often it came, beside p; the likeliest ones are always in it.
+        distance: total variation between the frequencies of first tokens and p.
+        chance: the distance that so many draws from p have on average, about, those before ``first`` counted as well.
+    """
+
+    landed: list[int]
+    expected: list[float] | None
+    first: dict[int, int]
+    p: dict[int, float]
+    distance: float
+    chance: float
+
+
+@dataclass
+class Rounds:
+    """The rolls that were made: the first in full, and what all of them came to."""
+
+    proposal: Proposal
+    root: int
+    roll: Roll
+    tally: Tally
+
+
+def play(
+    target: Target,
+    drafter: Drafter,
+    rule: Rule,
+    proposal: Proposal,
+    shape: TreeShape,
+    ids: Sequence[int],
+    *,
+    pipeline: Pipeline,
+    seed: int,
+    first: int,
+    rolls: int,
+    isolation: str | None,
+    seconds: float = inf,
+) -> Rounds:
+    """Rolls ``first`` to ``first + rolls`` of ``seed`` after ``ids``, two tokens at least. No row of another session is live.
+    Once ``seconds`` are over, no more are begun."""
+    recorded = Recorded(rule, needs_q=rule.needs_q or proposal in DRAWN)
+    parameters = RowParameters(shape.depth + 2, do_sample=True, pipeline=pipeline, isolation=isolation)
+    together = max(1, min(TOGETHER, VALUES // ((shape.nodes + 1) * target.vocab_size)))
+    counts, firsts, expected, shown, p = [0] * (shape.depth + 1), dict[int, int](), list[Tensor](), None, None
+    done = 0
+    end = time.monotonic() + seconds
+    while not done or (done < rolls and time.monotonic() < end):
+        session = Session(target, drafter, recorded, proposal=proposal, planner=FixedPlanner(shape), wait=True)
+        try:
+            for index in range(first + done, first + min(rolls, done + together)):
+                session.add(ids[:-1], replace(parameters, seed=(seed, index)))
+                session.waiting[-1].ids.append(ids[-1])  # as a row that was set aside: its last token is the root of its next tree
+            session.step()
+        finally:
+            session.close()
+        tree, verdict = recorded.tree, recorded.verdict
+        if shown is None:
+            shown, p = roll_of(recorded), recorded.p[0, 0].clone()
+        if (chances := landing(recorded, proposal, shape.depth)) is not None:
+            expected.append(chances)
+        for row, (accepted, bonus) in enumerate(zip(verdict.accepted.tolist(), verdict.next_token.tolist())):
+            counts[accepted] += 1
+            token = int(tree.tokens[row, verdict.path[row, 1]]) if accepted else bonus
+            firsts[token] = firsts.get(token, 0) + 1
+        done += tree.rows
+    assert shown is not None and p is not None
+    wanted = torch.cat(expected).sum(0).tolist() if expected else None
+    return Rounds(proposal, ids[-1], shown, tally_of(counts, firsts, p, wanted, draws=first + done))
+
+
+def tally_of(landed: list[int], counts: dict[int, int], p: Tensor, expected: list[float] | None, *, draws: int) -> Tally:
+    """``p`` ``[V]``, and how often each token came first."""
+    rolls = sum(landed)
+    tokens = dict.fromkeys([*p.topk(min(FIRST, int((p > 0).sum()))).indices.tolist(), *counts])
+    known = {token: float(p[token]) for token in tokens}
+    distance = 1 - sum(min(count / rolls, known[token]) for token, count in counts.items())
+    return Tally(landed, expected, {token: counts.get(token, 0) for token in tokens}, known, max(0.0, distance), chance_distance(p, draws))
+
+
+def chance_distance(p: Tensor, draws: int) -> float:
+    """About the mean total variation between p ``[V]`` and the frequencies of so many draws from it: half the sum of the mean deviations,
+    by the normal law where a token is expected often, and at most 2 p where it hardly ever comes."""
+    return float(torch.minimum(2 * p, (2 * p * (1 - p) / (pi * draws)).sqrt()).sum() / 2)
+
+
+def landing(recorded: Recorded, proposal: Proposal, depth: int) -> Tensor | None:
+    """``[R, depth + 1]`` the probability that 0, 1, … drafted tokens are kept, given the drafts, of chains under a rule that has a short
+    formula; None for others.
+
+    With a_i the probability that token i is kept after those before it, at least k are with a_1 … a_k. Under ``rejection`` and ``lenient``
+    that is the coin's; under ``match`` p(x), or for a draft x ~ q with the same noise P(both choose x) / q(x). ``block`` keeps k or more
+    if any of its coins from k on shows it.
+    """
+    tree, p, noise = recorded.tree, recorded.p, recorded.noise
+    if not tree.chain or not depth:
+        return None
+    if isinstance(recorded.rule, Block | Rejection) and noise.coins:
+        a = noise.coins[0][1].clamp(max=1)
+    elif isinstance(recorded.rule, Match):
+        a = match_chances(tree, p, keyed=proposal == "keyed")
+    else:
+        return None
+    a = torch.nn.functional.pad(a, (0, depth - a.shape[1]))
+    if tree.valid is not None:
+        a = a * torch.nn.functional.pad(tree.valid[:, 1:], (0, depth - tree.nodes + 1))
+    at_least = 1 - (1 - a).flip(1).cumprod(1).flip(1) if isinstance(recorded.rule, Block) else a.cumprod(1)
+    edges = torch.nn.functional.pad(torch.nn.functional.pad(at_least, (1, 0), value=1.0), (0, 1))
+    return edges[:, :-1] - edges[:, 1:]
+
+
+def match_chances(tree: TokenTree, p: Tensor, *, keyed: bool) -> Tensor:
+    """``[R, γ]`` the chance that the target chooses each token of a chain: p(x), or where the draft chose x ~ q by the same noise
+    1 / (q(x) sum_v max(p_v / p_x, q_v / q_x))."""
+    x = tree.tokens[:, 1:, None]
+    p = p[:, : x.shape[1]]
+    p_x = p.gather(2, x)
+    if not keyed or tree.q is None:
+        return p_x[..., 0]
+    q = tree.q[:, : x.shape[1]]
+    q_x = q.gather(2, x)
+    tiny = torch.finfo(p.dtype).tiny
+    both = torch.maximum(p / p_x.clamp(min=tiny), q / q_x.clamp(min=tiny)).sum(2)
+    return torch.where(p_x[..., 0] > 0, 1 / (both * q_x[..., 0].clamp(min=tiny)), 0).clamp(max=1)
+
+
+def roll_of(recorded: Recorded, row: int = 0) -> Roll:
+    """The round of one row as lists."""
+    tree, p, verdict, noise = recorded.tree, recorded.p, recorded.verdict, recorded.noise
+    real = [True] * tree.nodes if tree.valid is None else tree.valid[row].tolist()
+    number = {node: index for index, node in enumerate(node for node in range(tree.nodes) if real[node])}
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    path = verdict.path[row].tolist()[: int(verdict.accepted[row]) + 1]
+    q, bonus, last = tree.q, int(verdict.next_token[row]), path[-1]
+    thresholds = recorded.rule.threshold(tree, p)[row].tolist() if isinstance(recorded.rule, Typical) else None
+    drafted = [node for node in number if node]
+    weights = None if noise.weights is None else noise.weights[row]
+    return Roll(
+        tokens=[tokens[node] for node in number],
+        parents=[-1, *(number[parents[node]] for node in drafted)],
+        p=[None, *(float(p[row, parents[node], tokens[node]]) for node in drafted)],
+        q=None if q is None else [None, *(float(q[row, parents[node], tokens[node]]) for node in drafted)],
+        path=[number[node] for node in path],
+        bonus=bonus,
+        bonus_p=float(p[row, last, bonus]),
+        ended="no draft" if not drafted else "mismatch" if any(parents[node] == last for node in drafted) else "end of draft",
+        coins=[coin for coin in coins_of(recorded, row, number) if coin.node],
+        thresholds=None if thresholds is None else [None, *(thresholds[parents[node]] for node in drafted)],
+        likely=[likely(p[row, node], None if q is None or node >= q.shape[1] else q[row, node]) for node in path],
+        residual=None if weights is None or same(weights, p[row, last]) else residual_of(weights, p[row, last], q, row, last, bonus),
+    )
+
+
+def same(weights: Tensor, p: Tensor) -> bool:
+    return bool(torch.allclose(weights / weights.sum(), p, atol=1e-6))
+
+
+def residual_of(weights: Tensor, p: Tensor, q: Tensor | None, row: int, node: int, bonus: int) -> list[Likely]:
+    """The likeliest tokens by ``weights`` ``[V]``, the one drawn among them."""
+    shares = weights / weights.sum()
+    tokens = shares.topk(min(LIKELIEST, int((shares > 0).sum()))).indices.tolist()
+    tokens += [] if bonus in tokens else [bonus]
+    of = None if q is None or node >= q.shape[1] else q[row, node]
+    return [Likely(token, float(p[token]), None if of is None else float(of[token]), float(shares[token])) for token in tokens]
+
+
+def likely(p: Tensor, q: Tensor | None) -> list[Likely]:
+    tokens = p.topk(min(LIKELIEST, int((p > 0).sum()))).indices.tolist()
+    return [Likely(token, float(p[token]), None if q is None else float(q[token])) for token in tokens]
+
+
+def coins_of(recorded: Recorded, row: int, number: dict[int, int]) -> list[Coin]:
+    """The coins that decided about ``row``. Rules for chains only number them from the first drafted token on, others by node."""
+    noise = recorded.noise
+    found, over = [], False
+    for node, probability, coin in noise.coins:
+        begin = (int(node[row]) if isinstance(node, Tensor) else node) + recorded.rule.chains_only
+        for offset, (chance, toss) in enumerate(zip(probability[row].tolist(), coin[row].tolist())):
+            tried = chance > 0 or isinstance(recorded.rule, Rejection)  # elsewhere 0 marks what was not looked at
+            if begin + offset in number and tried and not over:
+                found.append(Coin(number[begin + offset], min(chance, 1.0), toss))
+                over = isinstance(recorded.rule, Rejection) and toss >= chance  # what is drafted below is not looked at
+    return found

@@ -1,0 +1,320 @@
+"""The page in a browser, as a person uses it: each view, both themes, by keyboard, and when things go wrong."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from browser import chromium, opened, violations
+from served import served
+
+import foredraft
+
+KEPT = ".tokens .tok.accepted, .tokens .tok.own"
+THEMES = pytest.mark.parametrize("scheme", ["light", "dark"])
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def url(browser):
+    """A server that really drafts; chains of four, so that rounds do not depend on how busy the machine is."""
+    with served(
+        foredraft.Speculator("zoo:python-8m", "draft-model:zoo:python-1m", shape="chain(4)", dtype="float32", execution="eager")
+    ) as address:
+        yield address
+
+
+def write(page, seed: int = 5) -> None:
+    page.get_by_label("Seed").fill(str(seed))
+    page.get_by_label("Most tokens").fill("40")
+    page.get_by_role("button", name="Continue the text").click()
+    page.locator(".answer p.note").wait_for()
+
+
+@THEMES
+def test_a_text_is_written_and_its_rounds_open(browser, url, scheme):
+    with opened(browser, url, scheme=scheme) as page:
+        write(page)
+        text = "".join(page.locator(KEPT).all_text_contents())
+        body = {"prompt": page.get_by_label("Beginning of the text").input_value(), "max_tokens": 40, "temperature": 0.7, "seed": 5}
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        assert text == httpx.post(f"{url}/v1/completions", json={"model": model, **body}, timeout=60).json()["choices"][0]["text"]
+        assert page.locator(".tokens .tok.accepted").count() > 0
+        assert "guessed by draft-model" in page.locator(".tokens .tok.accepted").first.get_attribute("title")
+        assert f"{page.locator(KEPT).count()} tokens in" in page.locator(".answer p.note").inner_text()
+        assert violations(page) == []
+
+        page.locator(".tokens .tok.rejected").first.click()
+        card = page.locator(".card.round")
+        assert "4 tokens guessed" in card.inner_text() and "The model did not go along" in card.inner_text()
+        assert card.locator("svg .node.rejected").count() > 0 and card.locator("svg .node.own").count() == 1
+        card.get_by_text("The same as a table").click()
+        assert "draft-model" in card.locator("tbody").inner_text()
+        assert violations(page) == []
+
+        page.get_by_label("Hide refused guesses").check()
+        assert page.locator(".tokens .tok.rejected").count() == 0
+        page.keyboard.press("Escape")
+        assert card.count() == 0
+
+
+def test_tokens_are_read_and_opened_by_keyboard(browser, url):
+    with opened(browser, url) as page:
+        write(page)
+        assert page.locator('.tokens [tabindex="0"]').count() == 1  # one stop for Tab, whatever the length
+        page.locator('.tokens [tabindex="0"]').focus()
+        for _ in range(3):
+            page.keyboard.press("ArrowRight")
+        focused = page.evaluate("() => [...document.querySelectorAll('.tokens .tok')].indexOf(document.activeElement)")
+        assert focused == 3
+        page.keyboard.press("Enter")
+        assert page.locator(".card.round").count() == 1
+        assert "Round" in page.locator(".view > [role=status]").inner_text()
+
+
+@THEMES
+def test_a_round_is_rolled_step_by_step(browser, url, scheme):
+    with opened(browser, f"{url}/#roll", scheme=scheme) as page:
+        page.get_by_role("button", name="Roll", exact=True).click()
+        for step, name in enumerate(["Draft", "Verify", "Accept", "Correct"]):
+            page.get_by_role("button", name=name).click()
+            assert page.locator(".guesses .coin").count() == 0 or step >= 2
+        landed = page.locator(".landed").inner_text()
+        kept = page.locator(".guesses tr.accepted").count()
+        assert landed.startswith(f"{kept} of 5 guesses landed; this pass wrote {kept + 1} token")
+        assert page.locator(".guesses .coin").count() == min(kept + 1, 5)
+        for row in page.locator(".guesses tr").filter(has=page.locator(".coin")).all():
+            inside = "<" in row.locator(".coin .figure").inner_text()
+            assert inside == ("kept" in row.inner_text())
+        assert violations(page) == []
+        page.get_by_role("button", name="Try the other rules").click()
+        page.locator(".outcomes li").nth(7).wait_for()
+        assert page.locator(".outcomes li").filter(has_text="typical").locator(".badge").inner_text() == "lossy"
+
+
+def test_many_rolls_close_on_p_and_those_of_a_lossy_rule_do_not(browser, url):
+    """Takes as long as several hundred rounds do."""
+    with opened(browser, f"{url}/#roll", scheme="dark") as page:
+        card = page.locator(".many")
+
+        def roll(rule: str, least: int) -> None:
+            page.get_by_label("Rule").select_option(rule)
+            page.get_by_role("button", name="Roll 500").click()
+            page.wait_for_function(
+                "([rule, least]) => { const card = document.querySelector('.many'); "
+                "return card?.innerText.includes(rule) && parseInt(card.querySelector('h2').innerText) >= least; }",
+                arg=[rule, least],
+            )
+            page.get_by_role("button", name="Stop").click()
+            page.get_by_role("button", name="Roll 500").wait_for()
+            counts = card.locator("table").first.locator("tbody tr td:nth-child(3)").all_inner_texts()
+            assert sum(map(int, counts)) == int(card.get_by_role("heading", level=2).inner_text().split()[0]) >= least
+
+        roll("rejection", 150)
+        assert card.locator(".closing .mark").inner_text() == "≈"
+        assert violations(page) == []
+        roll("typical", 300)
+        assert card.locator(".closing .mark").inner_text() == "≠"
+        assert card.locator(".badge").inner_text() == "lossy"
+
+
+@THEMES
+def test_plain_and_speculative_write_the_same_text(browser, url, scheme):
+    with opened(browser, f"{url}/#race", scheme=scheme) as page:
+        page.get_by_label("Tokens").fill("24")
+        page.get_by_role("button", name="Run both").click()
+        page.locator(".verdict").wait_for(timeout=60_000)
+        assert "The texts are the same" in page.locator(".verdict").inner_text()
+        plain, speculative = (
+            "".join(page.get_by_role("region", name=name).locator(KEPT).all_text_contents()) for name in ("Plain", "Speculative")
+        )
+        assert plain == speculative != ""
+        passes = [int(page.get_by_role("region", name=name).locator("dd").nth(2).inner_text()) for name in ("Plain", "Speculative")]
+        assert passes[0] == 24 > passes[1]
+        assert violations(page) == []
+
+
+def test_without_motion_nothing_is_replayed(browser, url):
+    with opened(browser, f"{url}/#race", motion="reduce") as page:
+        page.get_by_label("Tokens").fill("10")
+        page.get_by_role("button", name="Run both").click()
+        page.locator(".pair").wait_for()
+        assert page.locator(".verdict").count() == 1  # at once
+        page.goto(f"{url}/#roll")
+        page.get_by_role("button", name="Roll", exact=True).click()
+        page.locator(".one").wait_for()
+        assert page.locator(".landed").count() == 1
+
+
+@THEMES
+def test_live_shows_what_the_server_does(browser, url, scheme):
+    with opened(browser, f"{url}/#live", scheme=scheme) as page:
+        page.locator(".chart").first.wait_for()
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "def f(x):\n", "max_tokens": 30}, timeout=60)
+        page.wait_for_function("() => parseFloat(document.querySelector('.chart dd').textContent) > 1", timeout=10_000)
+        assert page.locator(".chart").first.locator("dt").inner_text() == "draft-model"
+        assert page.locator(".chart canvas").count() == 4
+        assert violations(page) == []
+
+
+@pytest.mark.parametrize("width", [360, 768, 1400])
+def test_every_view_fits_its_window(browser, url, width):
+    with opened(browser, url, width=width, motion="reduce") as page:
+        write(page)
+        page.locator(".tokens .tok").first.click()
+        assert fits(page)
+        page.goto(f"{url}/#roll")
+        page.get_by_role("button", name="Roll", exact=True).click()
+        page.locator(".landed").wait_for()
+        assert fits(page)
+        page.goto(f"{url}/#live")
+        page.locator(".chart canvas").first.wait_for()
+        assert fits(page)
+
+
+def fits(page) -> bool:
+    return page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+
+
+# -- when things go wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_empty_texts_and_refusals_are_said(browser, url):
+    with opened(browser, url) as page:
+        page.get_by_label("Beginning of the text").fill("  ")
+        page.get_by_role("button", name="Continue the text").click()
+        assert "Write a beginning first" in page.get_by_role("alert").inner_text()
+        page.route("**/v1/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "the prompt is too long"}}))
+        page.get_by_label("Beginning of the text").fill("x")
+        page.get_by_role("button", name="Continue the text").click()
+        page.get_by_text("the prompt is too long").wait_for()
+        assert violations(page) == []
+        page.goto(f"{url}/#roll")
+        page.get_by_label("Text so far").fill("x")
+        page.get_by_role("button", name="Roll", exact=True).click()
+        page.get_by_text("single token").wait_for()  # the real server's words
+        assert [line for line in page.said if "400" not in line] == []
+        page.said.clear()
+
+
+def test_a_server_that_is_gone_is_said_and_tried_again(browser, url):
+    with opened(browser, url) as page:
+        page.route("**/v1/completions", lambda route: route.abort())
+        page.get_by_role("button", name="Continue the text").click()
+        page.get_by_text("The server does not answer").wait_for()
+        page.route("**/v1/models", lambda route: route.abort())
+        page.reload()
+        page.get_by_text("The server does not answer").wait_for()
+        page.unroute("**/v1/models")
+        page.get_by_role("button", name="Try again").click()
+        page.get_by_role("heading", name="Complete").wait_for()
+        assert [line for line in page.said if "ERR_FAILED" not in line] == []
+        page.said.clear()
+
+
+def test_a_broken_stream_keeps_what_came(browser, url):
+    chunk = {"choices": [{"index": 0, "text": "hello", "finish_reason": None}]}
+    with opened(browser, url) as page:
+        page.route(
+            "**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(chunk)}\n\n")
+        )
+        page.get_by_role("button", name="Continue the text").click()
+        page.get_by_text("The connection broke off").wait_for()
+        assert page.locator(".tokens").inner_text() == "hello"
+        error = {"error": {"message": "the server stops", "code": 503}}
+        page.route(
+            "**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(error)}\n\n")
+        )
+        page.get_by_role("button", name="Continue the text").click()
+        page.get_by_text("the server stops").wait_for()
+
+
+def test_a_key_is_asked_for_and_kept_in_this_tab(browser, url):
+    with opened(browser, url) as page:
+        right = {"authorization": "Bearer sesame"}
+
+        def guarded(route):
+            if route.request.headers.get("authorization") == right["authorization"]:
+                route.fallback()
+            else:
+                route.fulfill(status=401, json={"error": {"message": "no API key was given"}})
+
+        page.route("**/v1/**", guarded)
+        page.reload()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Key").fill("wrong")
+        assert violations(page) == []
+        dialog.get_by_role("button", name="Continue").click()
+        page.get_by_text("did not take this key").wait_for()
+        dialog.get_by_label("Key").fill("sesame")
+        dialog.get_by_role("button", name="Continue").click()
+        page.get_by_role("heading", name="Complete").wait_for()
+        assert page.evaluate("() => [sessionStorage.getItem('foredraft-key'), localStorage.length]") == ["sesame", 0]
+        page.evaluate("() => sessionStorage.removeItem('foredraft-key')")
+        page.reload()
+        dialog.get_by_role("button", name="Cancel").click()
+        page.get_by_text("This server asks for an API key").wait_for()
+        assert [line for line in page.said if "401" not in line] == []
+        page.said.clear()
+
+
+def test_chat_is_offered_where_there_is_a_template(browser, url):
+    said = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]
+    first = {
+        "shape": "chain(2)",
+        "tokens": [1, 2, 3],
+        "texts": ["<", "Hel", "p"],
+        "parents": [-1, 0, 1],
+        "drafters": ["", "suffix", "suffix"],
+        "p": [None, 0.5, 0.1],
+        "q": None,
+        "path": [0, 1],
+        "accepted": 1,
+        "bonus": {"token": 4, "text": "lo", "p": 0.6},
+        "ended": "mismatch",
+    }
+    said.append({"choices": [{"index": 0, "delta": {"content": "Hello"}, "round": first}]})
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in said) + ": ping\n\ndata: [DONE]\n\n"
+    asked = []
+    with opened(browser, url) as page:
+        assert page.get_by_role("button", name="Chat").count() == 0  # python-8m has no template
+        page.evaluate("() => sessionStorage.clear()")
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny", "chat": True}]}))
+        page.route(
+            "**/v1/chat/completions",
+            lambda route: (asked.append(route.request.post_data_json), route.fulfill(content_type="text/event-stream", body=stream)),
+        )
+        page.reload()
+        page.evaluate("() => sessionStorage.clear()")
+        page.reload()
+        page.get_by_role("heading", name="Chat").wait_for()
+        for text in ("Hi", "And now?"):
+            page.get_by_label("Message").fill(text)
+            page.keyboard.press("Enter")
+            page.get_by_text("2 tokens in 1 pass").nth(len(asked) - 1).wait_for()
+        assert [each["content"] for each in asked[1]["messages"]] == ["Hi", "Hello", "And now?"]
+        assert page.locator(".tokens .tok.accepted").first.inner_text() == "Hel"
+        assert page.locator(".tokens .tok.rejected").first.inner_text() == "p"
+        assert "1 by suffix" in page.locator(".answer .note").first.inner_text()
+        assert violations(page) == []
+        page.get_by_role("button", name="Complete", exact=True).click()
+        page.get_by_label("Beginning of the text").wait_for()
+
+
+def test_nothing_comes_from_elsewhere(browser, url):
+    """One origin, and a policy that holds it to that; a chart's library only where charts are."""
+    with opened(browser, "about:blank") as page:
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        answer = page.goto(f"{url}/")
+        page.get_by_role("heading", name="Complete").wait_for()
+        assert answer.headers["content-security-policy"].startswith("default-src 'self'")
+        assert all(each.startswith(url) for each in asked)
+        assert not any("uPlot.esm" in each for each in asked)

@@ -1,0 +1,158 @@
+"""Rolls are real rounds: recording changes nothing, what is said to be expected comes, and requests are bounded."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import httpx
+import pytest
+import torch
+from served import served
+
+import foredraft
+from foredraft.choices import choose_rule
+from foredraft.logits.processors import Pipeline
+from foredraft.planning import FixedPlanner
+from foredraft.rows import RowParameters
+from foredraft.serving.rolling import Roll, Rounds, play
+from foredraft.session import Session
+from foredraft.shapes import TreeShape
+
+IDS = [12, 7, 30, 5, 9]
+CHAINS = ["match", "rejection", "block", "multi-candidate", "k-seq", "traversal", "lenient", "typical"]
+
+
+@pytest.fixture(scope="module")
+def speculator():
+    """Tiny models of a small vocabulary, so that a few hundred draws say something."""
+    from architectures import build
+
+    torch.manual_seed(0)
+    target, draft = build("llama"), build("llama")
+    with torch.no_grad():
+        target.lm_head.weight.mul_(2.5)
+        draft.lm_head.weight.copy_(target.lm_head.weight + 0.25 * torch.randn_like(draft.lm_head.weight))
+    return foredraft.Speculator(target, draft, execution="eager", self_test=False)
+
+
+def rolled(speculator, rule: str, shape: str = "chain(3)", *, seed: int = 1, first: int = 0, rolls: int = 1) -> Rounds:
+    parsed = TreeShape.parse(shape)
+    made, proposal = choose_rule(rule, speculator.drafter, parsed, lossless=False)
+    how = {"pipeline": Pipeline(), "seed": seed, "first": first, "rolls": rolls, "isolation": None}
+    return play(speculator.target, speculator.drafter, made, proposal, parsed, IDS, **how)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"), [*((rule, "chain(3)") for rule in CHAINS), ("traversal", "product(2,2)"), ("match", "product(2,2)")]
+)
+def test_recording_changes_nothing(speculator, rule, shape):
+    """The same rows in a session that records nothing keep the same tokens. Had the recording drawn noise of its own, they would not."""
+    parsed = TreeShape.parse(shape)
+    made, proposal = choose_rule(rule, speculator.drafter, parsed, lossless=False)
+    for index in range(4):
+        session = Session(speculator.target, speculator.drafter, made, proposal=proposal, planner=FixedPlanner(parsed))
+        session.add(IDS[:-1], RowParameters(parsed.depth + 2, do_sample=True, seed=(1, index)))
+        session.waiting[-1].ids.append(IDS[-1])
+        (commit,) = session.step()
+        session.close()
+        roll = rolled(speculator, rule, shape, first=index).roll
+        assert [*(roll.tokens[node] for node in roll.path[1:]), roll.bonus] == commit.tokens
+        assert len(roll.path) - 1 == commit.accepted
+        consistent(roll)
+
+
+def consistent(roll: Roll) -> None:
+    """What is said of a round fits together."""
+    kept = set(roll.path)
+    assert roll.path[0] == 0 and all(roll.parents[node] == above for above, node in zip(roll.path, roll.path[1:]))
+    assert all(p is not None and 0 <= p <= 1 for p in roll.p[1:])
+    if roll.ended == "end of draft":
+        assert roll.path[-1] not in roll.parents
+    if roll.thresholds is not None:
+        assert all((roll.p[node] > roll.thresholds[node]) for node in kept - {0})
+    if roll.residual is not None:
+        assert any(each.token == roll.bonus for each in roll.residual)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_coins_of_rejection_decide(speculator, seed):
+    """A guess stays exactly if its coin lies below min(1, p / q), and none is thrown after the first that fails."""
+    roll = rolled(speculator, "rejection", seed=seed).roll
+    assert [coin.node for coin in roll.coins] == list(range(1, len(roll.path) + (roll.ended == "mismatch")))
+    for coin in roll.coins:
+        assert coin.probability == pytest.approx(min(1, roll.p[coin.node] / roll.q[coin.node]), rel=1e-4)
+        assert (coin.coin < coin.probability) == (coin.node in roll.path)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "block", "lenient"])
+def test_as_many_land_as_are_expected(speculator, rule):
+    """400 rolls: the mean lies within four standard errors of the sum of the chances that the drafts had."""
+    tally = rolled(speculator, rule, rolls=400, seed=3).tally
+    assert sum(tally.landed) == 400 and sum(tally.expected) == pytest.approx(400, rel=1e-4)
+    mean = sum(kept * count for kept, count in enumerate(tally.landed)) / 400
+    wanted = sum(kept * count for kept, count in enumerate(tally.expected)) / 400
+    spread = (sum(kept**2 * count for kept, count in enumerate(tally.expected)) / 400 - wanted**2) ** 0.5
+    assert 0.2 < wanted < 2.8  # there is something to get wrong
+    assert abs(mean - wanted) < 4 * spread / 20
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_block_is_expected_to_keep_is_what_its_coins_allow(speculator, seed):
+    """All ways that the coins may fall, each with its probability: block keeps up to the last that passes."""
+    done = rolled(speculator, "block", seed=seed)
+    chances = {coin.node: coin.probability for coin in done.roll.coins}
+    wanted = [0.0] * 4
+    for falls in product([False, True], repeat=3):
+        probability = 1.0
+        for node, passes in enumerate(falls, 1):
+            probability *= chances.get(node, 0) if passes else 1 - chances.get(node, 0)
+        wanted[max((node for node, passes in enumerate(falls, 1) if passes), default=0)] += probability
+    assert done.tally.expected == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "traversal", "lenient", "typical"])
+def test_first_tokens_follow_p_unless_the_rule_is_lossy(speculator, rule):
+    tally = rolled(speculator, rule, rolls=400, seed=5).tally
+    assert sum(tally.first.values()) == 400
+    assert (tally.distance < 1.4 * tally.chance) == (rule in ("match", "rejection", "traversal"))
+
+
+def test_rolls_are_numbered_and_repeat(speculator):
+    """Four rolls are the same as one and three: each has noise of its own, by its number."""
+    four, one, three = (rolled(speculator, "rejection", first=first, rolls=rolls) for first, rolls in [(0, 4), (0, 1), (1, 3)])
+    assert (four.roll.tokens, four.roll.path, four.roll.bonus) == (one.roll.tokens, one.roll.path, one.roll.bonus)
+    assert [a + b for a, b in zip(one.tally.landed, three.tally.landed)] == four.tally.landed
+    assert [coin.coin for coin in three.roll.coins] != [coin.coin for coin in one.roll.coins]
+
+
+def test_requests_are_bounded(speculator):
+    """Over HTTP: what cannot be rolled is refused in words; nothing is drafted for it."""
+    from served import tiny_chat
+
+    with served(tiny_chat()) as url, httpx.Client(base_url=url, timeout=60) as client:
+        known = client.get("/rounds").json()
+        assert [each["id"] for each in known["drafters"]] == ["own", "prompt-lookup"] and not known["rules"]["typical"]["lossless"]
+        good = {"prompt": "one two three", "rule": "match", "shape": "chain(3)"}
+        answer = client.post("/rounds", json=good)
+        assert answer.status_code == 200, answer.text
+        assert (
+            answer.json()["round"]["texts"] and client.post("/rounds", json={**good, "seed": answer.json()["seed"]}).json() == answer.json()
+        )
+        for wrong, word in [
+            ({"rolls": 501}, "500"),
+            ({"rolls": 0}, "rolls"),
+            ({"temperature": 9}, "temperature"),
+            ({"prompt": "x" * 8001}, "prompt"),
+            ({"prompt": ""}, "prompt"),
+            ({"prompt": "\ud800 half"}, "unicode"),
+            ({"shape": "product(9,9)"}, "64"),
+            ({"shape": "dynamic()"}, "chain"),
+            ({"shape": "ring(3)"}, "ring"),
+            ({"rule": "luck"}, "luck"),
+            ({"rule": "rejection", "drafter": "prompt-lookup"}, "rejection"),
+            ({"drafter": "medusa"}, "drafter"),
+            ({"colour": "red"}, "colour"),
+        ]:
+            refused = client.post("/rounds", content=json.dumps({**good, **wrong}), headers={"content-type": "application/json"})
+            assert refused.status_code == 400 and word in refused.json()["error"]["message"], (wrong, refused.text)
