@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from served import served, tiny_chat
 
 from foredraft import Speculator, zoo
+
+pytest.importorskip("fastapi")
+from served import served, tiny_chat
 
 TOOL = {
     "type": "function",
