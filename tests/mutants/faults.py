@@ -284,7 +284,7 @@ FAULTS = [
     Fault("shapes.py", "return max(self.total, self.k * (self.levels - 1))", "return self.total", ADMISSION),
     Fault(
         "prefixes.py",
-        "for _ in self.live], {}\n        if isinstance(cache, PagedCache):\n            cache.share_no_more()\n",
+        "for _ in self.live], {}\n        if isinstance(cache, KEEPING):\n            cache.share_no_more()\n",
         "for _ in self.live], {}\n",
         PAGED,
     ),

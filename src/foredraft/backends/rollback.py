@@ -183,7 +183,9 @@ class RollbackCache:
             del row.text[length:]
 
     def wipe(self, rows: Sequence[int]) -> None:
-        """Nothing: every row has a cache of its own."""
+        """Keep nothing of these rows once they are dropped."""
+        for row in rows:
+            self.rows[row].key = None
 
     def compact(self, keep: Sequence[int]) -> None:
         self.rows = [self.rows[row] for row in keep]

@@ -49,10 +49,10 @@ class Requests:
     """Makes rows of requests, for one Speculator."""
 
     def __init__(self, speculator: Speculator, settings: Settings, *, guess: bool):
-        """``guess``: the rule lets predictions, and what a grammar forces, be drafted. ``longest``: most tokens of a prompt and its answer together, where anything limits
-        them."""
+        """``guess``: the rule lets predictions, and what a grammar forces, be drafted."""
         self.settings, self.tokenizer, self.guess = settings, speculator.tokenizer, guess
         limits = (speculator.target.context, speculator.target.trained, settings.max_batch_tokens)
+        # most tokens of a prompt and its answer together, where anything limits them
         self.longest = min((each for each in limits if each is not None), default=None)
         self.vocabulary = speculator.target.vocab_size
         config = speculator.target.model.generation_config

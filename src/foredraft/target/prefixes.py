@@ -124,7 +124,7 @@ class Texts:
         """Nobody may share or read what ``rows`` hold."""
         for row in rows:
             self.live[row] = []
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, KEEPING):
             cache.share_no_more()
         cache.wipe(rows)
 
