@@ -87,6 +87,14 @@ def test_the_token_that_ends_a_text_counts_but_is_not_shown():
     assert (piece.text, piece.finish_reason, len(writer.tokens)) == ("hello", "stop", 2)
 
 
+def test_tokens_behind_a_stop_string_do_not_count():
+    """However many of them the same round has kept."""
+    tokenizer = tiny_chat().tokenizer
+    writer = Writer(tokenizer, [3], ("yz",), logprobs=False)
+    piece = writer.add(Commit(0, [tokenizer.convert_tokens_to_ids(letter) for letter in "xyzxx"], 0, None))
+    assert (piece.text, piece.finish_reason, len(writer.tokens)) == ("x", "stop", 3)
+
+
 def test_halves_of_characters_are_held_back_until_they_are_whole():
     tokenizer = tiny_chat().tokenizer
     ids, writer = tokenizer("é€")["input_ids"], Writer(tiny_chat().tokenizer, [3], ("x",), logprobs=False)
