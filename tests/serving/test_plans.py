@@ -37,6 +37,11 @@ def test_rows_keep_to_their_key():
     assert row().isolation is None
 
 
+def test_every_choice_has_a_seed_of_its_own():
+    made = plan(prompt=["a", "a"], n=2, seed=9)
+    assert [choice.parameters.seed for choice in made.choices] == [(9, 0), (9, 1), (9, 2), (9, 3)] and made.seed == 9
+
+
 def test_processors_are_in_the_order_of_transformers():
     asked = {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3}
     names = [type(stage.processor).__name__ for stage in row(**asked).pipeline.stages]
