@@ -49,8 +49,8 @@ class Requests:
     """Makes rows of requests, for one Speculator."""
 
     def __init__(self, speculator: Speculator, settings: Settings, *, guess: bool):
-        """``guess``: the rule lets predictions, and what a grammar forces, be drafted. ``longest``: most tokens of a prompt and its answer together, where anything limits
-        them."""
+        """``guess``: the rule lets predictions, and what a grammar forces, be drafted. ``longest``: most tokens of a prompt and its
+        answer together, where anything limits them."""
         self.settings, self.tokenizer, self.guess = settings, speculator.tokenizer, guess
         limits = (speculator.target.context, speculator.target.trained, settings.max_batch_tokens)
         self.longest = min((each for each in limits if each is not None), default=None)
