@@ -340,9 +340,9 @@ FAULTS = [
     # -- serving
     Fault("stops.py", "self._held = held[len(held) - keep :]\n        return held[: len(held) - keep]", "return held", STOPS),
     Fault("stops.py", "_, at, self.hit = min(found)", "_, at, self.hit = max(found)", STOPS),
-    Fault("writers.py", "            if self.stops.hit is not None:\n                break\n", "", API),
+    Fault("writers.py", "            if self.stops.hit is not None:\n                break\n", "", PLANS),
     Fault("writers.py", 'spoken = len(commit.tokens) - (commit.finish_reason == "eos")', "spoken = len(commit.tokens)", PLANS),
-    Fault("requests.py", "seed=(seed, number * request.n + index)", "seed=(seed, index)", API),
+    Fault("requests.py", "seed=(seed, number * request.n + index)", "seed=(seed, index)", PLANS),
     Fault("requests.py", "isolation=isolation,\n", "", PLANS),
     Fault("protect.py", "            if hmac.compare_digest(given, key_bytes):\n", "            if given:\n", BAD_REQUESTS),
     Fault(

@@ -37,6 +37,11 @@ def test_rows_keep_to_their_key():
     assert row().isolation is None
 
 
+def test_every_choice_has_a_seed_of_its_own():
+    made = plan(prompt=["a", "a"], n=2, seed=9)
+    assert [choice.parameters.seed for choice in made.choices] == [(9, 0), (9, 1), (9, 2), (9, 3)] and made.seed == 9
+
+
 def test_processors_are_in_the_order_of_transformers():
     asked = {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3}
     names = [type(stage.processor).__name__ for stage in row(**asked).pipeline.stages]
@@ -85,6 +90,14 @@ def test_the_token_that_ends_a_text_counts_but_is_not_shown():
     end = tokenizer.convert_tokens_to_ids("A")  # as for a model that ends texts with an ordinary token
     piece = writer.add(Commit(0, [*tokenizer("hello")["input_ids"], end], 0, "eos"))
     assert (piece.text, piece.finish_reason, len(writer.tokens)) == ("hello", "stop", 2)
+
+
+def test_tokens_behind_a_stop_string_do_not_count():
+    """However many of them the same round has kept."""
+    tokenizer = tiny_chat().tokenizer
+    writer = Writer(tokenizer, [3], ("yz",), logprobs=False)
+    piece = writer.add(Commit(0, [tokenizer.convert_tokens_to_ids(letter) for letter in "xyzxx"], 0, None))
+    assert (piece.text, piece.finish_reason, len(writer.tokens)) == ("x", "stop", 3)
 
 
 def test_halves_of_characters_are_held_back_until_they_are_whole():
