@@ -3,7 +3,7 @@
 # make golden compare what every drafter, rule and execution does with the committed record (tests/golden)
 # make nightly  the combinations that make test leaves out, make sanitize, make mutants and make compat
 # make sanitize  the tests that run the C kernels, on builds with AddressSanitizer and UndefinedBehaviorSanitizer. Needs gcc
-# make compat the programs that call model.generate, with the real libraries, in an environment of their own ($(COMPAT))
+# make compat the programs that call model.generate, and the server's clients, with the real libraries, in two environments of their own
 # make mutants  one-line faults in a copy of the package, each of which must turn a test red
 # make check  ruff and mypy, and the docs
 # make docs   the documentation as a site, under build/site; fails on a broken link. Needs Python 3.11
@@ -15,6 +15,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 COMPAT ?= .venv-compat
+CLIENTS ?= .venv-clients
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAINTS := -c constraints.txt
@@ -51,14 +52,22 @@ $(COMPAT)/.installed: pyproject.toml zoo/pyproject.toml constraints.txt
 	$(COMPAT)/bin/python -m pip --disable-pip-version-check install -q $(CONSTRAINTS) -e '.[test,compat]' -e ./zoo
 	@touch $@
 
+# Clients of the server. They need another langchain-core than the libraries above.
+$(CLIENTS)/.installed: pyproject.toml zoo/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	sed '/^langchain/d' constraints.txt > $(CLIENTS)/constraints.txt
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -q -c $(CLIENTS)/constraints.txt -e '.[test,clients]' -e ./zoo
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/foredraft demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(WORKERS)
 
-compat: $(COMPAT)/.installed
+compat: $(COMPAT)/.installed $(CLIENTS)/.installed
 	$(COMPAT)/bin/python -m pytest $(WORKERS) tests/compat tests/logits/test_grammars.py
+	$(CLIENTS)/bin/python -m pytest $(WORKERS) tests/compat/test_server_clients.py
 
 golden: $(VENV)/.installed-test
 	$(BIN)/python tests/golden check
