@@ -514,7 +514,7 @@ def test_a_target_in_half_precision_works(dtype):
 
 
 def test_a_cache_that_does_not_fit(monkeypatch):
-    speculator = Speculator(tiny(), drafter="prompt-lookup")
+    speculator = Speculator(tiny(), drafter="prompt-lookup", self_test=False)  # so that its cache has no pages
     speculator.release()
     zeros = torch.zeros
 

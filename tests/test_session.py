@@ -217,7 +217,7 @@ def test_the_statistics_of_rows_that_are_over_are_let_go():
 def test_histories_take_the_memory_of_their_text(monkeypatch):
     """Not that of the limit: 4e9 tokens of 8 bytes would be 32 GB."""
     monkeypatch.setattr("foredraft.rows.LEAST", 40)
-    session = Speculator(tiny(), "none").session()
+    session = Speculator(tiny(), "none", self_test=False).session()  # so that its cache has no pages, and no limit
     pipeline = Pipeline.alone(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)]), prompt_length=len(PROMPTS[0]))
     texts = {}
     for limit in (4_000_000_000, 80):

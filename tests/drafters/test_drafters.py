@@ -243,7 +243,7 @@ def test_ngram_of_another_vocabulary():
 def test_ngram_trees_hold_the_likeliest_texts():
     model = NGramModel.from_tokens([[1, 2, 3, 4, 1, 2, 3, 5, 9, 2, 3, 4, 1, 2, 6]], 3)
     drafter = NGram(source=model, learn=False)
-    trie = drafter._trie([1, 2], 3, 6, 128)
+    trie = drafter._trie(Row([1, 2]), 3, 6, 128)
     said = said_by(trie)
     assert said[:2] == [(3,), (3, 4)] and (6,) in said and (3, 4, 1) in said and len(said) == 6
     chance = {(): 1.0}
@@ -251,8 +251,8 @@ def test_ngram_trees_hold_the_likeliest_texts():
         shares = dict(model.likeliest([1, 2, *text[:-1]][-2:], 4))
         chance[text] = chance[text[:-1]] * shares[text[-1]]
     assert [chance[text] for text in said] == sorted((chance[text] for text in said), reverse=True)
-    assert all(token < 5 for text in said_by(drafter._trie([1, 2], 3, 20, 5)) for token in text)
-    assert not drafter._trie([77], 3, 6, 128).tokens and not drafter._trie([1, 2], 0, 6, 128).tokens
+    assert all(token < 5 for text in said_by(drafter._trie(Row([1, 2]), 3, 20, 5)) for token in text)
+    assert not drafter._trie(Row([77]), 3, 6, 128).tokens and not drafter._trie(Row([1, 2]), 0, 6, 128).tokens
     tree = drafter.draft(request([Row([1, 2]), Row([8, 8], slot=1)], shape="product(2,2,1)", limits=[2, 3], depth=3))
     tree.check(128)
     assert max(max(row) for row in tree.truncate([2, 3]).depth_lists) <= 3 and tree.proposal == "deterministic"

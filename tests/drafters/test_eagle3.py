@@ -11,6 +11,7 @@ import pytest
 import torch
 from cover import covered
 from helpers import alone, eagle3_head, generate, padded, prompts, tiny
+from paging import stored
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -376,8 +377,7 @@ class Checked(Eagle3):
         torch.testing.assert_close(Eagle3._root(fresh, others), states, atol=2e-4, rtol=1e-4)
         assert self._cache.lengths == fresh._cache.lengths == [len(row.ids) - 1 for row in rows]
         for index, length in enumerate(self._cache.lengths):
-            for name in ("keys", "values"):
-                mine, theirs = (getattr(each._cache.layers[0], name)[index, :, :length] for each in (self, fresh))
+            for mine, theirs in zip(*(stored(each._cache, index, length) for each in (self, fresh))):
                 torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
         self.rounds += 1
         return states

@@ -114,7 +114,8 @@ def test_recorded_drafts_are_those_of_the_new_weights(tmp_path: Path, monkeypatc
 
 def shared(target, texts):
     """How much of each text the cache of ``target`` holds already."""
-    return target._texts.find(target.cache, texts, [None] * len(texts), share=True, unread=1)[1]
+    with torch.inference_mode():
+        return target._texts.find(target.cache, texts, [None] * len(texts), share=True, unread=1)[1]
 
 
 def test_rows_go_on_with_their_keys_and_later_rows_do_not_copy_them(tmp_path: Path):

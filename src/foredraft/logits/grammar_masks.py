@@ -51,14 +51,14 @@ class Walk:
         return Walk(grammar.compiled, prompt_length, grammar.compiled.start())
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """The row's text has grown by ``tokens``."""
+        """The row's text has grown by ``tokens``. Where the grammar forbids them this raises, however often it is asked."""
         grown = tuple(tokens)
-        self.read += len(grown)
         self.over = self.over or self.ended(grown)
+        if grown and not self.over and not self.move(grown):
+            raise ConfigurationError(f"the text holds token {grown[-1]}, which its grammar forbids: another logits processor allows it")
+        self.read += len(grown)
         if self.over or not grown:
             return
-        if not self.move(grown):
-            raise ConfigurationError(f"the text holds token {grown[-1]}, which its grammar forbids: another logits processor allows it")
         self.below = ()
         self.masks = {path[len(grown) :]: mask for path, mask in self.masks.items() if path[: len(grown)] == grown}
 
