@@ -16,7 +16,12 @@ TOOL = {
     "function": {
         "name": "weather",
         "description": "of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,  # or a model without sense may write others without end
+        },
     },
 }
 
