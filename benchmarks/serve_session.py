@@ -13,13 +13,11 @@ class Direct:
         import torch
 
         from foredraft import Speculator
-        from foredraft.loading import load_model, load_tokenizer
+        from foredraft.loading import load_tokenizer
 
         torch.set_num_threads(threads)
         self.tokenizer = load_tokenizer(target)
-        self.speculator = Speculator(
-            load_model(target, dtype=dtype), f"draft-model:{draft}", rule="match", drafter_options={"dtype": dtype}
-        )
+        self.speculator = Speculator(target, f"draft-model:{draft}", rule="match", dtype=dtype)
 
     def closed(self, prompts: list[str], clients: int, tokens: int, temperature: float) -> dict[str, Any]:
         """As many rows at a time as there would be clients, greedily or at temperature 1; tokens and seconds."""
