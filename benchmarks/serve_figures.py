@@ -51,6 +51,8 @@ def figures(suite: Any) -> list[Figure]:
 def rates(suite: Any, cell: str, clients: int, temperature: float) -> dict[Side, dict[int, float]]:
     """Tokens/s of each side and mode, by turn."""
     found: dict[Side, dict[int, float]] = {}
+    if cell == "speculation" and not any((each.cell, each.clients) == (cell, clients) for each in suite.runs):
+        cell = "throughput"
     for each in suite.runs:
         if (each.cell, each.clients, each.temperature) == (cell, clients, temperature):
             found.setdefault((each.side, each.mode), {})[each.turn] = each.tokens / each.seconds
