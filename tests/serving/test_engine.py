@@ -417,6 +417,34 @@ def test_a_poisoned_row_fails_its_own_job_alone():
     speculator.close()
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_rows_of_a_job_that_end_in_the_same_step_end_nothing_else(fails, monkeypatch):
+    """The session has removed both already when the first is told: because of an error, or because nobody reads."""
+
+    class Poisoned(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            raise ValueError("a planted fault")
+
+    processors = LogitsProcessorList([Poisoned()] if fails else [])
+    pipeline = Pipeline.alone(processors, prompt_length=1)
+
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            other = job(Choice([0], parameters(30)))
+            twins = [job(*[Choice([0], parameters(1, seed, pipeline=pipeline)) for seed in range(2)]) for _ in range(FATAL)]
+            if not fails:
+                for each in twins:
+                    monkeypatch.setattr(type(each), "unread", property(lambda self: 10**6 if self in twins else 0))
+            for each in [other, *twins]:
+                engine.submit(each)
+            (texts, ends, error), *failed = await asyncio.gather(*map(read, [other, *twins]))
+            assert (error, ends, len(texts[0])) == (None, ["length"], 30) and engine.state == "ready"
+            assert all(("a planted fault" if fails else "unread") in str(told) for *_, told in failed)
+            assert engine.metrics.finished["error"] == 2 * FATAL
+
+    run(main())
+
+
 def test_what_is_over_leaves_nothing_behind(caplog):
     """Neither jobs nor rows, nor counts of them: a server runs for months."""
 

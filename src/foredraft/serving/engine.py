@@ -337,8 +337,12 @@ class Engine:
             return
         now, done, tokens = time.monotonic(), 0, 0
         self._joined = new > len(self.session.waiting)
+        stepped = [(self._live[commit.slot], commit) for commit in commits]
         for commit in commits:
-            if (live := self._live.get(commit.slot)) is None:  # its job was dropped for another row's failure in this step
+            if commit.finish_reason is not None:  # the session has removed it, so nothing below may do so again
+                self._over(commit.slot)
+        for live, commit in stepped:
+            if live.waiting.index not in live.waiting.job.unfinished:  # its job was dropped for another row's failure in this step
                 continue
             tokens += self.metrics.progress(live, commit, now)
             self._progress(live, commit)
@@ -351,8 +355,6 @@ class Engine:
     def _progress(self, live: Live, commit: Commit) -> None:
         """Tell the job what a step added to its row."""
         job, index, reason = live.waiting.job, live.waiting.index, commit.finish_reason
-        if reason is not None:
-            self._over(commit.slot)
         if commit.error is not None:
             self._drop(job, commit.error)
         elif job.unread >= BOUND:
