@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,10 +21,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from foredraft import BusyError, ConfigurationError, RowParameters, Speculator
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import SessionRow
-from foredraft.serving.engine import FATAL, Engine, EngineError
+from foredraft.serving.engine import CALLS, FATAL, Engine, EngineError
 from foredraft.serving.jobs import Choice, DrainingError, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.queue import DrainRate, Live
 from foredraft.serving.settings import Settings
+from foredraft.serving.sizes import sizes_of
 from foredraft.session import Session
 
 
@@ -287,6 +289,81 @@ def test_a_function_runs_alone_in_the_engines_thread():
             waited = asyncio.ensure_future(engine.alone(lambda: time.sleep(0.3)))  # it may take long once it has begun
             await asyncio.sleep(0.05)
             assert len((await ask(engine))[0]) == 8 and waited.done()
+
+    run(main())
+
+
+def test_functions_that_run_alone_keep_nobody_from_its_turn():
+    """However many ask, and again as soon as they are answered: rows go first, and what is too much is refused."""
+
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            over = False
+
+            async def again_and_again() -> int:
+                done = 0
+                while not over:
+                    try:
+                        await engine.alone(lambda: time.sleep(0.02))
+                        done += 1
+                    except BusyError:
+                        await asyncio.sleep(0.001)
+                return done
+
+            asking = asyncio.gather(*(again_and_again() for _ in range(3)))
+            await asyncio.sleep(0.1)
+            for _ in range(3):
+                begin = time.monotonic()
+                assert len((await ask(engine))[0]) == 8 and time.monotonic() - begin < 1
+            over = True
+            assert sum(await asking) > 3
+            first = asyncio.ensure_future(engine.alone(lambda: time.sleep(0.1)))
+            await asyncio.sleep(0.02)
+            found = await asyncio.gather(*(engine.alone(lambda: 1) for _ in range(CALLS + 2)), first, return_exceptions=True)
+            assert found[:CALLS] == [1] * CALLS and all("too many" in str(each) for each in found[CALLS:-1])
+
+    run(main())
+
+
+def test_a_row_that_is_handed_over_is_seen_all_the_while():
+    """Else :meth:`Engine.drain` could take the engine for idle in between."""
+
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            seen: list[set[Job]] = []
+            lookers: list[threading.Thread] = []
+
+            class Watched(dict[int, Live]):
+                def __setitem__(self, slot: int, live: Live) -> None:
+                    lookers.append(threading.Thread(target=lambda: seen.append(engine._jobs())))
+                    lookers[-1].start()
+                    lookers[-1].join(0.1)  # it has to wait if all is well
+                    super().__setitem__(slot, live)
+
+            engine._live = Watched()
+            await ask(engine, Choice([0], parameters(50)))
+            for each in lookers:
+                each.join()
+            assert [len(jobs) for jobs in seen] == [1]
+
+    run(main())
+
+
+def test_choices_of_one_prompt_are_checked_once(monkeypatch):
+    session, checked = table_speculator().session(repeatable=True), []
+    check = session.check
+    monkeypatch.setattr(session, "check", lambda ids, parameters: checked.append(ids) or check(ids, parameters))
+    long, short, same = [0] * 50, [1], parameters(9)
+    choices = [*[Choice(long, replace(same, seed=(1, index))) for index in range(5)], Choice(short, same), Choice(short, parameters(10))]
+    assert sizes_of(choices, session, Settings()) == [59] * 5 + [10, 11] and checked == [long, short, short]
+
+
+def test_an_engine_that_was_not_started_says_so():
+    async def main() -> None:
+        engine = Engine(table_speculator(), Settings())
+        for ask_for in (lambda: engine.submit(job()), lambda: asyncio.wait_for(engine.alone(lambda: 0), 1)):
+            with pytest.raises(DrainingError, match="lifespan"):
+                await (ask_for() or asyncio.sleep(0))
 
     run(main())
 

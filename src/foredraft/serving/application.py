@@ -29,6 +29,7 @@ from foredraft.serving.requests import Requests
 from foredraft.serving.responses import Answer, ChatAnswer, CompletionAnswer, Facts
 from foredraft.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foredraft.serving.settings import Settings
+from foredraft.serving.sizes import sizes_of
 from foredraft.serving.sse import DONE, PING, PINGED, EventStream, data, failure, unless_left, with_pings
 from foredraft.serving.writers import TokenNames
 from foredraft.speculator import Speculator
@@ -77,7 +78,7 @@ class Server:
         )
         answer = kind(asked, plan, facts, self.tokenizer, self.names)
         job = Job(plan.choices, owner=state["owner"], id=state["id"], arrived=arrived)
-        self.engine.submit(job)
+        self.engine.submit(job, await asyncio.to_thread(sizes_of, job.choices, self.engine.session, self.settings))
         if asked.stream:
             return await self.streamed(request, job, asked, answer)
         try:
