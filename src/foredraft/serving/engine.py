@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from foredraft.errors import BusyError
 from foredraft.rows import Commit
 from foredraft.serving.calls import Call, log, send
-from foredraft.serving.fingerprint import check_exact, system_fingerprint
+from foredraft.serving.fingerprint import check_exact, dated, system_fingerprint, template_of
 from foredraft.serving.jobs import BOUND, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.metrics import REASONS, Metrics
 from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
@@ -78,10 +78,14 @@ class Engine:
 
     # -- on the event loop ----------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """``system_fingerprint`` of responses; the first use reads all weights."""
-        return system_fingerprint(self.speculator, self.session, self.settings)
+        return dated(*self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> tuple[str, str]:
+        return system_fingerprint(self.speculator, self.session, self.settings), template_of(self.speculator, self.settings)
 
     @property
     def running(self) -> int:
@@ -98,16 +102,14 @@ class Engine:
         self._thread.start()
 
     def submit(self, job: Job, sizes: Sequence[int] | None = None) -> None:
-        """Queue the rows of ``job``; its events say what becomes of them. ``sizes`` are those of :func:`~foredraft.serving.sizes.sizes_of`,
-        if another thread has worked them out already.
+        """Queue the rows of ``job``; its events say what becomes of them. ``sizes``: what ``sizes_of`` says, if known already.
 
         Raises:
             ConfigurationError, CacheMemoryError: a row of it can never run.
             QueueFullError: too many rows wait.
             DrainingError: the server is about to stop, or was not started.
         """
-        if sizes is None:
-            sizes = sizes_of(job.choices, self.session, self.settings)
+        sizes = sizes_of(job.choices, self.session, self.settings) if sizes is None else sizes
         rows = [Waiting(job, index, size) for index, size in enumerate(sizes)]
         with self._changed:
             self._check_ready()

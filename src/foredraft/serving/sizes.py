@@ -11,14 +11,16 @@ from foredraft.session import Session
 
 
 def sizes_of(choices: Sequence[Choice], session: Session, settings: Settings) -> list[int]:
-    """How many tokens each of ``choices`` has at most in the end. Any thread may ask; the time grows with the prompts' lengths, and a prompt
-    with several choices is looked at once.
+    """How many tokens each of ``choices`` has at most in the end. Any thread may ask; it takes longer for longer prompts, and a prompt with
+    several choices is looked at once.
 
     Raises:
         ConfigurationError, CacheMemoryError: one of them can never run, or they are too many.
     """
     if len(choices) > settings.max_queue:
-        raise ConfigurationError(f"the request asks for {len(choices)} texts, and the server takes at most {settings.max_queue}; ask for fewer")
+        raise ConfigurationError(
+            f"the request asks for {len(choices)} texts, and the server takes at most {settings.max_queue}; ask for fewer"
+        )
     found: list[int] = []
     last: tuple[int, ...] = ()
     for choice in choices:
