@@ -43,7 +43,7 @@ class Engine:
     :meth:`start` begins touches the session.
 
     Attributes:
-        state: ``new`` until it is started; ``ready``; ``draining`` once no more jobs are taken; ``dead`` when steps fail again and again, and everybody was told.
+        state: ``new`` until it is started; ``ready``; ``draining`` once no more jobs are taken; ``dead`` when steps fail again and again.
         on_death: called in the engine's thread when it dies.
         session: the rows; other threads may read its statistics.
         metrics: what ``/metrics`` answers.

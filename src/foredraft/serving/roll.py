@@ -93,8 +93,8 @@ def rules() -> dict[str, Any]:
 
 
 def known_drafters(speculator: Speculator) -> dict[str, Drafter]:
-    """The server's own if it drafts anything, and prompt lookup, which any text has. One that learns is left out: it would learn from rolls,
-    which are not what the server is for."""
+    """The server's own if it drafts anything, and prompt lookup, which any text has. One that learns is left out: it would learn from
+    rolls, which are not what the server is for."""
     drafter = speculator.drafter
     own = {} if drafter.name in ("none", COPIES) or drafter.learnt is not None else {OWN: drafter}
     return {**own, COPIES: drafters.create(COPIES)}
