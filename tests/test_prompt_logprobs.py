@@ -8,6 +8,7 @@ from helpers import make_drafter, prompts, repetitive, tiny
 from kernel_cases import build
 
 from foredraft import ConfigurationError, RowParameters, Speculator
+from foredraft.logits.logprobs import LogProbs, of_tokens
 from foredraft.target import target as target_module
 
 PROMPTS = [*repetitive((30, 17)), *prompts((90, 1), seed=4)]
@@ -70,6 +71,21 @@ def test_a_long_prompt_is_scored_in_pieces_while_others_are_written(monkeypatch)
     session.close()
     speculator.close()
     torch.testing.assert_close(found.chosen, expected(model, ids, 1)[0], atol=1e-4, rtol=0)
+
+
+def test_they_are_the_same_in_pieces_of_any_length():
+    """Where pieces end depends on the load, and may leave a single token in one. Here several threads would share its sum."""
+    threads, generator = torch.get_num_threads(), torch.Generator().manual_seed(0)
+    logits, tokens = torch.randn(60, 50257, generator=generator), torch.arange(60)
+    torch.set_num_threads(4)
+    try:
+        whole = of_tokens(logits, tokens, 2)
+        for size in (1, 2, 7):
+            parts = [of_tokens(a, b, 2) for a, b in zip(logits.split(size), tokens.split(size))]
+            joined = LogProbs.joined(parts)
+            assert torch.equal(joined.chosen, whole.chosen) and torch.equal(joined.values, whole.values), size
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_too_many_are_refused():

@@ -174,6 +174,22 @@ def test_slow_bodies_are_given_up(url: str, monkeypatch: pytest.MonkeyPatch):
     assert raw(url, HEAD + b'Content-Length: 50\r\n\r\n{"prompt"').startswith(b"HTTP/1.1 408")
 
 
+def test_bodies_of_all_requests_together_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    """What one request holds is there for the next ones once it is over."""
+    monkeypatch.setattr(protect, "BODIES", 1)
+    large = {**OK, "user": "u" * 600}
+    with served(tiny_chat(), max_body=1000) as own, socket.create_connection(("127.0.0.1", int(own.rpartition(":")[2]))) as slow:
+        slow.sendall(HEAD + b"Content-Length: 900\r\n\r\n" + b" " * 700)
+        begin = time.monotonic()
+        while (answer := httpx.post(own + "/v1/completions", json=large)).status_code == 200:
+            assert time.monotonic() - begin < 5
+        assert refusal(answer, 503)["code"] == "busy" and answer.headers["retry-after"] == "1"
+        assert httpx.post(own + "/v1/completions", json=OK).status_code == 200
+        slow.close()
+        while httpx.post(own + "/v1/completions", json=large).status_code == 503:
+            assert time.monotonic() - begin < 5
+
+
 def test_keys_are_asked_for_everywhere_but_where_they_are_not():
     with served(tiny_chat(), keys={"a": "secret"}) as url:
         assert httpx.get(url + "/health").status_code == httpx.get(url + "/metrics").status_code == 200

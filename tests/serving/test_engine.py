@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,10 +21,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from foredraft import BusyError, ConfigurationError, RowParameters, Speculator
 from foredraft.logits.processors import Pipeline
 from foredraft.rows import SessionRow
-from foredraft.serving.engine import FATAL, Engine, EngineError
+from foredraft.serving.engine import CALLS, FATAL, Engine, EngineError
 from foredraft.serving.jobs import Choice, DrainingError, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.queue import DrainRate, Live
 from foredraft.serving.settings import Settings
+from foredraft.serving.sizes import sizes_of
 from foredraft.session import Session
 
 
@@ -291,6 +293,81 @@ def test_a_function_runs_alone_in_the_engines_thread():
     run(main())
 
 
+def test_functions_that_run_alone_keep_nobody_from_its_turn():
+    """However many ask, and again as soon as they are answered: rows go first, and what is too much is refused."""
+
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            over = False
+
+            async def again_and_again() -> int:
+                done = 0
+                while not over:
+                    try:
+                        await engine.alone(lambda: time.sleep(0.02))
+                        done += 1
+                    except BusyError:
+                        await asyncio.sleep(0.001)
+                return done
+
+            asking = asyncio.gather(*(again_and_again() for _ in range(3)))
+            await asyncio.sleep(0.1)
+            for _ in range(3):
+                begin = time.monotonic()
+                assert len((await ask(engine))[0]) == 8 and time.monotonic() - begin < 1
+            over = True
+            assert sum(await asking) > 3
+            first = asyncio.ensure_future(engine.alone(lambda: time.sleep(0.1)))
+            await asyncio.sleep(0.02)
+            found = await asyncio.gather(*(engine.alone(lambda: 1) for _ in range(CALLS + 2)), first, return_exceptions=True)
+            assert found[:CALLS] == [1] * CALLS and all("too many" in str(each) for each in found[CALLS:-1])
+
+    run(main())
+
+
+def test_a_row_that_is_handed_over_is_seen_all_the_while():
+    """Else :meth:`Engine.drain` could take the engine for idle in between."""
+
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            seen: list[set[Job]] = []
+            lookers: list[threading.Thread] = []
+
+            class Watched(dict[int, Live]):
+                def __setitem__(self, slot: int, live: Live) -> None:
+                    lookers.append(threading.Thread(target=lambda: seen.append(engine._jobs())))
+                    lookers[-1].start()
+                    lookers[-1].join(0.1)  # it has to wait if all is well
+                    super().__setitem__(slot, live)
+
+            engine._live = Watched()
+            await ask(engine, Choice([0], parameters(50)))
+            for each in lookers:
+                each.join()
+            assert [len(jobs) for jobs in seen] == [1]
+
+    run(main())
+
+
+def test_choices_of_one_prompt_are_checked_once(monkeypatch):
+    session, checked = table_speculator().session(repeatable=True), []
+    check = session.check
+    monkeypatch.setattr(session, "check", lambda ids, parameters: checked.append(ids) or check(ids, parameters))
+    long, short, same = [0] * 50, [1], parameters(9)
+    choices = [*[Choice(long, replace(same, seed=(1, index))) for index in range(5)], Choice(short, same), Choice(short, parameters(10))]
+    assert sizes_of(choices, session, Settings()) == [59] * 5 + [10, 11] and checked == [long, short, short]
+
+
+def test_an_engine_that_was_not_started_says_so():
+    async def main() -> None:
+        engine = Engine(table_speculator(), Settings())
+        for ask_for in (lambda: engine.submit(job()), lambda: asyncio.wait_for(engine.alone(lambda: 0), 1)):
+            with pytest.raises(DrainingError, match="lifespan"):
+                await (ask_for() or asyncio.sleep(0))
+
+    run(main())
+
+
 def test_an_idle_engine_sleeps():
     async def main() -> None:
         async with running(table_speculator()) as engine:
@@ -417,8 +494,42 @@ def test_a_poisoned_row_fails_its_own_job_alone():
     speculator.close()
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_rows_of_a_job_that_end_in_the_same_step_end_nothing_else(fails, monkeypatch):
+    """The session has removed both already when the first is told: because of an error, or because nobody reads."""
+
+    class Poisoned(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            raise ValueError("a planted fault")
+
+    processors = LogitsProcessorList([Poisoned()] if fails else [])
+    pipeline = Pipeline.alone(processors, prompt_length=1)
+
+    async def main() -> None:
+        async with running(table_speculator()) as engine:
+            other = job(Choice([0], parameters(30)))
+            twins = [job(*[Choice([0], parameters(1, seed, pipeline=pipeline)) for seed in range(2)]) for _ in range(FATAL)]
+            if not fails:
+                for each in twins:
+                    monkeypatch.setattr(type(each), "unread", property(lambda self: 10**6 if self in twins else 0))
+            for each in [other, *twins]:
+                engine.submit(each)
+            (texts, ends, error), *failed = await asyncio.gather(*map(read, [other, *twins]))
+            assert (error, ends, len(texts[0])) == (None, ["length"], 30) and engine.state == "ready"
+            assert all(("a planted fault" if fails else "unread") in str(told) for *_, told in failed)
+            assert engine.metrics.finished["error"] == 2 * FATAL
+
+    run(main())
+
+
 def test_what_is_over_leaves_nothing_behind(caplog):
     """Neither jobs nor rows, nor counts of them: a server runs for months."""
+
+    def kept() -> list[Any]:
+        return [each for each in gc.get_objects() if isinstance(each, (Job, Live, SessionRow))]
+
+    there = kept()  # of other tests' servers
+    before = set(map(id, there))
 
     async def jobs(engine: Engine, speculator: Any) -> None:
         for number in range(30):
@@ -436,7 +547,7 @@ def test_what_is_over_leaves_nothing_behind(caplog):
             await jobs(engine, speculator)
             await asyncio.sleep(0.05)
             gc.collect()
-            left = Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, (Job, Live, SessionRow)))
+            left = Counter(type(each).__name__ for each in kept() if id(each) not in before)
             assert left <= Counter(SessionRow=1), left  # the loop knows the last round
             assert engine.session.stats.rows == [] and not engine._queue._owners and not engine._leavers
 

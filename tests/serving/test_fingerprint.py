@@ -6,6 +6,7 @@ import copy
 import logging
 import subprocess
 import sys
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -76,10 +77,32 @@ def test_it_changes_with_all_that_a_text_depends_on(monkeypatch):
         fingerprint(drafter=DraftModel(tiny()), shape="chain(2)", rule="rejection"),
         fingerprint(drafter=DraftModel(tiny()), shape="chain(2)", settings=Settings(repeatable=False)),
         fingerprint(settings=Settings(chat_template="{{ messages }}")),
+        fingerprint(settings=Settings(max_batch_tokens=20)),  # which cuts texts
     ]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     found.append(fingerprint())
     assert len(set(found)) == len(found), found
+
+
+def test_it_changes_with_the_day_where_the_chat_template_asks_for_that(monkeypatch):
+    """And promises nothing where that reads the clock."""
+    speculator = Speculator(tiny(), "none", self_test=False)
+    monkeypatch.setattr(Target, "batch_invariant", True, raising=False)
+    found: dict[str, list[str]] = {"plain": [], "date": [], "time": []}
+    templates = {
+        "plain": "{%for m in messages %}{{ m.content }}%H{% endfor %}",
+        "date": "{%for m in messages %}{{ strftime_now('%d %b %Y') }}{% endfor %}{%if x %}{% endif %}",
+        "time": "{% set form = '%H:%M' %}{{ strftime_now(form) }}",
+    }
+    engines = {name: Engine(speculator, Settings(chat_template=template)) for name, template in templates.items()}
+    for day in (1, 2, 2):
+        monkeypatch.setattr("foredraft.serving.fingerprint.datetime", SimpleNamespace(now=lambda day=day: datetime(2026, 1, day)))
+        for name, engine in engines.items():
+            found[name].append(engine.fingerprint)
+    speculator.close()
+    assert len(set(found["plain"])) == 1 and not found["plain"][0].endswith("-approx")
+    assert found["date"][0] != found["date"][1] == found["date"][2] and not found["date"][0].endswith("-approx")
+    assert all(each.endswith("-approx") for each in found["time"])
 
 
 @pytest.mark.parametrize("execution", ["packed", "native"])

@@ -11,10 +11,13 @@ import torch
 from served import served
 
 import foredraft
+from foredraft import ConfigurationError
 from foredraft.choices import choose_rule
 from foredraft.logits.processors import Pipeline
 from foredraft.planning import FixedPlanner
 from foredraft.rows import RowParameters
+from foredraft.serving.roll import RollRequest
+from foredraft.serving.roll import rolled as rolled_alone
 from foredraft.serving.rolling import Roll, Rounds, play
 from foredraft.session import Session
 from foredraft.shapes import TreeShape
@@ -145,7 +148,7 @@ def test_requests_are_bounded(speculator):
             ({"temperature": 9}, "temperature"),
             ({"prompt": "x" * 8001}, "prompt"),
             ({"prompt": ""}, "prompt"),
-            ({"prompt": "\ud800 half"}, "unicode"),
+            ({"prompt": "\ud800 half"}, "surrogate"),
             ({"shape": "product(9,9)"}, "64"),
             ({"shape": "dynamic()"}, "chain"),
             ({"shape": "ring(3)"}, "ring"),
@@ -156,3 +159,31 @@ def test_requests_are_bounded(speculator):
         ]:
             refused = client.post("/rounds", content=json.dumps({**good, **wrong}), headers={"content-type": "application/json"})
             assert refused.status_code == 400 and word in refused.json()["error"]["message"], (wrong, refused.text)
+
+
+def test_bodies_are_read_as_everywhere():
+    """The content type, what is too large without having said so, and null as left out."""
+    from served import tiny_chat
+
+    with served(tiny_chat(), max_body=1000) as url, httpx.Client(base_url=url, timeout=60) as client:
+        assert client.post("/rounds", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+        chunks = (b" " * 100 for _ in range(20))
+        assert client.post("/rounds", content=chunks, headers={"content-type": "application/json"}).status_code == 413
+        good = {"prompt": "one two three", "rule": "match", "shape": "chain(3)", "seed": None}
+        assert client.post("/rounds", json=good).status_code == 200
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+        assert "rolls" in schemas["RollRequest"]["properties"]
+
+
+def test_without_the_page_there_are_no_rolls():
+    from served import tiny_chat
+
+    with served(tiny_chat(), page=False) as url, httpx.Client(base_url=url) as client:
+        assert [client.get("/rounds").status_code, client.post("/rounds", json={}).status_code] == [404, 404]
+
+
+def test_a_drafter_that_learns_takes_no_part(speculator, monkeypatch):
+    monkeypatch.setattr(type(speculator.drafter), "learnt", {"steps": 1})
+    request = RollRequest(prompt="x", rule="match")
+    with pytest.raises(ConfigurationError, match="prompt-lookup, got 'own': it learns"):
+        rolled_alone(speculator, request, IDS, 1)

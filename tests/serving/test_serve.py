@@ -138,6 +138,56 @@ def test_a_dead_engine_ends_the_process_with_1():
         assert statuses == [500] * 3 and ended(found) == 1
 
 
+def test_connections_cannot_be_held_open_for_nothing(monkeypatch):
+    """Silent, or with a head that never ends, on a new connection and on one that had an answer. A stream may take longer."""
+    monkeypatch.setattr("foredraft.serving.connections.HEADERS", 0.5)  # in the forked process, too
+    with process(server, nothing, {}) as found:
+        address = ("127.0.0.1", int(found.url.rpartition(":")[2]))
+
+        def closed_after(connection: socket.socket, *, drips: bool) -> float:
+            connection.settimeout(0.1)
+            begin = time.monotonic()
+            while time.monotonic() - begin < 5:
+                try:
+                    if drips:
+                        connection.send(b"X-A: b\r\n")
+                    if not connection.recv(4096):
+                        break
+                except TimeoutError:
+                    pass
+                except ConnectionError:
+                    break
+            return time.monotonic() - begin
+
+        for drips, begins in ((False, b""), (True, b"GET /health HTTP/1.1\r\n")):
+            with socket.create_connection(address) as connection:
+                connection.sendall(begins)
+                assert 0.3 < closed_after(connection, drips=drips) < 3
+        with socket.create_connection(address) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in connection.recv(4096)
+            time.sleep(0.7)  # between requests it may be idle
+            connection.sendall(b"GET /health HTTP/1.1\r\n")
+            assert 0.3 < closed_after(connection, drips=True) < 3
+        with httpx.stream("POST", found.url + "/v1/completions", json=LONG, timeout=30) as response:
+            begin, lines = time.monotonic(), response.iter_lines()
+            while time.monotonic() - begin < 1:
+                next(lines)
+
+
+def test_there_are_only_so_many_connections(monkeypatch):
+    monkeypatch.setattr("foredraft.serving.running.CONNECTIONS", 2)
+    with process(server, nothing, {"max_rows": 1, "max_queue": 1}) as found:
+        address = ("127.0.0.1", int(found.url.rpartition(":")[2]))
+        idle = [socket.create_connection(address) for _ in range(5)]
+        assert httpx.get(found.url + "/health").status_code == 503
+        for each in idle:
+            each.close()
+        begin = time.monotonic()
+        while httpx.get(found.url + "/health").status_code == 503:
+            assert time.monotonic() - begin < 5
+
+
 # -- what it refuses --------------------------------------------------------------------------------------------------------
 
 

@@ -66,15 +66,25 @@ def log_probabilities(tree: TokenTree, path: Tensor, accepted: Tensor, next_toke
         along, tokens = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1])), tokens.gather(1, path)
     along = along.float()  # [R, D, V]
     following = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])  # [R, D]
-    total = along.logsumexp(-1, keepdim=True)
+    total = log_total(along)
     chosen = (along.gather(-1, following[..., None]) - total).squeeze(-1)
     values, ids = along.topk(top, -1)
     return [LogProbs(*row) for row in zip(chosen, ids, values - total)]
 
 
+def log_total(logits: Tensor) -> Tensor:
+    """The log-sum-exp ``[..., 1]`` of each row of ``logits`` ``[..., V]``, the same to the last bit whatever rows are beside it.
+
+    On a CPU, torch splits the sum of a single row between threads, and of several rows sums each in one; so a single row gets company.
+    """
+    if logits.numel() == logits.shape[-1]:
+        return torch.stack([logits, logits]).logsumexp(-1, keepdim=True)[0]
+    return logits.logsumexp(-1, keepdim=True)
+
+
 def of_tokens(logits: Tensor, tokens: Tensor, top: int) -> LogProbs:
     """Log-probabilities of ``tokens`` ``[n]``, each chosen from the target's ``logits`` ``[n, V]``, and of the ``top`` best."""
     wide = logits.float()
-    total = wide.logsumexp(-1, keepdim=True)
+    total = log_total(wide)
     values, ids = wide.topk(top, -1)
     return LogProbs((wide.gather(-1, tokens[:, None]) - total)[:, 0], ids, values - total)

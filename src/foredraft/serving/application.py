@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -27,8 +26,10 @@ from foredraft.serving.jobs import Failed, Job, Joined
 from foredraft.serving.protect import Protection, field_error, read_json
 from foredraft.serving.requests import Requests
 from foredraft.serving.responses import Answer, ChatAnswer, CompletionAnswer, Facts
+from foredraft.serving.roll import RollRequest, router
 from foredraft.serving.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from foredraft.serving.settings import Settings
+from foredraft.serving.sizes import sizes_of
 from foredraft.serving.sse import DONE, PING, PINGED, EventStream, data, failure, unless_left, with_pings
 from foredraft.serving.writers import TokenNames
 from foredraft.speculator import Speculator
@@ -77,7 +78,7 @@ class Server:
         )
         answer = kind(asked, plan, facts, self.tokenizer, self.names)
         job = Job(plan.choices, owner=state["owner"], id=state["id"], arrived=arrived)
-        self.engine.submit(job)
+        self.engine.submit(job, await asyncio.to_thread(sizes_of, job.choices, self.engine.session, self.settings))
         if asked.stream:
             return await self.streamed(request, job, asked, answer)
         try:
@@ -249,15 +250,14 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
     found.state.engine = server.engine
     for path, method, handler, body in routes(server):
         found.add_api_route(path, guarded(handler), methods=[method], **openapi.described(path, handler, body))
-    if find_spec("foredraft.serving.roll"):
-        from foredraft.serving.roll import router  # type: ignore[import-not-found]
-
-        found.include_router(router(server.engine, speculator), responses=openapi.ERRORS)
+    bodies = [body for *_, body in routes(server) if body is not None]
     if settings.page:
+        found.include_router(router(server.engine, speculator), responses=openapi.ERRORS)
         pages.add(found)
+        bodies.append(RollRequest)
     for kind in (ApiError, HTTPException, RequestValidationError, ForedraftError):
         found.add_exception_handler(kind, answer_error)
-    openapi.add_schemas(found, [body for *_, body in routes(server) if body is not None])
+    openapi.add_schemas(found, bodies)
     found.add_middleware(Protection, settings=settings)
     if settings.cors_origins:
         origins, shown = list(settings.cors_origins), ["x-request-id", "retry-after"]

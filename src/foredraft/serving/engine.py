@@ -10,25 +10,27 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Literal, TypeVar
 
-from foredraft.errors import BusyError, ConfigurationError
+from foredraft.errors import BusyError
 from foredraft.rows import Commit
 from foredraft.serving.calls import Call, log, send
-from foredraft.serving.fingerprint import check_exact, system_fingerprint
+from foredraft.serving.fingerprint import check_exact, dated, system_fingerprint, template_of
 from foredraft.serving.jobs import BOUND, DrainingError, Event, Failed, Job, JobTimeoutError, Joined, Progress, QueueFullError
 from foredraft.serving.metrics import REASONS, Metrics
 from foredraft.serving.queue import DrainRate, FairQueue, Live, Waiting
 from foredraft.serving.settings import Settings
+from foredraft.serving.sizes import sizes_of
 from foredraft.speculator import Speculator
 
 T = TypeVar("T")
-State = Literal["ready", "draining", "dead"]
+State = Literal["new", "ready", "draining", "dead"]
 
 LOOK = 0.05  # seconds between two looks for requests that have waited or run for too long
 FATAL = 3  # steps that fail with no row done in between before the engine gives up
+CALLS = 8  # of :meth:`Engine.alone` that may wait
 PATIENCE = 5.0  # seconds that a call of :meth:`Engine.alone` waits until no row is live
 
 
@@ -41,7 +43,7 @@ class Engine:
     :meth:`start` begins touches the session.
 
     Attributes:
-        state: ``ready``; ``draining`` once no more jobs are taken; ``dead`` when steps fail again and again, and everybody was told.
+        state: ``new`` until it is started; ``ready``; ``draining`` once no more jobs are taken; ``dead`` when steps fail again and again.
         on_death: called in the engine's thread when it dies.
         session: the rows; other threads may read its statistics.
         metrics: what ``/metrics`` answers.
@@ -55,7 +57,7 @@ class Engine:
         self.session = speculator.session(repeatable=settings.repeatable, wait=True)
         self.metrics = Metrics(settings.model, self.session, self)
         check_exact(self.session, settings)
-        self.state: State = "ready"
+        self.state: State = "new"
         self.on_death: Callable[[], object] = lambda: None
         self._changed = threading.Condition()  # guards what follows
         self._queue = FairQueue(settings.max_queue)
@@ -76,10 +78,14 @@ class Engine:
 
     # -- on the event loop ----------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """``system_fingerprint`` of responses; the first use reads all weights."""
-        return system_fingerprint(self.speculator, self.session, self.settings)
+        return dated(*self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> tuple[str, str]:
+        return system_fingerprint(self.speculator, self.session, self.settings), template_of(self.speculator, self.settings)
 
     @property
     def running(self) -> int:
@@ -92,24 +98,21 @@ class Engine:
         return len(self._queue)
 
     def start(self) -> None:
+        self.state = "ready"
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queue the rows of ``job``; its events say what becomes of them.
+    def submit(self, job: Job, sizes: Sequence[int] | None = None) -> None:
+        """Queue the rows of ``job``; its events say what becomes of them. ``sizes``: what ``sizes_of`` says, if known already.
 
         Raises:
             ConfigurationError, CacheMemoryError: a row of it can never run.
             QueueFullError: too many rows wait.
-            DrainingError: the server is about to stop.
+            DrainingError: the server is about to stop, or was not started.
         """
-        if len(job.choices) > self.settings.max_queue:
-            raise ConfigurationError(
-                f"the request asks for {len(job.choices)} texts, and the server takes at most {self.settings.max_queue}; ask for fewer"
-            )
-        rows = [Waiting(job, index, self._size(job, index)) for index in range(len(job.choices))]
+        sizes = sizes_of(job.choices, self.session, self.settings) if sizes is None else sizes
+        rows = [Waiting(job, index, size) for index, size in enumerate(sizes)]
         with self._changed:
-            if self.state != "ready":
-                raise DrainingError("the server is about to stop; ask again later")
+            self._check_ready()
             if excess := self._queue.excess(job.owner, len(rows)):
                 self.metrics.refused += 1
                 seconds = self._rate.seconds(excess)
@@ -117,15 +120,11 @@ class Engine:
             self._queue.push(rows)
             self._changed.notify()
 
-    def _size(self, job: Job, index: int) -> int:
-        choice, most = job.choices[index], self.settings.max_batch_tokens
-        size = self.session.check(choice.ids, choice.parameters)
-        if most is not None and size > most:
-            raise ConfigurationError(
-                f"the prompt has {len(choice.ids)} tokens and may get {size - len(choice.ids)} more, and the server allows {most} in all; "
-                "ask for fewer tokens or shorten the prompt"
-            )
-        return size
+    def _check_ready(self) -> None:
+        if self.state == "new":
+            raise DrainingError("the engine was not started: an application that mounts this one must run its lifespan as well")
+        if self.state != "ready":
+            raise DrainingError("the server is about to stop; ask again later")
 
     def leave(self, job: Job) -> None:
         """The client has left: drop the job. It gets no more events."""
@@ -145,13 +144,14 @@ class Engine:
         """The result of ``function``, which runs in the engine's thread while no row is live; those that wait go on waiting meanwhile.
 
         Raises:
-            BusyError: rows were live for all of ``patience`` seconds.
+            BusyError: rows were live for all of ``patience`` seconds, or :data:`CALLS` calls are waiting already.
             DrainingError: the server is about to stop.
         """
         call = Call(function)
         with self._changed:
-            if self.state != "ready":
-                raise DrainingError("the server is about to stop; ask again later")
+            self._check_ready()
+            if len(self._alone) >= CALLS:
+                raise BusyError("too many others want the server alone; try again when it is idle")
             self._alone.append(call)
             self._changed.notify()
         try:
@@ -167,7 +167,7 @@ class Engine:
     async def drain(self, seconds: float) -> None:
         """Take no more jobs; wait until those that were taken are over. After ``seconds`` the rest are told that the server stops."""
         with self._changed:
-            if self.state == "ready":
+            if self.state != "dead":
                 self.state = "draining"
         end = time.monotonic() + seconds
         while self._thread.is_alive() and (jobs := self._jobs()):
@@ -184,7 +184,7 @@ class Engine:
     def stop(self) -> None:
         """End the thread; whoever is still waiting is told. It takes until the end of the step that is under way."""
         with self._changed:
-            if self.state == "ready":
+            if self.state != "dead":
                 self.state = "draining"
             self._stopping = True
             self._changed.notify()
@@ -290,11 +290,10 @@ class Engine:
         return live
 
     def _run_alone(self) -> None:
-        while True:
-            with self._changed:
-                if not self._alone:
-                    return
-                call = self._alone.popleft()
+        """One of the calls; those behind it wait until the rows that wait meanwhile are over."""
+        with self._changed:
+            call = self._alone.popleft() if self._alone else None
+        if call is not None:
             call.run()
 
     def _admit(self) -> None:
@@ -318,13 +317,13 @@ class Engine:
             except Exception as error:  # it could run when it was submitted
                 self._drop(row.job, error)
                 continue
-            with self._changed:
+            live = Live(row, time.monotonic())
+            with self._changed:  # in one piece: whoever looks sees the row here or there
                 self._queue.pop()
-            now = time.monotonic()
+                self._live[slot] = live
             if not row.job.begun:
                 row.job.begun = True
-                self._outbox.append((row.job, Joined(now - row.job.arrived)))
-            self._live[slot] = live = Live(row, now)
+                self._outbox.append((row.job, Joined(live.joined - row.job.arrived)))
             self.metrics.joined(live)
             self._tokens += row.size
 
@@ -337,8 +336,12 @@ class Engine:
             return
         now, done, tokens = time.monotonic(), 0, 0
         self._joined = new > len(self.session.waiting)
+        stepped = [(self._live[commit.slot], commit) for commit in commits]
         for commit in commits:
-            if (live := self._live.get(commit.slot)) is None:  # its job was dropped for another row's failure in this step
+            if commit.finish_reason is not None:  # the session has removed it, so nothing below may do so again
+                self._over(commit.slot)
+        for live, commit in stepped:
+            if live.waiting.index not in live.waiting.job.unfinished:  # its job was dropped for another row's failure in this step
                 continue
             tokens += self.metrics.progress(live, commit, now)
             self._progress(live, commit)
@@ -351,8 +354,6 @@ class Engine:
     def _progress(self, live: Live, commit: Commit) -> None:
         """Tell the job what a step added to its row."""
         job, index, reason = live.waiting.job, live.waiting.index, commit.finish_reason
-        if reason is not None:
-            self._over(commit.slot)
         if commit.error is not None:
             self._drop(job, commit.error)
         elif job.unread >= BOUND:

@@ -29,7 +29,7 @@ STATUSES: dict[int, str] = {
     415: "the content type is not application/json",
     429: "the queue is full; Retry-After says when to try again",
     500: "a fault of the server",
-    503: "the server is about to stop, or its engine has died",
+    503: "the server is about to stop, its engine has died, or too much is asked of it at once",
     504: "the request waited or ran for longer than the server allows",
 }
 

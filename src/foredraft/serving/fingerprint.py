@@ -2,7 +2,8 @@
 
 It is a hash of everything that a text depends on beside these: the model's numbers and configuration, its tokenizer and chat template, how
 its passes are computed, and the rule. Drafter, shapes and load are left out, because nothing depends on them. Where they matter after all,
-it ends in ``-approx``: logits that depend on what is computed together, or a rule whose draws depend on the shapes.
+it ends in ``-approx``: logits that depend on what is computed together, a rule whose draws depend on the shapes, or a chat template that
+reads the clock. Where that reads the date, the fingerprint is another one every day.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -28,6 +31,8 @@ from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
 
 PACKAGES = ("foredraft", "torch", "transformers", "tokenizers", "llguidance")
+DATE = "strftime_now"  # what transformers lets chat templates call
+CLOCK = re.compile(r"(?<!{)%-?[cfHIklMpPrRsSTXzZ+]")  # a format of the time, and not the beginning of a block
 LOOSE = ("_name_or_path", "transformers_version", "use_cache")  # of configurations; no number depends on them
 
 
@@ -37,12 +42,24 @@ def system_fingerprint(speculator: Speculator, session: Session, settings: Setti
         "weights": weights_digest(speculator),
         "model": configuration_of(speculator.model),
         "text": text_of(speculator, settings),
+        "longest": settings.longest(speculator.target),
         "computation": computation_of(speculator),
         "rule": f"{session.loop.rule.name} {vars(session.loop.rule)}",
         "packages": {name: version_of(name) for name in PACKAGES},
     }
     text = json.dumps(parts, sort_keys=True, default=str)
-    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}{'-approx' if inexact(session) else ''}"
+    template = template_of(speculator, settings)
+    loose = inexact(session) or (DATE in template and CLOCK.search(template))
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:16]}{'-approx' if loose else ''}"
+
+
+def dated(fingerprint: str, template: str) -> str:
+    """``fingerprint`` of today, if the chat template ``template`` asks for the date."""
+    if DATE not in template:
+        return fingerprint
+    name, *loose = fingerprint.split("-")
+    found = hashlib.sha256(f"{name} {datetime.now():%Y-%m-%d}".encode())  # as the template sees it: by the machine's own time zone
+    return "-".join([f"fp_{found.hexdigest()[:16]}", *loose])
 
 
 def inexact(session: Session) -> str | None:
@@ -110,14 +127,23 @@ def configuration_of(model: Any) -> dict[str, Any]:
 
 def text_of(speculator: Speculator, settings: Settings) -> dict[str, Any]:
     """How texts become ids."""
-    try:
-        tokenizer = speculator.tokenizer
-    except (ConfigurationError, ImportError):
-        tokenizer = None  # requests have ids
+    tokenizer = tokenizer_of(speculator)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     whole = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()) if tokenizer is not None else None
-    template = settings.chat_template or getattr(tokenizer, "chat_template", None)
-    return {"tokenizer": hashlib.sha256(str(whole).encode()).hexdigest(), "chat_template": template}
+    return {"tokenizer": hashlib.sha256(str(whole).encode()).hexdigest(), "chat_template": template_of(speculator, settings)}
+
+
+def tokenizer_of(speculator: Speculator) -> Any:
+    try:
+        return speculator.tokenizer
+    except (ConfigurationError, ImportError):
+        return None  # requests have ids
+
+
+def template_of(speculator: Speculator, settings: Settings) -> str:
+    """The text of the chat template, or of all of them."""
+    found = settings.chat_template or getattr(tokenizer_of(speculator), "chat_template", None) or ""
+    return found if isinstance(found, str) else json.dumps(found)
 
 
 def computation_of(speculator: Speculator) -> dict[str, Any]:

@@ -32,6 +32,8 @@ BODY_TIMEOUT = 30.0  # seconds for a whole body
 ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN = ("/", "/health", "/metrics")  # paths that need no key
 CLOSE = {"Connection": "close"}
+BUSY = {**CLOSE, "Retry-After": "1"}
+BODIES = 32  # of the largest size that all requests together may hold
 LEFT = 499  # in the log: the client left before it had its answer
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 Model = TypeVar("Model", bound=BaseModel)
@@ -48,6 +50,7 @@ class Protection:
         self.app = app
         self.keys = [(name, key.encode()) for name, key in settings.keys.items()]
         self.local, self.most = is_local(settings.host), settings.max_body
+        self.held = 0  # bytes of the bodies of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,7 +60,7 @@ class Protection:
         given = headers.get("x-request-id", "")
         state = scope.setdefault("state", {})
         state["id"] = given if ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        state["status"], begin = 0, time.monotonic()
+        state["status"], state["held"], begin = 0, 0, time.monotonic()
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -70,7 +73,7 @@ class Protection:
             state["key"] = self.key_of(scope, headers.get("authorization", ""))
             state["owner"] = state["key"] or str((scope.get("client") or ("",))[0])
             self.check_length(headers.get("content-length", "0"))
-            await self.app(scope, self.bounded(receive), answer)
+            await self.app(scope, self.bounded(receive, state), answer)
         except ApiError as error:
             if state["status"]:
                 raise
@@ -78,6 +81,7 @@ class Protection:
         except ClientDisconnect:  # nobody is there to be told
             state["status"] = LEFT
         finally:
+            self.held -= state["held"]
             if scope["path"] not in OPEN:
                 status, seconds = state["status"] or LEFT, time.monotonic() - begin
                 log.info("%s %s %s %d %.3f s", state["id"], scope["method"], scope["path"], status, seconds)
@@ -91,22 +95,27 @@ class Protection:
         if not length.isascii() or not length.isdigit() or int(length[:20]) > self.most:
             raise too_large(self.most)
 
-    def bounded(self, receive: Receive) -> Receive:
-        """``receive`` that raises ApiError where the body is larger than it said, or does not arrive in time."""
-        end, size, whole = time.monotonic() + BODY_TIMEOUT, 0, False
+    def bounded(self, receive: Receive, state: dict[str, Any]) -> Receive:
+        """``receive`` that raises ApiError where the body is larger than it said, does not arrive in time, or is too much together with
+        those of other requests. ``state["held"]`` says how large it is."""
+        end, whole = time.monotonic() + BODY_TIMEOUT, False
 
         async def receive_in_time() -> Message:
-            nonlocal size, whole
+            nonlocal whole
             if whole:  # what comes now is that the client has left
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), end - time.monotonic())
             except asyncio.TimeoutError:
                 raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} seconds", headers=CLOSE) from None
-            size += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            state["held"] += size
+            self.held += size
             whole = not message.get("more_body", False)
-            if size > self.most:
+            if state["held"] > self.most:
                 raise too_large(self.most)
+            if self.held > BODIES * self.most:
+                raise ApiError(503, "the server holds too many large requests; try again later", code="busy", headers=BUSY)
             return message
 
         return receive_in_time

@@ -51,9 +51,7 @@ class Requests:
     def __init__(self, speculator: Speculator, settings: Settings, *, guess: bool):
         """``guess``: the rule lets predictions, and what a grammar forces, be drafted."""
         self.settings, self.tokenizer, self.guess = settings, speculator.tokenizer, guess
-        limits = (speculator.target.context, speculator.target.trained, settings.max_batch_tokens)
-        # most tokens of a prompt and its answer together, where anything limits them
-        self.longest = min((each for each in limits if each is not None), default=None)
+        self.longest = settings.longest(speculator.target)
         self.vocabulary = speculator.target.vocab_size
         config = speculator.target.model.generation_config
         ends = config.eos_token_id if config.eos_token_id is not None else self.tokenizer.eos_token_id

@@ -22,6 +22,8 @@ from foredraft.choices import check_shape, choose_rule
 from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError
 from foredraft.logits.processors import Pipeline
+from foredraft.serving.openapi import described
+from foredraft.serving.protect import read_json
 from foredraft.serving.rolling import Likely, Roll, Rounds, play
 from foredraft.shapes import TreeShape
 from foredraft.speculator import Speculator
@@ -66,14 +68,14 @@ def router(engine: Engine, speculator: Speculator) -> APIRouter:
         """What can be rolled: drafters, shapes, and the rules that verify each exactly, or lossily."""
         return {
             "drafters": [{"id": name, "name": made.name, "rules": fitting(made)} for name, made in known_drafters(speculator).items()],
-            "rules": {name: {"summary": known.summary, "lossless": known.lossless} for name, known in described().items()},
+            "rules": {name: {"summary": known.summary, "lossless": known.lossless} for name, known in rules().items()},
             "shapes": [shape for shape in SHAPES if fits(speculator, shape)],
             "most": {"rolls": ROLLS, "nodes": NODES, "characters": CHARACTERS, "tokens": TOKENS},
         }
 
-    @routes.post("/rounds")
-    async def roll(request: RollRequest, http: Request) -> dict[str, Any]:
+    async def roll(http: Request) -> dict[str, Any]:
         """Draft, verify and correct after the prompt, as often as asked for; less often if that takes long, ``rolls`` says how often."""
+        request = await read_json(http, RollRequest)
         known = verification.describe(request.rule)
         ids = await run_in_threadpool(read, speculator, request.prompt)
         seed = secrets.randbits(52) if request.seed is None else request.seed
@@ -82,16 +84,19 @@ def router(engine: Engine, speculator: Speculator) -> APIRouter:
         body = await run_in_threadpool(written, speculator.tokenizer, done)
         return {"seed": seed, "drafter": drafter, "rule": request.rule, "lossless": known.lossless, "shape": shape, **body}
 
+    routes.add_api_route("/rounds", roll, methods=["POST"], **described("/rounds", roll, RollRequest))
     return routes
 
 
-def described() -> dict[str, Any]:
+def rules() -> dict[str, Any]:
     return {name: verification.describe(name) for name in verification.names()}
 
 
 def known_drafters(speculator: Speculator) -> dict[str, Drafter]:
-    """The server's own if it drafts anything, and prompt lookup, which any text has."""
-    own = {} if speculator.drafter.name in ("none", COPIES) else {OWN: speculator.drafter}
+    """The server's own if it drafts anything, and prompt lookup, which any text has. One that learns is left out: it would learn from
+    rolls, which are not what the server is for."""
+    drafter = speculator.drafter
+    own = {} if drafter.name in ("none", COPIES) or drafter.learnt is not None else {OWN: drafter}
     return {**own, COPIES: drafters.create(COPIES)}
 
 
@@ -137,7 +142,8 @@ def rolled(
     """
     known, shape = known_drafters(speculator), TreeShape.parse(request.shape)
     if request.drafter not in known:
-        raise ConfigurationError(f"drafter is one of {', '.join(known)}, got {request.drafter!r}")
+        why = ": it learns, and not from rolls" if request.drafter == OWN and speculator.drafter.learnt is not None else ""
+        raise ConfigurationError(f"drafter is one of {', '.join(known)}, got {request.drafter!r}{why}")
     if not shape.static or not 1 <= shape.nodes <= NODES:
         raise ConfigurationError(f"shape {request.shape!r}: a roll takes a chain, product or paths of 1 to {NODES} nodes")
     drafter, target = known[request.drafter], speculator.target

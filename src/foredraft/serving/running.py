@@ -13,11 +13,13 @@ from typing import Any
 import uvicorn
 
 from foredraft.rows import RowParameters
+from foredraft.serving.connections import Connection
 from foredraft.serving.engine import Engine
 from foredraft.serving.sockets import address_of
 from foredraft.speculator import Speculator
 
 GRACE = 5.0  # seconds that answers have to be sent, once their last tokens are there
+CONNECTIONS = 512  # beside those of rows that run or wait; requests on more get 503
 KEEP_ALIVE = 75  # seconds that a connection without a request is kept
 
 
@@ -58,6 +60,9 @@ class Server(uvicorn.Server):
             server_header=False,
             lifespan="on",
             timeout_keep_alive=KEEP_ALIVE,
+            http=Connection,
+            ws="none",
+            limit_concurrency=CONNECTIONS + engine.settings.max_rows + 2 * engine.settings.max_queue,
             timeout_graceful_shutdown=int(GRACE),
         )
         super().__init__(config)

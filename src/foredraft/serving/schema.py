@@ -99,7 +99,7 @@ class Sampling(Noted):
     min_p: float = Field(0.0, ge=0, lt=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=100, description="as transformers has it: over the prompt, too")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="as transformers has it: over the prompt, too")
     logit_bias: dict[str, float] = Field({}, max_length=4096)
     stop: (
         Annotated[str, Field(max_length=LONGEST_STOP)]

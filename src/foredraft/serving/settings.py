@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from foredraft.errors import ConfigurationError, whole
 
@@ -63,3 +64,8 @@ class Settings:
                 raise ConfigurationError(f"{name} must be a number of seconds of at least 0, got {getattr(self, name)!r}")
         if len(set(self.keys.values())) < len(self.keys) or not all(self.keys.values()):
             raise ConfigurationError("an API key is empty or was given twice; give each once")
+
+    def longest(self, target: Any) -> int | None:
+        """Most tokens of a prompt and its answer with ``target``; longer answers are cut there. None where nothing limits them."""
+        limits = (target.context, target.trained, self.max_batch_tokens)
+        return min((each for each in limits if each is not None), default=None)

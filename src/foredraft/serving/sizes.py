@@ -1,0 +1,40 @@
+"""Whether rows can run at all, and how long they may become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from foredraft.errors import ConfigurationError
+from foredraft.serving.jobs import Choice
+from foredraft.serving.settings import Settings
+from foredraft.session import Session
+
+
+def sizes_of(choices: Sequence[Choice], session: Session, settings: Settings) -> list[int]:
+    """How many tokens each of ``choices`` has at most in the end. Any thread may ask; it takes longer for longer prompts, and a prompt with
+    several choices is looked at once.
+
+    Raises:
+        ConfigurationError, CacheMemoryError: one of them can never run, or they are too many.
+    """
+    if len(choices) > settings.max_queue:
+        raise ConfigurationError(
+            f"the request asks for {len(choices)} texts, and the server takes at most {settings.max_queue}; ask for fewer"
+        )
+    found: list[int] = []
+    last: tuple[int, ...] = ()
+    for choice in choices:
+        alike = id(choice.ids), *(id(value) for name, value in vars(choice.parameters).items() if name != "seed")
+        found.append(found[-1] if alike == last else size_of(choice, session, settings.max_batch_tokens))
+        last = alike
+    return found
+
+
+def size_of(choice: Choice, session: Session, most: int | None) -> int:
+    size, length = session.check(choice.ids, choice.parameters), len(choice.ids)
+    if most is not None and size > most:
+        raise ConfigurationError(
+            f"the prompt has {length} tokens and may get {size - length} more, and the server allows {most} in all; "
+            "ask for fewer tokens or shorten the prompt"
+        )
+    return size
