@@ -94,7 +94,10 @@ class Server:
             elif isinstance(event, Failed):
                 raise event.error
             else:
-                choices = answer.take(event.choice, event.commit)
+                if event.commit.prompt_logprobs is None:
+                    choices = answer.take(event.choice, event.commit)
+                else:  # of a long prompt that takes a while
+                    choices = await asyncio.to_thread(answer.take, event.choice, event.commit)
                 if event.commit.finish_reason is None and answer.writers[event.choice].over:
                     self.engine.finish(job, event.choice)
                 yield choices
