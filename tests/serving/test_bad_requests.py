@@ -94,6 +94,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a" * 5000}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "[" * 30_000}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"enum": ["\\ud800"]}'}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"enum": ["a" * 70_000]}}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
@@ -104,6 +106,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 def test_fields(url: str, fields: dict[str, Any], param: str | None):
     error = refusal(httpx.post(url + "/v1/completions", json=OK | fields, timeout=30), 400)
     assert error["param"] == param and error["type"] == "invalid_request_error"
+
+
+def called(arguments: str) -> dict[str, Any]:
+    """An answer that called a tool."""
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
 
 
 CHATS: list[tuple[dict[str, Any], str | None]] = [
@@ -120,6 +127,10 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 1, "max_completion_tokens": 2}, None),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"messages": [called("[" * 30_000)]}, "messages"),
+    ({"messages": [called("[" * 30_000 + "]" * 30_000)]}, "messages"),
+    ({"messages": [called('{"a": "\\ud800"}')]}, None),
+    ({"messages": [called('{"a": NaN}')]}, None),
 ]
 
 

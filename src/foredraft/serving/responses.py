@@ -214,8 +214,8 @@ class ChatAnswer(Answer):
         writer, reader = self.writers[index], self.readers[index]
         deltas = reader.feed(piece.text)
         if piece.finish_reason is not None:
-            ends = writer.tokens[: len(writer.tokens) - (writer.finish_reason == "stop" and writer.stop_reason is None)]
-            deltas += reader.flush(ends)
+            ended = writer.finish_reason == "stop"  # by a token, where no stop string was found
+            deltas += reader.flush(writer.tokens[: len(writer.tokens) - ended] if writer.stop_reason is None else None)
             forced = isinstance(self.request.tool_choice, NamedTool)  # whose finish reason is "stop" with OpenAI
             if reader.calls and writer.finish_reason == "stop" and not forced:
                 writer.finish_reason = "tool_calls"
