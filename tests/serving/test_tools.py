@@ -34,7 +34,8 @@ def test_a_message_does_not_depend_on_how_its_text_is_cut(parts: list[str], data
     text = "".join(parts)
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))), len(text)]
     pieces = [text[begin:end] for begin, end in zip(cuts, cuts[1:])]
-    assert message(TaggedReader(["f"], parallel=True), pieces) == message(TaggedReader(["f"], parallel=True), [text])
+    whole = message(TaggedReader(["f"], parallel=True), [text])
+    assert message(TaggedReader(["f"], parallel=True), pieces) == whole == message(TaggedReader(["f"], parallel=True), list(text))
 
 
 def test_whitespace_around_calls_is_no_text():
