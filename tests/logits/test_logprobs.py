@@ -10,7 +10,7 @@ from helpers import Oracle as ChainOracle
 import foredraft
 from foredraft import ConfigurationError, LogProbs, RowParameters, Speculator
 from foredraft.drafters.base import DrafterInfo, DraftRequest
-from foredraft.logits.logprobs import of_tokens
+from foredraft.logits.logprobs import best_by_place, of_tokens
 from foredraft.tree import TokenTree
 
 NEW = 12
@@ -167,8 +167,8 @@ def test_ties_do_not_depend_on_how_many_others_ask_for():
     scores[1, ::2] = -0.0
     tokens = torch.zeros(50, dtype=torch.long)
     wanted = of_tokens(scores, tokens, 300)
-    expected = scores.sort(-1, descending=True, stable=True).indices
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices
     for k in (0, 1, 5, 20, 300):
         found = of_tokens(scores, tokens, k)
         assert torch.equal(found.ids, expected[:, :k]) and torch.equal(found.ids, wanted.cut(50, k).ids)
-        assert torch.equal(found.values, wanted.values[:, :k])
+        assert torch.equal(found.values, wanted.values[:, :k]) and torch.equal(best_by_place(scores, k), found.ids)

@@ -72,6 +72,13 @@ def test_drafts_and_guesses():
     assert row(echo=True, logprobs=2).prompt_logprobs == 2 and row(logprobs=2).prompt_logprobs is None
 
 
+def test_predictions_are_no_longer_than_answers():
+    """And are read once, whatever the number of prompts."""
+    made = plan(prompt=["a", "b"], n=2, max_tokens=5, prediction={"content": "hello " * 1000})
+    (guess,) = {choice.parameters.guesses[0] for choice in made.choices}
+    assert isinstance(guess, Prediction) and len(guess.tokens) == 5 and "ends" in vars(guess)
+
+
 def test_without_a_chat_template_chat_says_so():
     requests = Requests(tiny_chat(), Settings(model="tiny"), guess=True)
     requests.chat.template = None

@@ -83,11 +83,27 @@ def of_tokens(logits: Tensor, tokens: Tensor, top: int) -> LogProbs:
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` highest of float32 ``scores`` ``[..., V]``, and where they are: ``[..., k]`` each, best first, ties by place.
 
-    ``topk`` orders ties differently for every k, so the best 5 of 20 need not be the best 5. Here no two keys are equal: the score's bits,
-    in an order of whole numbers, and behind them the place.
+    ``topk`` orders ties differently for every k, so the best 5 of 20 need not be the best 5.
     """
+    flat = scores.flatten(0, -2)
+    if flat.device.type == "cpu" and 0 < k < flat.shape[-1]:  # where a look costs no wait
+        values, ids = flat.topk(k + 1, -1)
+        ids = ids[:, :k]
+        for row in (values[:, k - 1] == values[:, k]).nonzero()[:, 0].tolist():  # the last is as likely as one that is left out
+            above = int((values[row] > values[row, k]).sum())
+            ids[row, above:] = (flat[row] == values[row, k]).nonzero()[: k - above, 0]
+        ids = ids.sort(-1).values
+        ids = ids.gather(-1, flat.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices)
+    else:
+        ids = best_by_place(flat, k)
+    ids = ids.reshape(*scores.shape[:-1], k)
+    return scores.gather(-1, ids), ids
+
+
+def best_by_place(scores: Tensor, k: int) -> Tensor:
+    """Where the ``k`` highest of ``scores`` ``[n, V]`` are, by a search among keys that are never equal: the score's bits, in an order of
+    whole numbers, and behind them the place."""
     bits = (scores + 0.0).view(torch.int32)  # minus zero is zero
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     places = torch.arange(scores.shape[-1], device=scores.device)
-    ids = ((ordered << 32) - places).topk(k, -1).indices
-    return scores.gather(-1, ids), ids
+    return ((ordered << 32) - places).topk(k, -1).indices
