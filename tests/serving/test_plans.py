@@ -72,9 +72,9 @@ def test_drafts_and_guesses():
     assert row(echo=True, logprobs=2).prompt_logprobs == 2 and row(logprobs=2).prompt_logprobs is None
 
 
-def test_predictions_are_no_longer_than_answers():
-    """And are read once, whatever the number of prompts."""
-    made = plan(prompt=["a", "b"], n=2, max_tokens=5, prediction={"content": "hello " * 1000})
+def test_predictions_are_bounded_and_read_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("foredraft.serving.requests.MOST_PREDICTED", 5)
+    made = plan(prompt=["a", "b"], n=2, prediction={"content": "hello " * 1000})
     (guess,) = {choice.parameters.guesses[0] for choice in made.choices}
     assert isinstance(guess, Prediction) and len(guess.tokens) == 5 and "ends" in vars(guess)
 

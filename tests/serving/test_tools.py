@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def message(reader: Reader, pieces: list[str]) -> tuple[Any, list[Any]]:
 def test_a_message_does_not_depend_on_how_its_text_is_cut(parts: list[str], data: st.DataObject):
     text = "".join(parts)
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))), len(text)]
-    pieces = [text[begin:end] for begin, end in zip(cuts, cuts[1:])]
+    pieces = [text[begin:end] for begin, end in pairwise(cuts)]
     whole = message(TaggedReader(["f"], parallel=True), [text])
     assert message(TaggedReader(["f"], parallel=True), pieces) == whole == message(TaggedReader(["f"], parallel=True), list(text))
 

@@ -95,7 +95,7 @@ class Requests:
             )
         seed = secrets.randbelow(DRAWN) if request.seed is None else request.seed
         choices = []
-        guesses = self.guesses(request, grammar, max(self.limit(request, len(ids)) for ids in prompts))
+        guesses = self.guesses(request, grammar)
         for number, ids in enumerate(prompts):
             parameters = partial(
                 RowParameters,
@@ -160,14 +160,13 @@ class Requests:
             )
         return self.encode(request.prompt or "", special=request.add_special_tokens is not False)
 
-    def guesses(self, request: Sampling, grammar: Grammar | None, most: int) -> list[Guess]:
-        """What is drafted in place of the drafter's tokens, for texts of at most ``most`` tokens. A prediction stands alone, so that its
-        tokens can be counted."""
+    def guesses(self, request: Sampling, grammar: Grammar | None) -> list[Guess]:
+        """What is drafted in place of the drafter's tokens. A prediction stands alone, so that its tokens can be counted."""
         if request.prediction is not None:
             if not self.guess:
                 raise refused("prediction needs a server with the rule match; leave it out", "prediction", "needs_match")
             tokens = self.encode(text_of(request.prediction.content), special=False)
-            prediction = Prediction(tokens[: min(most, MOST_PREDICTED)])
+            prediction = Prediction(tokens[:MOST_PREDICTED])
             prediction.prepare()
             return [prediction]
         return [ForcedTokens(grammar)] if grammar is not None and self.guess else []
