@@ -9,7 +9,7 @@ from helpers import make_drafter, repetitive, tiny
 
 from foredraft import ConfigurationError, Grammar, RowParameters, Session, Speculator, rules, zoo
 from foredraft.drafters.base import Drafter
-from foredraft.guesses import FIRST, Guessed, RowGuesses
+from foredraft.guesses import AHEAD, FIRST, Guessed, RowGuesses
 from foredraft.logits.processors import Pipeline
 from foredraft.planning import FixedPlanner
 from foredraft.rows import ForcedTokens, Prediction
@@ -211,6 +211,26 @@ def test_rows_with_one_prediction_do_not_share_a_place():
     for guesses, text in ((first, [20, 21]), (second, [20])):
         found = guesses.after([1, *text], 1, most=4, vocab_size=100)
         assert found is not None and found.tokens[0] == text[-1] + 1 and found.name == "prediction"
+
+
+def test_a_long_prediction_costs_a_round_no_more_than_a_short_one():
+    """Neither what it says nor what it reads of the row grows."""
+    prediction = Prediction(range(50_000)).begin()
+    assert "ends" in vars(prediction), "its places are not looked up in a round"
+
+    class Row(list):
+        copied = 0
+
+        def __getitem__(self, key):
+            found = super().__getitem__(key)
+            Row.copied += len(found) if isinstance(key, slice) else 0
+            return found
+
+    row = Row(range(30_000))
+    assert len(prediction.after(row, 0)) == AHEAD
+    row.append(0)
+    Row.copied = 0
+    assert prediction.after(row, 0) == () and Row.copied < 10
 
 
 def test_an_empty_prediction_says_nothing():

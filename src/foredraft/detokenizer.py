@@ -18,19 +18,25 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._ids = list(prompt)
-        self._given = 0  # characters of the window's text that were given out
-        self._given = len(self._shortened())
+        self._ids = list(prompt[-4 * WINDOW :])
+        text = self._decode(self._ids)
+        self._given = len(text)  # characters of the window's text that were given out
+        self._shorten(text)
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` complete; empty while a character is unfinished."""
-        self._ids += tokens
+        """The text that ``tokens`` complete; empty while a character is unfinished. One by one, so that the text does not depend on how
+        many of them come together."""
+        return "".join(map(self._feed, tokens))
+
+    def _feed(self, token: int) -> str:
+        self._ids.append(token)
         text = self._decode(self._ids)
-        finished = text.rstrip(UNFINISHED)
-        piece = finished[self._given :]
-        self._given = max(self._given, len(finished))
-        if finished == text and len(self._ids) > 4 * WINDOW:
-            self._given = len(self._shortened())
+        finished = len(text.rstrip(UNFINISHED))
+        piece = text[self._given : finished]
+        self._given = max(self._given, finished)
+        # no character takes as many tokens as the second bound, so these bytes are none
+        if len(self._ids) > (4 * WINDOW if finished == len(text) else 8 * WINDOW):
+            piece += self._shorten(text)
         return piece
 
     def flush(self) -> str:
@@ -40,13 +46,17 @@ class Detokenizer:
         self._given = len(text)
         return piece
 
-    def _shortened(self) -> str:
-        """The window's text, after cutting the window where no character is cut in two."""
-        tail = self._decode(self._ids[-WINDOW:])
-        if UNFINISHED in tail:
-            return self._decode(self._ids)
-        self._ids = self._ids[-WINDOW:]
-        return tail
+    def _shorten(self, text: str) -> str:
+        """Cut the window, whose text is ``text``, to its last tokens, where that cuts no character in two. Returns what was held back and
+        is no longer in the window."""
+        size = WINDOW
+        while not text.endswith(tail := self._decode(self._ids[-size:])) and size < 2 * WINDOW:
+            size += 1
+        self._ids = self._ids[-size:]
+        held = min(len(text) - self._given, len(tail))
+        piece = text[self._given : len(text) - held]
+        self._given = len(tail) - held
+        return piece
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -279,7 +279,7 @@ def the_source(json_schema: Any, regex: Any, grammar: Any) -> tuple[Kind, str]:
         value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
         try:
             return kind, json.dumps(json.loads(value) if isinstance(value, str) else value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"json_schema is no JSON: {error}") from error
     if not isinstance(value, str):
         raise ConfigurationError(f"{kind} must be text, got {type(value).__name__}")

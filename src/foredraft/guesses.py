@@ -17,6 +17,7 @@ from foredraft.grammars import Compiled, Grammar
 SIZES = (3, 2, 1)  # tokens by which a prediction finds its place again, the longest match first
 ALONE = 2  # tokens that must match where the place is looked for in all of a prediction
 FIRST = 4  # guessed tokens in a row's first round with a guess
+AHEAD = 64  # tokens that a prediction says at once
 MOST = 8  # guessed tokens in a round at most, where the planner's largest shape has fewer
 
 
@@ -48,6 +49,10 @@ class Prediction:
         self._last = 0  # the last place where it was not
         self._read = 0  # tokens of the row, its prompt included
 
+    def prepare(self) -> None:
+        """Do now what the first row that uses it would wait for."""
+        assert self.ends is not None
+
     def begin(self) -> Prediction:
         own = Prediction(())
         own.tokens, own.ends = self.tokens, self.ends
@@ -70,11 +75,11 @@ class Prediction:
             self._place = self._place + 1 if self.tokens[self._place : self._place + 1] == [token] else None
         self._read = len(ids)
         if self._place is None:
-            self._place = self._found(ids[prompt_length:])
-        return () if self._place is None else self.tokens[self._place :]
+            self._place = self._found(ids[max(prompt_length, len(ids) - SIZES[0]) :])
+        return () if self._place is None else self.tokens[self._place : self._place + AHEAD]
 
     def _found(self, text: Sequence[int]) -> int | None:
-        """Where the end of ``text`` stands in the prediction."""
+        """Where the end of ``text``, the row's last tokens, stands in the prediction."""
         for first, least in ((self._last + 1, 1), (0, ALONE)):
             for size in SIZES:
                 ends = self.ends.get(tuple(text[-size:]), []) if least <= size <= len(text) else []

@@ -529,6 +529,26 @@ def test_pieces_add_up_to_the_decoded_text(data, tokenizer):
     assert "".join(detokenizer.feed([token]) for token in ids[cut:]) + detokenizer.flush() == whole[len(begun) :]
 
 
+def test_bytes_that_are_no_characters_cost_no_more_than_others(tokenizer):
+    """A window that waited for a character to end would grow with the text."""
+
+    class Counting:
+        tokens = 0
+
+        def decode(self, ids, **options):
+            self.tokens += len(ids)
+            return tokenizer.decode(ids, **options)
+
+    lone = tokenizer("\N{GRINNING FACE}")["input_ids"][-1]
+    assert tokenizer.decode([lone]) == UNFINISHED
+    for prompt, ids in (([], [lone] * 500), ([lone] * 500, [lone] * 100), ([], tokenizer("日" * 200)["input_ids"])):
+        counting = Counting()
+        detokenizer = Detokenizer(counting, prompt)
+        text = "".join(detokenizer.feed([token]) for token in ids) + detokenizer.flush()
+        assert text == tokenizer.decode(ids)
+        assert counting.tokens < 100 * len(ids)
+
+
 def test_spaces_and_bytes_of_a_sentencepiece_tokenizer():
     words = ["▁a", "▁b", "c", "<0xE6>", "<0x97>", "<0xA5>"]
     raw = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
@@ -536,6 +556,7 @@ def test_spaces_and_bytes_of_a_sentencepiece_tokenizer():
     detokenizer = Detokenizer(PreTrainedTokenizerFast(tokenizer_object=raw), [0])
     assert [detokenizer.feed([token]) for token in (1, 2, 3, 4, 5, 1)] == [" b", "c", "", "", "日", " b"]
     assert "".join(detokenizer.feed([token]) for token in (3, 4, 5) * 30) == "日" * 30  # longer than any window
+    assert detokenizer.feed((3, 4, 5) * 30 + (3,)) == "日" * 30  # however many come together
 
 
 # -- parts --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from helpers import Oracle as ChainOracle
 import foredraft
 from foredraft import ConfigurationError, LogProbs, RowParameters, Speculator
 from foredraft.drafters.base import DrafterInfo, DraftRequest
+from foredraft.logits.logprobs import best_by_place, of_tokens
 from foredraft.tree import TokenTree
 
 NEW = 12
@@ -157,3 +158,17 @@ def test_bad_counts_are_refused_before_the_first_pass(bad):
     with pytest.raises(ConfigurationError, match=r"output_logprobs"):
         decoder.stream(torch.tensor(prompts()[:1]), max_new_tokens=2, output_logprobs=bad)
     assert decoder.target.passes == passes
+
+
+def test_ties_do_not_depend_on_how_many_others_ask_for():
+    """Rows that are decoded together share one search, of the most tokens that any of them wants."""
+    scores = torch.randint(-3, 4, (50, 300), generator=torch.Generator().manual_seed(1)).float()
+    scores[0, ::7], scores[1] = -torch.inf, 0.0
+    scores[1, ::2] = -0.0
+    tokens = torch.zeros(50, dtype=torch.long)
+    wanted = of_tokens(scores, tokens, 300)
+    expected = scores.sort(dim=-1, descending=True, stable=True).indices
+    for k in (0, 1, 5, 20, 300):
+        found = of_tokens(scores, tokens, k)
+        assert torch.equal(found.ids, expected[:, :k]) and torch.equal(found.ids, wanted.cut(50, k).ids)
+        assert torch.equal(found.values, wanted.values[:, :k]) and torch.equal(best_by_place(scores, k), found.ids)

@@ -16,7 +16,9 @@ import pytest
 from served import served, tiny_chat
 from starlette.requests import ClientDisconnect
 
-from foredraft.serving import protect, sse
+from foredraft.serving import application, formats, protect, sse
+from foredraft.serving.failures import ApiError
+from foredraft.serving.schema import ChatRequest, CompletionRequest, TokenizeRequest
 
 OK = {"prompt": "hello", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -94,6 +96,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a" * 5000}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"type": "nonsense"}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "[" * 30_000}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"enum": ["\\ud800"]}'}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"enum": ["a" * 70_000]}}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
     ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
@@ -104,6 +108,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 def test_fields(url: str, fields: dict[str, Any], param: str | None):
     error = refusal(httpx.post(url + "/v1/completions", json=OK | fields, timeout=30), 400)
     assert error["param"] == param and error["type"] == "invalid_request_error"
+
+
+def called(arguments: str) -> dict[str, Any]:
+    """An answer that called a tool."""
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
 
 
 CHATS: list[tuple[dict[str, Any], str | None]] = [
@@ -120,12 +129,54 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 1, "max_completion_tokens": 2}, None),
     ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"messages": [called("[" * 30_000)]}, "messages"),
+    ({"messages": [called("[" * 30_000 + "]" * 30_000)]}, "messages"),
+    ({"messages": [called('{"a": "\\ud800"}')]}, None),
+    ({"messages": [called('{"a": NaN}')]}, None),
 ]
 
 
 @pytest.mark.parametrize(("fields", "param"), CHATS, ids=[f"{param}{index}" for index, (_, param) in enumerate(CHATS)])
 def test_chat_fields(url: str, fields: dict[str, Any], param: str | None):
     assert refusal(httpx.post(url + "/v1/chat/completions", json=CHAT | fields, timeout=30), 400)["param"] == param
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {f"odd{index}": 1 for index in range(MANY)}, "odd0"),
+        ("completions", {"stream": True, "stream_options": {f"odd{index}": 1 for index in range(MANY)}}, "stream_options.odd0"),
+        ("completions", {"prompt": [-1] * MANY}, "prompt.0"),
+        ("completions", {"prompt": [[-1]] * MANY}, "prompt.0.0"),
+        ("completions", {"stop": [1] * MANY}, "stop.0"),
+        ("completions", {"logit_bias": {str(index): "a" for index in range(MANY)}}, "logit_bias"),
+        ("completions", {"prediction": {"content": [{}] * MANY}}, "prediction.content.0.type"),
+        ("chat/completions", {"messages": [{}] * MANY}, "messages.0.role"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content.0.type"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 5000}]}, "messages.0.content"),
+        ("chat/completions", {"tools": [{}] * MANY}, "tools.0.type"),
+        ("tokenize", {"messages": [{}] * MANY}, "messages.0.role"),
+        ("tokenize", {"messages": [CHAT["messages"][0]] * 5000}, "messages"),
+        ("tokenize", {"prompt": "a", "tools": [{}] * MANY}, "tools.0.type"),
+    ],
+)
+def test_of_a_million_mistakes_one_is_told_of(path: str, fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch):
+    kind = {"completions": CompletionRequest, "chat/completions": ChatRequest, "tokenize": TokenizeRequest}[path]
+    rest = {"completions": OK, "chat/completions": CHAT, "tokenize": {}}[path]
+    counted: list[int] = []
+
+    def field_error(errors: Any, data: Any) -> ApiError:
+        counted.append(len(errors))
+        return original(errors, data)
+
+    original = protect.field_error
+    monkeypatch.setattr(protect, "field_error", field_error)
+    with pytest.raises(ApiError) as found:
+        protect.parse(json.dumps(rest | fields).encode(), kind)
+    assert found.value.param == param and counted[0] < 10
 
 
 def test_what_cannot_change_a_text_is_accepted(url: str):
@@ -197,6 +248,19 @@ def test_keys_are_asked_for_everywhere_but_where_they_are_not():
             assert refusal(httpx.get(url + "/v1/models", headers=headers), 401)["code"] == "invalid_api_key"
             refusal(httpx.post(url + "/tokenize", json={"prompt": "a"}, headers=headers), 401)
         assert httpx.get(url + "/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
+
+
+def test_keys_may_have_any_letters():
+    with served(tiny_chat(), keys={"a": "schlüssel-à"}) as url:
+        for key, status in (("schlüssel-à", 200), ("schlussel-a", 401)):
+            assert httpx.get(url + "/v1/models", headers={b"authorization": b"Bearer " + key.encode()}).status_code == status
+
+
+def test_a_path_is_one_line_of_the_log(url: str, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "foredraft.serving")
+    httpx.get(url + "/a%0areq-1%20GET%20/v1/models%20200")
+    wait_for(lambda: "/a%0Areq-1%20GET%20/v1/models%20200 404 " in caplog.text)
+    assert all("\n" not in record.getMessage() for record in caplog.records)
 
 
 def test_other_origins_are_allowed_where_settings_say_so(url: str):
@@ -310,6 +374,48 @@ def test_hard_grammars_slow_nobody(url: str):
         assert time.monotonic() - begin < 5
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_a_slow_grammar_is_the_fault_of_its_own_request(url: str, monkeypatch: pytest.MonkeyPatch):
+    """It cannot be stopped. Others have a thread left, and where none is left they are told to come back."""
+    let_go, make = threading.Event(), formats.Formats._make
+
+    def slow(self: Any, source: dict[str, Any]) -> Any:
+        if source["regex"].startswith("slow"):
+            let_go.wait(20)
+        return make(self, source)
+
+    def ask(regex: str) -> httpx.Response:
+        return httpx.post(url + "/v1/completions", json=OK | {"structured_outputs": {"regex": regex}}, timeout=60)
+
+    monkeypatch.setattr(formats.Formats, "_make", slow)
+    monkeypatch.setattr(formats, "SECONDS", 0.5)
+    try:
+        assert refusal(ask("slow1"), 400)["code"] == "grammar_too_large"
+        assert ask("quick").status_code == 200
+        refusal(ask("slow2"), 400)
+        full = ask("quick2")
+        assert refusal(full, 503)["code"] == "busy" and full.headers["retry-after"]
+    finally:
+        let_go.set()
+    wait_for(lambda: ask("quick").status_code == 200)
+
+
+def test_tokenizing_takes_no_thread_from_completions(url: str, monkeypatch: pytest.MonkeyPatch):
+    let_go = threading.Event()
+    monkeypatch.setattr(application, "MOST_ASIDE", 3)
+    monkeypatch.setattr(application.Requests, "tokenize", lambda self, asked: [let_go.wait(20)] * 0)
+    with ExitStack() as open_requests:
+        body = b'{"prompt": "a"}'
+        for _ in range(3):
+            asking = open_requests.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))))
+            asking.sendall(HEAD.replace(b"/v1/completions", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        try:
+            wait_for(lambda: httpx.post(url + "/detokenize", json={"tokens": [3]}).status_code == 503)
+            assert httpx.post(url + "/v1/completions", json=OK, timeout=30).status_code == 200
+        finally:
+            let_go.set()
+    wait_for(lambda: httpx.post(url + "/detokenize", json={"tokens": [3]}).status_code == 200)
 
 
 def wait_for(true: Any, seconds: float = 15) -> None:

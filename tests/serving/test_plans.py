@@ -17,7 +17,7 @@ from foredraft.serving import Settings
 from foredraft.serving.failures import ApiError
 from foredraft.serving.requests import Plan, Requests
 from foredraft.serving.schema import ChatRequest, CompletionRequest
-from foredraft.serving.writers import TokenNames, Writer
+from foredraft.serving.writers import Prompt, TokenNames, Writer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -72,6 +72,13 @@ def test_drafts_and_guesses():
     assert row(echo=True, logprobs=2).prompt_logprobs == 2 and row(logprobs=2).prompt_logprobs is None
 
 
+def test_predictions_are_bounded_and_read_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("foredraft.serving.requests.MOST_PREDICTED", 5)
+    made = plan(prompt=["a", "b"], n=2, prediction={"content": "hello " * 1000})
+    (guess,) = {choice.parameters.guesses[0] for choice in made.choices}
+    assert isinstance(guess, Prediction) and len(guess.tokens) == 5 and "ends" in vars(guess)
+
+
 def test_without_a_chat_template_chat_says_so():
     requests = Requests(tiny_chat(), Settings(model="tiny"), guess=True)
     requests.chat.template = None
@@ -86,7 +93,7 @@ def test_an_operators_template_takes_the_place_of_the_tokenizers():
 
 def test_the_token_that_ends_a_text_counts_but_is_not_shown():
     tokenizer = tiny_chat().tokenizer
-    writer = Writer(tokenizer, [3], (), logprobs=False)
+    writer = Writer(Prompt(tokenizer, [3]), (), logprobs=False)
     end = tokenizer.convert_tokens_to_ids("A")  # as for a model that ends texts with an ordinary token
     piece = writer.add(Commit(0, [*tokenizer("hello")["input_ids"], end], 0, "eos"))
     assert (piece.text, piece.finish_reason, len(writer.tokens)) == ("hello", "stop", 2)
@@ -95,14 +102,24 @@ def test_the_token_that_ends_a_text_counts_but_is_not_shown():
 def test_tokens_behind_a_stop_string_do_not_count():
     """However many of them the same round has kept."""
     tokenizer = tiny_chat().tokenizer
-    writer = Writer(tokenizer, [3], ("yz",), logprobs=False)
+    writer = Writer(Prompt(tokenizer, [3]), ("yz",), logprobs=False)
     piece = writer.add(Commit(0, [tokenizer.convert_tokens_to_ids(letter) for letter in "xyzxx"], 0, None))
     assert (piece.text, piece.finish_reason, len(writer.tokens)) == ("x", "stop", 3)
 
 
+def test_stop_strings_are_looked_for_behind_the_least_tokens():
+    """As vLLM has it; with one token, or all of them, in a round."""
+    tokenizer = tiny_chat().tokenizer
+    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "xyxyxyz"]
+    for size in (1, 7):
+        writer = Writer(Prompt(tokenizer, [3]), ("xy",), logprobs=False, min_tokens=3)
+        text = "".join(writer.add(Commit(0, ids[at : at + size], 0, None)).text for at in range(0, 7, size) if not writer.over)
+        assert (text, writer.finish_reason, len(writer.tokens)) == ("xyxy", "stop", 6)
+
+
 def test_halves_of_characters_are_held_back_until_they_are_whole():
     tokenizer = tiny_chat().tokenizer
-    ids, writer = tokenizer("é€")["input_ids"], Writer(tiny_chat().tokenizer, [3], ("x",), logprobs=False)
+    ids, writer = tokenizer("é€")["input_ids"], Writer(Prompt(tokenizer, [3]), ("x",), logprobs=False)
     shown = [writer.add(Commit(0, [token], 0, "length" if index == len(ids) - 1 else None)).text for index, token in enumerate(ids)]
     assert shown == ["", "é", "", "", "€"]
 

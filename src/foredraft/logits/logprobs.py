@@ -20,7 +20,7 @@ class LogProbs:
 
     Attributes:
         chosen: ``[L]`` float32, of the tokens themselves.
-        ids: ``[L, k]`` int64 the k most likely tokens at each place, best first.
+        ids: ``[L, k]`` int64 the k most likely tokens at each place, best first; of equally likely ones those with the lowest ids.
         values: ``[L, k]`` float32 their log-probabilities.
     """
 
@@ -68,7 +68,7 @@ def log_probabilities(tree: TokenTree, path: Tensor, accepted: Tensor, next_toke
     following = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])  # [R, D]
     total = log_total(along)
     chosen = (along.gather(-1, following[..., None]) - total).squeeze(-1)
-    values, ids = along.topk(top, -1)
+    values, ids = best(along, top)
     return [LogProbs(*row) for row in zip(chosen, ids, values - total)]
 
 
@@ -86,5 +86,34 @@ def of_tokens(logits: Tensor, tokens: Tensor, top: int) -> LogProbs:
     """Log-probabilities of ``tokens`` ``[n]``, each chosen from the target's ``logits`` ``[n, V]``, and of the ``top`` best."""
     wide = logits.float()
     total = log_total(wide)
-    values, ids = wide.topk(top, -1)
+    values, ids = best(wide, top)
     return LogProbs((wide.gather(-1, tokens[:, None]) - total)[:, 0], ids, values - total)
+
+
+def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` highest of float32 ``scores`` ``[..., V]``, and where they are: ``[..., k]`` each, best first, ties by place.
+
+    ``topk`` orders ties differently for every k, so the best 5 of 20 need not be the best 5.
+    """
+    flat = scores.flatten(0, -2)
+    if flat.device.type == "cpu" and 0 < k < flat.shape[-1]:  # where a look costs no wait
+        values, ids = flat.topk(k + 1, -1)
+        ids = ids[:, :k]
+        for row in (values[:, k - 1] == values[:, k]).nonzero()[:, 0].tolist():  # the last is as likely as one that is left out
+            above = int((values[row] > values[row, k]).sum())
+            ids[row, above:] = (flat[row] == values[row, k]).nonzero()[: k - above, 0]
+        ids = ids.sort(-1).values
+        ids = ids.gather(-1, flat.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices)
+    else:
+        ids = best_by_place(flat, k)
+    ids = ids.reshape(*scores.shape[:-1], k)
+    return scores.gather(-1, ids), ids
+
+
+def best_by_place(scores: Tensor, k: int) -> Tensor:
+    """Where the ``k`` highest of ``scores`` ``[n, V]`` are, by a search among keys that are never equal: the score's bits, in an order of
+    whole numbers, and behind them the place."""
+    bits = (scores + 0.0).view(torch.int32)  # minus zero is zero
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    return ((ordered << 32) - places).topk(k, -1).indices

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -21,7 +23,7 @@ from foredraft.errors import ForedraftError
 from foredraft.loading import name_of
 from foredraft.serving import openapi, pages
 from foredraft.serving.engine import Engine
-from foredraft.serving.failures import ApiError, api_error, refused
+from foredraft.serving.failures import ApiError, api_error, busy, refused
 from foredraft.serving.jobs import Failed, Job, Joined
 from foredraft.serving.protect import Protection, field_error, read_json
 from foredraft.serving.requests import Requests
@@ -36,6 +38,7 @@ from foredraft.speculator import Speculator
 from foredraft.verification.match import Match
 
 VERSION = "1"  # of the API
+MOST_ASIDE = 64  # requests for tokens and texts of tokens that wait or are worked on
 log = logging.getLogger("foredraft.serving")
 PRIVATE = ("name_or_path", "vocab_file", "is_local", "local_files_only")  # of the tokenizer: about this machine
 Choices = list[dict[str, Any]]
@@ -52,6 +55,11 @@ class Server:
         self.tokenizer = speculator.tokenizer
         self.names = TokenNames(self.tokenizer)
         self.created = int(time.time())
+        self._threads, self._aside = ThreadPoolExecutor(2, "tokens"), 0
+
+    def close(self) -> None:
+        self.requests.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- completions ----------------------------------------------------------------------------------------------------
 
@@ -95,7 +103,10 @@ class Server:
             elif isinstance(event, Failed):
                 raise event.error
             else:
-                choices = answer.take(event.choice, event.commit)
+                if event.commit.prompt_logprobs is None:
+                    choices = answer.take(event.choice, event.commit)
+                else:  # of a long prompt that takes a while
+                    choices = await asyncio.to_thread(answer.take, event.choice, event.commit)
                 if event.commit.finish_reason is None and answer.writers[event.choice].over:
                     self.engine.finish(job, event.choice)
                 yield choices
@@ -142,21 +153,38 @@ class Server:
 
     # -- tokens ---------------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, request: Request) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> Response:
         """The tokens of a text or a conversation."""
         asked = await read_json(request, TokenizeRequest)
         self.requests.check_model(asked.model)
-        ids = await asyncio.to_thread(self.requests.tokenize, asked)
-        strings = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-        return {"count": len(ids), "max_model_len": self.requests.longest, "tokens": ids, "token_strs": strings}
+        return await self.aside(partial(self._tokenize, asked))
 
-    async def detokenize(self, request: Request) -> dict[str, Any]:
+    def _tokenize(self, asked: TokenizeRequest) -> Response:
+        ids = self.requests.tokenize(asked)
+        strings = self.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
+        return JSONResponse({"count": len(ids), "max_model_len": self.requests.longest, "tokens": ids, "token_strs": strings})
+
+    async def aside(self, work: Callable[[], Response]) -> Response:
+        """``work`` in threads that completions do not need.
+
+        Raises:
+            ApiError: 503; too much of it waits.
+        """
+        if self._aside >= MOST_ASIDE:
+            raise busy(f"{MOST_ASIDE} requests of this kind are waiting; try again later")
+        self._aside += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._aside -= 1
+
+    async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
         asked = await read_json(request, DetokenizeRequest)
         self.requests.check_model(asked.model)
         if asked.tokens and max(asked.tokens) >= self.requests.vocabulary:
             raise refused(f"token {max(asked.tokens)} is outside the model's vocabulary of {self.requests.vocabulary}", "tokens")
-        return {"prompt": await asyncio.to_thread(self.tokenizer.decode, asked.tokens)}
+        return await self.aside(lambda: JSONResponse({"prompt": self.tokenizer.decode(asked.tokens)}))
 
     async def tokenizer_info(self, request: Request) -> dict[str, Any]:
         """What the tokenizer's own configuration says."""
@@ -244,7 +272,7 @@ def app(speculator: Speculator, settings: Settings | None = None) -> FastAPI:
         finally:
             await server.engine.drain(settings.drain)
             await asyncio.to_thread(server.engine.stop)
-            server.requests.close()
+            server.close()
 
     found = FastAPI(title="Foredraft", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     found.state.engine = server.engine

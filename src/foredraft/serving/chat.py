@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foredraft.serving.failures import refused
+from foredraft.serving.protect import check_values
 from foredraft.serving.schema import ContentPart, Message, Tool
 
 
@@ -90,6 +91,8 @@ def text_of(content: str | Sequence[ContentPart] | None) -> str:
 
 def arguments_of(text: str) -> Any:
     try:
-        return json.loads(text or "{}")
-    except ValueError:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
         raise refused("tool_calls: the arguments of a call must be JSON", "messages", "invalid_field") from None
+    check_values(found)
+    return found

@@ -29,7 +29,7 @@ STATUSES: dict[int, str] = {
     415: "the content type is not application/json",
     429: "the queue is full; Retry-After says when to try again",
     500: "a fault of the server",
-    503: "the server is about to stop, its engine has died, or too much is asked of it at once",
+    503: "the server is about to stop, its engine has died, or others keep it busy; then Retry-After says when to try again",
     504: "the request waited or ran for longer than the server allows",
 }
 
@@ -62,6 +62,11 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def busy(message: str) -> ApiError:
+    """A request that could be served at another time."""
+    return ApiError(503, message, code="busy", headers={"Retry-After": "1"})
+
+
 def api_error(error: Exception) -> ApiError:
     """What a client is told of ``error``. Of what is no error of ours, it learns nothing."""
     if isinstance(error, ApiError):
@@ -71,7 +76,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, DrainingError):
         return ApiError(503, str(error), code="draining")
     if isinstance(error, BusyError):
-        return ApiError(503, str(error), code="busy", headers={"Retry-After": "1"})
+        return busy(str(error))
     if isinstance(error, JobTimeoutError):
         return ApiError(504, str(error), code="timeout")
     if isinstance(error, (ConfigurationError, CacheMemoryError)):

@@ -10,14 +10,16 @@ from typing import Any
 
 from foredraft.errors import ConfigurationError
 from foredraft.grammars import Grammar
-from foredraft.serving.failures import refused
+from foredraft.serving.failures import busy, refused
 from foredraft.serving.schema import ChatRequest, CompletionRequest, JsonObject, JsonSchemaFormat, NamedTool, StructuredOutputs
 from foredraft.serving.tools import calls_schema
 
 LONGEST = 1 << 16  # characters of a schema or a grammar
 LONGEST_REGEX = 1 << 12
-SECONDS = 10.0  # that a compilation may take
+THREADS = 2  # so that one slow format leaves a thread to the others
+SECONDS = 10.0  # that a compilation may take once it has a thread, and may wait for one
 MOST_WAITING = 16  # compilations that wait for a thread
+WAITING = "the formats of other requests are being compiled; try again later"
 
 
 def wanted(request: CompletionRequest | ChatRequest) -> tuple[str, dict[str, Any]] | None:
@@ -62,14 +64,14 @@ class Formats:
 
     def __init__(self, tokenizer: Any, eos: frozenset[int]):
         self.tokenizer, self.eos = tokenizer, sorted(eos)
-        self._threads = ThreadPoolExecutor(1, "grammars")
+        self._threads, self._free = ThreadPoolExecutor(THREADS, "grammars"), asyncio.Semaphore(THREADS)
         self._waiting = 0
 
     async def compile(self, param: str, source: dict[str, Any]) -> Grammar:
         """The grammar of ``source``, an argument of :class:`Grammar`, which the field ``param`` gives.
 
         Raises:
-            ApiError: it cannot be used, or it is too large.
+            ApiError: 400 where it cannot be used or is too large; 503 where others keep the threads busy.
         """
         (kind, value), *_ = source.items()
         length = len(value if isinstance(value, str) else json.dumps(value))
@@ -77,19 +79,29 @@ class Formats:
         if length > most:
             raise refused(f"{param}: the {kind} has {length} characters; at most {most} are taken", param, "grammar_too_large")
         if self._waiting >= MOST_WAITING:
-            raise refused(f"{param}: too many formats are being compiled; try again later", param, "grammar_busy")
+            raise busy(WAITING)
         self._waiting += 1
         try:
-            made = asyncio.get_running_loop().run_in_executor(self._threads, self._make, source)
-            return await asyncio.wait_for(made, SECONDS)
+            await asyncio.wait_for(self._free.acquire(), SECONDS)
+        except asyncio.TimeoutError:
+            raise busy(WAITING) from None
+        finally:
+            self._waiting -= 1
+        made = asyncio.get_running_loop().run_in_executor(self._threads, self._make, source)
+        made.add_done_callback(self._freed)  # which may be long after nobody waits any more
+        try:
+            return await asyncio.wait_for(asyncio.shield(made), SECONDS)
         except asyncio.TimeoutError:
             raise refused(
                 f"{param}: the {kind} takes longer than {SECONDS:g} seconds to compile; simplify it", param, "grammar_too_large"
             ) from None
         except ConfigurationError as error:
             raise refused(f"{param}: {error}", param, "invalid_grammar") from None
-        finally:
-            self._waiting -= 1
+
+    def _freed(self, made: asyncio.Future[Grammar]) -> None:
+        self._free.release()
+        if not made.cancelled():
+            made.exception()  # so that asyncio does not complain where nobody asked for it
 
     def _make(self, source: dict[str, Any]) -> Grammar:
         """Compiled, and asked for its first mask, which shows what it will cost."""

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -84,7 +85,8 @@ class Protection:
             self.held -= state["held"]
             if scope["path"] not in OPEN:
                 status, seconds = state["status"] or LEFT, time.monotonic() - begin
-                log.info("%s %s %s %d %.3f s", state["id"], scope["method"], scope["path"], status, seconds)
+                # percent-encoded again, so that no path can look like another line
+                log.info("%s %s %s %d %.3f s", state["id"], scope["method"], quote(scope["path"]), status, seconds)
 
     def check_length(self, length: str) -> None:
         """A body that is too large is refused before it is read.
@@ -141,7 +143,7 @@ class Protection:
         if not self.keys or open_to_all:
             return None
         kind, _, key = header.partition(" ")
-        given = key.strip().encode() if kind.lower() == "bearer" else b""
+        given = key.strip(" \t").encode("latin-1") if kind.lower() == "bearer" else b""
         found = None
         for name, key_bytes in self.keys:  # all of them, so that the time says nothing
             if hmac.compare_digest(given, key_bytes):
@@ -199,7 +201,7 @@ def parse(body: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate({name: value for name, value in data.items() if value is not None})
     except ValidationError as error:
-        raise field_error(error.errors(include_url=False, include_context=False), data) from None
+        raise field_error(error.errors(include_url=False, include_context=False, include_input=False), data) from None
 
 
 def refuse_constant(name: str) -> None:

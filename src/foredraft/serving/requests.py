@@ -32,6 +32,7 @@ from foredraft.serving.settings import Settings
 from foredraft.speculator import Speculator
 
 MOST_ROWS = 1024  # of one request
+MOST_PREDICTED = 1 << 16  # tokens of a prediction that are drafted from
 NEW_TOKENS = 4096  # where neither the request nor the model's context limits a text
 DRAWN = 1 << 53  # drawn seeds are whole numbers that JavaScript knows
 
@@ -92,6 +93,7 @@ class Requests:
             )
         seed = secrets.randbelow(DRAWN) if request.seed is None else request.seed
         choices = []
+        guesses = self.guesses(request, grammar)
         for number, ids in enumerate(prompts):
             parameters = partial(
                 RowParameters,
@@ -103,7 +105,7 @@ class Requests:
                 prompt_logprobs=request.top if isinstance(request, CompletionRequest) and request.echo else None,
                 isolation=isolation,
                 max_draft=request.max_draft,
-                guesses=self.guesses(request, grammar),
+                guesses=guesses,
                 trace=request.rounds,
             )
             choices += [Choice(ids, parameters(seed=(seed, number * request.n + index))) for index in range(request.n)]
@@ -161,7 +163,10 @@ class Requests:
         if request.prediction is not None:
             if not self.guess:
                 raise refused("prediction needs a server with the rule match; leave it out", "prediction", "needs_match")
-            return [Prediction(self.encode(text_of(request.prediction.content), special=False))]
+            tokens = self.encode(text_of(request.prediction.content), special=False)
+            prediction = Prediction(tokens[:MOST_PREDICTED])
+            prediction.prepare()
+            return [prediction]
         return [ForcedTokens(grammar)] if grammar is not None and self.guess else []
 
     # -- logits ---------------------------------------------------------------------------------------------------------

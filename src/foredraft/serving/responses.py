@@ -11,7 +11,7 @@ from foredraft.rows import Commit
 from foredraft.serving.requests import Plan
 from foredraft.serving.schema import ChatRequest, CompletionRequest, NamedTool
 from foredraft.serving.tools import Delta, Reader, reader_for
-from foredraft.serving.writers import LEAST, Entry, Piece, TokenNames, Writer, round_json
+from foredraft.serving.writers import LEAST, Entry, Piece, Prompt, TokenNames, Writer, round_json
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,17 @@ class Answer(ABC):
         self.request, self.plan, self.facts, self.names = request, plan, facts, names
         logprobs, echo = request.top is not None, getattr(request, "echo", False)
         only_echo = echo and request.limit == 0
+        prompts = [Prompt(tokenizer, ids) for ids in plan.prompts]
         self.writers = [
-            Writer(tokenizer, choice.ids, request.stops, logprobs=logprobs, echo=echo, only_echo=only_echo) for choice in plan.choices
+            Writer(
+                prompts[index // request.n],
+                request.stops,
+                logprobs=logprobs,
+                min_tokens=request.min_tokens,
+                echo=echo,
+                only_echo=only_echo,
+            )
+            for index in range(len(plan.choices))
         ]
 
     @property
@@ -95,7 +104,7 @@ class Answer(ABC):
                 "stop_reason": writer.stop_reason,
             }
             if self.request.return_token_ids:
-                choice |= {"token_ids": writer.tokens, "prompt_token_ids": list(writer.prompt)}
+                choice |= {"token_ids": writer.tokens, "prompt_token_ids": list(writer.prompt.ids)}
             choices.append(choice)
         return self._envelope(self.object, choices) | {"usage": self.usage()} | self.about_all()
 
@@ -205,8 +214,8 @@ class ChatAnswer(Answer):
         writer, reader = self.writers[index], self.readers[index]
         deltas = reader.feed(piece.text)
         if piece.finish_reason is not None:
-            ends = writer.tokens[: len(writer.tokens) - (writer.finish_reason == "stop" and writer.stop_reason is None)]
-            deltas += reader.flush(ends)
+            ended = writer.finish_reason == "stop"  # by a token, where no stop string was found
+            deltas += reader.flush(writer.tokens[: len(writer.tokens) - ended] if writer.stop_reason is None else None)
             forced = isinstance(self.request.tool_choice, NamedTool)  # whose finish reason is "stop" with OpenAI
             if reader.calls and writer.finish_reason == "stop" and not forced:
                 writer.finish_reason = "tool_calls"

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MOST_CHOICES = 128  # of one prompt, as OpenAI has it
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_LOGPROBS = 20
+MOST_BIASES = 4096
 COOLEST = 1e-3  # the lowest temperature above 0: scores divided by less lose their differences
 
 Text = Annotated[str, Field(max_length=1 << 20)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
+Item = TypeVar("Item")
+Several = Annotated[list[Item], Field(fail_fast=True)]  # one wrong item is told of, not a million
+Ids = Annotated[Several[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
 
 
 class Part(BaseModel):
     """A part of a request: values have exactly the type that they should have, and unknown members are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def one_unknown(cls, data: Any) -> Any:
+        """Of a million unknown members, the first is told of."""
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        odd = next((name for name in data if name not in known), None)
+        return data if odd is None else {name: value for name, value in data.items() if name in known or name == odd}
 
 
 class StreamOptions(Part):
@@ -41,7 +54,7 @@ class StructuredOutputs(Part):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+    choice: Several[str] | None = Field(None, min_length=1, max_length=1024)
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -66,11 +79,14 @@ class ContentPart(Part):
     text: Text
 
 
+Parts = Annotated[Several[ContentPart], Field(max_length=4096)]
+
+
 class Prediction(Part):
     """Text that the answer will probably resemble; it is drafted from."""
 
     type: Literal["content"] = "content"
-    content: Text | list[ContentPart]
+    content: Text | Parts
 
 
 class Noted(Part):
@@ -100,10 +116,10 @@ class Sampling(Noted):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="as transformers has it: over the prompt, too")
-    logit_bias: dict[str, float] = Field({}, max_length=4096)
+    logit_bias: dict[str, float] = Field({}, max_length=MOST_BIASES)
     stop: (
         Annotated[str, Field(max_length=LONGEST_STOP)]
-        | Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
+        | Annotated[Several[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
     ) = []
     min_tokens: int = Field(0, ge=0, lt=1 << 31)
     ignore_eos: bool = False
@@ -119,6 +135,13 @@ class Sampling(Noted):
     def not_nearly_greedy(cls, value: float) -> float:
         if 0 < value < COOLEST:
             raise ValueError(f"must be 0, which is greedy, or at least {COOLEST:g}")
+        return value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_BIASES:
+            raise ValueError(f"at most {MOST_BIASES} tokens can have a bias, got {len(value)}")
         return value
 
     @field_validator("logit_bias")
@@ -155,9 +178,9 @@ class CompletionRequest(Sampling):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=1024)]
+        | Annotated[Several[Text], Field(min_length=1, max_length=1024)]
         | Ids
-        | Annotated[list[Ids], Field(min_length=1, max_length=1024)]
+        | Annotated[Several[Ids], Field(min_length=1, max_length=1024)]
     )
     max_tokens: int = Field(16, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -201,9 +224,9 @@ class Message(Part):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[ContentPart] | None = None
+    content: Text | Parts | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=128)
+    tool_calls: Several[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: str | None = None
     refusal: None = None
     annotations: list[Any] | None = None
@@ -279,17 +302,17 @@ class JsonSchemaFormat(Part):
 class ChatRequest(Sampling):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Several[Message] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     response_format: Annotated[PlainText | JsonObject | JsonSchemaFormat, Field(discriminator="type")] = PlainText(type="text")
-    tools: list[Tool] = Field([], max_length=128)
+    tools: Several[Tool] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Several[Literal["text"]] = ["text"]
 
     @model_validator(mode="after")
     def consistent(self) -> ChatRequest:
@@ -321,8 +344,8 @@ class TokenizeRequest(Part):
 
     model: str = ""
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] = []
+    messages: Several[Message] | None = Field(None, min_length=1, max_length=4096)
+    tools: Several[Tool] = Field([], max_length=128)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False

@@ -53,6 +53,13 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
     }
 
 
+def as_json(arguments: Any) -> str:
+    """The arguments of a call as text that UTF-8 can say: half of a surrogate pair, which JSON can spell, stays spelt. A model may have
+    written them as a string already."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class Reader(ABC):
     """Turns the text of one choice into deltas of the assistant's message."""
 
@@ -62,8 +69,8 @@ class Reader(ABC):
     def feed(self, text: str) -> list[Delta]:
         """What ``text`` adds to the message."""
 
-    def flush(self, tokens: Sequence[int]) -> list[Delta]:
-        """What was held back, once the text is over; ``tokens`` are all of it."""
+    def flush(self, tokens: Sequence[int] | None) -> list[Delta]:
+        """What was held back, once the text is over; ``tokens`` are all of it, None where a stop string has cut it."""
         return []
 
     def call(self, name: str, arguments: str) -> Delta:
@@ -121,16 +128,23 @@ class ListReader(Reader):
         return found
 
     def read(self) -> Delta:
-        call = json.loads(self.text)
-        return self.call(call["name"], json.dumps(call["arguments"], ensure_ascii=False))
+        try:
+            call = json.loads(self.text)
+            return self.call(call["name"], as_json(call["arguments"]))
+        except RecursionError:
+            return {"content": self.text}
 
 
 class TaggedReader(Reader):
-    """Text, with calls between tags. A call is shown when it is complete; what is no call after all stays text."""
+    """Text, with calls between tags. A call is shown when it is complete; what is no call after all stays text.
+
+    Whitespace between calls, and behind the last one, is no text.
+    """
 
     def __init__(self, names: Sequence[str], *, parallel: bool):
         self.names, self.parallel = set(names), parallel
         self.held = ""
+        self.space: str | None = None  # behind a call, while nothing else has followed; None elsewhere
 
     def feed(self, text: str) -> list[Delta]:
         self.held += text
@@ -151,20 +165,25 @@ class TaggedReader(Reader):
         return found
 
     def plain(self, text: str) -> list[Delta]:
-        """Whitespace around calls is no text."""
-        return [] if not text or (self.calls and not text.strip()) else [{"content": text}]
+        if self.space is not None:
+            text = self.space + text
+            self.space = None if text.strip() else text
+        return [] if not text or self.space is not None else [{"content": text}]
 
     def tagged(self, inside: str) -> list[Delta]:
         try:
             call = json.loads(inside)
             name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return [{"content": BEGIN + inside + END}]
-        if name not in self.names or (self.calls and not self.parallel):
-            return [{"content": BEGIN + inside + END}]
-        return [self.call(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))]
+            known = name in self.names
+            written = as_json(arguments)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return self.plain(BEGIN + inside + END)
+        if not known or (self.calls and not self.parallel):
+            return self.plain(BEGIN + inside + END)
+        self.space = ""
+        return [self.call(name, written)]
 
-    def flush(self, tokens: Sequence[int]) -> list[Delta]:
+    def flush(self, tokens: Sequence[int] | None) -> list[Delta]:
         held, self.held = self.held, ""
         return self.plain(held)
 
@@ -174,20 +193,23 @@ class TemplateReader(Reader):
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], tools: Sequence[dict[str, Any]]):
         self.tokenizer, self.prompt, self.tools = tokenizer, prompt, tools
+        self.text = ""
 
     def feed(self, text: str) -> list[Delta]:
+        self.text += text
         return []
 
-    def flush(self, tokens: Sequence[int]) -> list[Delta]:
+    def flush(self, tokens: Sequence[int] | None) -> list[Delta]:
+        whole = self.text if tokens is None else list(tokens)
         try:
-            message = self.tokenizer.parse_response(list(tokens), prefix=list(self.prompt), tools=list(self.tools))
+            message = self.tokenizer.parse_response(whole, prefix=list(self.prompt), tools=list(self.tools))
             found: list[Delta] = [{"content": message["content"]}] if message.get("content") else []
             for each in message.get("tool_calls") or ():
                 function = each["function"]
-                found.append(self.call(function["name"], json.dumps(function.get("arguments", {}), ensure_ascii=False)))
+                found.append(self.call(function["name"], as_json(function.get("arguments", {}))))
         except Exception as error:  # the template is a program of the model's author, and the text may be anything
             log.warning("the response template failed: %s", error)
-            return [{"content": self.tokenizer.decode(tokens, skip_special_tokens=True)}]
+            return [{"content": self.text}] if self.text else []
         return found
 
 

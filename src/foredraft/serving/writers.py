@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from foredraft.detokenizer import Detokenizer
@@ -54,6 +56,24 @@ class Entry:
     end: int
 
 
+class Prompt:
+    """A prompt, whose text is needed where it is repeated. The choices of one prompt share it."""
+
+    def __init__(self, tokenizer: Any, ids: Sequence[int]):
+        self.tokenizer, self.ids = tokenizer, ids
+
+    @cached_property
+    def text(self) -> str:
+        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the text of each token begins and ends."""
+        reader = Detokenizer(self.tokenizer)
+        ends = [0, *accumulate(len(reader.feed([token])) for token in self.ids)]
+        return list(pairwise(ends))
+
+
 @dataclass(frozen=True)
 class Piece:
     """What a step adds to what the client sees."""
@@ -96,20 +116,27 @@ class Writer:
 
     Args:
         prompt: what the text follows.
-        stops: stop strings.
+        stops: stop strings, which are looked for behind the first ``min_tokens`` tokens.
         logprobs: entries are wanted.
         echo: the text begins with the prompt; ``only_echo``: and ends there.
     """
 
     def __init__(
-        self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str], *, logprobs: bool, echo: bool = False, only_echo: bool = False
+        self,
+        prompt: Prompt,
+        stops: Sequence[str],
+        *,
+        logprobs: bool,
+        min_tokens: int = 0,
+        echo: bool = False,
+        only_echo: bool = False,
     ):
         self.prompt, self.logprobs, self.only_echo = prompt, logprobs, only_echo
-        self.tokenizer, self.stops = tokenizer, StopStrings(stops)
+        self.stops, self.min_tokens = StopStrings(stops), min_tokens
         self.tokens: list[int] = []
         self.counts = Counts()
         self.finish_reason: str | None = None
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._detokenizer = Detokenizer(prompt.tokenizer, prompt.ids)
         self._echo = echo
         self._decoded = 0  # characters so far, held back ones included
         self._shown = 0
@@ -142,11 +169,7 @@ class Writer:
 
     def _read(self, commit: Commit) -> str:
         """The text of the commit's tokens, as far as it can be shown."""
-        one_by_one = self.logprobs or bool(self.stops.stops)
         spoken = len(commit.tokens) - (commit.finish_reason == "eos")
-        if not one_by_one:
-            self.tokens += commit.tokens
-            return self._show(self._detokenizer.feed(commit.tokens[:spoken]))
         text, entries = "", self._numbers(commit.logprobs)
         for index, token in enumerate(commit.tokens):
             self.tokens.append(token)
@@ -160,7 +183,7 @@ class Writer:
 
     def _show(self, text: str) -> str:
         self._decoded += len(text)
-        return self.stops.feed(text)
+        return text if len(self.tokens) <= self.min_tokens else self.stops.feed(text)
 
     def _released(self) -> list[Entry]:
         """Entries whose text the client sees, once it sees all of it."""
@@ -178,15 +201,12 @@ class Writer:
     def _begin(self, commit: Commit) -> str:
         """The prompt's own text, with entries for its tokens; the first has no log-probability."""
         self._echo = False
-        text = str(self.tokenizer.decode(self.prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False))
         if self.logprobs:
             numbers = [(None, ()), *self._numbers(commit.prompt_logprobs)]
-            reader, at = Detokenizer(self.tokenizer), 0
-            for token, (logprob, top) in zip(self.prompt, numbers):
-                start, at = at, at + len(reader.feed([token]))
-                self._entries.append(Entry(token, logprob, top, start, at))
-        self._decoded = self._shown = len(text)
-        return text
+            for token, (logprob, top), span in zip(self.prompt.ids, numbers, self.prompt.spans):
+                self._entries.append(Entry(token, logprob, top, *span))
+        self._decoded = self._shown = len(self.prompt.text)
+        return self.prompt.text
 
     @staticmethod
     def _numbers(logprobs: LogProbs | None) -> list[tuple[float | None, Sequence[tuple[int, float]]]]:

@@ -1,0 +1,98 @@
+"""Calls of tools, read from text: the same however the text comes, and for whatever a model writes."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from served import tiny_chat
+
+from foredraft.rows import Commit
+from foredraft.serving.jobs import Choice
+from foredraft.serving.requests import Plan, RowParameters
+from foredraft.serving.responses import ChatAnswer, Facts, gather
+from foredraft.serving.schema import ChatRequest
+from foredraft.serving.tools import BEGIN, END, ListReader, Reader, TaggedReader, TemplateReader
+from foredraft.serving.writers import TokenNames
+
+CALL = BEGIN + '{"name": "f", "arguments": {"a": 1}}' + END
+
+
+def message(reader: Reader, pieces: list[str]) -> tuple[Any, list[Any]]:
+    """The content and the calls that the pieces come to."""
+    found: dict[str, Any] = {"content": None}
+    for delta in [*(delta for piece in pieces for delta in reader.feed(piece)), *reader.flush([])]:
+        gather(found, delta)
+    return found["content"], [(call["function"]["name"], call["function"]["arguments"]) for call in found.get("tool_calls", ())]
+
+
+@given(st.lists(st.sampled_from([CALL, " ", "\n", "a", "</", BEGIN + "b" + END]), max_size=7), st.data())
+def test_a_message_does_not_depend_on_how_its_text_is_cut(parts: list[str], data: st.DataObject):
+    text = "".join(parts)
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6))), len(text)]
+    pieces = [text[begin:end] for begin, end in pairwise(cuts)]
+    whole = message(TaggedReader(["f"], parallel=True), [text])
+    assert message(TaggedReader(["f"], parallel=True), pieces) == whole == message(TaggedReader(["f"], parallel=True), list(text))
+
+
+def test_whitespace_around_calls_is_no_text():
+    def content(text: str) -> Any:
+        return message(TaggedReader(["f"], parallel=True), list(text))[0]
+
+    assert content(CALL + "\n" + CALL + " \n") is None
+    assert content(CALL + "\n a b ") == "\n a b "
+    assert content("a " + CALL) == "a "
+
+
+@pytest.mark.parametrize(
+    "inside",
+    ['{"name": "f", "arguments": ' + "[" * 5000 + "]" * 5000 + "}", '{"name": ["f"]}', '["f"]', '{"name": "g"}', "{"],
+    ids=["deep", "list", "no object", "unknown", "no JSON"],
+)
+def test_what_is_no_call_stays_text(inside: str):
+    assert message(TaggedReader(["f"], parallel=True), [BEGIN + inside + END]) == (BEGIN + inside + END, [])
+
+
+def test_half_surrogates_stay_spelt():
+    """JSON can spell them, UTF-8 cannot say them."""
+    spelt = '{"a": "\\ud800é"}'
+    written = [json.dumps("\ud800"), spelt]
+    for given_arguments in written:
+        text = '{"name": "f", "arguments": ' + given_arguments + "}"
+        for reader, whole in ((TaggedReader(["f"], parallel=True), BEGIN + text + END), (ListReader(), f"[{text}]")):
+            _, ((_, arguments),) = message(reader, [whole])
+            assert arguments.encode() and arguments == ("\\ud800" if given_arguments == written[0] else spelt)
+
+
+def test_a_deep_list_of_calls_is_shown_as_text():
+    text = '{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}"
+    assert message(ListReader(), [f"[{text}]"]) == (text, [])
+
+
+class Template:
+    """What a tokenizer with a response template would make of text or tokens."""
+
+    def __init__(self, tokenizer: Any, *, fails: bool):
+        self.tokenizer, self.fails = tokenizer, fails
+
+    def parse_response(self, response: Any, **options: Any) -> dict[str, Any]:
+        if self.fails:
+            raise ValueError("no")
+        return {"content": response if isinstance(response, str) else self.tokenizer.decode(response)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stop_string_cuts_what_a_response_template_reads(fails: bool):
+    """The tokens go on to the end of the stop string; the text that was shown does not."""
+    tokenizer = tiny_chat().tokenizer
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "tools": tools, "stop": "yz"})
+    plan = Plan([[3]], [Choice([3], RowParameters(9))], 0)
+    answer = ChatAnswer(asked, plan, Facts("id", 0, "tiny", "fp", metrics=False, depth=1), tokenizer, TokenNames(tokenizer))
+    answer.readers = [TemplateReader(Template(tokenizer, fails=fails), [3], tools)]
+    answer.take(0, Commit(0, [tokenizer.convert_tokens_to_ids(letter) for letter in "wxyz"], 0, None))
+    assert answer.whole()["choices"][0]["message"]["content"] == "wx"
