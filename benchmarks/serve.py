@@ -197,7 +197,7 @@ class Serve(Suite[ServeSettings]):
 
     def _join(self) -> None:
         """Gaps between chunks of four clients while a long prompt joins, and in the same seconds without it."""
-        long = ("\n\n".join(self.texts) * 8)[: 4 * self.settings.long]  # some four characters a token
+        long = ("\n\n".join(self.texts) * 8)[: 3 * self.settings.long]  # three characters a token and more
         tokens = 4 * self.settings.tokens
         bodies = [{**body, "max_tokens": tokens} for body in self.bodies(4, 0.0)]
         for turn in range(self.settings.turns):

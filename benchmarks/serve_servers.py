@@ -22,7 +22,7 @@ from benchmarks.peer_process import FOREDRAFT, TRANSFORMERS, PeerError, PeerProc
 from benchmarks.peers.serve import die_with_parent
 from benchmarks.serve_plan import LLAMACPP, OURS, VLLM, ServeSettings
 
-CONTEXT = 4096  # tokens of a row
+CONTEXT = 2048  # tokens of a row; the target has no more
 ROWS = 64
 NEUTRAL: Mapping[str, Any] = {"top_p": 1.0, "ignore_eos": True}
 
