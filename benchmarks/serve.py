@@ -1,6 +1,6 @@
 """Servers under load, in turns: ours, llama-server, transformers' and vLLM's, each in its best mode.
 
-    python -m benchmarks serve --peers /work/peers --only ours --only vllm --figures throughput
+    python -m benchmarks serve --peers PEERS --only ours --only vllm --figures throughput
 
 Figures can be measured one by one (``--figures``), for some sides (``--only``), and added to an earlier run (``--earlier FILE.json.gz``). A
 server that does not start or fails is a row that says so. All servers stay loaded; those that are not asked are stopped meanwhile.
@@ -30,6 +30,7 @@ from foredraft.errors import ConfigurationError
 PROMPTS = Path(__file__).with_name("serve_prompts.jsonl")
 DIRECT = "session"
 CLIENTS = (1, 4, 16)
+SLOW = 0.75  # a peer's mode that is slower than this share of its best one in the warm-up can not be its best
 
 
 class Serve(Suite[ServeSettings]):
@@ -73,10 +74,13 @@ class Serve(Suite[ServeSettings]):
 
     def _keep(self, path: Path) -> None:
         """The records of an earlier run, of what is not measured now; not its failures."""
-        former = type(self).read(reports.load(path))
-        for each in self.results():
-            if each != "failures":
-                getattr(self, each).extend(getattr(former, each))
+        document, chosen = reports.load(path), self.settings.chosen
+        former: Any = type(self).read(document)
+        self.runs += [each for each in former.runs if each.cell not in chosen]
+        self.rates += [] if "latency" in chosen else former.rates
+        self.numbers += [each for each in former.numbers if each.cell.split()[0].rstrip(",") not in chosen]
+        about, kept = document["environment"], len(self.runs) + len(self.rates) + len(self.numbers)
+        self.numbers.append(Number("records of an earlier run", 0, kept, f"{about['date']}, commit {about['commit']}"))
 
     def _noted(self, method: str, stage: str) -> Any:
         return Noted(self.failures, method, stage)
@@ -121,10 +125,13 @@ class Serve(Suite[ServeSettings]):
         ]
 
     def _compare(self, cell: str, modes: Sequence[Mode], clients: int, temperature: float) -> None:
-        """Modes in turns; a mode that fails is left out of the rest of the cell."""
+        """Modes in turns, after a short warm-up. A mode that fails is left out of the rest of the cell, and so is a peer's slow one."""
         left = list(modes)
-        bodies = self.bodies(max(self.settings.prompts, clients), temperature)
-        for turn in range(-1, self.settings.turns):  # the first is a warm-up
+        for turn in range(-1, self.settings.turns):
+            bodies = self.bodies(max(self.settings.prompts, clients), temperature)
+            if turn < 0:
+                bodies = [{**body, "max_tokens": max(2, self.settings.tokens // 4)} for body in bodies]
+            warm: dict[Mode, float] = {}
             for mode in left[:: -1 if turn % 2 else 1]:
                 with self._noted(str(mode), f"{cell}, {clients} clients"):
                     found = self._ask(mode, "closed", (bodies, clients))
@@ -132,8 +139,16 @@ class Serve(Suite[ServeSettings]):
                         done = sum(each.status == "done" for each in found.asked)
                         how = (cell, mode.side, mode.name, clients, temperature, turn)
                         self.runs.append(Run(*how, found.tokens, done, found.seconds, found.share))
+                    else:
+                        warm[mode] = found.rate
                     continue
                 left.remove(mode)
+            for mode, rate in warm.items():
+                best = max(each for other, each in warm.items() if other.side == mode.side)
+                if mode.side != OURS and rate < SLOW * best:
+                    left.remove(mode)
+                    why = f"tokens/s of {mode} in the warm-up, below {SLOW} of this server's best mode; not measured further"
+                    self.numbers.append(Number(f"{cell}, {clients} clients, temperature {temperature:g}", 0, rate, why))
 
     def _throughput(self) -> None:
         for temperature in (0.0, 1.0):
@@ -159,10 +174,13 @@ class Serve(Suite[ServeSettings]):
             for temperature in (0.0, 1.0):
                 for clients in (1, 16):
                     bodies = self.bodies(max(self.settings.prompts, clients), temperature)
+                    given = {"prompts": [body["prompt"] for body in bodies], "clients": clients, "temperature": temperature}
                     for turn in range(-1, self.settings.turns):
+                        if turn % 2:
+                            answer = direct.ask(**given, tokens=self.settings.tokens)
                         found = self._ask(MODES[0], "closed", (bodies, clients))
-                        given = {"prompts": [body["prompt"] for body in bodies], "clients": clients, "temperature": temperature}
-                        answer = direct.ask(**given, tokens=self.settings.tokens)
+                        if not turn % 2:
+                            answer = direct.ask(**given, tokens=self.settings.tokens)
                         if turn >= 0:
                             how = (clients, temperature, turn)
                             requests = len(bodies)
@@ -215,9 +233,10 @@ class Serve(Suite[ServeSettings]):
     def _overload(self) -> None:
         """Ten times the capacity, for minutes."""
         settings = self.settings
-        capacity, server, bodies = self._capacity(MODES[0]), self.servers[OURS], self.bodies(len(self.texts), 0.0)
+        server, bodies = self.servers[OURS], self.bodies(len(self.texts), 0.0)
         alone = self._ask(MODES[0], "closed", (bodies, 1))
         texts = [each.text for each in alone.asked]
+        capacity = self._capacity(MODES[0])  # of prompts that are cached, as they are in the overload
         self._ask(MODES[0], "open", (bodies, 10 * capacity.requests, settings.overload / 10, 1))  # its memory fills up
         before = server.memory()
         server.resume()
@@ -249,9 +268,10 @@ class Serve(Suite[ServeSettings]):
         return [
             f"{settings.target} in {settings.dtype}, draft {settings.draft} where a server takes one ({settings.length} tokens a round at "
             f"peers), {settings.tokens} tokens out, prompts in benchmarks/serve_prompts.jsonl: half are to copy, half are free.",
-            "All servers are loaded; one runs at a time and the others are stopped. Each cell begins with a run that does not count, then "
-            "the servers take turns. The load tool is one process; a column has its CPU time over the run.",
-            "A peer's best mode in each cell is the one with the highest median. Caches of prompts are left as each server has them.",
+            "All servers are loaded; one runs at a time and the others are stopped. Each cell begins with a run of a quarter of the "
+            "tokens that does not count, then the servers take turns. The load tool is one process; a column has its CPU time.",
+            "A peer's best mode in each cell is the one with the highest median; one that is slower than 0.75 of another in the "
+            "warm-up is not measured further. Caches of prompts are left as each server has them.",
         ]
 
 

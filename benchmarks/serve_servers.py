@@ -34,7 +34,7 @@ class Mode:
     side: str
     name: str
     process: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return f"{self.side}: {self.name}"

@@ -48,7 +48,8 @@ def answer(engine: Any, line: str) -> dict[str, Any]:
         import traceback
 
         traceback.print_exc()
-        text = (str(error).strip() or "no message").splitlines()[0]
+        lines = (str(error).strip() or "no message").splitlines()
+        text = next((line for line in lines if not line.endswith(":")), lines[0])  # not where it was raised, which some say first
         return {"ok": False, "error": f"{type(error).__name__}: {text}"}
 
 

@@ -22,7 +22,6 @@ from foredraft.drafters.base import Drafter
 from foredraft.errors import ConfigurationError, ForedraftError
 from foredraft.logits.logprobs import check_logprobs
 from foredraft.logits.noise import Noise, Randomness, row_key
-from foredraft.models.pages import PAGE
 from foredraft.observer import Observer
 from foredraft.planning import FixedPlanner, Planner
 from foredraft.round import Loop
@@ -35,7 +34,9 @@ from foredraft.turns import Turn
 from foredraft.verification import Rule
 from foredraft.verification.match import Match
 
-PAUSE = 0.25  # seconds that live rows wait while others are read, about
+PAUSE = 0.05  # seconds that live rows wait while others are read, about, or
+SHARE = 1.5  # times what a round takes, if that is longer
+LEAST = 16  # tokens that are read at a time: reading the weights for fewer costs nearly as much
 FIRST_RATE = 1000.0  # tokens per second, before it is known
 
 
@@ -88,6 +89,7 @@ class Session:
         self._read_at = (0, 0)  # the versions of target and drafter that have read the rows
         self.admission = Admission(target, self.loop.nodes)
         self._read_rate = FIRST_RATE  # tokens per second of prompts that are read while rows are live
+        self._round = 0.0  # seconds of the last round
         self._joined = False  # rows were added while others were under way: more may come
 
     @property
@@ -282,7 +284,9 @@ class Session:
         if joining:
             commits = self._join(joining)
         elif self.rows:
+            begin = time.perf_counter()
             commits = self.loop.round(self.rows, together=not self._joined)
+            self._round = time.perf_counter() - begin
         else:
             return []
         self._warn()
@@ -295,9 +299,10 @@ class Session:
         return commits
 
     def _in_time(self, rows: list[SessionRow]) -> list[SessionRow]:
-        """Those of ``rows``, in their order, that can be read within :data:`PAUSE`, for which the live rows wait. If the first of them
-        cannot, a piece of it is read; the next steps find that in the cache."""
-        allowed, found, total = max(PAGE, int(PAUSE * self._read_rate)), list[SessionRow](), 0
+        """Those of ``rows``, in their order, that can be read while the live rows wait for :data:`PAUSE` or :data:`SHARE` rounds, whichever
+        is longer. If the first of them cannot, a piece of it is read; the next steps find that in the cache."""
+        seconds = max(PAUSE, SHARE * self._round)
+        allowed, found, total = max(LEAST, int(seconds * self._read_rate)), list[SessionRow](), 0
         for row in rows:
             unread = self.loop.unread(row)
             if unread is None:

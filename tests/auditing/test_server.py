@@ -150,6 +150,11 @@ def test_a_fingerprint_that_ends_in_approx_allows_rounding():
     assert check.status == "ok" and "by up to 0.01 nats" in check.found
 
 
+def test_and_no_more_than_rounding():
+    report = audited("log-probabilities are wrong under load", server={"fingerprint": "fp-approx"})
+    assert status(report, LOADED) == "fault" and "by up to 0.6 nats" in next(each.found for each in report.checks if each.name == LOADED)
+
+
 def test_no_drafted_token_says_nothing_about_speculation():
     report = audited(server={"drafts": False})
     assert report.drafted is None and "whether the server speculates: its metrics do not say" in report.limits

@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from served import events, tiny_chat
+from served import events, served, tiny_chat
 from transformers import GenerationConfig
+
+from foredraft.serving.requests import Requests
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -28,6 +30,22 @@ def text(answer: Any) -> list[str]:
 
 def joined(chunks: Any, n: int = 1) -> list[str]:
     return ["".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index) for index in range(n)]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_users_of_different_keys_share_nothing_unless_they_may(share, monkeypatch):
+    seen, plan = [], Requests.plan
+
+    async def noted(self, asked, isolation):
+        seen.append(isolation)
+        return await plan(self, asked, isolation)
+
+    monkeypatch.setattr(Requests, "plan", noted)
+    with served(tiny_chat(), keys={"first": "one", "second": "two"}, share=share) as url:
+        for key in ("one", "two"):
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+            assert answer.status_code == 200
+    assert seen == [None, None] if share else (None not in seen and seen[0] != seen[1])
 
 
 FIELDS: list[dict[str, Any]] = [

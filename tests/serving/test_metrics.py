@@ -6,11 +6,15 @@ import asyncio
 import json
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 from engines import ask, job, parameters, run, running, table_speculator
+from helpers import prompts, repetitive, tiny
 from prometheus_client.parser import text_string_to_metric_families
 
+from foredraft import RowParameters, Speculator
+from foredraft.guesses import Prediction
 from foredraft.rows import Commit
 from foredraft.serving.engine import Engine
 from foredraft.serving.jobs import Choice, Event, Job, Progress
@@ -53,6 +57,7 @@ def test_names_labels_and_sums():
             for each in asked:
                 engine.submit(each)
             events = await asyncio.gather(*map(all_events, asked))
+            drafts = engine.metrics.drafts
             engine.submit(leaver := job(Choice([0], parameters(10_000))))
             await anext(leaver.events())
             engine.leave(leaver)
@@ -71,7 +76,7 @@ def test_names_labels_and_sums():
         assert {reason: one("vllm:request_success_total", finished_reason=reason) for reason in ("stop", "length", "abort", "error")} == {
             "stop": 0, "length": 9, "abort": 1, "error": 0
         }  # fmt: skip
-        assert one("vllm:spec_decode_num_drafts_total") >= sum(commit.drafted > 0 for commit in commits) > 8
+        assert one("vllm:spec_decode_num_drafts_total") >= drafts == sum(commit.drafted > 0 for commit in commits) > 8
         assert one("vllm:spec_decode_num_draft_tokens_total") == stats.drafted > 16
         accepted = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
         assert sum(accepted.values()) == one("vllm:spec_decode_num_accepted_tokens_total") == stats.accepted > 0
@@ -94,6 +99,34 @@ def test_names_labels_and_sums():
         assert one("foredraft:row_passes_total", drafter=drafter) == stats.row_passes
         assert one("foredraft:plain_rounds_total", drafter=drafter) == stats.shapes.get("chain(0)", 0)
         assert one("foredraft:seconds_total", drafter=drafter, phase="target") > 0
+
+    run(main())
+
+
+def test_drafts_are_counted_for_the_one_of_several_that_made_them():
+    """As the traces say; and for a guess that stands in for all of them."""
+
+    async def main() -> None:
+        speculator = Speculator(tiny(), "several:prompt-lookup,token-recycling", shape="chain(3)", execution="eager")
+        first, *others = [*repetitive((30, 24)), *prompts((9,), seed=3)]
+        async with running(speculator, model="a model") as engine:
+            (text,) = await ask(engine, Choice(first, RowParameters(60, max_draft=0)))
+            asked = [job(Choice(ids, RowParameters(60, trace=True))) for ids in others]
+            asked.append(job(Choice(first, RowParameters(60, trace=True, guesses=[Prediction(text)]))))
+            for each in asked:
+                engine.submit(each)
+            events = [event for each in await asyncio.gather(*map(all_events, asked)) for event in each]
+            found, stats = samples(engine), engine.session.stats
+        traces = [event.commit.trace for event in events if isinstance(event, Progress) and event.commit.trace]
+        for kind, total, nodes in (
+            ("drafted", stats.drafted, [(each, node) for each in traces for node in range(1, len(each.tokens))]),
+            ("accepted", stats.accepted, [(each, node) for each in traces for node in each.path[1:]]),
+        ):
+            counted = Counter[str]()
+            for labels, count in found[f"foredraft:{kind}_tokens_total"].items():
+                counted[dict(labels)["drafter"]] += int(count)
+            assert counted == Counter(each.drafters[node] for each, node in nodes) and sum(counted.values()) == total
+            assert set(counted) == {"prompt-lookup", "token-recycling", "prediction"}, counted
 
     run(main())
 
@@ -135,7 +168,7 @@ def test_counting_costs_little():
             for _ in range(200):
                 begin = time.perf_counter()
                 for slot, each in enumerate(live):
-                    engine.metrics.progress(each, Commit(slot, [1, 2], 1, None, drafted=3), 1.0)
+                    engine.metrics.progress(each, Commit(slot, [1, 2], 1, None, drafter="a", drafted_by_depth=[1, 1, 1]), 1.0)
                 best = min(best, time.perf_counter() - begin)
             return best
 

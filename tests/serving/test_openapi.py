@@ -16,7 +16,7 @@ schema = schemathesis.openapi.from_dict(app(tiny_chat(), Settings(model="tiny"))
 
 @pytest.fixture(scope="module")
 def impatient():
-    with served(tiny_chat(), max_body=100_000, request_timeout=2.0) as url:
+    with served(tiny_chat(), max_body=100_000, request_timeout=0.5) as url:
         yield url
 
 

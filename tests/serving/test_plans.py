@@ -51,6 +51,13 @@ def test_processors_are_in_the_order_of_transformers():
     assert names == [type(each).__name__ for each in expected]
 
 
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_each_penalty_acts_by_itself(penalty):
+    assert [type(stage.processor).__name__ for stage in row(**{penalty: 0.5}, temperature=0).pipeline.stages] == [
+        "PresenceFrequencyPenalty"
+    ]
+
+
 def test_greedy_rows_have_no_warpers():
     assert row(temperature=0, top_p=0.5).pipeline.empty and not row(temperature=0).do_sample and row().do_sample
 

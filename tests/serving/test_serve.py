@@ -118,7 +118,8 @@ def test_sigterm_drains_and_then_tells_the_rest():
 
 def test_a_second_signal_ends_at_once():
     with process(server, nothing, {"drain": 60.0}) as found, httpx.stream("POST", found.url + "/v1/completions", json=LONG) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # without a reference to it the connection would be closed, and the server have nothing to end
+        next(lines)
         found.kill(signal.SIGTERM)
         assert "a second signal" in found.lines.readline()
         begin = time.monotonic()

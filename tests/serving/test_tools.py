@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from served import tiny_chat
+from served import TINY, events, served, tiny_chat
 
+from foredraft import Speculator
+from foredraft.loading import load_model, load_tokenizer
 from foredraft.rows import Commit
 from foredraft.serving.jobs import Choice
 from foredraft.serving.requests import Plan, RowParameters
@@ -48,9 +52,12 @@ def test_whitespace_around_calls_is_no_text():
     assert content("a " + CALL) == "a "
 
 
+DEEP = 100_000  # lists in each other, which no Python reads; from 3.12 on the C stack decides, and 5,000 are read
+
+
 @pytest.mark.parametrize(
     "inside",
-    ['{"name": "f", "arguments": ' + "[" * 5000 + "]" * 5000 + "}", '{"name": ["f"]}', '["f"]', '{"name": "g"}', "{"],
+    ['{"name": "f", "arguments": ' + "[" * DEEP + "]" * DEEP + "}", '{"name": ["f"]}', '["f"]', '{"name": "g"}', "{"],
     ids=["deep", "list", "no object", "unknown", "no JSON"],
 )
 def test_what_is_no_call_stays_text(inside: str):
@@ -69,7 +76,7 @@ def test_half_surrogates_stay_spelt():
 
 
 def test_a_deep_list_of_calls_is_shown_as_text():
-    text = '{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}"
+    text = '{"name": "f", "arguments": {"a": ' + "[" * DEEP + "]" * DEEP + "}}"
     assert message(ListReader(), [f"[{text}]"]) == (text, [])
 
 
@@ -96,3 +103,65 @@ def test_a_stop_string_cuts_what_a_response_template_reads(fails: bool):
     answer.readers = [TemplateReader(Template(tokenizer, fails=fails), [3], tools)]
     answer.take(0, Commit(0, [tokenizer.convert_tokens_to_ids(letter) for letter in "wxyz"], 0, None))
     assert answer.whole()["choices"][0]["message"]["content"] == "wx"
+
+
+RESPONSE = {  # as models write that have a template of their own; the end of the text is a token of it
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "content": {"close": "<|im_end|>"},
+        "tool_calls": {
+            "open": "[CALL]",
+            "close": "[/CALL]",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+        },
+    },
+}
+CLOCK = '[CALL]{"name": "clock", "arguments": {"zone": "Zürich"}}[/CALL]'
+
+
+@pytest.fixture(scope="module")
+def templated() -> Iterator[str]:
+    """A server of a model whose tokenizer has a response template."""
+    tokenizer = load_tokenizer(TINY)
+    tokenizer.response_template = RESPONSE
+    with served(Speculator(load_model(TINY), "none", tokenizer=tokenizer, execution="eager")) as url:
+        yield url
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("written", "content", "calls"),
+    [
+        (CLOCK, None, 1),
+        ("I look. " + CLOCK, "I look.", 1),
+        (CLOCK + CLOCK, None, 2),
+        ("no call", "no call", 0),
+        ("[CALL]no JSON[/CALL]", "[CALL]no JSON[/CALL]", 0),
+        ('<tool_call>{"name": "clock"}</tool_call>', '<tool_call>{"name": "clock"}</tool_call>', 0),
+    ],
+)
+def test_free_calls_are_read_by_the_response_template(templated: str, written: str, content: str | None, calls: int, stream: bool):
+    asked = {
+        "messages": [{"role": "user", "content": "hello"}],
+        "tools": [{"type": "function", "function": {"name": "clock"}}],
+        "tool_choice": "auto",
+        "structured_outputs": {"choice": [written]},  # the model has random weights
+        "max_tokens": 300,
+    }
+    response = httpx.post(templated + "/v1/chat/completions", json=asked | {"stream": stream}, timeout=60)
+    found: dict[str, Any] = {"content": None}
+    if stream:
+        choices = [choice for each in events(response) for choice in each["choices"]]
+        for choice in choices:
+            gather(found, choice["delta"])
+    else:
+        choices = response.json()["choices"]
+        found = choices[0]["message"]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls" if calls else "stop"]
+    assert (found["content"] or None) == content
+    called = [(each["type"], each["function"]["name"], json.loads(each["function"]["arguments"])) for each in found.get("tool_calls") or ()]
+    assert called == [("function", "clock", {"zone": "Zürich"})] * calls
+    assert len({each["id"] for each in found.get("tool_calls") or ()}) == calls

@@ -219,6 +219,8 @@ class FakeServer:
             values = list(table(last, before, scale))
             if self.on("log-probabilities change under load") and self.beside > 1:
                 values = [value - 0.01 for value in values]
+            if self.on("log-probabilities are wrong under load") and self.beside > 1:
+                values = [value - 0.6 for value in values]
             order = sorted(range(len(values)), key=lambda each: -values[each])[:count]
             listed = order if token in order or not count else [*order, token]
             own, top = values[token], {VOCABULARY[each]: values[each] for each in listed}

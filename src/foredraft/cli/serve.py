@@ -46,7 +46,9 @@ class Serving:
     max_rows: Annotated[int, LIMITS(min=1, help="Most texts that are decoded together.")] = Settings.max_rows
     max_batch_tokens: Annotated[
         int | None,
-        LIMITS(min=2, help="Most tokens of these, prompts and all that may still come.", show_default="as --cache-memory allows"),
+        LIMITS(
+            min=2, help="Most tokens in all of these texts, prompts and all that may still come.", show_default="as --cache-memory allows"
+        ),
     ] = None
     cache_memory: Annotated[str, LIMITS(metavar="SIZE", help="Most memory for keys and values: 6GiB, or 0.5 of what is free.")] = "auto"
     max_queue: Annotated[int, LIMITS(min=1, help="Most texts that wait; further requests get 429.")] = Settings.max_queue
@@ -83,7 +85,7 @@ def serve(
 ) -> None:
     """Serve a model behind the OpenAI API, with continuous batching, metrics and a web page. The same seed gives the same text.
 
-    Exit codes: 0 stopped by a signal, 1 the engine died or memory ran out, 2 invalid arguments.
+    Exit codes: 0 stopped by a signal, 1 the engine died or memory ran out, 2 invalid arguments, 130 or 143 ended by a second signal.
     """
     for module, package in (("fastapi", "fastapi"), ("uvicorn", "uvicorn"), ("prometheus_client", "prometheus-client")):
         check_extra(module, "serve", f"foredraft serve ({package})")

@@ -129,12 +129,12 @@ class Server:
         except BaseException:
             close()
             raise
-        return EventStream(self.stream(asked, answer, events, first), close)
+        return EventStream(self.stream(asked, answer, events, first, request.state), close)
 
     async def stream(
-        self, asked: Any, answer: Answer, events: AsyncIterator[Choices], first: asyncio.Future[Choices]
+        self, asked: Any, answer: Answer, events: AsyncIterator[Choices], first: asyncio.Future[Choices], state: Any
     ) -> AsyncGenerator[bytes]:
-        """The answer as server-sent events."""
+        """The answer as server-sent events; ``state.status``, which is logged, is that of an error in them."""
         options = asked.stream_options
         try:
             async with aclosing(with_pings(events, first)) as steps:
@@ -149,7 +149,9 @@ class Server:
                 yield data(answer.chunk([], usage=True) | answer.about_all())
             yield DONE
         except Exception as error:  # the status has been sent
-            yield failure(told(error))
+            found = told(error)
+            state.status = found.status
+            yield failure(found)
 
     # -- tokens ---------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ State = Literal["new", "ready", "draining", "dead"]
 LOOK = 0.05  # seconds between two looks for requests that have waited or run for too long
 FATAL = 3  # steps that fail with no row done in between before the engine gives up
 CALLS = 8  # of :meth:`Engine.alone` that may wait
+MARGIN = 0.75  # of the time that a request may wait: if it is likely to wait longer, it is refused, for rows differ in length
 PATIENCE = 5.0  # seconds that a call of :meth:`Engine.alone` waits until no row is live
 
 
@@ -106,7 +107,7 @@ class Engine:
 
         Raises:
             ConfigurationError, CacheMemoryError: a row of it can never run.
-            QueueFullError: too many rows wait.
+            QueueFullError: too many rows wait, or rows are done so slowly that it would wait for longer than it may.
             DrainingError: the server is about to stop, or was not started.
         """
         sizes = sizes_of(job.choices, self.session, self.settings) if sizes is None else sizes
@@ -116,9 +117,22 @@ class Engine:
             if excess := self._queue.excess(job.owner, len(rows)):
                 self.metrics.refused += 1
                 seconds = self._rate.seconds(excess)
-                raise QueueFullError(f"{len(self._queue)} texts are waiting already; try again in {seconds:.0f} s", seconds)
+                raise QueueFullError(f"the queue is full (waiting: {len(self._queue)}); try again in {seconds:.0f} s", seconds)
+            self._check_wait(job.owner)
             self._queue.push(rows)
             self._changed.notify()
+
+    def _check_wait(self, owner: str) -> None:
+        """Refuse at once what would most likely wait for longer than ``queue_timeout``."""
+        ahead, rate, most = self._queue.ahead(owner), self._rate.per_second, MARGIN * self.settings.queue_timeout
+        if rate is not None and ahead / rate > most:
+            self.metrics.refused += 1
+            seconds = self._rate.seconds(ahead - int(rate * most))
+            raise QueueFullError(
+                f"{ahead} rows are to be served before this one, which takes about {ahead / rate:.0f} s, and a request may wait for "
+                f"{self.settings.queue_timeout:g} s; try again in {seconds:.0f} s",
+                seconds,
+            )
 
     def _check_ready(self) -> None:
         if self.state == "new":

@@ -59,7 +59,7 @@ class ApiError(Exception):
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that cannot be served as it is."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param, code=code or ("invalid_field" if param else None))
 
 
 def busy(message: str) -> ApiError:

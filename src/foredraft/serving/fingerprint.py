@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends import native
-from foredraft.backends.int8 import is_int8
+from foredraft.backends.narrow import parts_of
 from foredraft.errors import ConfigurationError
 from foredraft.serving.calls import log
 from foredraft.serving.settings import Settings
@@ -101,11 +101,6 @@ def weights_digest(speculator: Speculator) -> str:
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def parts_of(tensor: Any) -> tuple[Tensor, ...]:
-    """The tensors that hold its numbers: of weights of eight bits, integers and scales."""
-    return (tensor.qdata, tensor.scale) if is_int8(tensor) else (tensor,)
 
 
 def digest(*tensors: Tensor) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from foredraft.errors import ConfigurationError
 from foredraft.grammars import Grammar
 from foredraft.serving.failures import busy, refused
+from foredraft.serving.hard_schemas import check
 from foredraft.serving.schema import ChatRequest, CompletionRequest, JsonObject, JsonSchemaFormat, NamedTool, StructuredOutputs
 from foredraft.serving.tools import calls_schema
 
@@ -105,6 +106,7 @@ class Formats:
 
     def _make(self, source: dict[str, Any]) -> Grammar:
         """Compiled, and asked for its first mask, which shows what it will cost."""
+        check(*next(iter(source.items())))
         grammar = Grammar(self.tokenizer, backend="llguidance", eos=self.eos, **source)
         import numpy as np
 

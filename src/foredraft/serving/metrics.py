@@ -63,6 +63,7 @@ class Metrics:
     def __init__(self, model: str, session: Session, rows: Rows):
         self.model, self.session, self.rows = model, session, rows
         self.drafts = self.guesses_drafted = self.guessed = self.prompt_tokens = self.refused = 0
+        self.by_drafter = {"drafted": Counter[tuple[str, str]](), "accepted": Counter[tuple[str, str]]()}  # by name and depth
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED, 0))
         self.registry = CollectorRegistry()
         self.seen = {
@@ -93,6 +94,11 @@ class Metrics:
             self.seen["time_to_first_token_seconds"](now - live.waiting.job.arrived)
         else:
             self.seen["inter_token_latency_seconds"](now - live.last)
+        drafted, accepted = self.by_drafter["drafted"], self.by_drafter["accepted"]
+        for depth, count in enumerate(commit.drafted_by_depth, 1):
+            if count:
+                drafted[commit.drafter, str(depth)] += count
+                accepted[commit.drafter, str(depth)] += depth <= commit.accepted
         self.drafts += commit.drafted > 0
         self.guesses_drafted += commit.guesses_drafted
         self.guessed += commit.guessed
@@ -136,11 +142,12 @@ class Metrics:
         by_position = {str(position): count for position, count in enumerate(list(stats.accepted_by_depth))}
         yield self._counts("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place", "position", by_position)
 
-        for name, text, depths in (
-            ("foredraft:drafted_tokens", "Drafted tokens by depth in the tree", list(stats.drafted_by_depth)),
-            ("foredraft:accepted_tokens", "Accepted tokens by depth in the tree", list(stats.accepted_by_depth)),
-        ):
-            yield self._counts(name, text, "depth", {str(depth): count for depth, count in enumerate(depths, 1)}, drafter=True)
+        for name, counts in self.by_drafter.items():
+            text, labels = f"Tokens that were {name}, by who drafted them and their depth", (*LABELS, "drafter", "depth")
+            metric = CounterMetricFamily(f"foredraft:{name}_tokens", text, labels=labels)
+            for (drafter, depth), count in list(counts.items()):
+                metric.add_metric([self.model, "0", drafter, depth], count)
+            yield metric
         shapes = dict(stats.shapes)
         yield self._counts("foredraft:rounds", "Rounds by the shape that was planned", "shape", shapes, drafter=True)
         yield self._counts("foredraft:plain_rounds", "Rounds planned without a draft", None, {"": shapes.get(PLAIN, 0)}, drafter=True)

@@ -14,6 +14,7 @@ import math
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -30,11 +31,14 @@ log = logging.getLogger("foredraft.serving")
 DEPTH = 64  # of lists and objects in each other
 LARGE = 1 << 16  # bytes from which on JSON is read in a thread of its own
 BODY_TIMEOUT = 30.0  # seconds for a whole body
+LINGER = 1.0  # seconds in which the rest of a body that was refused is read and dropped
 ID = re.compile(r"[\x21-\x7e]{1,128}")
 OPEN = ("/", "/health", "/metrics")  # paths that need no key
 CLOSE = {"Connection": "close"}
 BUSY = {**CLOSE, "Retry-After": "1"}
 BODIES = 32  # of the largest size that all requests together may hold
+SHARE = 8  # of these that the requests of one owner may hold
+INSTEAD = {"response_format": "use structured_outputs", "functions": "use tools", "function_call": "use tool_choice"}
 LEFT = 499  # in the log: the client left before it had its answer
 LOCAL = {"localhost", "127.0.0.1", "::1"}
 Model = TypeVar("Model", bound=BaseModel)
@@ -51,7 +55,7 @@ class Protection:
         self.app = app
         self.keys = [(name, key.encode()) for name, key in settings.keys.items()]
         self.local, self.most = is_local(settings.host), settings.max_body
-        self.held = 0  # bytes of the bodies of all requests under way
+        self.held: Counter[str] = Counter()  # bytes of the bodies of all requests under way, by their owners
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,11 +66,18 @@ class Protection:
         state = scope.setdefault("state", {})
         state["id"] = given if ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         state["status"], state["held"], begin = 0, 0, time.monotonic()
+        state["read"] = closes = False
 
         async def answer(message: Message) -> None:
+            nonlocal closes
             if message["type"] == "http.response.start":
                 state["status"] = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["id"].encode())]
+                closes = (b"connection", b"close") in message["headers"]
+            elif closes and not state["read"] and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                await drop_rest(receive)
+                message = {"type": "http.response.body"}
             await send(message)
 
         try:
@@ -82,7 +93,9 @@ class Protection:
         except ClientDisconnect:  # nobody is there to be told
             state["status"] = LEFT
         finally:
-            self.held -= state["held"]
+            if state["held"]:
+                self.held[state["owner"]] -= state["held"]
+                self.held += Counter()  # without those that hold nothing
             if scope["path"] not in OPEN:
                 status, seconds = state["status"] or LEFT, time.monotonic() - begin
                 # percent-encoded again, so that no path can look like another line
@@ -99,12 +112,11 @@ class Protection:
 
     def bounded(self, receive: Receive, state: dict[str, Any]) -> Receive:
         """``receive`` that raises ApiError where the body is larger than it said, does not arrive in time, or is too much together with
-        those of other requests. ``state["held"]`` says how large it is."""
-        end, whole = time.monotonic() + BODY_TIMEOUT, False
+        those of other requests. ``state["held"]`` says how large it is, ``state["read"]`` whether it has ended."""
+        end = time.monotonic() + BODY_TIMEOUT
 
         async def receive_in_time() -> Message:
-            nonlocal whole
-            if whole:  # what comes now is that the client has left
+            if state["read"]:  # what comes now is that the client has left
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), end - time.monotonic())
@@ -112,11 +124,11 @@ class Protection:
                 raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT:g} seconds", headers=CLOSE) from None
             size = len(message.get("body", b""))
             state["held"] += size
-            self.held += size
-            whole = not message.get("more_body", False)
+            self.held[state["owner"]] += size
+            state["read"] = not message.get("more_body", False)
             if state["held"] > self.most:
                 raise too_large(self.most)
-            if self.held > BODIES * self.most:
+            if self.held[state["owner"]] > SHARE * self.most or self.held.total() > BODIES * self.most:
                 raise ApiError(503, "the server holds too many large requests; try again later", code="busy", headers=BUSY)
             return message
 
@@ -154,6 +166,17 @@ class Protection:
                 401, f"{why}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )
         return found
+
+
+async def drop_rest(receive: Receive) -> None:
+    """Read the rest of a body for a while. Closing a connection that holds unread bytes resets it, and the client may never see the answer.
+    It rarely did so before Python 3.12, whose ``wait_for`` no longer gives the event loop time to read more before the close."""
+    end = time.monotonic() + LINGER
+    try:
+        while (await asyncio.wait_for(receive(), end - time.monotonic())).get("more_body", False):
+            pass
+    except asyncio.TimeoutError:
+        pass
 
 
 def too_large(most: int) -> ApiError:
@@ -201,7 +224,7 @@ def parse(body: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate({name: value for name, value in data.items() if value is not None})
     except ValidationError as error:
-        raise field_error(error.errors(include_url=False, include_context=False, include_input=False), data) from None
+        raise field_error(error.errors(include_url=False, include_input=False), data) from None
 
 
 def refuse_constant(name: str) -> None:
@@ -237,12 +260,14 @@ def field_error(errors: Sequence[Any], data: Any) -> ApiError:
         found.setdefault(path_in(data, each["loc"], missing=each["type"] == "missing"), []).append(each)
     path, furthest = max(found.items(), key=lambda item: len(item[0]))
     param, first = ".".join(path) or None, furthest[0]
+    if first["type"] == "inconsistent" and param is None:
+        return refused(first["msg"], first["ctx"]["field"])
     if first["type"] == "extra_forbidden":
-        return refused(f"{param} is not supported here; leave it out", param, "unknown_field")
+        return refused(f"{param} is not supported here; {INSTEAD.get(path[-1], 'leave it out')}", param, "unknown_field")
     if first["type"] == "missing":
         return refused(f"{param} is missing", param, "missing_field")
     message = ", or: ".join(dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in furthest))
-    return refused(f"{param}: {message}" if param else message, param, "invalid_field")
+    return refused(f"{param}: {message}" if param else message, param)
 
 
 def path_in(data: Any, loc: Sequence[str | int], *, missing: bool) -> tuple[str, ...]:

@@ -64,6 +64,11 @@ class FairQueue:
         share = self.bound // (len(self._owners) + (owner not in self._owners))
         return 0 if over <= 0 or (own + rows <= share and over <= self.bound) else over
 
+    def ahead(self, owner: str) -> int:
+        """How many rows have their turn before a new one of ``owner``, as owners take turns."""
+        own = len(self._owners.get(owner, ()))
+        return own + sum(min(len(rows), own + 1) for name, rows in self._owners.items() if name != owner)
+
     def push(self, rows: list[Waiting]) -> None:
         """``rows`` of one job, behind those of the same owner."""
         self._owners.setdefault(rows[0].job.owner, deque()).extend(rows)
@@ -109,8 +114,12 @@ class DrainRate:
         self._busy += seconds
         self._done.extend([self._busy] * done)
 
-    def seconds(self, rows: int) -> float:
-        """About how long until ``rows`` more are done."""
+    @property
+    def per_second(self) -> float | None:
+        """None before two rows are done."""
         spent = self._busy - self._done[0] if self._done else 0.0
-        rate = (len(self._done) - 1) / spent if spent > 0 and len(self._done) > 1 else 1.0  # per second; not known before two are done
-        return min(MOST_WAIT, max(LEAST_WAIT, rows / rate))
+        return (len(self._done) - 1) / spent if spent > 0 and len(self._done) > 1 else None
+
+    def seconds(self, rows: int) -> float:
+        """About how long until ``rows`` more are done, as clients are told."""
+        return min(MOST_WAIT, max(LEAST_WAIT, rows / (self.per_second or 1.0)))

@@ -144,7 +144,7 @@ class Answer(ABC):
                 "num_spec_steps": steps,
                 "num_accepted_draft_tokens": counts.accepted,
                 "num_draft_tokens": counts.drafted,
-                "num_spec_tokens": self.facts.depth,
+                "num_spec_tokens": len(histogram) - 1,
             }
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 MOST_CHOICES = 128  # of one prompt, as OpenAI has it
 MOST_STOPS, LONGEST_STOP = 16, 256
@@ -16,6 +17,11 @@ Text = Annotated[str, Field(max_length=1 << 20)]
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(fail_fast=True)]  # one wrong item is told of, not a million
 Ids = Annotated[Several[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20)]
+
+
+def wrong(field: str, message: str) -> PydanticCustomError:
+    """What is raised where fields do not fit together; ``field`` is the one that the answer names."""
+    return PydanticCustomError("inconsistent", "{message}", {"message": message, "field": field})
 
 
 class Part(BaseModel):
@@ -157,9 +163,9 @@ class Sampling(Noted):
     @model_validator(mode="after")
     def streams(self) -> Sampling:
         if "stream_options" in self.model_fields_set and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+            raise wrong("stream_options", "stream_options needs stream: true")
         if self.rounds and not self.stream:
-            raise ValueError("rounds needs stream: true")
+            raise wrong("rounds", "rounds needs stream: true")
         return self
 
     @property
@@ -190,9 +196,9 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def consistent(self) -> CompletionRequest:
         if self.best_of not in (1, self.n):
-            raise ValueError("best_of is not supported; ask for n choices")
+            raise wrong("best_of", "best_of is not supported; ask for n choices")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens: 0 is possible with echo: true only")
+            raise wrong("max_tokens", "max_tokens: 0 is possible with echo: true only")
         return self
 
     @property
@@ -317,17 +323,17 @@ class ChatRequest(Sampling):
     @model_validator(mode="after")
     def consistent(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise wrong("top_logprobs", "top_logprobs needs logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise ValueError("give max_tokens or max_completion_tokens, not both")
+            raise wrong("max_tokens", "give max_tokens or max_completion_tokens, not both")
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise ValueError("two tools have the same name")
+            raise wrong("tools", "two tools have the same name")
         choice = self.tool_choice
         if choice not in (None, "none") and not self.tools:
-            raise ValueError("tool_choice needs tools")
+            raise wrong("tool_choice", "tool_choice needs tools")
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ValueError(f"tool_choice names {choice.function.name!r}, which is none of the tools")
+            raise wrong("tool_choice", f"tool_choice names {choice.function.name!r}, which is none of the tools")
         return self
 
     @property

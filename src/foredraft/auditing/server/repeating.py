@@ -89,7 +89,7 @@ def probabilities(plan: Plan) -> Check:
     fingerprints = {answer.fingerprint for _, answer in pairs} - {None}
     promised = bool(fingerprints) and not any(str(each).endswith("-approx") for each in fingerprints)
     if worst == 0:
-        return Check(name, "ok", f"equal bit for bit in {len(gaps)} answers", caught(len(gaps), "whose log-probabilities change"))
+        return Check(name, "ok", f"equal bit for bit in {len(gaps)} answers", caught(len(gaps), "the log-probabilities"))
     off = f"{changed} of {len(gaps)} answers differ, by up to {worst:.2g} nats"
     if worst > TOLERANCE:
         return Check(name, "fault", f"{off}, more than rounding explains ({TOLERANCE})")
@@ -150,6 +150,6 @@ def compared(name: str, wanted: Sequence[Answer], found: Sequence[Answer], *, re
     return Check(name, "ok", f"{len(found)} answers are equal byte for byte", caught(len(found)), reproducibility=reproducibility)
 
 
-def caught(count: int, what: str = "that differ") -> str:
+def caught(count: int, what: str = "the text") -> str:
     """Which share of answers would have shown among ``count``."""
-    return f"if {1 - 0.1 ** (1 / count):.0%} of answers or more were ones {what}, one would have been found with probability 0.9"
+    return f"a fault that changes {what} of {1 - 0.1 ** (1 / count):.0%} of answers would have been found with probability 0.9"

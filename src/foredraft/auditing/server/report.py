@@ -160,7 +160,7 @@ class ServerReport:
         if self.accepted is None:
             found.append("whether the server speculates: its metrics do not say")
         elif self.accepted < FEW * self.tokens:
-            found.append(f"much of speculation: {self.accepted:,} of {self.tokens:,} tokens were drafted; a fixed shape would draft more")
+            found.append(f"much of speculation: {self.accepted:,} of {self.tokens:,} tokens were drafted; give the server a fixed --shape")
         return found
 
     def raise_for_fault(self) -> None:

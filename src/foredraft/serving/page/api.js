@@ -45,8 +45,11 @@ async function reason(response) {
   const body = await response.json().catch(() => null);
   const said = body?.error?.message ?? (typeof body?.detail === "string" ? body.detail : "");
   const after = response.headers.get("retry-after");
-  return `${said || `The server answered ${response.status}.`}${after ? ` Try again in ${after} s.` : ""}`;
+  return `${sentence(said) || `The server answered ${response.status}.`}${after && !/try again/i.test(said) ? ` Try again in ${after} s.` : ""}`;
 }
+
+/** A message of the API as a sentence; a field's name at its beginning stays as it is. */
+const sentence = (text) => text.replace(/^[a-z]+(?= )/, (word) => word[0].toUpperCase() + word.slice(1)).replace(/[^.!?]$/, "$&.");
 
 export const getJSON = async (path) => (await send(path)).json();
 export const getText = async (path) => (await send(path)).text();
@@ -75,7 +78,7 @@ export async function* stream(path, body, signal) {
         if (data === "[DONE]") return;
         if (!data) continue; // a ping
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new Problem(chunk.error.message, chunk.error.code ?? 500);
+        if (chunk.error) throw new Problem(sentence(chunk.error.message), chunk.error.code ?? 500);
         yield chunk;
       }
     }

@@ -3,7 +3,7 @@
 import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { getJSON, onKeyNeeded } from "./api.js";
 import { Trouble } from "./parts.js";
-import { Live } from "./live.js";
+import { Live, watch } from "./live.js";
 import { Race } from "./race.js";
 import { Roll } from "./roll.js";
 import { Write } from "./write.js";
@@ -32,7 +32,7 @@ function App() {
   const main = useRef(null);
   const connect = () => {
     setProblem(null);
-    ask().then(setServer, setProblem);
+    ask().then((found) => { setServer(found); watch(); }, setProblem);
   };
   useEffect(() => {
     onKeyNeeded((refused) => new Promise((answer) => setAsked({ refused, answer })));

@@ -4,6 +4,7 @@ import { html } from "./vendor/htm-preact-standalone.js";
 import { Say, percent, visible } from "./parts.js";
 
 const SHOWN = 8;
+const CHANCE = 1.4; // times the distance that chance alone leaves, up to which nothing is said against a rule
 
 /** Two tallies of the same rolls in one; `sum` is null at first. */
 export function joined(sum, next) {
@@ -32,7 +33,7 @@ export function Many({ tally, running }) {
   const shown = [...new Set([...likely.slice(0, SHOWN), ...[...first].sort((one, two) => two.count - one.count).slice(0, 3)])];
   const rest = { p: 1 - shown.reduce((sum, { p }) => sum + p, 0), count: rolls - shown.reduce((sum, { count }) => sum + count, 0) };
   const highest = Math.max(...[...shown, rest].map(({ p, count }) => Math.max(p, count / rolls)));
-  const far = distance > 1.4 * chance;
+  const far = distance > CHANCE * chance;
   return html`<section class="card many" aria-label="Many rolls">
     <header><h2>${rolls} rolls</h2><p class="note">${drafter}, ${shape}, rule <code>${rule}</code> ${!lossless && html`<span class="badge">lossy</span>`}</p></header>
     ${running && html`<progress max="500" value=${rolls} aria-label="Rolls made"></progress>`}
@@ -56,8 +57,9 @@ export function Many({ tally, running }) {
             <td class="draw"><${Versus} came=${count / rolls / highest} wanted=${p / highest} /></td>
             <td class="figure">${percent(count / rolls)}</td><td class="figure">${percent(Math.max(0, p))}</td></tr>`)}</tbody></table>
         <p class=${far ? "closing far" : "closing near"}><span class="mark" aria-hidden="true">${far ? "≠" : "≈"}</span>
-          <span><b>${percent(distance)}</b> away from the model's own probabilities. Chance alone leaves about <b>${percent(chance)}</b> after ${rolls} rolls${
-            far ? lossless ? "." : ": this rule changes what the model says." : ", less with every roll."}</span></p>
+          <span><b>${percent(distance)}</b> away from the model's own probabilities. Even a perfect rule would be about <b>${percent(chance)}</b> off after ${rolls} rolls; with more
+            rolls this shrinks. ${far ? `This is more than ${CHANCE} times that: ${lossless ? "rare by chance alone, so roll again." : "this rule changes what the model says."}`
+            : `Up to ${CHANCE} times that passes for chance here.`}</span></p>
       </div>
     </div>
     <p class="legend-line"><span class="swatch came"></span> came <span class="swatch wanted"></span> expected</p>

@@ -43,7 +43,7 @@ export function NumberField({ label, value, set, least, most, step = 1, hint }) 
 
 export function SeedField({ value, set }) {
   return html`<${Field} label="Seed">
-    <input inputmode="numeric" pattern="[0-9]{0,15}" title="A whole number, or nothing to have one drawn" placeholder="drawn"
+    <input inputmode="numeric" pattern="[0-9]{0,15}" title="A whole number, or nothing for a random one" placeholder="random"
       value=${value} onInput=${(event) => set(event.currentTarget.value)} />
   <//>`;
 }

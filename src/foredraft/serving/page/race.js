@@ -3,6 +3,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { stream } from "./api.js";
 import { Bar, Field, NumberField, Say, SeedField, Trouble, calm, seedOf, useAbort, useKept } from "./parts.js";
+import { notGuessed } from "./round.js";
 import { Tokens, piece, totals } from "./tokens.js";
 
 const SIDES = [
@@ -123,9 +124,16 @@ function Side({ name, about, run, clock, best }) {
   </section>`;
 }
 
+/** What the guesses brought. The speeds are compared only where there is something to compare. */
+function gain({ off, auto }) {
+  if (!auto.drafted) return `${notGuessed(auto.tried)} No guesses were used, so both did the same work, and the difference in speed is noise.`;
+  if (!auto.accepted || auto.passes >= off.passes) return "Guesses saved no pass here. The difference in speed is noise, and the time that guessing took.";
+  return rate(off) ? `Speculative wrote ${(rate(auto) / rate(off)).toFixed(2)} times as many tokens per second, in ${auto.passes} passes instead of ${off.passes}.` : "";
+}
+
 /** Where two texts part, and what to say of it. */
 export function verdict({ off, auto }) {
-  const speed = rate(off) ? `Speculative wrote ${(rate(auto) / rate(off)).toFixed(2)} times as many tokens per second, in ${auto.passes} passes instead of ${off.passes}.` : "";
+  const speed = gain({ off, auto });
   if (off.text === auto.text) return { same: true, said: `The texts are the same, character for character. ${speed}`, speed };
   let at = 0;
   while (off.text[at] === auto.text[at]) at += 1;
@@ -135,7 +143,7 @@ export function verdict({ off, auto }) {
 function Verdict({ runs }) {
   const { same, at, speed } = verdict(runs);
   const around = (text) => `…${text.slice(Math.max(0, at - 20), at + 20)}…`;
-  return html`<div class=${same ? "verdict good" : "verdict bad"}>
+  return html`<div class=${`verdict ${!same ? "bad" : runs.auto.passes < runs.off.passes ? "good" : ""}`}>
     <span class="mark" aria-hidden="true">${same ? "=" : "≠"}</span>
     <div>
       <p><strong>${same ? "The texts are the same, character for character." : `The texts part at character ${at + 1}.`}</strong> ${speed}</p>

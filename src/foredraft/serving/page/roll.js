@@ -14,21 +14,28 @@ const STEPS = [
 ];
 
 const ACCEPT = {
-  match: "The model chooses a token of its own at every place, with the noise that the seed gives to it. A guess stays if it is that very token.",
-  rejection: "Each guess gets a coin between 0 and 1. It stays if the coin lies below p / q: what the model likes as much as the drafter always stays.",
-  lenient: "As rejection, but a guess is judged by p / (ε q), which is larger. More guesses stay than should: the text is no longer the model's.",
-  block: "The whole draft is judged together: the longest beginning whose coin lies below its chance stays.",
-  "multi-candidate": "Siblings are tried one after the other, each with a coin, against what is left of p.",
-  "k-seq": "All siblings are judged with coins against one threshold.",
-  traversal: "The tree is tried from its leaves up, each node with a coin; the first that passes stays, with all tokens above it.",
+  match: "The model chooses a token of its own at every place, with random numbers that follow from the seed. A guess stays if it is that very token.",
+  rejection: "Each guess gets a coin. It stays if the coin lies below p / q: what the model likes as much as the drafter always stays.",
+  lenient: "As rejection, but the coin has to lie below p / (ε q), which is larger, since ε is less than 1. More guesses stay than should: the text is no longer the model's.",
+  block: "The whole draft is judged together: each guess gets a coin, and the longest beginning whose coin lies below its chance stays.",
+  "multi-candidate": "Guesses for the same place are tried one after the other, each with a coin. Each one refused leaves less of p to the next.",
+  "k-seq": "Guesses for the same place are judged all at once, each with a coin. The first whose coin passes stays.",
+  traversal: "The last guesses are tried first, each with a coin. The first whose coin passes stays, with all guesses before it.",
   typical: "No coin: a guess stays if p lies above a threshold. The text is no longer the model's.",
 };
+
+const TERMS = [
+  { step: 0, name: "q", about: "how likely the drafter finds its guess.", shown: ({ round }) => round.q },
+  { step: 1, name: "p", about: "how likely the model finds it, after the guesses above it." },
+  { step: 2, name: "Coin", about: "a fresh random number between 0 and 1. It passes below the mark, which the rule sets by p and q.", shown: ({ round }) => round.coins.length },
+  { step: 3, name: "Residual", about: "p without what the drafter had already offered, scaled to 100 % again.", shown: ({ round }) => round.residual },
+];
 
 function correct({ rule, round }) {
   if (round.ended === "end of draft") return "Every guess on the branch stayed, so the model adds one more token from p: it comes free with the pass.";
   if (rule.startsWith("match")) return "Where the guess differs, the model's own choice stands in its place. What was guessed after it is thrown away.";
   if (rule.startsWith("typical")) return "The model's likeliest token follows.";
-  return "A guess was refused, so the next token is drawn from the residual: p without what the drafter had already offered. That keeps the text exactly the model's.";
+  return "A guess was refused, so the next token is drawn from the residual. That keeps the text exactly the model's.";
 }
 
 export function Roll({ server }) {
@@ -107,7 +114,7 @@ function Rolling({ known }) {
   return html`<div class="view">
     <h1>Roll a round</h1>
     <p class="lead">Speculative decoding goes in rounds: a drafter guesses a few tokens, the model checks them in one pass, and keeps the guesses that hold.
-      Each roll is a real round on this server, with fresh noise. <strong>Roll again, and see how many guesses land.</strong></p>
+      Each roll is a real round on this server, with fresh random numbers. <strong>Roll again, and see how many guesses land.</strong></p>
     <form class="card compose" onSubmit=${rollOne}>
       <${Field} label="Text so far" wide><textarea rows="3" class="code" spellcheck=${false} maxlength=${known.most.characters} value=${settings.prompt}
         onInput=${(event) => put("prompt")(event.currentTarget.value)}></textarea><//>
@@ -124,12 +131,12 @@ function Rolling({ known }) {
             : html`<button type="button" key="many" disabled=${Boolean(busy)} onClick=${rollMany}>Roll 500</button>`}
         </div>
       </div>
-      <p class="note"><code>${rule}</code> ${known.rules[rule]?.summary}</p>
+      <p class="note"><code>${rule}</code>: ${ACCEPT[rule] ?? known.rules[rule]?.summary} ${known.rules[rule]?.lossless && "The text stays exactly the model's."}</p>
     </form>
     <${Trouble} problem=${problem} />
-    ${found && html`<${One} found=${found} step=${step} go=${(next) => { setFound({ ...found, paused: true }); setStep(next); }} />`}
+    ${found && html`<${One} found=${found} step=${step} stale=${!same(found.body, body)} go=${(next) => { setFound({ ...found, paused: true }); setStep(next); }} />`}
     ${found && step === STEPS.length - 1 && html`<section class="card">
-      <h2>The same noise under another rule</h2>
+      <h2>The same random numbers under another rule</h2>
       ${others.length === 0
         ? html`<p>Another rule may keep more or fewer of the guesses. Rules differ in how the drafter draws them, so the guesses may differ as well.</p>
           <div class="buttons"><button type="button" disabled=${Boolean(busy)} onClick=${sameNoise}>Try the other rules</button></div>`
@@ -150,14 +157,17 @@ function Strip({ round }) {
     <span class="unseen">${row.kind === "accepted" ? "kept" : row.kind === "own" ? "own" : "refused"}</span>${visible(row.text)}</span> `)}${rest.length > 8 && html`<span class="note">+ ${rest.length - 8}</span>`}</span>`;
 }
 
-function One({ found, step, go }) {
+const same = (one, two) => JSON.stringify(one) === JSON.stringify(two);
+
+function One({ found, step, stale, go }) {
   const { round } = found;
   const rows = lines(round).filter((row) => row.kind !== "root");
   const coin = (node) => round.coins.find((each) => each.node === node);
   const landed = `${round.accepted} of ${many(round.tokens.length - 1, "guess", "guesses")} landed; this pass wrote ${many(round.accepted + 1, "token")}.`;
   return html`<section class="card one" aria-label="The round">
     <${Say} text=${step === STEPS.length - 1 ? landed : ""} />
-    <h2>One round, step by step</h2>
+    <header><h2>One round, step by step</h2><p class="note">${found.drafter}, ${found.shape}, rule <code>${found.rule}</code>
+      ${!found.lossless && html` <span class="badge">lossy</span>`}${stale && html`<br />The settings above have changed since.`}</p></header>
     <ol class="steps" aria-label="Steps of the round">${STEPS.map(({ id }, index) => html`<li>
       <button type="button" class=${index <= step ? "reached" : ""} aria-current=${index === step ? "step" : null} onClick=${() => go(index)}>
         <span class="count" aria-hidden="true">${index + 1}</span>${id}</button></li>`)}</ol>
@@ -167,15 +177,17 @@ function One({ found, step, go }) {
         <thead><tr><th scope="col">Guess</th><th scope="col">q, drafter</th><th scope="col">${step > 0 && "p, model"}</th>
           <th scope="col">${step > 1 && judged(found)}</th><th scope="col"><span class="outcome">${step > 1 && "Outcome"}</span></th></tr></thead>
         <tbody>${rows.map((row) => row.kind === "own" ? (step > 2 && html`<tr class="own">
-            <th scope="row"><span class="tok own">${visible(row.text)}</span></th><td></td><td><${Probability} value=${row.p} kind="own" /></td>
+            <th scope="row" class=${deep(row)}><span class="tok own">${visible(row.text)}</span></th><td></td><td><${Probability} value=${row.p} kind="own" /></td>
             <td class="note">${drawnFrom(found)}</td><td><${Outcome} kind="own" /></td></tr>`)
           : html`<tr class=${row.kind}>
-            <th scope="row" class=${`deep-${Math.min(row.depth, 8)}`}><span class=${`tok ${step > 1 ? row.kind : "open"}`}>${visible(row.text)}</span></th>
+            <th scope="row" class=${deep(row)}><span class=${`tok ${step > 1 ? row.kind : "open"}`}>${visible(row.text)}</span></th>
             <td>${row.q == null ? html`<span class="note">copied</span>` : html`<${Probability} value=${row.q} kind="draft" />`}</td>
             <td>${step > 0 && html`<${Probability} value=${row.p} kind="own" />`}</td>
             <td>${step > 1 && html`<${Judgement} coin=${coin(row.node)} threshold=${round.thresholds?.[row.node]} row=${row} found=${found} />`}</td>
             <td>${step > 1 && html`<${Outcome} kind=${row.kind} />`}</td></tr>`)}</tbody>
-      </table></div>
+      </table>
+      <dl class="terms note">${TERMS.filter((term) => step >= term.step && (!term.shown || term.shown(found))).map(({ name, about }) =>
+        html`<div><dt>${name}:</dt> <dd>${about}</dd></div>`)}</dl></div>
       <div class="beside">
         ${step > 2 && round.residual && html`<${Residual} of=${round.residual} bonus=${round.bonus} />`}
         ${step > 2 ? html`<${Tree} round=${round} />` : html`<p class="note wait">${["Next, the model looks at them.", "Next, each guess is judged.", "Next, the model writes a token of its own."][step]}</p>`}
@@ -185,6 +197,7 @@ function One({ found, step, go }) {
   </section>`;
 }
 
+const deep = ({ depth }) => `deep-${Math.min(depth, 8)}`;
 const judged = ({ rule }) => (rule.startsWith("match") ? "Model's own choice" : rule.startsWith("typical") ? "Threshold" : "Coin");
 const drawnFrom = ({ rule, round }) => (round.residual ? "drawn from the residual" : rule.startsWith("match") ? "the model's choice" : rule.startsWith("typical") ? "the likeliest" : "drawn from p");
 
@@ -194,16 +207,15 @@ function Probability({ value, kind }) {
   return html`<span class="probability"><${Bar} share=${value ?? 0} kind=${kind} /><span class="figure">${percent(value)}</span></span>`;
 }
 
-
-
 /** A coin on its line from 0 to 1, with the part below which it passes; or what stands in its place under other rules. */
 function Judgement({ coin, threshold, row, found }) {
   if (threshold != null) return html`<span class="figure">p ${row.p > threshold ? ">" : "≤"} ${percent(threshold)}</span>`;
   if (found.rule.startsWith("match")) return html`<${Own} row=${row} round=${found.round} />`;
-  if (!coin) return html`<span class="note">not looked at</span>`;
-  const passes = coin.coin < coin.probability;
+  const kept = row.kind === "accepted", passes = coin && coin.coin < coin.probability;
+  const why = kept && !passes ? "kept with a later token" : !kept && passes ? "another came first" : "";
+  if (!coin) return html`<span class="note">${why || (found.rule === "block" ? "no chance" : "not looked at")}</span>`;
   return html`<span class="coin"><span class="track" aria-hidden="true"><i style=${{ width: `${coin.probability * 100}%` }}></i>
-    <b style=${{ left: `${coin.coin * 100}%` }}></b></span><span class="figure">${coin.coin.toFixed(2)} ${passes ? "<" : "≥"} ${coin.probability.toFixed(2)}</span></span>`;
+    <b style=${{ left: `${coin.coin * 100}%` }}></b></span><span class="figure">${coin.coin.toFixed(2)} ${passes ? "<" : "≥"} ${coin.probability.toFixed(2)}</span>${why && html`<small>${why}</small>`}</span>`;
 }
 
 function Own({ row, round }) {

@@ -7,15 +7,20 @@ import { lines, Tree } from "./tree.js";
 const REASONS = {
   mismatch: "The model did not go along with the next guess, so it wrote a token of its own there, and the rest of the draft was thrown away.",
   "end of draft": "Every guess on this branch was right. The same pass also gave the token after the last one, for free.",
-  "no draft": "Nothing was drafted in this round: the model wrote one token, as in plain decoding.",
   eos: "The text ended here: the model wrote its end token.",
   length: "The text ended here: it had as many tokens as were asked for.",
   stop: "The text ended here, at a stop sign.",
 };
 
-export function inWords(round) {
+/** Why nothing was guessed, where the drafter was asked (`tried`) and where it was not. */
+export const notGuessed = (tried) => `Nothing was guessed: ${tried
+  ? "the drafter had nothing to offer."
+  : "the server has no drafter, or found that guessing does not make this text faster on this machine now. Start it with a drafter and --shape \"chain(4)\" to see guesses."}`;
+
+export function inWords(round, number) {
   const drafted = round.tokens.length - 1;
-  if (!drafted) return "Nothing was guessed.";
+  if (!drafted && number === 1) return "Nothing was guessed: the first pass reads the text before. Guesses come after it.";
+  if (!drafted) return notGuessed(round.shape !== "chain(0)");
   return `${many(drafted, "token")} guessed, ${round.accepted} kept, in one pass of the model.`;
 }
 
@@ -27,7 +32,7 @@ export function Round({ round, number, close }) {
       <h2>Round ${number}</h2>
       <button type="button" class="quiet" onClick=${close} aria-label="Close the round">✕</button>
     </header>
-    <p><strong>${inWords(round)}</strong> ${REASONS[round.ended] ?? ""}</p>
+    <p>${round.tokens.length > 1 ? html`<strong>${inWords(round)}</strong>` : inWords(round, number)} ${REASONS[round.ended] ?? ""}</p>
     <${Tree} round=${round} />
     <p class="note"><b>p</b>: how likely the model finds the token after those above it. ${round.q && html`<b>q</b>: how likely the drafter did.`}
       ${round.shape && html` Shape: <code>${round.shape}</code>.`}</p>

@@ -16,7 +16,7 @@ export function piece(chunk) {
 /** The round's tokens in the order of the text, refused ones last. A last chunk may end within a round: its text says where. */
 function tokensOf(round, text, last) {
   const kept = round.path.slice(1).map((node) => ({ kind: "accepted", text: round.texts[node], node, drafter: round.drafters?.[node] }));
-  kept.push({ kind: "own", text: round.bonus.text, node: "bonus" });
+  if (round.bonus) kept.push({ kind: "own", text: round.bonus.text, node: "bonus" });
   let left = text.length;
   const shown = last ? kept.filter((each) => { const fits = left > 0; left -= each.text.length; return fits; }) : kept;
   return [...shown, ...refused(round)];
@@ -36,9 +36,10 @@ function refused(round) {
 
 /** Counts of a whole answer. */
 export function totals(pieces) {
-  const sum = { tokens: 0, accepted: 0, drafted: 0, passes: pieces.length, by: {} };
+  const sum = { tokens: 0, accepted: 0, drafted: 0, tried: false, passes: pieces.length, by: {} };
   for (const { round, tokens } of pieces) {
     sum.drafted += round ? round.tokens.length - 1 : 0;
+    sum.tried ||= Boolean(round) && round.shape !== "chain(0)";
     for (const { kind, drafter } of tokens) {
       if (kind === "rejected") continue;
       sum.tokens += 1;

@@ -1,9 +1,9 @@
-// The token tree of a round, drawn: a line per node, below and right of its parent.
+// The token tree of a round, drawn: a line per node, below and right of its parent. Numbers stand on the left, where a narrow window does not cut them off.
 
 import { html } from "./vendor/htm-preact-standalone.js";
 import { percent, visible } from "./parts.js";
 
-const LINE = 34, INDENT = 20, LEFT = 14, BOX = 24, COLUMN = 52;
+const LINE = 34, INDENT = 16, BOX = 24, COLUMN = 48;
 
 /** Nodes in the order in which they are drawn, the kept branch first, each with its depth; the bonus token where it follows. */
 export function lines(round) {
@@ -31,23 +31,23 @@ export const SIGN = { root: "", accepted: "✓", own: "+", rejected: "✗" };
 
 export function Tree({ round }) {
   const rows = lines(round);
+  const left = 12 + (round.q ? 2 : 1) * COLUMN;
   const width = (text) => Math.max(30, 16 + 8.2 * [...short(text)].length);
-  const right = Math.max(...rows.map((row) => LEFT + row.depth * INDENT + width(row.text)));
-  const total = right + 24 + (round.q ? 2 : 1) * COLUMN, height = rows.length * LINE + 4;
+  const total = 22 + Math.max(...rows.map((row) => left + row.depth * INDENT + width(row.text))), height = rows.length * LINE + 4;
   const y = (line) => line * LINE + LINE / 2 + 2;
   const said = rows.map((row) => `${short(row.text)} ${SAID[row.kind]}${row.p == null ? "" : `, ${percent(row.p)}`}`).join("; ");
   return html`<div class="tree" role="region" aria-label="Tree of guesses" tabindex="0">
     <svg role="img" aria-label=${said} width=${total} height=${height} viewBox=${`0 0 ${total} ${height}`}>
       ${rows.map((row, line) => row.above < 0 ? null : html`<path class=${`edge ${row.kind}`}
-        d=${`M${LEFT + rows[row.above].depth * INDENT + 9} ${y(row.above) + BOX / 2}V${y(line) - 6}q0 6 6 6H${LEFT + row.depth * INDENT}`} />`)}
+        d=${`M${left + rows[row.above].depth * INDENT + 9} ${y(row.above) + BOX / 2}V${y(line) - 6}q0 6 6 6H${left + row.depth * INDENT}`} />`)}
       ${rows.map((row, line) => {
-        const x = LEFT + row.depth * INDENT;
+        const x = left + row.depth * INDENT;
         return html`<g class=${`node ${row.kind}`}>
           <rect x=${x} y=${y(line) - BOX / 2} width=${width(row.text)} height=${BOX} rx="6" />
           <text class="word" x=${x + 8} y=${y(line) + 4.5}>${short(row.text)}</text>
           <text class="sign" x=${x + width(row.text) + 6} y=${y(line) + 4.5}>${SIGN[row.kind]}</text>
-          <text class="number" x=${total - 4 - (round.q ? COLUMN : 0)} y=${y(line) + 4.5}>${line ? row.p != null && percent(row.p) : "p"}</text>
-          ${round.q && html`<text class="number" x=${total - 4} y=${y(line) + 4.5}>${line ? row.q != null && percent(row.q) : "q"}</text>`}
+          <text class="number" x=${COLUMN} y=${y(line) + 4.5}>${line ? row.p != null && percent(row.p) : "p"}</text>
+          ${round.q && html`<text class="number" x=${2 * COLUMN} y=${y(line) + 4.5}>${line ? row.q != null && percent(row.q) : "q"}</text>`}
         </g>`;
       })}
     </svg>

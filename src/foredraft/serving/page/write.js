@@ -3,7 +3,7 @@
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact-standalone.js";
 import { stream } from "./api.js";
 import { Legend, NumberField, Say, SeedField, Trouble, many, seedOf, useAbort, useKept } from "./parts.js";
-import { Round, inWords } from "./round.js";
+import { Round, inWords, notGuessed } from "./round.js";
 import { Tokens, piece, totals } from "./tokens.js";
 
 const START = "def mean(values):\n    \"\"\"The arithmetic mean.\"\"\"\n";
@@ -17,7 +17,7 @@ export function Write({ server }) {
   const [turns, setTurns] = useState([]);
   const [busy, setBusy] = useState(false);
   const [problem, setProblem] = useState(null);
-  const [hide, setHide] = useKept("hide", false);
+  const [hide, setHide] = useKept("hide", true);
   const [opened, setOpened] = useState(null); // {turn, index}
   const [said, say] = useState("");
   const abort = useAbort();
@@ -79,7 +79,7 @@ export function Write({ server }) {
   }, []);
   const look = (turn) => (index) => {
     setOpened({ turn, index });
-    say(`Round ${index + 1}: ${inWords(turns[turn].pieces[index].round)}`);
+    say(`Round ${index + 1}: ${inWords(turns[turn].pieces[index].round, index + 1)}`);
   };
 
   const round = opened && turns[opened.turn]?.pieces[opened.index]?.round;
@@ -89,7 +89,7 @@ export function Write({ server }) {
   return html`<div class="view">
     <h1>${chat ? "Chat" : "Complete"}</h1>
     <p class="lead">A small, quick drafter guesses the next few tokens. The model checks all guesses in one pass and keeps those it would have
-      written itself, so it needs fewer passes for the same text. <strong>Choose any token to see how its round went.</strong></p>
+      written itself: each guess kept saves a pass. <strong>Choose any token to see how its round went.</strong></p>
     <form class="card compose" onSubmit=${run}>
       ${server.chat && html`<div class="switch" role="group" aria-label="Kind of text">
         ${[["chat", "Chat"], ["complete", "Complete"]].map(([id, name]) => html`<button type="button" aria-pressed=${(id === "chat") === chat}
@@ -101,7 +101,7 @@ export function Write({ server }) {
           onInput=${(event) => (chat ? setQuestion : setPrompt)(event.currentTarget.value)}></textarea>
       </label>
       <div class="fields">
-        <${NumberField} label="Most tokens" value=${settings.tokens} set=${put("tokens")} least="1" most="2000" />
+        <${NumberField} label="Max. tokens" value=${settings.tokens} set=${put("tokens")} least="1" most="2000" />
         <${NumberField} label="Temperature" value=${settings.temperature} set=${put("temperature")} least="0" most="2" step="0.1" />
         <${SeedField} value=${settings.seed} set=${put("seed")} />
         <div class="buttons">
@@ -139,9 +139,10 @@ function Turn({ turn, hide, selected, open, chat }) {
 }
 
 function summary(pieces) {
-  const { tokens, accepted, passes, by } = totals(pieces);
+  const { tokens, accepted, drafted, tried, passes, by } = totals(pieces);
   if (!tokens) return "The model wrote nothing.";
   const names = Object.entries(by).map(([name, count]) => `${count} by ${name}`).join(", ");
-  return `${many(tokens, "token")} in ${many(passes, "pass", "passes")} of the model (plain decoding takes ${tokens}). ` +
-    `${many(accepted, "guess", "guesses")} kept${names ? `: ${names}` : ""}.`;
+  const cost = `${many(tokens, "token")} in ${many(passes, "pass", "passes")} of the model`;
+  if (!drafted) return `${cost}. ${notGuessed(tried)}`;
+  return `${cost} (plain decoding takes ${tokens}). ${many(accepted, "guess", "guesses")} kept${names ? `: ${names}` : ""}.`;
 }
