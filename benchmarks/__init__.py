@@ -21,6 +21,7 @@ SUITES = {
     "acceptance": "acceptance:Acceptance",
     "verification": "verification:Verification",
     "kernels": "kernels:Kernels",
+    "families": "families:Families",
     "hosts": "hosts:Hosts",
     "busy": "busy:Busy",
     "grammars": "grammars:Grammars",

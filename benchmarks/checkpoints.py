@@ -96,9 +96,9 @@ def told_apart(model: PreTrainedModel) -> int:
     return count
 
 
-def pass_bytes(path: Path, dtype: str) -> int | None:
-    """Bytes of weights that one pass over one token reads: all matrices, the embedding only where it is the output layer as well.
-    None where there are no safetensors files to count in."""
+def pass_bytes(path: Path, dtype: str, *, experts: float = 1.0) -> int | None:
+    """Bytes of weights that one pass over one token reads: all matrices, of ``experts`` that share alone, and the embedding only where it
+    is the output layer as well. None where there are no safetensors files to count in."""
     sizes: dict[str, int] = {}
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -109,4 +109,5 @@ def pass_bytes(path: Path, dtype: str) -> int | None:
     sizes = {name: size for name, size in sizes.items() if not name.removeprefix("model.").startswith("encoder.")}
     gathered = [name for name in sizes if "embed_tokens" in name or name.endswith("wte.weight")]
     untied = any("lm_head" in name for name in sizes)
-    return SIZES[dtype] * (sum(sizes.values()) - (sum(sizes[name] for name in gathered) if untied else 0))
+    idle = (1 - experts) * sum(size for name, size in sizes.items() if ".experts." in name)
+    return SIZES[dtype] * (sum(sizes.values()) - (sum(sizes[name] for name in gathered) if untied else 0) - round(idle))

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from foredraft.models.cache_names import cache_argument
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -47,11 +49,11 @@ class PassRecorder:
 
     def _watch(self, name: str, model: Any) -> None:
         open_pass: list[tuple[float, int, int]] = []
-        wait = synchroniser(model.device)
+        wait, name_of_cache = synchroniser(model.device), cache_argument(type(model))
 
         def before(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             tokens = arguments[0] if arguments else options["input_ids"]
-            cache = options.get("past_key_values")
+            cache = options.get(name_of_cache)
             start = 0 if cache is None else int(cache.get_seq_length())
             wait()
             open_pass[:] = [(time.perf_counter(), tokens.shape[1], start)]

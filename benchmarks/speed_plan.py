@@ -60,6 +60,7 @@ class Method:
         length: γ, 0 where the side chooses itself.
         options: for the adapter.
         hopeless: it is for text that cannot be guessed; if it has a draft model, one that knows nothing.
+        weights: what they are made of where they are converted, unless it is the dtype.
         fresh: its drafter forgets before every call what earlier texts taught it; the others' forget between repeats.
     """
 
@@ -70,6 +71,7 @@ class Method:
     options: tuple[tuple[str, Any], ...] = field(default=())
     hopeless: bool = False
     fresh: bool = False
+    weights: str = ""
 
     @property
     def name(self) -> str:

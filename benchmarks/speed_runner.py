@@ -218,8 +218,8 @@ class Block:
                 "load",
                 limit=settings.patience,
                 name=name,
-                checkpoint=self._converted(process, method.side, self.target),
-                draft=self._converted(process, method.side, draft) if draft and method.mode == DRAFT else None,
+                checkpoint=self._converted(process, method.side, self.target, method.weights or self.dtype),
+                draft=self._converted(process, method.side, draft, self.dtype) if draft and method.mode == DRAFT else None,
                 dtype=self.dtype,
                 mode=method.mode,
                 length=method.length,
@@ -245,15 +245,13 @@ class Block:
         self.processes[key] = process
         self.run_.versions[peer.name] = told.get("versions", {})
 
-    def _converted(self, process: Any, side: str, checkpoint: Checkpoint) -> str:
-        """The checkpoint in the side's own format."""
+    def _converted(self, process: Any, side: str, checkpoint: Checkpoint, weights: str) -> str:
+        """The checkpoint in the side's own format, with such weights."""
         if side not in ("llamacpp", "openvino"):
             return str(checkpoint.path)
         folder = (self.settings.work_folder / checkpoint.slug / side).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        return str(
-            process.ask("prepare", limit=self.settings.patience, checkpoint=str(checkpoint.path), folder=str(folder), dtype=self.dtype)
-        )
+        return str(process.ask("prepare", limit=self.settings.patience, checkpoint=str(checkpoint.path), folder=str(folder), dtype=weights))
 
     def _texts(self) -> tuple[list[tuple[str, list[int]]], int]:
         """Every turn as a prompt of its own: what came before it, answered as the first method that is ready answers, and itself; and

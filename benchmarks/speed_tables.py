@@ -132,8 +132,9 @@ def equality(run: PeerSuite[Any], calls: Calls, where: str) -> Table:
 
 def failed(run: PeerSuite[Any]) -> list[Table]:
     """What is installed and failed; what is not is one line of :func:`missing`."""
-    rows = [(each.method, each.dtype, each.stage, each.message) for each in run.failed()]
-    return [Table("Failed", ("method", "dtype", "stage", "reason"), rows)] if rows else []
+    several = len(run.settings.targets) > 1
+    rows = [(each.target, each.method, each.dtype, each.stage, each.message)[not several :] for each in run.failed()]
+    return [Table("Failed", ("target", "method", "dtype", "stage", "reason")[not several :], rows)] if rows else []
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Engine:
         self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
     ) -> dict[str, Any]:
         """``options``: ``drafter`` ``NAME[:SOURCE][;KEY=VALUE...]`` where the mode is none of plain, draft and lookup, ``shape``,
-        ``rule``, ``execution``."""
+        ``rule``, ``execution``, ``gguf_file``."""
         from foredraft import Speculator
         from foredraft.cli.settings import parse_options
 
@@ -47,11 +47,14 @@ class Engine:
         if pairs:
             how["drafter_options"] = parse_options(pairs, "the drafter")
         reads = drafter.partition(":")[0] in READ  # passes that hand out hidden states; heads are laid out as their target is
-        key = checkpoint, dtype, drafter if reads else ""
+        file = options.get("gguf_file")
+        key = checkpoint, dtype, drafter if reads else file or ""
         if not reads and key in self.models:  # its layers are as they were first laid out
             speculator = Speculator(self.models[key], drafter, execution="eager", **how)
         else:
-            speculator = Speculator(checkpoint, drafter, dtype=dtype, device=self.device, execution=options.get("execution", "auto"), **how)
+            speculator = Speculator(
+                checkpoint, drafter, dtype=dtype, device=self.device, execution=options.get("execution", "auto"), gguf_file=file, **how
+            )
             self.execution = getattr(speculator.target, "execution", None)
             if not speculator.model.config.is_encoder_decoder:
                 speculator.model.generation_config.eos_token_id = None
@@ -146,7 +149,7 @@ class Engine:
                     run.timed("begin", lambda: run._begin(live))
                 how = self._sampling(speculator, live, temperature) if temperature else {}
                 draft = run._drafting(live, TreeShape.chain(length), **how)
-                turn = {"t1": run._scoring(run._chain(1)), "draft": draft, "tn": run._scoring(run._chain(length + 1))}
+                turn = {"t1": run._scoring(1), "draft": draft, "tn": run._scoring(length + 1)}
                 while len(run.times.get("tn", ())) <= run.warm_ups or time.perf_counter() < deadline:
                     for part, call in turn.items():
                         run.timed(part, call)

@@ -14,6 +14,13 @@ from pathlib import Path
 from typing import Any
 
 TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+Q4_0 = 2  # of llama_ftype
+
+
+class QuantizeParameters(ctypes.Structure):
+    """llama_model_quantize_params: what is set here, and room for the rest, which is as llama.cpp fills it."""
+
+    _fields_ = (("threads", ctypes.c_int32), ("kind", ctypes.c_int), ("rest", ctypes.c_char * 248))
 
 
 class Engine:
@@ -29,14 +36,28 @@ class Engine:
         return {"versions": {"llama-cpp-python": version.read_text().strip() if version.exists() else "unknown"}}
 
     def prepare(self, checkpoint: str, folder: str, dtype: str) -> str:
-        """A GGUF file, by llama.cpp's own converter."""
-        out = Path(folder) / f"{TYPES[dtype]}.gguf"
-        if not out.exists():
+        """A GGUF file, by llama.cpp's own converter; one of q4_0 by its own quantizer as well."""
+        out = Path(folder) / f"{TYPES.get(dtype, dtype)}.gguf"
+        if dtype == "q4_0" and not out.exists():
+            self.quantize(self.prepare(checkpoint, folder, "bfloat16"), out)
+        elif not out.exists():
             half = out.with_suffix(".part")
             command = [sys.executable, "-c", CONVERT, str(self.folder / "src/vendor/llama.cpp"), checkpoint, str(half), TYPES[dtype]]
-            subprocess.run(command, check=True, stdout=sys.stderr)
+            done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+            sys.stderr.write(done.stderr)
+            if done.returncode:
+                raise RuntimeError(f"its converter fails: {done.stderr.strip().splitlines()[-1]}")
             half.rename(out)
         return str(out)
+
+    def quantize(self, given: str, out: Path) -> None:
+        library = ctypes.CDLL(str(self.folder / "build/bin/libllama.so"))
+        library.llama_model_quantize_default_params.restype = QuantizeParameters
+        how, half = library.llama_model_quantize_default_params(), out.with_suffix(".part")
+        how.threads, how.kind = self.threads, Q4_0
+        if library.llama_model_quantize(given.encode(), str(half).encode(), ctypes.byref(how)):
+            raise RuntimeError("llama.cpp could not quantize the file")
+        half.rename(out)
 
     def load(
         self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
@@ -44,7 +65,8 @@ class Engine:
         if mode not in ("plain", "draft", "lookup"):
             raise ValueError(f"llama.cpp has no mode {mode!r} here")
         kind, threads = TYPES[dtype], str(self.threads)
-        command = [str(self.program), "-m", checkpoint, "-c", "1024", "-t", threads, "-tb", threads, "-ctk", kind, "-ctv", kind]
+        command = [str(self.program), "-m", checkpoint, "-c", str(options.get("context", 1024))]
+        command += ["-t", threads, "-tb", threads, "-ctk", kind, "-ctv", kind]
         command += ["--samplers", "top_k", "--top-k", "1", "--temp", "0", "-fa", options.get("fa", "auto")]
         if mode == "draft":
             command += ["-md", str(draft), "--spec-type", "draft-simple", "--spec-draft-n-max", str(length), "--spec-draft-p-min", "0"]
@@ -111,6 +133,18 @@ def pre_tokenizer(self, tokenizer):
     except NotImplementedError:  # a byte-level BPE that it has not met
         return "gpt-2"
 TextModel.get_vocab_base_pre = pre_tokenizer
+found = convert_hf_to_gguf.get_model_class
+def model_class(*given, **how):
+    made = found(*given, **how)
+    own = made.set_vocab
+    def set_vocab(self):
+        try:
+            own(self)
+        except (FileNotFoundError, ValueError):  # its family has another tokenizer
+            self._set_vocab_gpt2()
+    made.set_vocab = set_vocab
+    return made
+convert_hf_to_gguf.get_model_class = model_class
 sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", kind]
 convert_hf_to_gguf.main()
 """

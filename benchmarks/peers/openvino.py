@@ -1,4 +1,5 @@
-"""OpenVINO GenAI: plain on either attention backend, with a draft model, by prompt lookup; the cache kept in the weights' dtype."""
+"""OpenVINO GenAI: plain on either attention backend, with a draft model, by prompt lookup; the cache kept in the weights' dtype, or in
+float32 where it computes in that: on CPUs without instructions for bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ class Engine:
             tool = Path(sys.executable).parent / "optimum-cli"
             half = out.with_name("ir.part")
             command = [str(tool), "export", "openvino", "--model", checkpoint, "--task", "text-generation-with-past"]
-            subprocess.run([*command, "--weight-format", "fp32", str(half)], check=True, stdout=sys.stderr)
+            command += ["--weight-format", "fp32", str(half)]
+            done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+            sys.stderr.write(done.stderr)
+            if done.returncode:
+                raise RuntimeError(f"its exporter fails: {done.stderr.strip().splitlines()[-1]}")
             half.rename(out)
         return str(out)
 
@@ -47,7 +52,9 @@ class Engine:
 
     def _pipeline(self, checkpoint: str, draft: str | None, dtype: str, mode: str, backend: str) -> Any:
         kind = {"float32": self.runtime.Type.f32, "bfloat16": self.runtime.Type.bf16, "float16": self.runtime.Type.f16}[dtype]
-        common = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": kind, "INFERENCE_NUM_THREADS": self.threads}
+        narrow = "BF16" in self.runtime.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        cache = kind if narrow or dtype != "bfloat16" else self.runtime.Type.f32
+        common = {"INFERENCE_PRECISION_HINT": kind, "KV_CACHE_PRECISION": cache, "INFERENCE_NUM_THREADS": self.threads}
         extra: dict[str, Any] = {"ATTENTION_BACKEND": "SDPA"} if backend == "SDPA" else {"scheduler_config": self._scheduler()}
         if mode == "draft":
             extra["draft_model"] = self.library.draft_model(draft, "CPU", scheduler_config=self._scheduler(), **common)

@@ -7,7 +7,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-CONTEXT = 2048  # tokens
+CONTEXT = 2048  # tokens, unless options say otherwise
 HEADS = ("medusa", "eagle3")  # modes whose draft is a folder with a head
 
 
@@ -55,9 +55,10 @@ class Engine:
     def load(
         self, name: str, checkpoint: str, draft: str | None, dtype: str, mode: str, length: int, ngram: int, options: dict[str, Any]
     ) -> dict[str, Any]:
+        context = options.get("context", CONTEXT)
         methods: dict[str, Any] = {
             "plain": None,
-            "draft": {"method": "draft_model", "model": draft, "num_speculative_tokens": length, "max_model_len": CONTEXT},
+            "draft": {"method": "draft_model", "model": draft, "num_speculative_tokens": length, "max_model_len": context},
             "lookup": {"method": "ngram", "num_speculative_tokens": length, "prompt_lookup_max": ngram, "prompt_lookup_min": 1},
             "suffix": {"method": "suffix", "num_speculative_tokens": length, "suffix_decoding_max_cached_requests": 0},
             **{each: {"method": each, "model": draft, "num_speculative_tokens": length} for each in HEADS},
@@ -71,9 +72,9 @@ class Engine:
         self.engine = self.library.LLM(
             checkpoint,
             dtype=dtype,
-            max_model_len=CONTEXT,
+            max_model_len=context,
             max_num_seqs=options.get("rows", 1),
-            max_num_batched_tokens=CONTEXT,
+            max_num_batched_tokens=context,
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             disable_log_stats=False,

@@ -359,6 +359,7 @@ def test_the_conversation(adapters, tmp_path):
         ({"on_load": "print('no room', file=sys.stderr); os._exit(3)"}, "ended with 3: no room"),
         ({"on_load": "time.sleep(60)"}, "no answer to 'load' within 1 s"),
         ({"on_load": "raise ValueError('not me')"}, "ValueError: not me"),
+        ({"on_load": "raise ValueError('Raised at core.cpp:7:\\nnot me')"}, "ValueError: not me"),
     ],
 )
 def test_what_goes_wrong_is_said(adapters, tmp_path, how, said):
