@@ -152,4 +152,4 @@ $(PEERS)/llamacpp/.built:
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(COMPAT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

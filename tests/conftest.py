@@ -22,6 +22,11 @@ if sanitizers := os.environ.get("FOREDRAFT_SANITIZE"):  # make sanitize
     native.FLAGS += (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test comes first: at the end one worker would wait for it alone."""
+    items.sort(key=lambda item: item.path.name != "test_soak.py")
+
+
 def pytest_collection_finish() -> None:
     """The process that hands tests out to others collects none, and so imports nothing of this."""
     import self_tested
@@ -29,13 +34,13 @@ def pytest_collection_finish() -> None:
     import typer.testing
 
     from foredraft import observer
-    from foredraft.backends import choice, packing
-    from foredraft.planning import planner
+    from foredraft.backends import choice
+    from foredraft.planning import costs, planner
 
     torch.set_num_threads(1)
     observer.contention.said = True  # what a test sees must not depend on how busy the machine is
     planner.QUIET = 0.0
-    packing.MOST_REPEATS = 1  # whichever layout is the fastest
+    costs.REPEATS = 1  # whatever a pass takes
     choice.self_test, choice.attention_test = map(self_tested.once, (choice.self_test, choice.attention_test))
     typer.testing._get_command = functools.cache(typer.testing._get_command)
     gc.freeze()  # hundreds of thousands of objects of the libraries, which stay anyway

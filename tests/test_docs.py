@@ -117,6 +117,11 @@ def test_page_names_every_one(page: str, names: list[str]):
     assert [name for name in names if f"`{name}" not in text] == []
 
 
+def test_no_merge_is_left_half_done():
+    texts = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    assert not [text.name for text in texts if re.search(r"^(<{7}|>{7}) ", text.read_text(), re.MULTILINE)]
+
+
 def test_readme_names_the_commands_that_show_and_test_the_project():
     text = (ROOT / "README.md").read_text()
     assert "make demo" in text and "make test" in text

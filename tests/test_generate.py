@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import foredraft
 from foredraft import ConfigurationError, Interrupted, SpeculativeOutput, Speculator
+from foredraft.models.cache_names import cache_argument
 
 NEW = 14
 ROWS = repetitive((23, 9, 15))
@@ -88,12 +89,15 @@ def test_greedy_with_processors_is_transformers_row_by_row(name, side):
         assert added(out, WIDTH) == expected
 
 
-@pytest.mark.parametrize("name", [*PROCESSORS, *WARPERS])
-def test_sampling_with_processors_is_plain_decoding_row_by_row(name):
+@pytest.mark.parametrize(("name", "drafter"), covered([*PROCESSORS, *WARPERS], ["oracle", "draft-model"], ways=1))
+def test_sampling_with_processors_is_plain_decoding_row_by_row(name, drafter):
     options = {"max_new_tokens": NEW, "top_k": 0, **PROCESSORS.get(name, {}), **WARPERS.get(name, {})}
     expected = sampled_alone(**options)
-    for speculator in (knowing(expected), Speculator(tiny(), drafter=make_drafter("draft-model"), rule="match", shape="chain(5)")):
-        assert generate(speculator, ROWS, seed=7, do_sample=True, **options) == expected
+    if drafter == "oracle":
+        speculator = knowing(expected)
+    else:
+        speculator = Speculator(tiny(), drafter=make_drafter(drafter), rule="match", shape="chain(5)")
+    assert generate(speculator, ROWS, seed=7, do_sample=True, **options) == expected
 
 
 def _until_end(tokens, options):
@@ -137,8 +141,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "side"), covered(list(CALLS), ["left", "right"], ways=1))
 def test_both_entry_points_agree(name, side):
     options = {**padded(ROWS, side), **CALLS[name]}
     if name != "config":
@@ -387,12 +390,13 @@ def test_scores_of_a_sample():
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
+CACHE = cache_argument(type(tiny()))
 REFUSED = {
     "num_beams": {"num_beams": 2},
     "assistant_model": {"assistant_model": "perturbed"},
     "output_attentions": {"output_attentions": True},
     "output_hidden_states": {"output_hidden_states": True},
-    "past_key_values": {"past_key_values": "cache"},
+    CACHE: {CACHE: "cache"},
     "inputs_embeds": {"inputs_embeds": torch.zeros(1, 3, 32)},
     "cache_implementation": {"cache_implementation": "static"},
     "watermark": {"watermarking_config": WatermarkingConfig()},
@@ -408,8 +412,7 @@ REFUSED = {
 STAND_INS = {"perturbed": perturbed, "cache": DynamicCache}
 
 
-@pytest.mark.parametrize("entry", ["generate", "stream", "custom_generate", "attach"])
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("name", "entry"), covered(list(REFUSED), ["generate", "stream", "custom_generate", "attach"], ways=1))
 def test_what_is_not_honoured_is_refused_by_name(name, entry):
     options = {key: STAND_INS[value]() if isinstance(value, str) and value in STAND_INS else value for key, value in REFUSED[name].items()}
     options = {**padded(ROWS[:1]), "max_new_tokens": NEW, "pad_token_id": PAD, **options}
@@ -435,7 +438,7 @@ def test_what_was_not_asked_for_is_not_refused():
     """Defaults spelled out by a careful user."""
     out = plain().generate(
         **padded(ROWS[:1]), max_new_tokens=NEW, pad_token_id=PAD, num_beams=1, use_cache=True, output_attentions=False,
-        output_hidden_states=False, guidance_scale=1.0, assistant_model=None, past_key_values=None, penalty_alpha=None,
+        output_hidden_states=False, guidance_scale=1.0, assistant_model=None, penalty_alpha=None, **{CACHE: None},
     )  # fmt: skip
     assert added(out, WIDTH) == [greedy()[0]]
 
@@ -516,14 +519,13 @@ def _raise(stream, count):
         consume()
 
 
-@pytest.mark.parametrize(("drafter", "leave", "counts"), covered(drafter_names(), [_break, _close, _raise], [(0, 4), (1, 7)], ways=1))
-def test_an_abandoned_stream_leaves_the_speculator_usable(drafter, leave, counts):
+@pytest.mark.parametrize(("drafter", "leave", "count"), covered(drafter_names(), [_break, _close, _raise], [0, 1, 4, 7], ways=1))
+def test_an_abandoned_stream_leaves_the_speculator_usable(drafter, leave, count):
     speculator = Speculator(tiny(), drafter=make_drafter(drafter), shape="chain(5)")
-    for count in counts:
-        stream = speculator.stream(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD)
-        leave(stream, count)  # still referenced here: nothing but the next call ends it
-        assert generate(speculator, ROWS, max_new_tokens=NEW) == list(greedy())
-        assert generate(speculator, ROWS[1:2], max_new_tokens=NEW) == [greedy()[1]]
+    stream = speculator.stream(**padded(ROWS), max_new_tokens=NEW, pad_token_id=PAD)
+    leave(stream, count)  # still referenced here: nothing but the next call ends it
+    assert generate(speculator, ROWS, max_new_tokens=NEW) == list(greedy())
+    assert generate(speculator, ROWS[1:2], max_new_tokens=NEW) == [greedy()[1]]
 
 
 def test_a_stream_whose_speculator_moved_on_says_so():

@@ -284,7 +284,7 @@ def config_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(drawn=passes(), cut=st.sampled_from([None, 0, 1, 3]))
 def test_full_attention_needs_no_mask_functions(name: str, drawn: tuple[TokenTree, Window], cut: int | None):
     """With filler kept inside a small context too, where several nodes share a position."""

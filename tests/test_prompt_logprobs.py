@@ -61,7 +61,8 @@ def test_a_long_prompt_is_scored_in_pieces_while_others_are_written(monkeypatch)
     session = speculator.session()
     session.add(list(range(30)), RowParameters(30))
     session.step()
-    monkeypatch.setattr("foredraft.session.PAUSE", 0.0)  # one page at a time
+    monkeypatch.setattr("foredraft.session.PAUSE", 0.0)
+    monkeypatch.setattr("foredraft.session.SHARE", 0.0)
     slot = session.add(ids, RowParameters(2, prompt_logprobs=1))
     steps, found = 0, None
     while found is None:

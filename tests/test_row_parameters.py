@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -65,6 +66,11 @@ def test_where_nobody_wants_a_draft_none_is_made():
     speculator = Speculator(tiny(), drafter=Refuses(), shape="chain(4)")
     commits = run(speculator, (0, 0, 0))
     assert texts(commits) == plainly()
+    session = speculator.session()
+    session.add(PROMPTS[0], RowParameters(4, max_draft=0))
+    session.loop.planner.plan = None  # nobody asks the planner either
+    while session.live:
+        session.step()
     automatic = Speculator(tiny(), drafter="prompt-lookup")
     assert {commit.drafted for commit in run(automatic, (0, 0, 0))} == {0}
     assert texts(run(automatic, (0, None, 2))) == plainly()
@@ -147,25 +153,24 @@ def test_a_trace_is_what_happened(drafter, shape, rule):
             assert not commit.drafted
         else:
             assert trace.ended == commit.finish_reason == "length"
-        check_p(model, text, trace)
+        check(model, text, trace, trace.p)
         if commit.slot == 2 and rule == "traversal" and commit.drafted:
-            assert trace.q is not None and all(0 <= q <= 1 for q in trace.q[1:])
+            check(speculator.drafter.info.draft_model.model, text, replace(trace, bonus=None), trace.q)
         text += commit.tokens
     assert {"mismatch", "length"} <= ended
     speculator.close()
 
 
-def check_p(model, text, trace):
-    """The p of every node is that of the model after the text on the way to it."""
+def check(model, text, trace, values):
+    """The p, or the q, of every node is that of the model after the text on the way to it."""
     for node in range(1, len(trace.tokens) + 1):
         path = [] if node < len(trace.tokens) else list(trace.path[1:])
         parent = trace.parents[node] if node < len(trace.tokens) else None
         while parent is not None and parent > 0:
             path.insert(0, parent)
             parent = trace.parents[parent]
-        token, p = (trace.tokens[node], trace.p[node]) if node < len(trace.tokens) else (trace.bonus, trace.bonus_p)
+        token, p = (trace.tokens[node], values[node]) if node < len(trace.tokens) else (trace.bonus, trace.bonus_p)
         if token is None:
-            assert p is None
             continue
         with torch.inference_mode():
             logits = model(torch.tensor([[*text, *(trace.tokens[each] for each in path)]])).logits[0, -1]

@@ -36,6 +36,7 @@ from recipes.zoo.recipe import CONTEXT, SEED, Batch, Rates
 
 QUERY_BLOCK = 256
 CHECKPOINT = "checkpoint.pt"
+VALIDATED = 512, 64  # tokens of a held-out text, and how many texts
 
 
 @dataclass(frozen=True)
@@ -322,7 +323,7 @@ class Run:
 
     @torch.no_grad()
     def _validate(self, validation: Any) -> None:
-        length, rows = 512, 64
+        length, rows = VALIDATED
         spread = np.linspace(0, len(validation) - length - 1, rows).astype(np.int64)
         ids = torch.from_numpy(validation[spread[:, None] + np.arange(length + 1)].astype(np.int64))
         values = [cross_entropy(self.model, part).item() for part in torch.split(ids, 8)]

@@ -23,12 +23,23 @@ def named(source: Any) -> Any:
     return str(source.expanduser().absolute()) if isinstance(source, Path) else source
 
 
+def parted(source: str) -> tuple[str, str | None]:
+    """A path or a hub id, and the name of the GGUF file there that ``source`` names, or None."""
+    if not source.endswith(".gguf"):
+        return source, None
+    folder, _, name = source.rpartition("/")
+    return folder or ".", name
+
+
 def check_path(source: str) -> None:
     """Say so plainly, where transformers would take a path that does not exist for a malformed hub id.
 
     Raises:
         ConfigurationError: ``source`` is a path, and there is nothing there.
     """
+    source, file = parted(source)
+    if file is not None and Path(source).expanduser().is_dir() and not (Path(source).expanduser() / file).exists():
+        raise ConfigurationError(f"there is no file {file!r} in {source!r}")
     path = source.startswith((".", "/", "~")) or not HUB_ID.fullmatch(source)
     if path and not Path(source).expanduser().exists():
         raise ConfigurationError(f"there is no model at {source!r}: no such path")
@@ -44,6 +55,7 @@ def on_this_machine(source: str) -> bool:
     if source.startswith(zoo.PREFIX):
         return zoo.find(source).path.exists()
     check_path(source)
+    source, file = parted(source)
     if Path(source).expanduser().exists():
         return True
     from huggingface_hub import constants, try_to_load_from_cache
@@ -51,7 +63,7 @@ def on_this_machine(source: str) -> bool:
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
     if why is None:
         return False
-    if not any(isinstance(try_to_load_from_cache(source, name), str) for name in ("config.json", "tokenizer_config.json")):
+    if not any(isinstance(try_to_load_from_cache(source, name), str) for name in (file or "config.json", "tokenizer_config.json")):
         raise ConfigurationError(f"{source!r} is not on this machine, and {why}; give a path, or a model that was downloaded before")
     return True
 
@@ -93,16 +105,17 @@ def config_of(source: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such model.
     """
+    folder, _ = parted(source)
     if source.startswith(zoo.PREFIX):
         path = zoo.find(source).path / "config.json"
-    elif (local := on_this_machine(source)) and Path(source).expanduser().exists():
-        path = Path(source).expanduser() / "config.json"
+    elif (local := on_this_machine(source)) and Path(folder).expanduser().exists():
+        path = Path(folder).expanduser() / "config.json"
     else:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
         try:
-            path = Path(hf_hub_download(source, "config.json", local_files_only=local))
+            path = Path(hf_hub_download(folder, "config.json", local_files_only=local))
         except EntryNotFoundError:
             return {}
         except HfHubHTTPError as error:

@@ -11,7 +11,7 @@ import torch
 
 from foredraft import hub, zoo
 from foredraft.errors import ConfigurationError, first_line
-from foredraft.quantization import check_quantization, check_quantized, config_for_loading, quantize
+from foredraft.quantization import already_quantized, check_groups, check_quantization, check_quantized, config_for_loading, quantize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,21 +26,26 @@ def load_model(
     device: str | torch.device | None = None,
     quantization: str | None = None,
     encoders: bool = False,
+    gguf_file: str | None = None,
 ) -> PreTrainedModel:
     """The language model at ``source``, in evaluation mode.
 
     Args:
-        source: a path, a hub id or ``zoo:NAME``.
+        source: a path, a hub id or ``zoo:NAME``; or one of the first two, a slash, and the name of a GGUF file there.
         dtype: a torch dtype, its name, or None for the checkpoint's own.
         device: where to put it; ``"auto"`` spreads it over what there is (accelerate), None means the CPU.
-        quantization: ``"int8"`` makes the weights of linear layers eight bits wide (torchao); see :mod:`foredraft.quantization`.
+        quantization: ``"int8"`` makes the weights of linear layers eight bits wide, ``"int4"`` four (torchao); see
+            :mod:`foredraft.quantization`.
         encoders: take models with an encoder as well.
+        gguf_file: the name of that file, where ``source`` does not name it.
 
     Raises:
         ConfigurationError: ``source`` is no model; the message says what was tried.
         UnsupportedModelError: it has an encoder, and is to have none.
     """
     source = str(hub.named(source))
+    if gguf_file is not None:
+        source = f"{source}/{gguf_file}"
     check_quantization(quantization, source)
     device = parse_device(device)
     config = hub.config_of(source)
@@ -50,15 +55,33 @@ def load_model(
         if quantization is None:
             return zoo.load(source, dtype=parse_dtype(dtype), device=device)
         embedded = zoo.load(source, dtype=parse_dtype(dtype))
-        quantize(embedded)
+        quantize(embedded, quantization)
         return embedded.to(device)
+    from transformers import AutoConfig
+
+    from foredraft.quantization.checkpoints import config_to_load, load_gguf
+
     loader, kind = loader_for(config)
     how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
     how["local_files_only"] = hub.on_this_machine(source)
-    if quantization is not None:
+    folder, file = hub.parted(source)
+    own = config_to_load(source, config, local_files_only=how["local_files_only"]) if file is None else None
+    if quantization is not None and (file is not None or own is not None):
+        raise already_quantized(source)
+    if own is not None:
+        how["config"] = own
+    elif quantization is not None:
         how["quantization_config"] = config_for_loading(quantization)
     try:
-        model = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
+        if quantization is not None and quantization != "int8":
+            with torch.device("meta"):
+                check_groups(loader.from_config(AutoConfig.from_pretrained(source, local_files_only=how["local_files_only"])), quantization)
+        if file is not None:
+            model = load_gguf(loader, folder, file, parse_dtype(dtype), **how)
+        else:
+            model = loader.from_pretrained(source, dtype=parse_dtype(dtype) or "auto", **how)
+    except ConfigurationError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}") from error
     if quantization is not None:
@@ -79,7 +102,8 @@ def loader_for(config: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def load_tokenizer(source: str | Path, *, local: bool = False) -> Any:
-    """The tokenizer at ``source``: a path, a hub id or ``zoo:NAME``; ``local`` asks no network.
+    """The tokenizer at ``source``: a path, a hub id or ``zoo:NAME``; ``local`` asks no network. That of a GGUF file is the one beside
+    it, or else the one in it.
 
     Raises:
         ConfigurationError: there is none.
@@ -90,10 +114,34 @@ def load_tokenizer(source: str | Path, *, local: bool = False) -> Any:
     hub.check_path(source)
     from transformers import AutoTokenizer
 
+    local = local or hub.on_this_machine(source)
+    folder, file = hub.parted(source)
     try:
-        return AutoTokenizer.from_pretrained(source, local_files_only=local or hub.on_this_machine(source))
+        return AutoTokenizer.from_pretrained(folder, local_files_only=local)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{source!r} has no loadable tokenizer: {first_line(error)}") from error
+        if file is not None:
+            return _tokenizer_in(source, folder, file, local=local)
+        place = Path(folder).expanduser()
+        why = "it has no config.json" if place.is_dir() and not (place / "config.json").exists() else first_line(error)
+        files = sorted(str(each) for each in place.glob("*.gguf")) if place.is_dir() else []
+        instead = f"; name a GGUF file in it, such as {files[0]!r}" if files else ""
+        raise ConfigurationError(f"{source!r} has no loadable tokenizer: {why}{instead}") from error
+
+
+def _tokenizer_in(source: str, folder: str, file: str, *, local: bool) -> Any:
+    """That of the GGUF file ``source``."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    from foredraft.quantization import gguf
+
+    try:
+        gguf.opened(Path(cached_file(folder, file, local_files_only=local)))
+        return AutoTokenizer.from_pretrained(folder, gguf_file=file, local_files_only=local)
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{source!r} has no loadable tokenizer, nor is there one beside it: {first_line(error)}") from error
 
 
 def name_of(model: PreTrainedModel) -> str:

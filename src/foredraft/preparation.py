@@ -17,11 +17,13 @@ from foredraft.errors import ConfigurationError
 from foredraft.grammars import Grammar, Kind
 from foredraft.logits.noise import Seed, row_seeds
 from foredraft.logits.processors import row_pipelines
+from foredraft.models.cache_names import CACHE_NAMES
 from foredraft.models.encoder_decoder import encoder_arguments, sources_of, without_encoding
 from foredraft.rows import RowParameters, read_lengths
 
 # Arguments of generate that name another way to decode, or something this loop does not produce.
 REFUSED_ARGUMENTS = {
+    **dict.fromkeys(CACHE_NAMES, "Foredraft keeps its own cache, and reuses it for prompts that begin alike"),
     "adapter_names": "one adapter serves the whole call; choose it with set_adapter",
     "assistant_model": "the drafter is given to foredraft instead: drafter='draft-model:...'",
     "assistant_tokenizer": "pass the tokenizer as Speculator(..., drafter_options={'tokenizer': ...}) if the draft model names none",
@@ -29,7 +31,6 @@ REFUSED_ARGUMENTS = {
     "inputs_embeds": "prompts must be token ids",
     "negative_prompt_ids": "classifier-free guidance is not supported",
     "negative_prompt_attention_mask": "classifier-free guidance is not supported",
-    "past_key_values": "Foredraft keeps its own cache, and reuses it for prompts that begin alike",
     "position_ids": "positions are those of the unpadded text",
     "synced_gpus": "sharded data-parallel generation is not supported",
     "token_type_ids": "drop it from the inputs (return_token_type_ids=False)",
@@ -50,13 +51,13 @@ REFUSED_CONFIG = {
 }
 # Likewise of models with an encoder.
 REFUSED_WITH_ENCODER = {
+    **dict.fromkeys(CACHE_NAMES, "Foredraft keeps its own cache"),
     "inputs_embeds": "sources must be token ids, or features of sound",
     "decoder_inputs_embeds": "prompts must be token ids",
     "decoder_position_ids": REFUSED_ARGUMENTS["position_ids"],
-    "past_key_values": "Foredraft keeps its own cache",
 }
 # What transformers itself puts into the model's arguments, and this loop replaces.
-EXPECTED_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position", "cache_params"}
+EXPECTED_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,9 @@ def refuse_arguments(model: Any, config: GenerationConfig, model_kwargs: dict[st
         raise ConfigurationError(f"generation mode {mode.value!r} is not supported; use greedy decoding or sampling")
     if config.use_cache is False and model.generation_config.use_cache is not False:  # as a model's own default it was not asked for
         raise ConfigurationError("use_cache=False is not supported: Foredraft verifies drafts against its cache")
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise ConfigurationError(f"past_key_values is not supported: {REFUSED_ARGUMENTS['past_key_values']}")
+    for name in CACHE_NAMES:
+        if isinstance(model_kwargs.get(name), list) or getattr(model_kwargs.get(name), "_is_user_defined", False):
+            raise ConfigurationError(f"{name} is not supported: {REFUSED_ARGUMENTS[name]}")
     expected = EXPECTED_KWARGS | encoder_arguments(model)
     odd = sorted(name for name, value in model_kwargs.items() if name not in expected and value is not None and value is not False)
     if odd:

@@ -17,7 +17,6 @@ from foredraft.guesses import MOST, Guessed
 from foredraft.logits.logprobs import LogProbs
 from foredraft.logits.noise import Randomness
 from foredraft.logits.sampler import Sampler
-from foredraft.models.pages import PAGE
 from foredraft.observer import NOTHING, Observer
 from foredraft.outcome import Outcome, decide
 from foredraft.planning import Planner
@@ -140,11 +139,11 @@ class Loop:
         return unread if unread is None or row.scored is None else max(unread, len(row.ids) - row.scored)
 
     def read_piece(self, row: SessionRow, tokens: int, *, first: int) -> None:
-        """Have the target, and a drafter that reads whole prompts, read the next ``tokens`` or a few more of a row that is to join behind
-        ``first`` others, and leave them in the cache."""
+        """Have the target, and a drafter that reads whole prompts, read the next ``tokens`` of a row that is to join behind ``first``
+        others, and leave them in the cache."""
         unread = self.unread(row)
         assert unread is not None
-        piece = row.ids[: -(-(len(row.ids) - unread + tokens) // PAGE) * PAGE]
+        piece = row.ids[: len(row.ids) - unread + tokens]
         with self.observer.prefill(self.sampler([row])):
             self._read([row], [piece], [piece], first)
             if self.drafter.companion is not None:
@@ -320,18 +319,18 @@ class Loop:
         if guess is not None:
             row.guesses.observe(guess, kept.accepted, self.most_guessed)
             counts = len(guess.tokens), commit.accepted
-        trace = None
+        trace, drafter = None, self.drafter.drafter_of(index) if guess is None else guess.name
         if index in outcome.traced:
             trace = trace_of(
                 outcome.traced[index],
                 list(range(kept.accepted + 1)) if outcome.path is None else kept.path[: kept.accepted + 1],
                 kept.bonus,
                 shape=str(draft.shape),
-                drafter=self.drafter.drafter_of(index) if guess is None else guess.name,
+                drafter=drafter,
                 kept=len(commit.tokens),
                 finish_reason=commit.finish_reason,
             )
-        return replace(commit, drafted=sum(kept.drafted), guesses_drafted=counts[0], guessed=counts[1], trace=trace)
+        return replace(commit, drafter=drafter, drafted_by_depth=kept.drafted, guesses_drafted=counts[0], guessed=counts[1], trace=trace)
 
     def _feedback(self, draft: Draft, logits: Tensor, outcome: Outcome) -> Feedback:
         info, accepted = self.drafter.info, [row.accepted for row in outcome.rows]

@@ -219,7 +219,8 @@ class Commit:
 
     Attributes:
         tokens: the new ones, the first ``accepted`` of them drafted.
-        drafted: how many tokens were drafted for the row, in all branches.
+        drafter: the name of the drafter, or of the guess, whose tokens these are.
+        drafted_by_depth: how many tokens it drafted for the row at each depth, in all branches; ``drafted`` is their sum.
         guesses_drafted, guessed: how many of these came from one of the row's guesses, and how many of the accepted ones.
         finish_reason: why it is over; None while it is not. A row whose next token cannot be chosen is over as "error".
         error: why it is over as "error".
@@ -236,11 +237,16 @@ class Commit:
     logprobs: LogProbs | None = None
     stats: RowStats | None = field(default=None, compare=False)
     error: Exception | None = field(default=None, compare=False)
-    drafted: int = 0
+    drafter: str = ""
+    drafted_by_depth: Sequence[int] = ()
     guesses_drafted: int = 0
     guessed: int = 0
     prompt_logprobs: LogProbs | None = None
     trace: RoundTrace | None = None
+
+    @property
+    def drafted(self) -> int:
+        return sum(self.drafted_by_depth)
 
 
 def successful(commits: list[Commit]) -> list[Commit]:

@@ -109,8 +109,9 @@ class Speculator(TextInterface, Described):
             docs/platforms.md).
         attention: ``"model"`` keeps the model's attention; ``"flex"`` uses FlexAttention with a block mask of the tree; ``"auto"``
             is ``"model"``.
-        quantization: ``"int8"`` loads a model given by name with int8 weights (torchao; see docs/quantization.md). The text then has the
-            output distribution of the int8 model, not of the original checkpoint.
+        quantization: ``"int8"`` or ``"int4"`` loads a model given by name with such weights (torchao; see docs/quantization.md). The text
+            then has the output distribution of that model, not of the original checkpoint.
+        gguf_file: the name of a GGUF file at ``model``, a folder or a hub id; its linear layers keep their integers.
         tokenizer: for text in and text out; the model's own unless given.
         cache_memory: most memory for the keys and values of the target and of a draft model: a size such as ``"6GiB"``, a fraction of the
             memory that is free when the Speculator is built, or ``"auto"`` for 0.8 of it. Where it is used up, rows wait. Models whose
@@ -148,14 +149,15 @@ class Speculator(TextInterface, Described):
         execution: str = "auto",
         attention: str = "auto",
         quantization: str | None = None,
+        gguf_file: str | None = None,
         wait: bool = False,
         tokenizer: Any = None,
         cache_memory: str | float = "auto",
     ):
         model, self._tokenizer, owned = named(model), tokenizer, False
         wanted = choose_shape(shape, draft_length)
-        if not isinstance(model, str) and (dtype is not None or device is not None):
-            raise ConfigurationError("dtype and device say how to load a model by name; a model object is used as it is")
+        if not isinstance(model, str) and not dtype is device is gguf_file is None:
+            raise ConfigurationError("dtype, device and gguf_file say how to load a model by name; a model object is used as it is")
         check_quantization(quantization, model)
         parse_memory(cache_memory)
         self.wait = wait
@@ -164,7 +166,10 @@ class Speculator(TextInterface, Described):
             wanted = TreeShape.chain(0)
         self.rule, self.proposal = choose_rule(rule, self.drafter, wanted, lossless=lossless)
         if isinstance(model, str):
-            model, owned = load_model(model, dtype=dtype, device=device, quantization=quantization, encoders=True), True
+            model, owned = (
+                load_model(model, dtype=dtype, device=device, quantization=quantization, encoders=True, gguf_file=gguf_file),
+                True,
+            )
         self.model = model
         # models that were handed in are left as they were if something below is refused
         with Turn([self.drafter], [unwrap(self.model)], wait=wait), ExitStack() as undo:

@@ -35,7 +35,7 @@ MISTAKES = [
     ("generate x --target ./none", "no model at './none': no such path"),
     ("generate x --target some/folder/model", "no such path"),
     ("generate x --target zoo:nope", "no embedded model 'zoo:nope'"),
-    ("generate x --quantization int4", "unknown quantization 'int4'; choose int8"),
+    ("generate x --quantization int3", "unknown quantization 'int3'; choose int8"),
     ("generate x --json-schema none.json", "cannot read 'none.json'"),
     ("generate x --regex a --grammar none.lark", "cannot read 'none.lark'"),
     ("generate x --regex a --grammar-backend lguidance", "did you mean 'llguidance'?"),

@@ -135,7 +135,9 @@ def of_eight_bits() -> Any:
 SUBJECTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "float32": (model, ("packed", "native")),
     "bfloat16": (lambda: model(num_key_value_heads=2).bfloat16(), ("packed", "native")),
-    "windows": (lambda: build_with_kernels("mistral-window", torch.float32), ("packed", "native")),  # kernels layer by layer
+    "windows": (lambda: build_with_kernels("mistral-window", torch.float32), ("packed", "native")),
+    "norms before and behind": (lambda: build_with_kernels("gemma3", torch.float32), ("native",)),
+    "attention beside the MLP": (lambda: build_with_kernels("cohere2", torch.float32), ("native",)),
     "hooked": (hooked, ("native",)),
     "eight bits": (of_eight_bits, ("native",)),
     "adapters": (adapted, ("packed",)),

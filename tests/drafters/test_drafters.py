@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from drafting import Row, drafted, request
-from helpers import alone, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny, watched
+from helpers import alone, generate, make_drafter, padded, perturbed, plainly, prompts, repetitive, tiny, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -122,7 +122,7 @@ def test_other_occurrences_branch_off_by_turns():
 def test_trees_say_what_plain_decoding_says(name):
     rows = repetitive()
     for options in ({}, {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "seed": 2}):
-        plain = generate(Speculator(tiny(), drafter="none"), rows, max_new_tokens=20, **options)
+        plain = plainly(tiny(), rows, max_new_tokens=20, **options)
         for shape in ("product(3,2,1)", "dynamic(depth=4,k=3,total=9)"):
             speculator = Speculator(tiny(), drafter=name, shape=shape, rule="match")
             out = speculator.generate(**padded(rows), max_new_tokens=20, pad_token_id=0, **options)

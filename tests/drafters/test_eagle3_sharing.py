@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import covered
 from head_cases import shaken
 from helpers import padded
 from kernel_cases import DTYPES, TOLERANCE, build, needs_kernels
@@ -305,9 +306,7 @@ def watching(execution: str, shape: str = "product(3,2,1)", drafter=None, **opti
 WAYS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.8, "seed": 3}}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize(("execution", "batch", "way"), covered(EXECUTIONS, [1, 3], list(WAYS)))
 def test_texts_and_drafts_are_the_same_with_and_without_reuse(execution, batch, way):
     found = []
     for reuse in (True, False):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import alone, generate, prompts, repetitive, tiny
+from helpers import alone, generate, plainly, prompts, repetitive, tiny
 
 from foredraft import Speculator, drafters
 from foredraft.drafters.base import Feedback, Row
@@ -118,7 +118,7 @@ def test_windows_and_logits_of_members_in_a_batch(options):
     several = Several(["prompt-lookup", window, matrix])
     speculator = Speculator(model, drafter=several, shape="product(3,2,1)")
     assert several.info.needs_logits and several.info.extra_nodes == window.info.extra_nodes > 0
-    expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=20, **options)
+    expected = plainly(model, rows, max_new_tokens=20, **options)
     assert generate(speculator, rows, max_new_tokens=20, **options) == expected
     assert any(len(texts) == 3 for texts, _ in window.heard) and any(feedback.tree.extra for _, feedback in window.heard)
     for member in (window, matrix):

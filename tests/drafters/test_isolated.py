@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cover import covered
 from helpers import prompts, tiny
 
 from foredraft import RowParameters, Speculator
@@ -29,8 +30,7 @@ def accepted(session, isolation, **options) -> int:
     return found
 
 
-@pytest.mark.parametrize("shape", ["chain(4)", "product(3,2,1)"])
-@pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize(("name", "shape"), covered(list(LEARNERS), ["chain(4)", "product(3,2,1)"], ways=1))
 def test_a_text_helps_rows_of_its_own_isolation_alone(name: str, shape: str):
     speculator = Speculator(tiny(), drafter=name, drafter_options=LEARNERS[name] or None, shape=shape)
     session = speculator.session()

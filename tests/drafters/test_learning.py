@@ -15,7 +15,7 @@ import pytest
 import torch
 import vocabularies
 from cover import covered
-from helpers import PAD, generate, perturbed, prompts, tiny
+from helpers import PAD, generate, perturbed, plainly, prompts, tiny
 from kernel_cases import always, needs_kernels
 from kernel_cases import build as build_with_kernels
 from learning_cases import exact_law, law_of, never_started, noisy, restless, small
@@ -54,7 +54,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch):
     ("shape", "options"), covered(["chain(4)", "product(2,2,1)", "dynamic(3,2,5)"], [SAMPLED, {"do_sample": False}], ways=1)
 )
 def test_the_text_is_that_of_plain_decoding_with_a_swap_after_every_round(shape: str, options: dict, tmp_path: Path):
-    expected = generate(Speculator(tiny(), "none"), ROWS, max_new_tokens=NEW_TOKENS, **options)
+    expected = plainly(tiny(), ROWS, max_new_tokens=NEW_TOKENS, **options)
     execution = "auto" if shape == "chain(4)" and options is SAMPLED else "eager"
     drafter = DraftModel(perturbed(), execution=execution, learn=tmp_path / "learnt")
     speculator = Speculator(tiny(), drafter, shape=shape, rule="match")
@@ -100,7 +100,7 @@ def test_recorded_drafts_are_those_of_the_new_weights(tmp_path: Path, monkeypatc
     monkeypatch.setattr(recorder, "recorder_for", lambda device: Tape())
     drafter = DraftModel(perturbed(), execution="graphs", learn=tmp_path)
     speculator = Speculator(tiny(), drafter, shape="chain(3)", rule="match", execution="eager")
-    expected = generate(Speculator(tiny(), "none"), ROWS[:1], max_new_tokens=40)
+    expected = plainly(tiny(), ROWS[:1], max_new_tokens=40)
     drafter.learning.versions.save(1, {name: value.detach() for name, value in tiny().named_parameters()})
     assert generate(speculator, ROWS[:1], max_new_tokens=40) == expected
     drafts = drafter._loops[1].drafts
@@ -138,7 +138,7 @@ def test_texts_are_read_again_where_that_pays(again: float, tmp_path: Path):
     learning, read = restless(drafter), []
     learning.buffer["again"] = again
     learning.read_again = lambda tokens, seconds: read.append(tokens)  # type: ignore[method-assign]
-    assert generate(speculator, ROWS, max_new_tokens=9) == generate(Speculator(tiny(), "none"), ROWS, max_new_tokens=9)
+    assert generate(speculator, ROWS, max_new_tokens=9) == plainly(tiny(), ROWS, max_new_tokens=9)
     assert bool(read) == bool(again)
     row = FakeRow(list(range(100)), prompt_length=20, capacity=140)
     learning._round, learning._reading = 0.1, 0.001
@@ -409,7 +409,7 @@ def test_a_learner_that_hangs_is_ended(tmp_path: Path, learners: Learners):
 def test_weights_that_are_nan_or_no_weights_are_never_used(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     drafter = DraftModel(perturbed(), execution="eager", learn=tmp_path)
     speculator = Speculator(tiny(), drafter, shape="chain(4)", rule="match")
-    expected = generate(Speculator(tiny(), "none"), ROWS, max_new_tokens=NEW_TOKENS)
+    expected = plainly(tiny(), ROWS, max_new_tokens=NEW_TOKENS)
     learning = drafter.learning
     first = learning.versions.load(0)
     name = next(iter(first))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, build
 from cover import covered
-from helpers import alone, generate, padded, prompts, repetitive, tiny
+from helpers import alone, generate, padded, plainly, prompts, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -247,7 +247,7 @@ def test_the_text_is_read_once_as_it_grows():
 )
 def test_the_text_is_that_of_plain_decoding(shape, options):
     model, rows = tiny("gemma3_text"), repetitive((52, 41, 44, 1))
-    expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=20, **options)
+    expected = plainly(model, rows, max_new_tokens=20, **options)
     for more in ({}, {"text": False, "window": 9, "shift": "align"}):
         speculator = Speculator(model, drafter="lookahead", drafter_options=more, shape=shape)
         assert speculator.rule.name == "match"
@@ -322,7 +322,7 @@ def test_at_the_end_of_the_models_context():
     model = build("gpt2", "sdpa")
     context = model.config.n_positions
     row = prompts((context - 12,))[0]
-    expected = generate(Speculator(model, drafter="none"), [row], max_new_tokens=40)
+    expected = plainly(model, [row], max_new_tokens=40)
     drafter = Watched(window=12)
     assert generate(Speculator(model, drafter=drafter, shape="chain(3)"), [row], max_new_tokens=40) == expected
     assert len(expected[0]) == 12 and any(tree.extra for tree in drafter.trees)
@@ -373,7 +373,7 @@ def test_rows_are_independent_of_their_neighbours():
 def test_a_target_that_verifies_chains_only():
     name = next(name for name, entry in ARCHITECTURES.items() if entry.support == "chain")
     model, rows = build(name, ARCHITECTURES[name].implementations[0]), repetitive((20, 14))
-    expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=8)
+    expected = plainly(model, rows, max_new_tokens=8)
     speculator = Speculator(model, drafter="lookahead")
     assert speculator.shape.is_chain and speculator.drafter.info.extra_nodes == 0
     assert generate(speculator, rows, max_new_tokens=8) == expected
@@ -384,7 +384,7 @@ def test_a_target_that_verifies_chains_only():
 
 def test_beside_another_drafter():
     model, rows = tiny(), repetitive((30, 17))
-    expected = generate(Speculator(model, drafter="none"), rows, max_new_tokens=16)
+    expected = plainly(model, rows, max_new_tokens=16)
     speculator = Speculator(model, drafter="several:lookahead,prompt-lookup", shape="product(2,2,1)")
     assert generate(speculator, rows, max_new_tokens=16) == expected
 

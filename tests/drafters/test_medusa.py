@@ -9,7 +9,7 @@ import pytest
 import torch
 from cover import covered
 from head_cases import SHAPES, off_by, on_table, shaken_medusa, table_head
-from helpers import alone, batch_of, clone, generate, make_drafter, padded, prompts, repetitive, taught_head, tiny
+from helpers import alone, batch_of, clone, generate, make_drafter, padded, plainly, prompts, repetitive, taught_head, tiny
 from torch.nn.functional import log_softmax, silu
 
 from foredraft import ConfigurationError, Speculator, drafters
@@ -232,7 +232,7 @@ def test_sampled_text_is_that_of_plain_decoding(siblings, shape):
     options = {"do_sample": True, "temperature": 0.8, "seed": 4, "max_new_tokens": 16}
     speculator = Speculator(tiny(), make_drafter("medusa", siblings=siblings), shape=shape, rule="match")
     for more in ({"top_k": 20}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}):
-        plain = generate(Speculator(tiny(), "none"), repetitive(), **options, **more)
+        plain = plainly(tiny(), repetitive(), **options, **more)
         assert generate(speculator, repetitive(), **options, **more) == plain
 
 

@@ -328,12 +328,12 @@ def test_the_oldest_are_evicted(lengths, capacity, seed):
         assert got == expected
 
 
-def test_memory_stays_bounded_over_a_million_tokens():
+def test_memory_stays_bounded_over_many_tokens():
     random = np.random.default_rng(0)
     drafter = Suffix(learn=True, capacity=60_000)
     store = drafter.store
     tokens, most_segments = 0, 0
-    while tokens < 1_000_000:
+    while tokens < 400_000:
         row = Row(random.integers(0, 4000, 5000).tolist(), slot=tokens, prompt_length=1000)
         drafter.begin([row])
         drafter.end([row])

@@ -50,13 +50,18 @@ def ids(kind: str, text: str = PROMPT) -> list[int]:
     return tokenizer(kind)(text)["input_ids"]
 
 
+@cache
+def plain_text(target: str, text: str) -> list[int]:
+    return alone(model(target), ids(target, text), max_new_tokens=NEW)
+
+
 @pytest.mark.parametrize(("target", "draft", "shape"), PAIRS)
 def test_greedy_text_is_that_of_transformers(target, draft, shape):
     made = speculator(target, draft, shape=shape)
     for seed_text in (PROMPT, "\u00fc \U0001f642 caf\u00e9"):
         prompt = ids(target, seed_text)
         out = made.generate(torch.tensor([prompt]), max_new_tokens=NEW)
-        assert out.sequences[0, len(prompt) :].tolist() == alone(model(target), prompt, max_new_tokens=NEW)
+        assert out.sequences[0, len(prompt) :].tolist() == plain_text(target, seed_text)
         assert out.stats.drafted > 0
 
 
@@ -314,7 +319,7 @@ def test_greedy_text_drafted_by_text_is_that_of_transformers(target, draft):
     for seed_text in (PROMPT, "\u00fc \U0001f642 caf\u00e9"):
         prompt = ids(target, seed_text)
         out = made.generate(torch.tensor([prompt]), max_new_tokens=NEW)
-        assert out.sequences[0, len(prompt) :].tolist() == alone(model(target), prompt, max_new_tokens=NEW)
+        assert out.sequences[0, len(prompt) :].tolist() == plain_text(target, seed_text)
     assert made.rule.name == "match" and made.proposal == "deterministic"
 
 

@@ -88,7 +88,9 @@ def test_the_text_is_plain_with_a_stored_one(shape: str, attention: bool, tmp_pa
         assert generate(speculator, rows, max_new_tokens=12, **options) == generate(plain, rows, max_new_tokens=12, **options)
 
 
-@pytest.mark.parametrize("attention", [False, True], ids=["alone", "behind attention"])
+@pytest.mark.parametrize(
+    "attention", [pytest.param(False, id="alone", marks=pytest.mark.nightly), pytest.param(True, id="behind attention")]
+)
 def test_a_run_ends_with_an_exit_that_drafts(attention: bool, tmp_path: Path):
     make_data(tmp_path / "data")
     run = trainer(tmp_path / "data", tmp_path / "run", cls=ExitHead, head={"exit": 1, "attention": attention})

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cover import covered
 from head_cases import SHAPES, off_by, on_table, shaken_medusa, table_head
-from helpers import alone, clone, generate, padded, repetitive, taught_head, tiny
+from helpers import alone, clone, generate, padded, plainly, repetitive, taught_head, tiny
 from safetensors.torch import save_file
 
 from foredraft import ConfigurationError, Speculator, zoo
@@ -265,7 +265,7 @@ def test_calibration_asks_for_what_is_drafted():
 def test_texts_stay_what_they_are_and_drafts_get_better(shape):
     model = clone(tiny())
     head, rows = with_log_odds(copy(taught_head("medusa", steps=6))), repetitive()
-    expected = [alone(model, row, max_new_tokens=16) for row in rows]
+    expected = [alone(tiny(), row, max_new_tokens=16) for row in rows]
     lengths = []
     for successors in ("off", "stored", "auto"):
         drafter = Medusa(head, successors=successors)
@@ -275,7 +275,7 @@ def test_texts_stay_what_they_are_and_drafts_get_better(shape):
     assert lengths[0] < min(lengths[1:])
     options = {"do_sample": True, "temperature": 0.8, "seed": 4, "max_new_tokens": 16}
     for more in ({"top_k": 20}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}):
-        plain = generate(Speculator(model, "none"), rows, **options, **more)
+        plain = plainly(tiny(), rows, **options, **more)
         assert generate(Speculator(model, Medusa(head), shape=shape, rule="match"), rows, **options, **more) == plain
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import VOCABULARY
+from cover import covered
 from helpers import LENGTHS, PAD, alone, generate, make_drafter, padded, prompts, tiny
 from outlines_core import Index, Vocabulary
 from transformers import LogitsProcessor
@@ -119,8 +120,7 @@ def test_every_sampled_text_parses(name, rule, rows):
             assert re.fullmatch(GRAMMAR, text_of(tokens))
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name != "lookup"])
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("name", "sampled"), covered([name for name in CONFIGURATIONS if name != "lookup"], [False, True], ways=1))
 def test_the_draft_is_masked_before_it_is_drawn(name, sampled, rows, monkeypatch):
     """No proposed node breaks the grammar, and none was dropped for it: a draft that is masked first has no such draws."""
     decoder, seen = speculator(name), []

@@ -311,7 +311,7 @@ def serve(speculator, texts, new=70, sampled=True):
 
 
 @needs_kernels
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "draft-model"])
+@pytest.mark.parametrize("drafter", [pytest.param("prompt-lookup", marks=pytest.mark.nightly), "draft-model"])
 def test_texts_are_those_of_rows_without_drafts_while_memory_is_short(drafter, monkeypatch):
     """A draft model has windows too, and takes back what it drafted."""
     model, texts = build("gemma3"), [text(150, seed) for seed in (1, 2)] + [text(150, 1)[:120] + text(60, seed) for seed in (3, 4)]

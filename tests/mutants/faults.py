@@ -19,7 +19,7 @@ class Fault:
 
 @cache
 def sources() -> dict[Path, str]:
-    return {each: each.read_text() for each in sorted((ROOT / "src" / "foredraft").rglob("*")) if each.suffix in (".py", ".c")}
+    return {each: each.read_text() for each in sorted((ROOT / "src" / "foredraft").rglob("*")) if each.suffix in (".py", ".c", ".h")}
 
 
 def place(fault: Fault) -> Path | str:
@@ -47,8 +47,12 @@ LOOP = ("tests/test_session.py", "tests/test_loop_law.py", "tests/test_generate.
 HISTORIES = ("tests/logits/test_histories.py", "tests/logits/test_processors.py")
 NUCLEUS = ("tests/logits/test_nucleus.py",)
 KERNELS = ("tests/target/test_native.py",)
+MIXTURES = ("tests/target/test_native_experts.py",)
+COSTS = ("tests/planning/test_planner.py",)
+GROUPS = ("tests/target/test_groups.py",)
 PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
 SOURCED = ("tests/target/test_native_sourced.py",)
+DESCRIBED = ("tests/target/test_native_described.py",)
 THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
 DRAFT_VERIFY = ("tests/drafters/test_draft_verify.py",)
@@ -68,6 +72,13 @@ DRAWN = ("tests/drafters/test_native_growth.py",)
 
 FAILING = ("tests/test_failing_rows.py",)
 INVARIANCE = ("tests/target/test_invariance.py",)
+GUESSES = ("tests/test_guesses.py",)
+ROWS = ("tests/test_row_parameters.py",)
+PENALTIES = ("tests/logits/test_penalties.py",)
+LOGPROBS = ("tests/logits/test_logprobs.py",)
+PROMPT_LOGPROBS = ("tests/test_prompt_logprobs.py",)
+ISOLATED = ("tests/drafters/test_isolated.py",)
+SERVER = ("tests/auditing/test_server.py",)
 
 FAULTS = [
     # -- rows that fail, and bits
@@ -220,6 +231,35 @@ FAULTS = [
         (*ATTACH, "tests/test_generate.py", "tests/test_limits.py"),
     ),
     Fault("speculator.py", 'with ending(arguments.get("streamer"))', 'with ending(arguments.get("streamers"))', ATTACH),
+    # -- guesses, limits of drafts and traces
+    Fault("guesses.py", 'guess.begin() if hasattr(guess, "begin") else guess', "guess", GUESSES),
+    Fault("guesses.py", "limit = min(most, self.window)", "limit = self.window", GUESSES),
+    Fault("guesses.py", "if not 0 <= token < vocab_size), None)", "if token < 0), None)", GUESSES),
+    Fault("guesses.py", "for first, least in ((self._last + 1, 1), (0, ALONE)):", "for first, least in ((0, 1),):", GUESSES),
+    Fault("guesses.py", "            self.window = accepted + 1\n", "            pass\n", GUESSES),
+    Fault("round.py", "if guessed and self.drafter.info.shares_target:", "if False:", GUESSES),
+    Fault("round.py", "limits = [0 if index in guessed else limit for", "limits = [limit for", GUESSES),
+    Fault("round.py", "if all(row.parameters.max_draft == 0 or index in", "if all(index in", ROWS + GUESSES),
+    Fault("rows.py", "self.remaining - 1 if most is None else min(most, self.remaining - 1)", "self.remaining - 1", ROWS),
+    Fault("traces.py", "above.clamp(max=tree.q.shape[1] - 1), tokens]", "0 * above, tokens]", ROWS),
+    Fault("traces.py", "p[above, tokens].tolist()", "p[tree.parents[row] * 0, tokens].tolist()", ROWS),
+    Fault("traces.py", "whole = kept == len(path)", "whole = True", ROWS),
+    Fault("traces.py", "path[-1] not in {values.parents[node] for node in nodes}", "True", ROWS),
+    Fault("isolated.py", "        if isolation is None:\n", "        if True:\n", ISOLATED),
+    Fault("isolated.py", "del self.stores[next(iter(self.stores))]", "del self.stores[next(reversed(self.stores))]", ISOLATED),
+    # -- penalties and log-probabilities
+    Fault("penalties.py", "self.presence * (counts > 0)", "self.presence * counts", PENALTIES),
+    Fault("penalties.py", "histories.depths[row][node] - penalty.prompt_length)", "histories.depths[row][node])", PENALTIES),
+    Fault(
+        "penalties.py",
+        "counted = columns >= ids.shape[1] - to_device(made, ids.device)[:, None]",
+        "counted = (columns >= 0)[None]",
+        PENALTIES,
+    ),
+    Fault("logprobs.py", "tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])", "tokens.roll(-1, 1)", LOGPROBS),
+    Fault("logprobs.py", "if logits.numel() == logits.shape[-1]:", "if False:", PROMPT_LOGPROBS),
+    Fault("logprobs.py", "ids[row, above:] = (flat[row] == values[row, k]).nonzero()[: k - above, 0]", "pass", LOGPROBS),
+    Fault("round.py", "unread if scored is None else max(unread, len(texts[0]) - scored)", "unread", PROMPT_LOGPROBS),
     # -- pages that models are handed, and states
     Fault("page_stores.py", "if self.clean and page < self.made]", "if False]", HANDED),
     Fault("page_stores.py", "neighbours = window.rows == 1 and torch.equal(", "neighbours = window.rows == 1 or torch.equal(", HANDED),
@@ -315,6 +355,15 @@ FAULTS = [
     Fault("target.py", "            first = max(first, self._companion.needed(text, isolation, nodes))\n", "            pass\n", SHARING),
     Fault("target.py", "(known if self._companion is None else min(", "(known if True else min(", SHARING),
     # -- kernels
+    # -- mixtures of experts
+    Fault("experts.h", "|| e->normed ? scores[j] / whole", "? scores[j] / whole", MIXTURES),
+    Fault("experts.h", "gated(gate, up, out, TILE, e->activation)", "gated(up, gate, out, TILE, e->activation)", MIXTURES),
+    Fault("experts.h", "{e->down + (size_t)expert * H * I}", "{e->down + (size_t)((expert + 1) % e->count) * H * I}", MIXTURES),
+    Fault("experts.h", "*b = first + (high - low) / 2", "*b = first + (high - low) / 3", MIXTURES),
+    Fault("experts.h", "for (int j = 1; e->by_number && j < k; j++)", "for (int j = 1; 0; j++)", MIXTURES),
+    Fault("experts.h", "if (T > 1) gather(w, e, r, x, T, H);", "if (T > 8) gather(w, e, r, x, T, H);", MIXTURES),
+    Fault("experts.py", "return self.mixture.outdated or self.router.outdated", "return False", MIXTURES),
+    Fault("costs.py", "cycle([self._chain(size) for _ in range(REPEATS)])", "cycle([self._chain(size)])", COSTS),
     Fault("layer.c", "f32_sum(sum) / size + eps", "f32_sum(sum) / size", KERNELS),
     Fault("layer.c", "store(out + i, f32_sub(left,", "store(out + i, f32_add(left,", KERNELS),
     Fault("layer.c", "if (!(parts & MLP)) return;", "", DRAFT_VERIFY),
@@ -325,12 +374,30 @@ FAULTS = [
     Fault("layer.c", "a->slots[a->by_row ? row : begin + node]", "a->slots[begin + node]", SOURCED),
     Fault("layer.c", "load(norm.weight + i), load(norm.bias + i)", "load(norm.weight + i), f32_zero()", SOURCED),
     Fault("layer.c", "if (l->behind) norms(", "if (0) norms(", SOURCED),
-    Fault("layer.c", "return m->bias ? load(m->bias + o) : f32_zero();", "return f32_zero();", SOURCED),
+    Fault("layer.c", "return kind != EIGHTS && m->bias ? load(m->bias + o) : f32_zero();", "return f32_zero();", SOURCED),
     Fault("layer.c", "e->positions && tokens[t] != e->padding", "e->positions", SOURCED),
     Fault("layer.c", "f32_of(-0.284496736f)", "f32_of(-0.2845f)", SOURCED),
     Fault("layer.c", "embed(&g->embedded, tokens, places,", "embed(&g->embedded, tokens, tokens,", SOURCED),
     Fault("kernel_pass.py", "self.decoder.embed(ids, positions)", "self.decoder.embed(ids, places.positions)", SOURCED),
     Fault("kernel_pass.py", "found if self.bias is None else found + self.bias", "found", SOURCED),
+    Fault("layer.c", "norm.kind & PLUS_ONE ? 1.0f : 0.0f", "0.0f", DESCRIBED),
+    Fault("layer.c", "norm.bias || norm.kind & CENTRED", "norm.bias", DESCRIBED),
+    Fault("layer.c", "position - l->window + 1 : 0", "position - l->window : 0", DESCRIBED),
+    Fault("layer.c", " && c->positions[s] >= c->from[i]", "", DESCRIBED),
+    Fault("layer.c", "0, start + b * 16, c->moved) & behind(c->from[i], start + b * 16))", "0, start + b * 16, c->moved))", DESCRIBED),
+    Fault("layer.c", "l->grouped ? head % l->heads * 3", "l->grouped ? head % l->heads", DESCRIBED),
+    Fault("layer.c", "if (l->head_norms == WHOLE_HEADS) whole_heads(w, l, p);", "", DESCRIBED),
+    Fault("layer.c", "k->factor && head < queries", "k->factor && head >= queries", DESCRIBED),
+    Fault("layer.c", "p.page_stride = k->page_stride, p.table = k->table;", "", DESCRIBED),
+    Fault("layer.c", "store(some + j, f32_mul(load(some + j), f32_of(factor)))", "", DESCRIBED),
+    Fault("layer.c", "i < half ? i + half : i - half", "i ^ 1", DESCRIBED),
+    Fault("layer.c", "return rounded(f32_mul(x, x));", "return x;", DESCRIBED),
+    Fault("layer.c", "!l->after.weight ? p->states : entered(", "0 ? p->states : entered(", DESCRIBED),
+    Fault("layer.c", "if (g->logit_cap) logit =", "if (0) logit =", DESCRIBED),
+    Fault("described_pass.py", "if not bool(off <= allowed):", "if False:", DESCRIBED),
+    Fault("described_pass.py", "return torch.tanh(logits / self.cap) * self.cap if self.cap else logits", "return logits", DESCRIBED),
+    Fault("described_pass.py", "rotation |= native.TURNED_ONCE", "pass", DESCRIBED),
+    Fault("described_pass.py", "cache.positions = torch.arange(cache.capacity", "_ = torch.arange(cache.capacity", DESCRIBED),
     Fault("layer.c", "d->hashes + x), d->words[i])", "d->hashes + x), d->words[0])", DRAWN),
     Fault("layer.c", "f32_load_some(there, q + x), whole)", "f32_load_some(there, q + x), f32_of(1.0f))", DRAWN),
     Fault("layer.c", "f32_sub(logit, most), temperature)", "f32_sub(logit, most), f32_of(1.0f))", DRAWN),
@@ -344,6 +411,9 @@ FAULTS = [
     Fault("writers.py", 'spoken = len(commit.tokens) - (commit.finish_reason == "eos")', "spoken = len(commit.tokens)", PLANS),
     Fault("requests.py", "seed=(seed, number * request.n + index)", "seed=(seed, index)", PLANS),
     Fault("requests.py", "isolation=isolation,\n", "", PLANS),
+    Fault("protect.py", 'self.held[state["owner"]] > SHARE * self.most or ', "", BAD_REQUESTS),
+    Fault("hard_schemas.py", "names > NAMES", "names > 10 * NAMES", BAD_REQUESTS),
+    Fault("metrics.py", "drafted[commit.drafter, str(depth)] += count", 'drafted["", str(depth)] += count', METRICS),
     Fault("protect.py", "            if hmac.compare_digest(given, key_bytes):\n", "            if given:\n", BAD_REQUESTS),
     Fault(
         "application.py", "            self.engine.leave(job)  # which changes nothing if it is over\n", "            pass\n", BAD_REQUESTS
@@ -358,6 +428,8 @@ FAULTS = [
     Fault("queue.py", "row.job is not job or index not in (None, row.index)", "row.job is not job", ENGINE),
     Fault("queue.py", "return 0 if over <= 0 or (own + rows <= share and over <= self.bound) else over", "return max(0, over)", ENGINE),
     Fault("queue.py", "        self._busy += seconds\n", "        self._busy += seconds * (done > 0)\n", ENGINE),
+    Fault("queue.py", "own + sum(min(len(rows), own + 1) for", "own + sum(len(rows) for", ENGINE),
+    Fault("engine.py", "if rate is not None and ahead / rate > most:", "if False:", ENGINE),
     Fault("engine.py", "            self.session.remove(slot)\n", "            pass\n", ENGINE),
     Fault("engine.py", "        self._tokens -= live.waiting.size\n", "", ENGINE),
     Fault("engine.py", "            self._tokens += row.size\n", "", ENGINE),
@@ -369,11 +441,67 @@ FAULTS = [
     Fault("engine.py", "                if not self._live:\n", "                if True:\n", ENGINE),
     Fault("engine.py", "job.unfinished.discard(index)", "pass", ENGINE),
     Fault("metrics.py", "self.drafts += commit.drafted > 0", "self.drafts += 1", METRICS),
-    Fault("metrics.py", "for depth, count in enumerate(depths, 1)", "for depth, count in enumerate(depths)", METRICS),
+    Fault("metrics.py", "enumerate(commit.drafted_by_depth, 1)", "enumerate(commit.drafted_by_depth)", METRICS),
     Fault("fingerprint.py", '        "threads": torch.get_num_threads(),\n', "", FINGERPRINT),
     Fault("fingerprint.py", "    yield from model.named_buffers()\n", "", FINGERPRINT),
     Fault("fingerprint.py", "packed.get(id(tensor)) or ", "", FINGERPRINT),
     Fault("running.py", "        await self.engine.drain(self.engine.settings.drain)\n", "", SERVE),
     Fault("running.py", "            os._exit(128 + sig)\n", "            pass\n", SERVE),
     Fault("running.py", "self.died = self.should_exit = True", "self.should_exit = True", SERVE),
+    Fault("requests.py", "if request.presence_penalty or request.frequency_penalty:", "if request.presence_penalty:", PLANS),
+    Fault("requests.py", "max_draft=request.max_draft,\n", "", PLANS),
+    Fault("protect.py", "                await drop_rest(receive)\n", "                pass\n", BAD_REQUESTS),
+    Fault("requests.py", "request.top if isinstance(request, CompletionRequest) and request.echo else None", "None", PLANS),
+    Fault("application.py", 'isolation = None if self.settings.share else state["key"]', "isolation = None", API),
+    # -- the audit of a server
+    Fault(
+        "groups.h",
+        "(size_t)o * groups + k / m->group * OUTPUTS",
+        "(size_t)o * groups + (k >= m->group ? k / m->group - 1 : 0) * OUTPUTS",
+        GROUPS,
+    ),
+    Fault("groups.h", "+ k / m->group / m->nested * OUTPUTS", "", GROUPS),
+    Fault("groups.h", "return i32_mul(zero, i32_of(-inputs));", "return i32_zero();", GROUPS),
+    Fault("groups.h", "(largest < 15 ? 15 : largest) - 14;", "(largest < 15 ? 15 : largest) - 7;", GROUPS),
+    Fault("groups.h", "if (largest == 255) part->scale", "if (0) part->scale", GROUPS),
+    Fault("groups.h", "if (left * 4 <= end - k || place", "if (1 || place", GROUPS),
+    Fault("groups.h", "            parts[n + t] = (Part){0};\n", "", GROUPS),
+    Fault("layer.c", "if (here != before || from != tokens) prepare(", "if (!before) prepare(", GROUPS),
+    Fault("gguf.py", "rest >> 4 | second >> 2 & 48", "rest >> 4 | second >> 4 & 48", GROUPS),
+    Fault("gguf.py", '{"mins": -halves(2)}', '{"mins": halves(2)}', GROUPS),
+    Fault("checkpoints.py", "AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)", "AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)", GROUPS),
+    Fault("checkpoints.py", 'first=int(method == "gptq" and form != "gptq_v2")', "first=0", GROUPS),
+    Fault("checkpoints.py", "codes = codes[:, order.long()]", "codes = codes[:, order.flip(0).long()]", GROUPS),
+    Fault(
+        "narrow.py",
+        "None if weight.zero_point.any() else 1 << (bits - 1))",
+        "None if weight.zero_point.any() else (1 << (bits - 1)) - 1)",
+        GROUPS,
+    ),
+    Fault(
+        "narrow.py",
+        "return padded_rows(rows).view(-1, 64, rows.shape[1]).transpose(1, 2).contiguous()",
+        "return padded_rows(rows.flip(1)).view(-1, 64, rows.shape[1]).transpose(1, 2).contiguous()",
+        GROUPS,
+    ),
+    Fault("grouped.py", "torch.stack((packed & 15, packed >> 4), -1)", "torch.stack((packed >> 4, packed & 15), -1)", GROUPS),
+    Fault("gguf.py", "torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()", "torch.arange(rows)", GROUPS),
+    Fault("repeating.py", "plan.steady = [not differences([one], [other]) for", "plan.steady = [True for", SERVER),
+    Fault("repeating.py", "if worst > TOLERANCE:", "if False:", SERVER),
+    Fault("repeating.py", 'not any(str(each).endswith("-approx") for each in fingerprints)', "True", SERVER),
+    Fault("repeating.py", "if chance < CHANCE:", "if False:", SERVER),
+    Fault("repeating.py", "if not plan.abilities.strict:", "if False:", SERVER),
+    Fault("contents.py", 'elif answer.finish == "length" and any(each != most for each in said):', "elif False:", SERVER),
+    Fault("contents.py", "    if stop in answer.text:\n", "    if False:\n", SERVER),
+    Fault("contents.py", "for stream in (False, True):", "for stream in (False,):", SERVER),
+    Fault("probabilities.py", "if value == 0 and len(top) <= 1 < most:", "if False:", SERVER),
+    Fault("probabilities.py", "if own is not None and not abs(own - value) <= ROUNDING:", "if False:", SERVER),
+    Fault("probabilities.py", "if token.logprob < token.top[0].logprob - ROUNDING", "if False", SERVER),
+    Fault("samples.py", "if each.logprob > edge and each.key is not None]", "if each.logprob >= edge and each.key is not None]", SERVER),
+    Fault("samples.py", "len(top) > (keep := count - 1 - count // 4)", "len(top) > (keep := count)", SERVER),
+    Fault(
+        "answers.py", "sorted(entries, key=lambda each: -each.logprob)[:count]", "sorted(entries, key=lambda each: -each.logprob)", SERVER
+    ),
+    Fault("client.py", '    raise ServerError("the stream ended without [DONE]")\n', "", SERVER),
+    Fault("report.py", "if any(not check.reproducibility for check in faults):", "if faults:", SERVER),
 ]

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import PAD, Oracle, generate, make_drafter, padded, perturbed, prompts, repetitive, tiny
+from cover import covered
+from helpers import PAD, Oracle, generate, make_drafter, padded, perturbed, plainly, prompts, repetitive, tiny
 
 from foredraft import Session, Speculator, verification
 from foredraft.cli.figures import combine, figures_line
@@ -92,12 +93,11 @@ def flat(nodes: int) -> float:
 # -- the same text --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["prompt-lookup", "ngram", "draft-model", "several"])
+@pytest.mark.parametrize(("name", "sampled"), covered(["prompt-lookup", "ngram", "draft-model", "several"], [False, True], ways=1))
 def test_with_match_the_text_is_the_same_with_the_planner_on_and_off(name: str, sampled: bool):
     rows = repetitive()
     options = {"max_new_tokens": NEW, "do_sample": sampled, "seed": 5}
-    expected = generate(Speculator(tiny(), "none"), rows, **options)
+    expected = plainly(tiny(), rows, **options)
     assert generate(Speculator(tiny(), make_drafter(name), rule="match", shape="chain(4)"), rows, **options) == expected
     auto = Speculator(tiny(), make_drafter(name), rule="match", shape="auto")
     assert generate(auto, rows, **options) == expected
@@ -109,7 +109,7 @@ def test_with_match_the_text_is_the_same_with_the_planner_on_and_off(name: str, 
 def test_a_planner_that_grows_trees_keeps_the_text():
     """Cheap nodes, and a draft that is nearly the target: trees are grown, and greedy text stays what it is."""
     options = {"max_new_tokens": 3 * NEW, "do_sample": False}
-    expected = generate(Speculator(tiny(), "none"), repetitive()[:1], **options)
+    expected = plainly(tiny(), repetitive()[:1], **options)
     speculator = Speculator(tiny(), make_drafter("draft-model"), shape="auto")
     speculator.planner = planner_of(flat, largest_shape(branches=True), level=1e-5, grows=True)
     assert generate(speculator, repetitive()[:1], **options) == expected
@@ -333,7 +333,7 @@ def test_statistics_say_which_shapes_were_asked_for():
 def test_a_merged_tree_of_several_drafters_can_be_planned():
     speculator = Speculator(tiny(), Several([DraftModel(perturbed()), "prompt-lookup"]), shape="auto")
     speculator.planner = planner_of(flat, largest_shape(branches=True))
-    expected = generate(Speculator(tiny(), "none"), repetitive(), max_new_tokens=NEW)
+    expected = plainly(tiny(), repetitive(), max_new_tokens=NEW)
     assert generate(speculator, repetitive(), max_new_tokens=NEW) == expected
 
 

@@ -21,6 +21,7 @@ from foredraft.caching import cache_folder
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.drafters.prompt_lookup import PromptLookup
 from foredraft.planning import AutomaticPlanner, Round, search
+from foredraft.planning import costs as costs_module
 from foredraft.planning.acceptance import Acceptance, expected
 from foredraft.planning.costs import CostModel, Measurement, measure
 from foredraft.planning.curves import Curve, interpolated, monotone
@@ -302,6 +303,29 @@ def test_measuring_finds_the_cost_curve_and_leaves_nothing_behind(rows: int):
     for nodes in (1, 2, 4, 9, 13):
         assert costs.target.at(rows, nodes) == pytest.approx(1e-3 * (1 + 0.2 * rows * nodes))
     assert target.lengths == [] and 0 < costs.spent <= 2
+
+
+class RoutedTarget(TableTarget):
+    """A token takes one of 16 experts. A pass takes a millisecond for each that it touches."""
+
+    def __init__(self, clock: Clock):
+        super().__init__(ProbabilityTable.random(160, seed=1))
+        self.clock, self.seen = clock, {}
+
+    def score(self, tree, *, first=0):
+        self.clock.now += 1e-3 * len((tree.tokens % 16).unique())
+        self.seen.setdefault(tree.nodes, set()).add(tuple(tree.tokens.flatten().tolist()))
+        return super().score(tree, first=first)
+
+
+def test_passes_over_a_mixture_are_measured_on_tokens_that_touch_as_many_experts_as_others_do(monkeypatch):
+    monkeypatch.setattr(costs_module, "REPEATS", 7)
+    clock, costs = Clock(), CostModel()
+    target = RoutedTarget(clock)
+    measure(costs, target, PromptLookup(), largest=largest_shape(branches=False), clock=clock)
+    for nodes in (5, 8, 13):
+        assert costs.target.at(1, nodes) == pytest.approx(16e-3 * (1 - (15 / 16) ** nodes), rel=0.2)
+    assert all(len(trees) == 7 for nodes, trees in target.seen.items() if nodes > 1)
 
 
 def test_a_slow_model_is_measured_at_fewer_sizes_within_the_budget():

@@ -6,7 +6,17 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from foredraft.backends import native
 from foredraft.backends import packing as packing_module
@@ -27,15 +37,80 @@ MODELS = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
 }
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+MIXTURES = {
+    "qwen3_moe": Qwen3MoeConfig(**{**SIZES, **ROUTED, "norm_topk_prob": True}),
+    "qwen3_moe-not-normed": Qwen3MoeConfig(**{**SIZES, **ROUTED, "norm_topk_prob": False}),
+    "qwen3_moe-some-layers": Qwen3MoeConfig(**{**SIZES, **ROUTED, "mlp_only_layers": [0]}),
+    "mixtral": MixtralConfig(**{**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2_moe": Qwen2MoeConfig(**{**SIZES, **ROUTED, "shared_expert_intermediate_size": 96}),
+}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+WIDER = {"intermediate_size": 128}  # a multiple of 64 also where nothing lies beside it
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+DESCRIBED = {  # families that run by a description: the model type, and what differs from SIZES
+    "phi3": ("phi3", {"num_attention_heads": 2, "tie_word_embeddings": True}),
+    "phi3-window-partial": ("phi3", {"num_attention_heads": 2, "sliding_window": 12, "rope_parameters": HALF}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {
+        "sliding_window": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20,
+    }),
+    "gemma3": ("gemma3_text", {"sliding_window": 12, "layer_types": MIXED, "query_pre_attn_scalar": 20}),
+    "gemma3-cap": ("gemma3_text", {"sliding_window": 70, "layer_types": MIXED, "final_logit_softcapping": 3.0, "num_key_value_heads": 1}),
+    "granite": ("granite", {
+        "attention_multiplier": 0.3, "residual_multiplier": 0.6, "embedding_multiplier": 3.0, "logits_scaling": 3.0, "attention_bias": True,
+    }),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 12, "layer_types": MIXED}),
+    "glm": ("glm", {"num_attention_heads": 2, "attention_bias": True}),
+    "glm4": ("glm4", {"num_attention_heads": 2, "attention_bias": True}),
+    "cohere": ("cohere", {"num_attention_heads": 2, "logit_scale": 0.3}),
+    "cohere2": ("cohere2", {"sliding_window": 12, "layer_types": MIXED, "logit_scale": 0.3}),
+    "starcoder2": ("starcoder2", {**WIDER, "num_attention_heads": 2, "sliding_window": 12}),
+    "gpt_neox": ("gpt_neox", {**WIDER, "num_attention_heads": 2, "rope_parameters": {**HALF, "partial_rotary_factor": 0.25}}),
+    "gpt_neox-serial": ("gpt_neox", {**WIDER, "num_attention_heads": 2, "use_parallel_residual": False}),
+    "phi": ("phi", {**WIDER, "num_attention_heads": 2, "rope_parameters": HALF}),
+    "phi-norms": ("phi", {**WIDER, "num_attention_heads": 2, "qk_layernorm": True}),
+    "stablelm": ("stablelm", {"num_attention_heads": 2, "use_qkv_bias": True, "rope_parameters": {**HALF, "partial_rotary_factor": 0.25}}),
+    "stablelm-parallel": ("stablelm", {"head_dim": 16, "use_parallel_residual": True}),
+    "nemotron": ("nemotron", {**WIDER, "num_attention_heads": 2}),
+    "seed_oss": ("seed_oss", {"attention_bias": True}),
+    "arcee": ("arcee", {**WIDER, "mlp_bias": True}),
+    "ernie4_5": ("ernie4_5", {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+    "mistral-wide-window": ("mistral", {"sliding_window": 70}),
+    "qwen2-window": ("qwen2", {"sliding_window": 12, "use_sliding_window": True, "layer_types": MIXED}),
+    "qwen3-window": ("qwen3", {"sliding_window": 12, "use_sliding_window": True, "layer_types": MIXED}),
+    "exaone4": ("exaone4", {"sliding_window": 12, "layer_types": MIXED}),
+    "olmoe": ("olmoe", {"num_attention_heads": 2, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 12, "layer_types": MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": ("mixtral", {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe-window": ("qwen3_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "mlp_only_layers": [1]}),
+    "qwen2_moe-window": ("qwen2_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "layer_types": MIXED}),
+    "ministral3": ("ministral3", {"sliding_window": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
+    }}),
+}  # fmt: skip
 needs_kernels = pytest.mark.skipif(
     any(native.refusal(dtype) for dtype in DTYPES), reason=f"no kernels here: {[native.refusal(dtype) for dtype in DTYPES]}"
 )
 
 
-def build(name, dtype):
+def config_of(name, **others):
+    if name in (*MODELS, *MIXTURES):
+        return copy.deepcopy({**MODELS, **MIXTURES}[name])
+    kind, options = DESCRIBED[name]
+    given = {**SIZES, "pad_token_id": None, "mlp_bias": False, "attention_bias": kind == "gpt_neox", **copy.deepcopy(options), **others}
+    return AutoConfig.for_model(kind, **given)
+
+
+def build(name, dtype, experts_implementation=None, **others):
+    how = {"attn_implementation": "sdpa"} if name not in DESCRIBED else {}
+    how |= {} if experts_implementation is None else {"experts_implementation": experts_implementation}
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]), attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_config(config_of(name, **others), **how).eval()
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.3 * torch.randn_like(parameter)  # biases and norms that matter

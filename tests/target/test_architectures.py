@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from architectures import ARCHITECTURES, build
-from cover import covered, nightly_but
+from cover import by_turns, covered, nightly_but
 from helpers import LENGTHS, PAD, Oracle, alone, drafter_names, generate, make_drafter, padded, prompts, repetitive, tiny
 
 from foredraft import ConfigurationError, Speculator, TokenTree, UnsupportedModelError
@@ -14,6 +14,10 @@ TREE = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support ==
 CHAIN = [(name, how) for name, entry in ARCHITECTURES.items() if entry.support == "chain" for how in entry.implementations]
 NAMES = [name for name, entry in ARCHITECTURES.items() if entry.support == "tree"]
 TURNS = {(name, ARCHITECTURES[name].implementations[turn % len(ARCHITECTURES[name].implementations)]) for turn, name in enumerate(NAMES)}
+CHAINS = list(dict.fromkeys(name for name, _ in CHAIN))
+CHAIN_TURNS = {
+    (name, ARCHITECTURES[name].implementations[turn % len(ARCHITECTURES[name].implementations)]) for turn, name in enumerate(CHAINS)
+}
 UNFIT = {  # drafters that a family's layers rule out, and why
     ("gemma3n_text", "layer-skip"): r"layers of Gemma3nForCausalLM .* cannot be run in part: upper layers read the keys of lower ones",
     ("gemma3n_text", "draft-verify"): r"layers of Gemma3nForCausalLM .* cannot be run in part: upper layers read the keys of lower ones",
@@ -80,10 +84,11 @@ def assert_trees_equal_plain(name, implementation, shape, *, ways=((SAMPLED, 3),
         assert generate(speculator, rows[:count], **options) == generate(plain, rows[:count], **options)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_turns(NAMES, 1, always={"gemma3_text", "gemma3n_text", "llama"}))
 def test_the_text_of_a_seed_is_the_same_with_trees(name):
-    """Greedy batches are in test_execution_families.py."""
-    assert_trees_equal_plain(name, ARCHITECTURES[name].implementations[-1], "product(2,2,1)", ways=((SAMPLED, 3), (GREEDY, 1)))
+    """Greedy batches with trees, of every family, are in test_execution_families.py, and logits of trees in test_trees.py."""
+    ways = ((SAMPLED, 3), (GREEDY, 1)) if name == "llama" else ((SAMPLED, 3),)
+    assert_trees_equal_plain(name, ARCHITECTURES[name].implementations[-1], "product(2,2,1)", ways=ways)
 
 
 @pytest.mark.nightly
@@ -93,7 +98,7 @@ def test_the_text_of_a_seed_is_the_same_with_any_tree(name, implementation, shap
     assert_trees_equal_plain(name, implementation, shape)
 
 
-@pytest.mark.parametrize(("name", "implementation"), CHAIN)
+@pytest.mark.parametrize(("name", "implementation"), nightly_but(CHAIN_TURNS, CHAIN))
 def test_chains_only_text_is_that_of_transformers(name, implementation):
     model, rows = tiny(name, implementation), prompts(LENGTHS[:2])
     expected = [alone(model, row, max_new_tokens=NEW) for row in rows]

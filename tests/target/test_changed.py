@@ -14,6 +14,7 @@ from foredraft import ConfigurationError, RowParameters, Speculator, Unsupported
 from foredraft.backends import choice
 from foredraft.backends import kernels as kernels_module
 from foredraft.backends import packing as packing_module
+from foredraft.backends import products as products_module
 from foredraft.backends.kernel_pass import NativeModel
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
@@ -110,7 +111,7 @@ def test_another_attention(execution):
     for implementation in ("eager", "sdpa"):
         speculator.model.set_attn_implementation(implementation)
         follows(speculator, plain)
-        assert speculator.target.execution == ("packed" if (execution, implementation) == ("native", "eager") else execution)
+        assert speculator.target.execution == execution
     speculator.model.config._attn_implementation = "flex_attention"
     with pytest.raises(UnsupportedModelError, match="takes no tree mask"):
         generate(speculator, ROWS, max_new_tokens=NEW)
@@ -247,7 +248,7 @@ def test_giving_weights_back_forgets_no_change_that_nobody_has_looked_for(execut
 
 
 STOPS = {
-    "a layout": (packing_module, "blocked", MemoryError),
+    "a layout": (products_module, "blocked", MemoryError),
     "fused layers": (NativeModel, "of", KeyboardInterrupt),
     "comparing": (kernels_module, "difference", KeyboardInterrupt),
     "the self-test": (choice, "self_test", UnsupportedModelError),

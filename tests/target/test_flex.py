@@ -17,6 +17,7 @@ from cover import by_turns
 from helpers import generate, make_drafter, prompts, random_tree, repetitive, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPTJForCausalLM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from foredraft import ConfigurationError, Speculator, TokenTree
@@ -35,11 +36,9 @@ LENGTHS = (30, 17, 22)
 REFUSED = {  # every other family attends through FlexAttention
     "falcon": "TypeError",  # adds its mask to the scores, whatever it is
     "falcon_grouped": "TypeError",
-    "gptj": "TypeError",
-    "codegen": "TypeError",
     "xglm": "AttributeError",
     "bloom": "bias by position",
-}
+} | ({} if GPTJForCausalLM._supports_attention_backend else dict.fromkeys(("gptj", "codegen"), "TypeError"))  # before transformers 5.24
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

@@ -191,16 +191,18 @@ def texts_of(speculator, prompts, new=12, session=None, most=None):
     return [found[slot] for slot in sorted(found)]
 
 
-def test_a_prompt_is_read_in_pieces_while_others_run():
+def test_a_prompt_is_read_in_pieces_while_others_run(monkeypatch):
     speculator = Speculator(model_of("mamba2"), "none")
     session = speculator.session()
-    session._read_rate = 400.0  # about 100 tokens at a time
+    monkeypatch.setattr("foredraft.session.PAUSE", 0.25)
+    monkeypatch.setattr("foredraft.session.SHARE", 0.0)
+    session._read_rate = 500.0  # about 125 tokens at a time
     slot = session.add(text(20), RowParameters(max_new_tokens=40))
     session.step()
     session.add(text(450, 1), RowParameters(max_new_tokens=2))
     committed = []
     while len(session.rows) < 2:
-        session._read_rate = 400.0
+        session._read_rate = 500.0
         committed.append([commit.slot for commit in session.step()])
     assert len(committed) == 4 and committed[:3] == [[slot]] * 3, "a round of the other after each piece"
     session.close()

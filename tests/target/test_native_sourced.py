@@ -18,7 +18,7 @@ from foredraft import Source, Speculator, TokenTree
 from foredraft.backends import native as kernels
 from foredraft.backends import sourced_pass
 from foredraft.backends.native_growth import NativeGrowth
-from foredraft.backends.packing import NATIVE, Product
+from foredraft.backends.products import NATIVE, Product
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.models.encoder_decoder import some_source
 from foredraft.target import Target

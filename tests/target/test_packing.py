@@ -15,20 +15,8 @@ from foredraft import ConfigurationError, Speculator, TokenTree
 from foredraft.backends import choice
 from foredraft.backends import packing as packing_module
 from foredraft.backends.kernels import Kernels
-from foredraft.backends.packing import (
-    HINTS,
-    NATIVE,
-    ONEDNN,
-    PLAIN,
-    Kind,
-    Packing,
-    Product,
-    by_kind,
-    onednn_lays_out,
-    preferred_hint,
-    refusal,
-    sharing,
-)
+from foredraft.backends.packing import HINTS, Kind, Packing, by_kind, onednn_lays_out, preferred_hint, refusal, sharing
+from foredraft.backends.products import NATIVE, ONEDNN, PLAIN, Product
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.target import Target
 
@@ -71,7 +59,7 @@ def logits(model, tokens=5):
 
 
 def packed_bytes(packing):
-    return sum(product.packed.numel() * product.packed.element_size() for product, _, _ in packing._products)
+    return sum(each.packed.nbytes for product, _, _ in packing._products for each in product.pieces or [product])
 
 
 @pytest.mark.parametrize("owned", [True, False])

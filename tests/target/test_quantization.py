@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from foredraft import ConfigurationError, Speculator, TokenTree, audit
 from foredraft.backends import native
 from foredraft.backends import packing as packing_module
-from foredraft.backends.int8 import is_held, is_int8
 from foredraft.backends.kernel_pass import NativeModel
-from foredraft.backends.packing import HINTS, NATIVE, Kind, Packing, Product, refusal, sharing
+from foredraft.backends.narrow import is_held, is_int8
+from foredraft.backends.packing import HINTS, Kind, Packing, refusal, sharing
+from foredraft.backends.products import NATIVE, Product
 from foredraft.drafters.draft_model import DraftModel
 from foredraft.loading import load_model
 from foredraft.quantization import quantize
@@ -264,7 +265,9 @@ def test_weights_are_given_back(owned, always):
     packing = Packing(model, lambda: logits(model), owned=owned, hints=(NATIVE,))
     assert all(is_held(weight) != owned for weight, _ in before.values())
     held = sum(values.numel() for _, values in before.values())
-    assert held <= sum(product.packed.nbytes for product, _, _ in packing._products if product.int8) <= 1.4 * held  # padded to 64
+    assert (
+        held <= sum(each.packed.nbytes for product, _, _ in packing._products if product.quantised for each in product.pieces) <= 1.4 * held
+    )  # padded to 64
     assert_close(logits(model), wanted, torch.float32)
     packing.undo()
     for name, weight in linear_weights(model).items():
@@ -282,7 +285,7 @@ def test_layers_of_different_widths_are_not_joined():
     groups = sharing(model, lambda: logits(model))
     assert all(len({is_int8(layer.weight) for layer in group}) == 1 for group in groups)
     assert [len(group) for group in groups] == [1, 2, 1, 1, 1, 1] * 3 + [1] and groups[-1] == [head]
-    assert Kind.of(groups[0]).int8 and not Kind.of(groups[1]).int8
+    assert Kind.of(groups[0]).format.bits == 8 and not Kind.of(groups[1]).format.bits
 
 
 def test_weights_of_eight_bits_have_one_layout():

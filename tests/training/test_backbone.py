@@ -33,7 +33,7 @@ def test_a_frozen_backbone_stays_as_it_is(data, tmp_path):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("backbone", ["lora", "full"])
+@pytest.mark.parametrize("backbone", ["lora", pytest.param("full", marks=pytest.mark.nightly)])
 def test_a_backbone_learns_beside_its_heads_and_resumes_exactly(data, tmp_path, backbone):
     def run(folder, **changed):
         return trainer(data, tmp_path / folder, model=clone(tiny()), backbone=backbone, steps=8, evaluate_every=4, lora_rank=2, **changed)

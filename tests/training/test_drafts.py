@@ -285,7 +285,10 @@ def priced(monkeypatch):
 LORA = ("--backbone", "lora", "--learning-rate", "0.1")
 
 
-@pytest.mark.parametrize("more", [(), LORA, pytest.param(("--on-policy", "0.5", "--rewrite-every", "6"), marks=pytest.mark.nightly)])
+NIGHTLY = [pytest.param(more, marks=pytest.mark.nightly) for more in ((), ("--on-policy", "0.5", "--rewrite-every", "6"))]
+
+
+@pytest.mark.parametrize("more", [LORA, *NIGHTLY])  # whole weights are trained below
 def test_a_plain_checkpoint_and_a_report_come_of_it(place, tmp_path, more, priced):
     done, said = train(place, tmp_path, *more)
     assert done.exit_code == 0, done.output

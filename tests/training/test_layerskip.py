@@ -280,7 +280,7 @@ def train(place, out, *more, kind="layerskip"):
     return CliRunner().invoke(app, [*arguments, *more])
 
 
-@pytest.mark.parametrize("backbone", ["full", "lora"])
+@pytest.mark.parametrize("backbone", [pytest.param("full", marks=pytest.mark.nightly), "lora"])  # the other way round above
 def test_a_plain_checkpoint_comes_of_it(place, tmp_path, backbone):
     more = ("--exit", "2", "--backbone", backbone, "--learning-rate", "0.003")
     done = train(place, tmp_path, *more)

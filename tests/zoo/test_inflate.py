@@ -8,6 +8,7 @@ from helpers import SMALL_IDS, small_llama
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from foredraft import inflate
+from foredraft.models.cache_names import cache_argument
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 16])
@@ -44,10 +45,10 @@ def test_cached_decoding_works_and_the_source_is_untouched():
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     inflated = inflate(model, hidden_size=128, layers=5, intermediate_size=100)
     assert inflated.config.intermediate_size == 100
-    cache = DynamicCache()
+    cache = {cache_argument(type(inflated)): DynamicCache()}
     with torch.no_grad():
-        inflated(SMALL_IDS[:, :9], past_key_values=cache)
-        tail = inflated(SMALL_IDS[:, 9:], past_key_values=cache).logits
+        inflated(SMALL_IDS[:, :9], **cache)
+        tail = inflated(SMALL_IDS[:, 9:], **cache).logits
         torch.testing.assert_close(tail, model(SMALL_IDS).logits[:, 9:], atol=1e-4, rtol=0)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from foredraft.errors import ConfigurationError
 from foredraft.logits.noise import Noise, Purpose, row_key
 from foredraft.logits.sampler import fit_vocabulary
+from foredraft.models.cache_names import cache_argument, cache_of
 from foredraft.preparation import split_criteria
 from foredraft.rows import read_lengths
 
@@ -80,7 +81,7 @@ class Reference:
         cache, found = None, []
         for begin, end in zip(begins, [*begins[1:], ids.shape[1]]):
             output = self._step(ids, begin, end, cache)
-            cache = output.past_key_values
+            cache = cache_of(output)
             found.append(output.logits[0, -1:] if begin == 0 else output.logits[0])
         return torch.cat(found)
 
@@ -96,7 +97,7 @@ class Reference:
         while len(text) < count and not (text and text[-1] in self.eos):
             ids = torch.tensor([[*self.prompt, *text]], device=self.model.device)
             output = self._step(ids, begin, ids.shape[1], cache)
-            cache, begin = output.past_key_values, ids.shape[1]
+            cache, begin = cache_of(output), ids.shape[1]
             logits.append(output.logits[0, -1])
             text.append(self.choose(ids, logits[-1], seed))
         return text, torch.stack(logits)
@@ -132,7 +133,7 @@ class Reference:
 
     def _step(self, ids: Tensor, begin: int, end: int, cache: Any) -> Any:
         """A pass over ``ids[:, begin:end]`` behind what the cache holds."""
-        return self.model(**self._given(self.model, ids[:, :end], begin), past_key_values=cache, use_cache=True)
+        return self.model(**self._given(self.model, ids[:, :end], begin), **{cache_argument(type(self.model)): cache}, use_cache=True)
 
     def _given(self, model: Any, ids: Tensor, begin: int = 0) -> dict[str, Any]:
         """What ``model`` takes for a pass over ``ids[:, begin:]``."""

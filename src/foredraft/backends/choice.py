@@ -19,8 +19,9 @@ from foredraft.backends.compilation import Compilation
 from foredraft.backends.compilation import refusal as compilation_refusal
 from foredraft.backends.eager import Eager
 from foredraft.backends.kernels import Kernels
-from foredraft.backends.packing import HINTS, NATIVE
+from foredraft.backends.packing import HINTS
 from foredraft.backends.paged_attention import Paged, attention_test
+from foredraft.backends.products import NATIVE
 from foredraft.backends.rollback import Rollback
 from foredraft.backends.self_test import Trial, self_test
 from foredraft.errors import ConfigurationError

@@ -19,11 +19,11 @@ from foredraft.backends.base import Backend, ForwardPass, Overrides, Part, PassO
 from foredraft.backends.kernel_pass import Direct
 from foredraft.device import to_device
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.cache_names import cache_argument
 from foredraft.models.encoder_decoder import Decoder, SourcedCache
 from foredraft.models.features import picked
 from foredraft.models.layers import LayerRanges
 from foredraft.models.masks import KnownMaskInputs, MaskBuilder, MaskInputs
-from foredraft.models.page_stores import Kind
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.positions import alibi_from, temperature_from, tuned_layers, uses_alibi
 from foredraft.models.skips import Sublayers
@@ -48,6 +48,7 @@ class ModelCall:
         parameters = inspect.signature(model.forward).parameters
         self.decoder = Decoder(model, facts.context) if facts.sourced else None
         self._called: Any = self.decoder or model
+        self._cache_arguments = {each: cache_argument(type(each)) for each in (model, model.base_model)}
         self.masks = MaskBuilder(config, config._attn_implementation, model.dtype)
         self.uses_alibi = uses_alibi(model)
         self.tuned = tuned_layers(model)
@@ -111,13 +112,14 @@ class ModelCall:
                 only = self.ranges.only(part.begin, part.end, part.states) if part.skip is None else self.sublayers.left_out(part.skip)
                 passing = overrides.enter_context(only)
                 called = self.model if part.logits else self.model.base_model
-                output = called(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments)
+                output = called(input_ids=tokens, use_cache=True, **arguments, **{self._cache_arguments[called]: cache})
                 return PassOutput(output.logits if part.logits else output[0], passing.found)
             if self.decoder is not None:
                 seen = None if where is None else where.keys
                 overrides.enter_context(self.decoder.positioned(positions, seen, width, drafted=keep is None))
             caught = None if features is None else overrides.enter_context(features.catching())
-            logits: Tensor = self._called(input_ids=tokens, past_key_values=cache, use_cache=True, **arguments).logits
+            arguments[self._cache_arguments[self.model]] = cache
+            logits: Tensor = self._called(input_ids=tokens, use_cache=True, **arguments).logits
         hidden = None if caught is None or features is None else caught.hidden(None if features.whole else keep)
         return PassOutput(logits if keep is None else self._pick(logits, keep), hidden)
 
@@ -133,10 +135,10 @@ class Eager(Backend):
     def __init__(self, facts: ModelFacts, overrides: Overrides | None, reasons: dict[str, str]):
         super().__init__(facts, overrides, reasons)
         self.call = ModelCall(facts)
-        self._decoder = facts.model.get_decoder() if facts.sourced else getattr(facts.model, "model", facts.model)
+        self._decoder = facts.model.get_decoder() or facts.model
         self._called: tuple[object, Direct | None] = (None, None)
         kernels = None if facts.sourced else self._kernels()
-        self.cache = SourcedCache() if facts.sourced else TreeCache() if kernels is None else PagedCache([Kind(kernels.decoder.page_bytes)])
+        self.cache = SourcedCache() if facts.sourced else TreeCache() if kernels is None else PagedCache(kernels.decoder.page_kinds)
 
     def open(self, lengths: Sequence[int], sources: Sequence[Source] = ()) -> None:
         if isinstance(self.cache, SourcedCache):
@@ -202,8 +204,8 @@ class Eager(Backend):
             return None
         where = MaskInputs(given.tree, given.window, self.positions(given.tree, given.window))
         self._place(where)
-        mask = self.call.masks(where, self.cache)
-        return where, mask if isinstance(mask, Tensor) else mask["full_attention"]
+        assert self.direct is not None
+        return where, self.direct.decoder.mask(where, lambda: self.call.masks(where, self.cache))
 
     def _place(self, where: MaskInputs) -> None:
         """Tell kernels, if there are any, where a tree's nodes stand."""

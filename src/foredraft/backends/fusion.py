@@ -12,17 +12,22 @@ layer runs as its class has it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
+from foredraft.backends.described_pass import DescribedModel
+from foredraft.backends.families import FAMILIES
 from foredraft.backends.kernel_pass import PLAIN_ARGUMENTS, NativeLayer, NativeModel, fits
 from foredraft.backends.native import ATTENTION, MLP
-from foredraft.backends.packing import PLAIN, Packing, Product
+from foredraft.backends.packing import Packing
+from foredraft.backends.products import PLAIN, Product
 from foredraft.backends.sourced_pass import SourcedModel
 from foredraft.models.cache import TreeCache
+from foredraft.models.cache_names import cache_argument
 from foredraft.models.changes import Override, Structure, hooks_of, take_back
 from foredraft.models.paged_cache import PagedCache
 from foredraft.models.skips import LeftOut
@@ -45,10 +50,7 @@ class Fusion:
         self.layers: list[nn.Module] = []
         self.native = 0
         self._whole: list[nn.Module] = []
-        attention = model.config._attn_implementation  # type: ignore[union-attr]
-        self.unfused: str | None = f"its attention is {attention!r}, and fused layers attend as 'sdpa' does"
-        if attention != "sdpa":
-            return
+        self.unfused: str | None = None
         try:
             self._fuse(model, packing)
         except BaseException:
@@ -56,16 +58,19 @@ class Fusion:
             raise
 
     def _fuse(self, model: nn.Module, packing: Packing) -> None:
-        known, shared = [layer for layer in model.modules() if is_known(layer)], Shared()
+        attention = model.config._attn_implementation  # type: ignore[union-attr]
+        known, shared = [layer for layer in model.modules() if is_known(layer) and attention == "sdpa"], Shared()
         for layer in known:
             fused = FusedLayer.of(layer, packing, shared)
             if fused is not None:
                 self.layers.append(layer)
                 vars(layer)["forward"] = fused
                 self.native += fused.kernel is not None
-        self.unfused = None
+        if attention not in ("sdpa", "eager"):
+            self.unfused = f"its attention is {attention!r}, and fused layers attend as 'sdpa' does"
+            return
         if not known:
-            families = f"none of {', '.join(LAYERS)}, nor those of a T5, BART or Whisper whose sizes and layouts the kernels take"
+            families = f"none of {', '.join(FAMILIES)}, nor those of a T5, BART or Whisper whose sizes and layouts the kernels take"
             self.unfused = f"its decoder layers are {families}"
         elif len(self.layers) < len(known):
             self.unfused = f"not all products are packed in {len(known) - len(self.layers)} of its {len(known)} decoder layers"
@@ -74,17 +79,24 @@ class Fusion:
                 f"{len(known) - self.native} of its {len(known)} decoder layers have sizes or layouts that the kernel does not take"
             )
         for base in model.modules():
-            whole = NativeModel.of(base) or SourcedModel.of(base, packing)
-            if whole is not None:
+            whole = NativeModel.of(base) or SourcedModel.of(base, packing) or DescribedModel.of(base, packing)
+            if isinstance(whole, str):
+                self.unfused = self.unfused if known else whole
+            elif whole is not None:
                 self._whole.append(base)
                 vars(base)["forward"] = whole
-            if isinstance(whole, SourcedModel):
+            if isinstance(whole, (SourcedModel, DescribedModel)):
                 self.native, self.unfused = len(whole.kernels), None
 
     def trial(self) -> tuple[Tensor, Tensor] | None:
         """What a decoder behind an encoder gives by the kernels, and by its own layers; None if there is none."""
         found = [vars(base)["forward"] for base in self._whole]
         return next((each.trial() for each in found if isinstance(each, SourcedModel)), None)
+
+    def wrong(self, model: nn.Module, sample: Callable[[], Tensor]) -> str | None:
+        """What a decoder that runs by a description gives that its classes do not; None if all is well. ``sample`` runs ``model``."""
+        found = [vars(base)["forward"] for base in self._whole]
+        return next((why for each in found if isinstance(each, DescribedModel) and (why := each.wrong(model, sample)) is not None), None)
 
     def undo(self) -> None:
         """Give every layer the ``forward`` of its class back."""
@@ -135,6 +147,8 @@ class FusedLayer(Override):
         self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.kernel = NativeLayer.of(self)
+        self._cache_argument = cache_argument(type(layer))
+        self._plain_arguments = PLAIN_ARGUMENTS | {self._cache_argument}
         self._hooks, self._structure = hooks_of(layer, inside=True), Structure(layer, inside=True)
 
     @staticmethod
@@ -153,22 +167,23 @@ class FusedLayer(Override):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        *,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        plain = position_embeddings is not None and others.keys() <= PLAIN_ARGUMENTS and not torch.is_grad_enabled()
-        changed = self.outdated or (not isinstance(past_key_values, TreeCache) and self._structure.changed)
+        cache = others.get(self._cache_argument)
+        plain = position_embeddings is not None and others.keys() <= self._plain_arguments and not torch.is_grad_enabled()
+        changed = self.outdated or (not isinstance(cache, TreeCache) and self._structure.changed)
         if position_embeddings is None or not plain or any(self._hooks) or changed:
-            whole = {"attention_mask": attention_mask, "past_key_values": past_key_values, "position_embeddings": position_embeddings}
-            original: Tensor = type(self.layer).forward(self.layer, hidden_states, **whole, **others)
+            others |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+            original: Tensor = type(self.layer).forward(self.layer, hidden_states, **others)
             return original
         attends, feeds = (not isinstance(self.layer._modules[name], LeftOut) for name in ("self_attn", "mlp"))
-        if self.kernel is not None and isinstance(past_key_values, TreeCache) and fits(attention_mask):
-            return self.kernel(hidden_states, attention_mask, past_key_values, position_embeddings, attends * ATTENTION + feeds * MLP)
+        if self.kernel is not None and isinstance(cache, TreeCache) and fits(attention_mask):
+            return self.kernel(hidden_states, attention_mask, cache, position_embeddings, attends * ATTENTION + feeds * MLP)
         x = hidden_states
         if attends:
-            x = x + self._attention(x, attention_mask, past_key_values, position_embeddings)
+            x = x + self._attention(x, attention_mask, cache, position_embeddings)
         if not feeds:
             return x
         gate, up = torch.split(self.gate_up(normed(self.after, x)), self.gate_up.sizes, -1)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.backends.base import Backend
+from foredraft.backends.described_pass import DescribedModel
 from foredraft.backends.eager import Eager
 from foredraft.backends.kernel_pass import BY_POSITION, MODELS
 from foredraft.backends.kernels import Kernels
-from foredraft.backends.packing import NATIVE
+from foredraft.backends.products import NATIVE
 from foredraft.backends.self_test import Trial, some_text
 from foredraft.models.cache import TreeCache
 from foredraft.models.paged_cache import PagedCache
@@ -34,11 +35,13 @@ def refusal(backend: Backend) -> str | None:
         return f"passes are {backend.name}, and only the native kernels add up in one order"
     if kernels.unfused is not None:
         return kernels.unfused
-    if type(decoder).__name__ not in MODELS or facts.chains_only is not None:
+    described = isinstance(vars(decoder).get("forward"), DescribedModel)
+    if (type(decoder).__name__ not in MODELS and not described) or facts.chains_only is not None:
         return f"the kernels are not made for all of {type(decoder).__name__}"
-    if getattr(decoder.rotary_emb, "rope_type", None) not in BY_POSITION:
+    if not (vars(decoder)["forward"].by_position if described else getattr(decoder.rotary_emb, "rope_type", None) in BY_POSITION):
         return "its rotary angles depend on the length of the text"
-    products = [getattr(vars(each).get("forward"), "product", None) for each in facts.model.modules() if isinstance(each, nn.Linear)]
+    asked = [each for each in (*decoder.modules(), facts.model.get_output_embeddings()) if isinstance(each, nn.Linear)]
+    products = [getattr(vars(each).get("forward"), "product", None) for each in asked]
     if any(product is None or product.hint != NATIVE for product in products):
         return "some of its linear layers are not the kernels'"
     if facts.context is not None and facts.context < LEAST:

@@ -6,7 +6,7 @@ A pass is a list of tokens, row after row; rows may have different numbers of th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from foredraft.backends import native
-from foredraft.backends.packing import NATIVE
+from foredraft.backends import experts, native
+from foredraft.backends.products import NATIVE
 from foredraft.device import one_thread
 from foredraft.models.cache import TreeCache, Window
+from foredraft.models.cache_names import cache_argument
 from foredraft.models.changes import Override, hooks_of
 from foredraft.models.layers import Aside
+from foredraft.models.page_stores import Kind
 from foredraft.models.pages import PAGE
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ HEADS = (
 BY_POSITION = ("default", "linear", "llama3", "yarn")
 POINTER = ctypes.sizeof(ctypes.c_void_p)
 COUNTED = 32768  # slots that are not counted anew
-PLAIN_ARGUMENTS = {"position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict"}
+WATCHING = ("output_attentions", "output_hidden_states", "output_router_logits")
+PLAIN_ARGUMENTS = {"position_ids", "use_cache", "logits_to_keep", "return_dict", *WATCHING}
 
 
 class Places:
@@ -92,6 +95,7 @@ class NativePass:
         self._given: tuple[object, object] = (None, None)
         self._held: list[Tensor | None] = []  # what the pointers point to
         self._scratch: dict[tuple[int, int], list[Tensor]] = {}
+        self._experts = torch.empty(0, dtype=torch.uint8)  # scratch of theirs
 
     @staticmethod
     def over(cache: TreeCache, shared: object) -> NativePass:
@@ -118,8 +122,19 @@ class NativePass:
         held = [cos, sin, places.begins, places.rows, places.slots, *scratch]
         for name, tensor in zip(native.POINTERS, held, strict=True):
             setattr(about, name, None if tensor is None else tensor.data_ptr())
+        self.make_room_for_experts(about, layer.library, int(layer.about.hidden), places.count)
         self._held, self._given = held, (angles, window)
         return about
+
+    def make_room_for_experts(self, about: native.Pass, library: Any, hidden: int, tokens: int) -> None:
+        """Scratch for those of any layer in a pass over so many tokens."""
+        mixtures = getattr(self.shared, "experts", ())
+        if not mixtures:
+            return
+        needed = experts.room(mixtures, library, tokens, hidden, int(about.threads))
+        if self._experts.numel() < needed:
+            self._experts = torch.empty(needed, dtype=torch.uint8)
+        about.experts = self._experts.data_ptr()
 
     def room(self, about: native.Layer, x: Tensor, tokens: int, threads: int) -> list[Tensor]:
         """Scratch for so many tokens, kept for the next pass of that size."""
@@ -127,7 +142,8 @@ class NativePass:
         if key not in self._scratch:
             if len(self._scratch) >= 16:
                 self._scratch.clear()
-            sizes = (about.hidden, (about.heads + 2 * about.key_heads) * about.size, about.heads * about.size, 2 * about.inner, about.inner)
+            inner = max(about.inner, getattr(self.shared, "inner", 0))
+            sizes = (about.hidden, (about.heads + 2 * about.key_heads) * about.size, about.heads * about.size, 2 * inner, inner)
             made = [x.new_empty(tokens, size) for size in sizes]
             self._scratch[key] = [*made, torch.empty(threads * native.scratch(int(about.size)))]
         return self._scratch[key]
@@ -141,7 +157,7 @@ class NativeLayer:
     """
 
     def __init__(self, layer: Any):
-        self.shared, self.index, self.library = layer.shared, layer.index, native.library(layer.qkv.dtype, layer.qkv.int8)
+        self.shared, self.index, self.library = layer.shared, layer.index, native.library(layer.qkv.dtype)
         products = {"qkv": layer.qkv, "output": layer.output, "gate_up": layer.gate_up, "down": layer.down}
         norms = {"before": layer.before, "after": layer.after, "query_norm": layer.q_norm, "key_norm": layer.k_norm}
         self._held = [layer, *products.values()]  # the pointers below point into them
@@ -162,10 +178,9 @@ class NativeLayer:
     def of(layer: Any) -> NativeLayer | None:
         """The kernel for ``layer``, or None if its sizes or layouts are not those that the kernel is made for."""
         products = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        whole = [layer.qkv.outputs, layer.output.outputs, layer.gate_up.outputs, layer.down.outputs]
-        if any(product.hint != NATIVE for product in products) or any(size % 64 for size in whole) or layer.down.inputs % 32:
+        if any(each.hint != NATIVE or each.outputs % 64 for each in products) or layer.down.inputs % 32:
             return None
-        if len({(product.dtype, product.int8) for product in products}) > 1:
+        if len({product.dtype for product in products}) > 1:
             return None
         norms = [each for each in (layer.before, layer.after, layer.q_norm, layer.k_norm) if each is not None]
         if layer.size % 32 or layer.activation is not nn.functional.silu or any(each.weight.dtype != layer.qkv.dtype for each in norms):
@@ -205,13 +220,13 @@ class NativeModel(Override):
     def __init__(self, base: Any, layers: Sequence[nn.Module], kernels: Sequence[Kernel], last: Sequence[Tensor], eps: float):
         self.base = self.layer = base
         self.layers, self.kernels, self.shared, self.last, self.eps = layers, kernels, kernels[0].shared, last, eps
-        self.norm = native.Norm.of(*last) if last else native.Norm()
-        table = base.embed_tokens.weight
+        self.norm = native.Norm.of(last[0], last[1] if len(last) > 1 else None) if last else native.Norm()
+        table = base.get_input_embeddings().weight
         self.embedded = native.Embedded(tokens=table.data_ptr(), hidden=table.shape[1], padding=-1, scale=1.0)
         self.run = kernels[0].library.model
         self.abouts = pointers([ctypes.addressof(kernel.about) for kernel in kernels])
         self._tables: tuple[Tensor, Tensor] | None = None  # cos and sin by position
-        self._hooks = hooks_of(base, inside=True)
+        self._hooks, self._cache_argument = hooks_of(base, inside=True), cache_argument(type(base))
 
     @staticmethod
     def of(base: Any) -> NativeModel | None:
@@ -238,22 +253,40 @@ class NativeModel(Override):
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         **others: Any,
     ) -> Any:
-        if not self._serves(input_ids, attention_mask, position_ids, past_key_values, others):
-            given = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values}
-            return type(self.base).forward(self.base, input_ids, **given, **others)
+        cache: Any = others.get(self._cache_argument)
+        if not self._serves(input_ids, attention_mask, position_ids, cache, others):
+            return type(self.base).forward(self.base, input_ids, attention_mask=attention_mask, position_ids=position_ids, **others)
         assert input_ids is not None and position_ids is not None
         x = self.base.embed_tokens(input_ids)
-        out = self.run_over(x, position_ids, None, attention_mask, past_key_values)
-        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values)
+        out = self.run_over(x, position_ids, None, attention_mask, cache)
+        return BaseModelOutputWithPast(out, cache)
 
     @property
-    def page_bytes(self) -> int:
-        """Of a page of a cache, all layers together."""
-        vectors = sum(2 * int(kernel.about.key_heads) for kernel in self.kernels)
-        return vectors * PAGE * int(self.kernels[0].about.size) * self.base.embed_tokens.weight.itemsize
+    def page_kinds(self) -> list[Kind]:
+        """Of the layers, as a cache in pages keeps them."""
+        return [Kind(self.page_bytes(self.kernels))]
+
+    def page_bytes(self, kernels: Sequence[Kernel]) -> int:
+        """Of a page of a cache, some layers together."""
+        vectors = sum(2 * int(kernel.about.key_heads) for kernel in kernels)
+        return vectors * PAGE * int(self.kernels[0].about.size) * int(self.base.dtype.itemsize)
+
+    @property
+    def by_position(self) -> bool:
+        """Whether what is turned by its position turns by that alone, however long the text is."""
+        return getattr(self.base.rotary_emb, "rope_type", None) in BY_POSITION
+
+    def mask(self, where: MaskInputs, built: Callable[[], Any]) -> Tensor:
+        """``[R, 1, N, W]`` what the nodes of a tree see, as the kernels read it; ``built`` makes what the model reads."""
+        mask = built()
+        found: Tensor = mask if isinstance(mask, Tensor) else mask["full_attention"]
+        return found
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """What the model makes of what its head gives."""
+        return logits
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """``[1, n, hidden]`` what the first layer reads of ``ids`` ``[n]`` at ``positions`` ``[n]``."""
@@ -309,9 +342,8 @@ class NativeModel(Override):
     @property
     def watched(self) -> bool:
         """Somebody wants to see what happens inside, or runs only some of the layers."""
-        config = self.base.config
-        asked = config.output_attentions or config.output_hidden_states
-        return bool(asked) or any(self._hooks) or any(isinstance(layer, Aside) for layer in self.layers)
+        asked = any(getattr(self.base.config, name, False) for name in WATCHING)
+        return asked or any(self._hooks) or any(isinstance(layer, Aside) for layer in self.layers)
 
     def _serves(self, ids: Tensor | None, mask: Any, positions: Tensor | None, cache: Any, others: dict[str, Any]) -> bool:
         return (
@@ -319,8 +351,8 @@ class NativeModel(Override):
             and positions is not None
             and isinstance(cache, TreeCache)
             and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 4 and fits(mask)))
-            and others.keys() <= PLAIN_ARGUMENTS | {"inputs_embeds"}
-            and not any(others.get(name) for name in ("output_attentions", "output_hidden_states"))
+            and others.keys() <= PLAIN_ARGUMENTS | {"inputs_embeds", self._cache_argument}
+            and not any(others.get(name) for name in WATCHING)
             and others.get("inputs_embeds") is None
             and not (self.watched or torch.is_grad_enabled())
         )
@@ -347,7 +379,7 @@ class NativeModel(Override):
     def angles_by_position(self, x: Tensor, needed: int) -> tuple[Tensor, Tensor] | None:
         """cos and sin ``[needed or more, D]`` in the dtype of ``x``; None where they do not depend on the position alone."""
         rotary = self.base.rotary_emb
-        if getattr(rotary, "rope_type", None) not in BY_POSITION:
+        if not self.by_position:
             return None
         tables = self._tables
         if tables is None or tables[0].shape[0] < needed:
@@ -380,14 +412,16 @@ class Direct:
     def logits(self, hidden: Tensor) -> Tensor:
         found: Tensor = self.head(hidden)
         with one_thread(found):
-            return found if self.bias is None else found + self.bias
+            return self.decoder.finished(found if self.bias is None else found + self.bias)
 
     @staticmethod
     def of(model: Any) -> Direct | None:
         """Of ``model``, or None if it is no such model."""
-        if type(model).__name__ not in HEADS or not type(model).__module__.startswith("transformers.models."):
+        if not type(model).__module__.startswith("transformers.models."):
             return None
         decoder = vars(model.get_decoder()).get("forward")
+        if type(model).__name__ not in HEADS and type(model).__name__ != getattr(decoder, "head", None):
+            return None
         return Direct(model, decoder) if isinstance(decoder, NativeModel) else None
 
     @property

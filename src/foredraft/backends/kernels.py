@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from foredraft.backends import experts
 from foredraft.backends.fusion import Fusion
 from foredraft.backends.packing import Packing, one_thread
+from foredraft.backends.products import NATIVE
 from foredraft.errors import ConfigurationError
 from foredraft.models import changes
 from foredraft.models.changes import NUMBERS, STRUCTURE, ModelState
@@ -54,15 +56,21 @@ class Kernels:
     def _lay_out(self) -> None:
         expected = self._sample()
         self._packing = Packing(self.model, self._sample, owned=self.owned, hints=self.hints)
+        if NATIVE in self.hints:
+            experts.pack(self._packing)
+        routed = bool(self._packing.others)
         self._fusion = Fusion(self.model, self._packing)
         self.unfused = self._fusion.unfused
         trial = (self._sample(), expected) if self._fusion.layers else self._fusion.trial()
-        if trial is not None and (found := difference(*trial)) is not None:
+        if trial is not None and (found := difference(*trial, routed)) is not None:
             self._fusion.undo()
             self.unfused = f"fused layers gave logits that differ by {found:.1e} of their scale"
+        elif (why := self._fusion.wrong(self.model, self._sample)) is not None:
+            self._fusion.undo()
+            self.unfused = why
         self.fused, self.native = len(self._fusion.layers), self._fusion.native
         self.refused: str | None = None
-        if not self.fused and (found := difference(self._sample(), expected)) is not None:
+        if not self.fused and (found := difference(self._sample(), expected, routed)) is not None:
             self._fusion.undo()
             self._packing.undo()
             self.refused = f"packed weights gave logits that differ by {found:.1e} of their scale"
@@ -131,7 +139,9 @@ class Kernels:
         self._packing = self._fusion = None
 
 
-def difference(logits: Tensor, expected: Tensor) -> float | None:
-    """How far ``logits`` lie from what is ``expected``, in parts of the largest; None if rounding explains it."""
-    found = float((logits.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6))
+def difference(logits: Tensor, expected: Tensor, routed: bool = False) -> float | None:
+    """How far ``logits`` ``[..., V]`` lie from what is ``expected``, in parts of the largest; None if rounding explains it. Tokens may be
+    ``routed`` to experts."""
+    off = experts.worst(logits.float() - expected.float(), expected.dtype, routed=routed)
+    found = float(off / expected.float().abs().max().clamp(min=1e-6))
     return None if found <= TOLERANCE[expected.dtype] else found

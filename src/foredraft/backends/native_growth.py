@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import Direct, NativePass
-from foredraft.backends.packing import NATIVE, Product, padded
+from foredraft.backends.products import NATIVE, Product, padded
 from foredraft.models.cache import TreeCache, Window
 from foredraft.shapes import DynamicShape, StaticShape
 
@@ -159,6 +159,7 @@ class Grower:
             setattr(self._about, name, tensor.data_ptr())
         self._about.stride, self._pass.threads = capacity, wanted[3]
         scratch = self._scratch.room(self._layer, self._like, tokens, wanted[3])
+        self._scratch.make_room_for_experts(self._pass, self._library, hidden, tokens)
         rows = torch.zeros(tokens, dtype=torch.int32)
         for name, tensor in zip(("row_of", "states", "projected", "attended", "wide", "thin", "scratch"), (rows, *scratch), strict=True):
             setattr(self._pass, name, tensor.data_ptr())
@@ -179,7 +180,8 @@ class NativeGrowth(Grower):
         self.direct, self.cache, self.context = direct, cache, context
         decoder, first = direct.decoder, direct.decoder.kernels[0]
         about = native.Growth(layers=ctypes.addressof(decoder.abouts), count=len(decoder.kernels), norm=decoder.norm, eps=decoder.eps)
-        super().__init__(first.library, first.about, head, decoder.base.embed_tokens.weight.new_empty(0), about)
+        super().__init__(first.library, first.about, head, decoder.base.get_input_embeddings().weight.new_empty(0), about)
+        self._scratch = NativePass(decoder.shared)
         self._banned: tuple[int, ...] | None = None
         self.ban(())
 
@@ -190,7 +192,7 @@ class NativeGrowth(Grower):
         layer = direct.decoder.kernels[0]
         if not isinstance(head, Product) or head.hint != NATIVE or head.inputs != layer.about.hidden:
             return None
-        if native.library(head.dtype, head.int8) is not layer.library:
+        if native.library(head.dtype) is not layer.library:
             return None
         return NativeGrowth(direct, head, cache, context)
 
@@ -199,7 +201,7 @@ class NativeGrowth(Grower):
         if tokens == self._banned:
             return
         self._banned, head, added = tokens, self.head, self.direct.bias
-        self._matrix = native.Matrix(head.matrix.values, head.matrix.scale, head.matrix.bias)
+        self._matrix = native.Matrix.from_buffer_copy(head.matrix)
         if added is not None or tokens:
             self._bias = torch.zeros(head.outputs, dtype=head.dtype) if head.bias is None else head.bias[: head.outputs].clone()
             if added is not None:
@@ -218,14 +220,14 @@ class NativeGrowth(Grower):
             return None
         decoder, about = self.direct.decoder, self._about
         cache.enter(Window(0, 1, (start,), most - start))
+        keys, values = decoder.held(cache, self._like)
         if not decoder.place(about, self._pass, cache, self._like, most):
             return None
-        keys, values = decoder.held(cache, self._like)
         cache.place(self._pass)
         self._make_room(max(MISSED, widest), 1 + nodes, cache.capacity)
         about.embedded = decoder.embedded
         about.keys, about.values = ctypes.addressof(keys), ctypes.addressof(values)
-        about.vocab = min(vocab_size, self.head.outputs, decoder.base.embed_tokens.num_embeddings)
+        about.vocab = min(vocab_size, self.head.outputs, decoder.base.get_input_embeddings().num_embeddings)
         about.start, about.missed, about.most = start, missed, most
         return (ctypes.c_int64 * missed)(*ids[start:])
 

@@ -3,7 +3,7 @@
 A pass over a few tokens reads every weight once, and how fast depends on the order in which the weights lie in memory. oneDNN packs
 a matrix into blocks for its kernels, and so do the kernels in ``native``; torch's own linear layers pack it anew in every pass,
 or read it as it is. Here each linear layer of a model is packed once, and layers that read the same input (query, key and value; gate and
-up) become one product. torchao's weights of eight bits have one layout only, that of ``native``.
+up) become one product. Quantised weights have one layout only, that of ``native``, which keeps their bits.
 
 Layouts sum in different orders, so logits differ in the last bits. So which one is taken depends on the machine and the matrix alone, never
 on a time that was measured: the same command gives the same logits every time.
@@ -13,136 +13,27 @@ The classes of the model stay what they are: ``forward`` is overridden on single
 
 from __future__ import annotations
 
-import ctypes
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.backends import native
-from foredraft.backends.int8 import give_back, integers, is_held, is_int8, scales, take
-from foredraft.models.changes import Override, hooks_of, take_back
+from foredraft.backends.narrow import PLAIN as UNQUANTISED
+from foredraft.backends.narrow import READ, UNIT, Format, format_of, give_back, is_held, is_quantised, take
+from foredraft.backends.products import BLOCK, NATIVE, ONEDNN, PLAIN, Product, Source, sources_of
+from foredraft.models.changes import Override, take_back
 
 DTYPES = (torch.float32, torch.bfloat16)
-PLAIN = 0  # the layout that torch has them in
-NATIVE = -1  # the layout of the kernels in ``native``
-ONEDNN = 8  # oneDNN's layout for so many tokens; 2 to 16 make the same one
 HINTS = (PLAIN, ONEDNN)
 PREFERRED = (NATIVE, ONEDNN, PLAIN)
-BLOCK = 64  # outputs that the kernels in ``native`` compute together
-UNIT = 32  # numbers in a row of weights, or a multiple of them, that the kernels in ``native`` read
+WORDS = {4: "four", 8: "eight"}
 LIGHT = 2 << 30  # bytes of a model up to which one thread prepares it as fast
-
-
-class Product:
-    """One matrix product for linear layers that read the same input.
-
-    Args:
-        layers: their outputs are computed together and handed out layer by layer.
-        hint: the number of tokens that oneDNN's layout is made for; ``PLAIN`` only joins the matrices; ``NATIVE``.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear] | Sequence[Rows], hint: int):
-        self.layers, self.sizes, self.hint = layers, [layer.out_features for layer in layers], hint
-        self.outputs, self.inputs = sum(self.sizes), layers[0].in_features
-        self.dtype, self.int8 = layers[0].weight.dtype, is_int8(layers[0].weight)
-        weights = [layer.weight if self.int8 else layer.weight.detach() for layer in layers]
-        self.bias = joined_bias(layers)
-        if hint == NATIVE:
-            self.packed = blocked(integers(weights) if self.int8 else joined(weights), self.dtype)
-            self.bias = None if self.bias is None else padded(self.bias)
-            self.scale = padded(scales(weights)) if self.int8 else None
-            parts = (self.packed, self.scale, self.bias)
-            self.matrix = native.Matrix(*(None if part is None else part.data_ptr() for part in parts))
-            self._linear = native.library(self.dtype, self.int8).linear
-        else:
-            weight = joined(weights)
-            self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
-        self.sources = [source for layer in layers if isinstance(layer, nn.Linear) for source in sources_of(layer)]
-        self._hooks = [hooks for layer in layers if isinstance(layer, nn.Linear) for hooks in hooks_of(layer)]
-        self._computed: tuple[Tensor | None, Sequence[Tensor]] = (None, ())  # an input and the outputs for it
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[..., sum of outputs]`` for ``x`` ``[..., inputs]``."""
-        if self.hint == PLAIN:
-            return nn.functional.linear(x, self.packed, self.bias)
-        if self.hint == NATIVE:
-            return self._by_kernel(x.contiguous())
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return product
-
-    def _by_kernel(self, x: Tensor) -> Tensor:
-        if x.dtype != self.dtype:
-            raise RuntimeError(f"expected an input in {self.dtype}, got {x.dtype}")
-        width = padded_size(self.outputs)
-        y = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
-        sizes = x.numel() // self.inputs, self.inputs, width
-        self._linear(ctypes.byref(self.matrix), x.data_ptr(), y.data_ptr(), *sizes, torch.get_num_threads())
-        return y if width == self.outputs else y[..., : self.outputs]
-
-    @property
-    def packed_outputs(self) -> int:
-        """How many outputs the kernels compute, those that pad the matrix included."""
-        return padded_size(self.outputs)
-
-    @property
-    def outdated(self) -> bool:
-        """The layers have other weights by now, or a gradient is wanted of them."""
-        return bool(self.sources) and (torch.is_grad_enabled() or not all(source.kept for source in self.sources))
-
-    def part(self, x: Tensor, index: int) -> Tensor:
-        """The output of layer ``index``: the first layer to be asked computes for all, and the last one lets go of it."""
-        if len(self.layers) == 1:
-            return self(x)
-        given, outputs = self._computed  # another thread may replace both at any time
-        if x is not given or any(self._hooks):  # which may write to the input between two layers
-            outputs = torch.split(self(x), self.sizes, -1)
-        self._computed = (None, ()) if index == len(self.layers) - 1 else (x, outputs)
-        return outputs[index]
-
-    def weights(self) -> Sequence[Tensor]:
-        """The weights as they were, one matrix per layer; of eight bits the integers."""
-        dense = self.packed
-        if self.hint == NATIVE:
-            dense = unblocked(dense, self.outputs)
-        elif self.hint != PLAIN:
-            dense = dense.to_dense()
-        return [part.clone() for part in torch.split(dense, self.sizes)]
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A weight or a bias, and the tensor that holds its numbers, as it was when it was packed."""
-
-    parameters: dict[str, Any]
-    name: str
-    parameter: Any
-    numbers: Tensor
-    version: int | None
-
-    @property
-    def written(self) -> bool:
-        return self.version is not None and self.numbers._version != self.version
-
-    @property
-    def kept(self) -> bool:
-        """It is what it was."""
-        return self.parameters.get(self.name) is self.parameter and not self.written
-
-
-def sources_of(layer: nn.Linear) -> list[Source]:
-    found = []
-    each: Any
-    for name, each in layer._parameters.items():
-        if each is not None:
-            numbers = each.qdata if is_int8(each) else each
-            found.append(Source(layer._parameters, name, each, numbers, None if numbers.is_inference() else numbers._version))
-    return found
 
 
 class PackedForward(Override):
@@ -169,11 +60,23 @@ class Kind:
     outputs: int
     inputs: int
     layers: int
-    int8: bool = False
+    format: Format = UNQUANTISED
 
     @staticmethod
     def of(layers: Sequence[nn.Linear]) -> Kind:
-        return Kind(sum(layer.out_features for layer in layers), layers[0].in_features, len(layers), is_int8(layers[0].weight))
+        found = format_of(layers[0].weight)
+        assert found is not None
+        return Kind(sum(layer.out_features for layer in layers), layers[0].in_features, len(layers), found)
+
+
+class Packed(Protocol):
+    """Packed weights of a module that is no linear layer."""
+
+    taken: list[Source]
+
+    def originals(self) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+    def undo(self) -> None: ...
 
 
 class Packing:
@@ -188,7 +91,7 @@ class Packing:
 
     Attributes:
         hints: the chosen layout of each kind of product; None where layers stay as they are.
-        taken: the placeholders of weights that packed ones have replaced.
+        others: what else was packed and is undone with them.
     """
 
     def __init__(
@@ -203,7 +106,8 @@ class Packing:
         groups = sharing(model, sample)
         self.hints = {kind: preferred_hint(alike, hints) for kind, alike in by_kind(groups).items()}
         self._products: list[tuple[Product, list[nn.Linear], list[bool]]] = []
-        self.taken: list[Source] = []  # placeholders
+        self.others: list[Packed] = []
+        self._taken: list[Source] = []
         self._found: dict[int, Product] = {}
         shared = held_elsewhere(model)
         try:
@@ -219,13 +123,21 @@ class Packing:
         self._products.append((product, layers, freed))
         for index, (layer, free) in enumerate(zip(layers, freed)):
             vars(layer)["forward"] = PackedForward(product, index)
-            if free and product.int8:
+            if free and product.quantised:
                 take(layer.weight)
             elif free:
                 layer.weight = placeholder(layer.weight)
-            self.taken += [source for source in sources_of(layer) if free and source.name == "weight"]
+            self._taken += [source for source in sources_of(layer) if free and source.name == "weight"]
             self._found[id(layer)] = product
         product.sources = [source for layer, free in zip(layers, freed) if not free for source in sources_of(layer)]
+
+    @property
+    def taken(self) -> list[Source]:
+        """The placeholders of weights that packed ones have replaced."""
+        return [*self._taken, *(source for other in self.others for source in other.taken)]
+
+    def add(self, other: Packed) -> None:
+        self.others.append(other)
 
     def matrix(self, layer: nn.Module) -> native.Matrix | None:
         """What the native kernels read of ``layer``, alone or within a product of several; None if it has another layout."""
@@ -233,8 +145,7 @@ class Packing:
         if found is None or found.hint != NATIVE or any(size % BLOCK for size in found.sizes):
             return None
         first = sum(found.sizes[: next(index for index, each in enumerate(found.layers) if each is layer)])
-        starts = ((found.packed, first * found.inputs), (found.scale, first), (found.bias, first))
-        return native.Matrix(*(None if part is None else part.data_ptr() + at * part.element_size() for part, at in starts))
+        return found.matrix_from(first)
 
     def product(self, *layers: nn.Module) -> Product | None:
         """The product that computes just these layers, in this order, or None."""
@@ -244,9 +155,10 @@ class Packing:
 
     def lost(self) -> str | None:
         """A parameter that somebody wrote to, or made, where there are only placeholders, so that nothing was written; None if none is."""
-        ours = {id(source.parameter) for source in self.taken}
-        written = {id(source.parameter) for source in self.taken if source.written}
-        named = self.model.named_parameters() if self.taken else ()
+        taken = self.taken
+        ours = {id(source.parameter) for source in taken}
+        written = {id(source.parameter) for source in taken if source.written}
+        named = self.model.named_parameters() if taken else ()
         return next((name for name, each in named if id(each) in written or (each.is_meta and id(each) not in ours)), None)
 
     def originals(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -254,10 +166,14 @@ class Packing:
         for product, layers, freed in self._products:
             if any(freed):
                 yield from ((layer.weight, weight) for layer, free, weight in zip(layers, freed, product.weights()) if free)
+        for other in self.others:
+            yield from other.originals()
 
     def undo(self) -> None:
         """Give every layer its own ``forward`` and weight back."""
-        self._found, placeholders = {}, {id(source.parameter) for source in self.taken}
+        while self.others:
+            self.others.pop().undo()
+        self._found, placeholders = {}, {id(source.parameter) for source in self._taken}
         while self._products:
             product, layers, freed = self._products.pop()
             weights = product.weights() if any(freed) else [torch.empty(0)] * len(layers)
@@ -265,11 +181,11 @@ class Packing:
                 take_back(layer, PackedForward)
                 if not free or id(layer.weight) not in placeholders:  # of those, some may have been replaced meanwhile
                     continue
-                if product.int8:
+                if product.quantised:
                     give_back(layer.weight, weight)
                 else:
                     layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
-        self.taken = []
+        self._taken = []
 
 
 def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | None:
@@ -280,11 +196,12 @@ def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | 
     if devices != {"cpu"}:
         return f"its weights are on {', '.join(sorted(devices))}, and only those in CPU memory are packed"
     packed = [module for module in model.modules() if packable(module)]
-    int8 = any(is_int8(module.weight) for module in packed)
-    if getattr(model, "is_quantized", False) and not int8:
-        return "its weights are quantised, and not by torchao to eight bits with a scale per output"
-    if int8 and NATIVE not in hints:
-        return "its weights have eight bits, for which there is no other layout than that of the native kernels"
+    bits = sorted({format_of(module.weight).bits for module in packed if is_quantised(module.weight)})  # type: ignore[union-attr]
+    if getattr(model, "is_quantized", False) and not bits:
+        return f"its weights are quantised in a way that the native kernels do not read; they read {READ}"
+    if bits and NATIVE not in hints:
+        how = " and ".join(WORDS[each] for each in bits)
+        return f"its weights have {how} bits, for which there is no other layout than that of the native kernels"
     if not packed:
         return "it has no plain linear layers in float32 or bfloat16"
     if set(hints) == {NATIVE} and all(int(module.in_features) % UNIT for module in packed):  # type: ignore[arg-type]
@@ -293,10 +210,10 @@ def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | 
 
 
 def packable(module: nn.Module) -> bool:
-    """A linear layer as torch makes it: no subclass, no override, a dtype that oneDNN multiplies or eight bits that our kernels do."""
+    """A linear layer as torch makes it: no subclass, no override, a dtype that oneDNN multiplies or bits that our kernels do."""
     if type(module) is not nn.Linear or module.weight.dtype not in DTYPES or "forward" in vars(module):
         return False
-    return (type(module.weight) is nn.Parameter or is_int8(module.weight)) and is_held(module.weight)
+    return format_of(module.weight) is not None and is_held(module.weight)
 
 
 def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]]:
@@ -320,12 +237,21 @@ def sharing(model: nn.Module, sample: Callable[[], Any]) -> list[list[nn.Linear]
             before = None
             continue
         seen.add(id(layer))
-        if x is before and is_int8(layer.weight) == is_int8(groups[-1][0].weight):
+        if x is before and together(groups[-1][-1], layer):
             groups[-1].append(layer)
         else:
             groups.append([layer])
         before = x
     return groups
+
+
+def together(above: nn.Linear, layer: nn.Linear) -> bool:
+    """Whether one product can compute both: weights of one format, or weights in groups of which the kernels read one matrix after the
+    other."""
+    formats = [format_of(each.weight) for each in (above, layer)]
+    if formats[0] == formats[1]:
+        return True
+    return above.out_features % BLOCK == 0 and all(each is not None and each.grouped and each.order == "" for each in formats)
 
 
 def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear]]]:
@@ -338,11 +264,11 @@ def by_kind(groups: Sequence[list[nn.Linear]]) -> dict[Kind, list[list[nn.Linear
 def preferred_hint(groups: Sequence[list[nn.Linear]], hints: Sequence[int]) -> int | None:
     """The first layout that fits these products, of :data:`PREFERRED` those in ``hints``; None for torch's own layers."""
     weight = groups[0][0].weight
-    int8 = is_int8(weight)
+    quantised = is_quantised(weight)
     fits = {
         NATIVE: weight.shape[1] % UNIT == 0,
-        ONEDNN: not int8 and onednn_lays_out(weight.dtype),
-        PLAIN: not int8 and len(groups[0]) > 1,
+        ONEDNN: not quantised and onednn_lays_out(weight.dtype),
+        PLAIN: not quantised and len(groups[0]) > 1,
     }
     return next((hint for hint in PREFERRED if hint in hints and fits[hint]), None)
 
@@ -355,16 +281,6 @@ def onednn_lays_out(dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A linear layer that is none of torch's."""
-
-    weight: Tensor
-    bias: Tensor | None
-    out_features: int
-    in_features: int
 
 
 @contextmanager
@@ -391,44 +307,6 @@ def held_elsewhere(model: nn.Module) -> set[int]:
     return {parameter for parameter, count in holders.items() if count > 1}
 
 
-def joined(weights: Sequence[Tensor]) -> Tensor:
-    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
-
-
-def joined_bias(layers: Sequence[nn.Linear] | Sequence[Rows]) -> Tensor | None:
-    if all(layer.bias is None for layer in layers):
-        return None
-    dtype = layers[0].weight.dtype
-    return joined([torch.zeros(layer.out_features, dtype=dtype) if layer.bias is None else layer.bias.detach() for layer in layers])
-
-
 def placeholder(weight: Tensor) -> nn.Parameter:
     """Shape and dtype of ``weight``, no memory."""
     return nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
-
-
-def padded_size(outputs: int) -> int:
-    return -(-outputs // 64) * 64
-
-
-def padded(row: Tensor) -> Tensor:
-    """``row`` with zeros behind, for the outputs that pad a matrix."""
-    return nn.functional.pad(row, (0, padded_size(len(row)) - len(row)))
-
-
-def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """``weight`` ``[N, K]`` as ``layer.c`` reads it for products in ``dtype``, its own by default."""
-    fill = padded_size(len(weight)) - len(weight)
-    rows = nn.functional.pad(weight, (0, 0, 0, fill)) if fill else weight.contiguous()
-    pairs = (dtype or weight.dtype) == torch.bfloat16
-    if pairs:  # each moved as one number
-        rows = rows.view(torch.int32 if weight.dtype == torch.bfloat16 else torch.int16)
-    order = rows.view(-1, 16, rows.shape[1]).transpose(1, 2)
-    packed = native.room(order.shape, order.dtype).copy_(order).view(weight.dtype)
-    return packed.view(*order.shape, 2) if pairs else packed
-
-
-def unblocked(packed: Tensor, outputs: int) -> Tensor:
-    """The ``[N, K]`` matrix that :func:`blocked` was given."""
-    rows = packed.permute(0, 2, 1, 3).flatten(2) if packed.ndim == 4 else packed.permute(0, 2, 1)
-    return rows.flatten(0, 1)[:outputs]

@@ -44,7 +44,7 @@ def refusal(facts: ModelFacts, execution: str) -> str | None:
         return "the model has an encoder"
     if execution in ("compiled", "graphs"):
         return f"execution={execution!r} was asked for"
-    if any(each.device.type != "cpu" for each in facts.model.parameters()):
+    if any(each.device.type not in ("cpu", "meta") for each in facts.model.parameters()):  # packed weights leave placeholders
         return "pages are for CPUs"
     return None
 

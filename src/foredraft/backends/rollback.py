@@ -22,10 +22,10 @@ from transformers import DynamicCache
 
 from foredraft.backends.base import Backend, ForwardPass, Overrides, PassOutput
 from foredraft.backends.states import WORTH_KEEPING, RowMemory, State, StateStore, begins, shared_beginning
+from foredraft.models.cache_names import cache_argument, cache_of
 from foredraft.models.support import ModelFacts
 
 READ_AGAIN = 32  # kept tokens read again in a pass; more of them get a pass of their own, after which the copy is renewed
-CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 
 
 @dataclass(eq=False)
@@ -201,7 +201,7 @@ class Rollback(Backend):
     context nothing is read; its logits, and those of filler, are zeros.
 
     Args:
-        facts: a model that takes a cache as one of ``CACHE_ARGUMENTS`` and reads several tokens behind it in one pass.
+        facts: a model that takes a cache and reads several tokens behind it in one pass.
         chunk: most tokens of text read in one pass.
     """
 
@@ -212,7 +212,7 @@ class Rollback(Backend):
         self.model, self.chunk = facts.model, chunk
         self.cache = RollbackCache()
         parameters = inspect.signature(facts.model.forward).parameters
-        self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in parameters)
+        self._cache_argument = cache_argument(type(facts.model))
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
@@ -300,7 +300,7 @@ class Rollback(Backend):
         self.passes += 1
         with nullcontext() if self.features is None else self.features.catching() as caught:
             output = self.model(input_ids=torch.tensor([tokens], device=self.facts.device), use_cache=True, **arguments)
-        state.memory = getattr(output, self._cache_argument)
+        state.memory = cache_of(output)
         state.tokens += tokens
         state.logits = None
         if self.cache.memory.sizes is None:

@@ -13,7 +13,7 @@ from foredraft.backends.base import Backend, ForwardPass, tree_window
 from foredraft.errors import UnsupportedModelError
 from foredraft.models.cache import Window
 from foredraft.models.encoder_decoder import Source, some_source, uncounted
-from foredraft.models.support import ModelFacts, describe, tolerance
+from foredraft.models.support import ModelFacts, describe, is_half, is_routed, tolerance
 from foredraft.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -25,13 +25,15 @@ WINDOW_OPTIONS = ("sliding_window", "attention_chunk_size", "window_size")
 TREE = (-1, 0, 0, 1, 1, 2)  # parents; two levels that branch
 LEAVES = ((4, 5), (5,))  # of each row, whose paths are compared
 PATH = (0, 2, 5)  # what is kept of it: nodes that have to move
+ATTEMPTS = 3  # with other tokens, where rounding may choose other experts
 
 
 class Trial:
-    """A few rows over ``backend``, behind ``texts``, which are read at once, and ``sources`` where the model has an encoder."""
+    """A few rows over ``backend``, behind ``texts``, which are read at once, and ``sources`` where the model has an encoder. What is scored
+    behind them depends on ``seed``."""
 
-    def __init__(self, backend: Backend, texts: Sequence[Sequence[int]], sources: Sequence[Source] = ()):
-        self.backend, self.device, self.sources = backend, backend.facts.device, list(sources)
+    def __init__(self, backend: Backend, texts: Sequence[Sequence[int]], sources: Sequence[Source] = (), seed: int = 0):
+        self.backend, self.device, self.sources, self.seed = backend, backend.facts.device, list(sources), seed
         lengths = [len(text) for text in texts]
         backend.open([0] * len(texts), sources)
         tokens = torch.tensor([[*text, *[0] * (max(lengths) - len(text))] for text in texts], device=self.device)
@@ -48,8 +50,8 @@ class Trial:
 
     def tree(self) -> TokenTree:
         """Two rows with a branching tree each."""
-        facts = self.backend.facts
-        nodes = torch.tensor([some_text(facts, len(TREE), 23), some_text(facts, len(TREE), 29)], device=self.device)
+        facts, seed = self.backend.facts, self.seed
+        nodes = torch.tensor([some_text(facts, len(TREE), seed + 23), some_text(facts, len(TREE), seed + 29)], device=self.device)
         return TokenTree(nodes, torch.tensor([TREE] * 2, device=self.device))
 
 
@@ -72,28 +74,40 @@ def self_test(backend: Backend) -> str | None:
     facts = backend.facts
     if facts.context is not None and facts.context < SMALLEST:
         return facts.chains_only
-    texts = texts_of_test(facts)
-    try:
-        trial = Trial(backend, texts, sources_of_test(facts))
-        difference = _chain_error(trial, texts, (1, 2))
-        if difference is not None:
-            raise UnsupportedModelError(
-                f"{describe(facts.model)}: logits through a rolled-back cache differ from a plain pass by {difference}; generation "
-                "would be wrong. If you know that it is rounding, pass self_test=False; else use model.generate"
-            )
-        if facts.chains_only is not None:
+    for attempt in range(ATTEMPTS if _flips(facts) else 1):
+        of_chain, of_tree = _differences(backend, 37 * attempt)
+        if of_chain is of_tree is None:
             return facts.chains_only
-        difference = _tree_error(trial, texts) or _chain_error(trial, texts, (3, 0)) or _left_error(trial, texts)
-        if difference is not None:
-            return f"in the self-test of {describe(facts.model)} a branching tree's logits differed from a plain pass by {difference}"
-        return None
+    if of_chain is not None:
+        raise UnsupportedModelError(
+            f"{describe(facts.model)}: logits through a rolled-back cache differ from a plain pass by {of_chain}; generation "
+            "would be wrong. If you know that it is rounding, pass self_test=False; else use model.generate"
+        )
+    return f"in the self-test of {describe(facts.model)} a branching tree's logits differed from a plain pass by {of_tree}"
+
+
+def _differences(backend: Backend, seed: int) -> tuple[str | None, str | None]:
+    """How far the logits of a chain lie from those of a plain pass, and those of a tree, where that is too far."""
+    facts = backend.facts
+    texts = texts_of_test(facts, seed)
+    try:
+        trial = Trial(backend, texts, sources_of_test(facts), seed)
+        of_chain = _chain_error(trial, texts, (1, 2))
+        if of_chain is not None or facts.chains_only is not None:
+            return of_chain, None
+        return None, _tree_error(trial, texts) or _chain_error(trial, texts, (3, 0)) or _left_error(trial, texts)
     finally:
         backend.release()
 
 
-def texts_of_test(facts: ModelFacts) -> list[list[int]]:
+def _flips(facts: ModelFacts) -> bool:
+    """Whether tokens may go to other experts for rounding alone."""
+    return is_half(facts.model) and is_routed(facts.model)
+
+
+def texts_of_test(facts: ModelFacts, seed: int = 0) -> list[list[int]]:
     """Two texts, one of them so long that its beginning is out of sight."""
-    return [some_text(facts, _beyond_window(facts.model), 3), some_text(facts, 3, 1)]
+    return [some_text(facts, _beyond_window(facts.model), seed + 3), some_text(facts, 3, seed + 1)]
 
 
 def sources_of_test(facts: ModelFacts) -> list[Source]:
@@ -119,7 +133,7 @@ def _beyond_window(model: PreTrainedModel) -> int:
 def _chain_error(trial: Trial, texts: list[list[int]], kept: Sequence[int]) -> str | None:
     """Score a chain and keep ``kept[r]`` of it; the rows that keep some are compared."""
     facts = trial.backend.facts
-    drafted = torch.tensor([some_text(facts, 3, 11 + 6 * row) for row in range(len(texts))], device=facts.device)
+    drafted = torch.tensor([some_text(facts, 3, trial.seed + 11 + 6 * row) for row in range(len(texts))], device=facts.device)
     logits = trial.score(TokenTree.from_chain(drafted))
     trial.commit(None, kept)
     errors = []
@@ -155,7 +169,8 @@ def _tree_error(trial: Trial, texts: list[list[int]]) -> str | None:
 
 
 def _error(trial: Trial, row: int, cached: Tensor, text: list[int], drafted: list[int]) -> str | None:
-    """How far ``cached`` ``[D, V]`` lies from the logits of a plain pass at ``drafted`` ``[D]`` behind ``text``, if that is too far."""
+    """How far ``cached`` ``[D, V]`` lies from the logits of a plain pass at ``drafted`` ``[D]`` behind ``text``, if that is too far. In
+    half precision a token in four may go to other experts for rounding alone."""
     facts = trial.backend.facts
     ids = torch.tensor([text + drafted], device=facts.device)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -163,7 +178,8 @@ def _error(trial: Trial, row: int, cached: Tensor, text: list[int], drafted: lis
         given = {**{name: each.to(facts.device) for name, each in trial.sources[row].inputs.items()}, "decoder_input_ids": ids}
     with uncounted(facts.model.get_decoder()) if facts.sourced else nullcontext():
         fresh = facts.model(**given, use_cache=False).logits[0, -len(drafted) :]
-    difference = (cached.float() - fresh.float().to(cached.device)).abs().max()
+    errors = (cached.float() - fresh.float().to(cached.device)).abs().amax(-1)
+    difference = errors.quantile(0.75 if _flips(facts) else 1.0, interpolation="lower")
     scale = fresh.float().abs().max().clamp(min=1e-6)
     allowed = tolerance(facts.model)
     if bool(difference <= allowed * scale):

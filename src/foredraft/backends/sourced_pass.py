@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativeModel, NativePass, Places, pointers
-from foredraft.backends.packing import NATIVE, Packing
+from foredraft.backends.packing import Packing
+from foredraft.backends.products import NATIVE
 from foredraft.device import end_waiting, one_thread
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.encoder_decoder import Encoded, Source, SourcedCache
@@ -140,8 +141,8 @@ class SourcedLayer:
         heads, size = (getattr(attention, name) for name in parts.sizes)
         if len(products) < len(groups) or activation is None or size % 32 or products["down"].inputs % 32:
             return None
-        kinds, hidden = {(each.dtype, each.int8) for each in products.values()}, products["qkv"].inputs
-        if len(kinds) > 1 or len({eps_of(each) for each in norms.values()}) > 1 or (family.behind and hidden > WIDEST):
+        dtypes, hidden = {each.dtype for each in products.values()}, products["qkv"].inputs
+        if len(dtypes) > 1 or len({eps_of(each) for each in norms.values()}) > 1 or (family.behind and hidden > WIDEST):
             return None
         if any(each.dtype != products["qkv"].dtype for norm in norms.values() for each in norm.parameters()):
             return None
@@ -160,7 +161,7 @@ class SourcedLayer:
             **{name: product.matrix for name, product in products.items()},
             **{name: native.Norm.of(norm.weight, getattr(norm, "bias", None)) for name, norm in norms.items()},
         )
-        return SourcedLayer(about, index, native.library(*kinds.pop()), shared, cross_keys, (bias, *products.values(), *norms.values()))
+        return SourcedLayer(about, index, native.library(dtypes.pop()), shared, cross_keys, (bias, *products.values(), *norms.values()))
 
     def keys(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[heads, S, size]`` of a source."""

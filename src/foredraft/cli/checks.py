@@ -16,7 +16,7 @@ from foredraft.files import read_text
 from foredraft.shapes import TreeShape
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", "float", "half", "double")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4", "int4-32", "int4-64", "int4-128")
 TYPES = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,), "Path": (str,), "None": (type(None),)}
 
 
@@ -48,7 +48,7 @@ def check_model(
     if quantization is not None:
         if quantization not in QUANTIZATIONS:
             raise unknown("unknown quantization", quantization, QUANTIZATIONS)
-        check_extra("torchao", "int8", "--quantization int8")
+        check_extra("torchao", "int8", f"--quantization {quantization}")
     if device == "auto" and not target.startswith(zoo.PREFIX):
         check_extra("accelerate", "device-map", "--device auto")
     check_source(target, encoders=encoders)

@@ -57,7 +57,8 @@ Dtype = Annotated[str, MODELS(help="auto (as in the checkpoint), float32, bfloat
 Quantization = Annotated[
     str | None,
     MODELS(
-        help="int8 loads the model with int8 weights (torchao). That is another model, with its own output distribution.",
+        help="int8 or int4 (int4-64, int4-128: other group sizes than 32) loads the model with such weights (torchao). That is another "
+        "model, with its own output distribution.",
         show_default="as in the checkpoint",
     ),
 ]
@@ -92,7 +93,9 @@ VerificationRule = Annotated[
 ]
 Learn = Annotated[
     bool,
-    SPECULATION("--learn", help="The drafter learns from this text, in a second process. The cache folder then keeps pieces of the text."),
+    SPECULATION(
+        "--learn", help="The drafter learns from what is generated, in a second process. The cache folder then keeps pieces of the texts."
+    ),
 ]
 Shape = Annotated[
     str | None,

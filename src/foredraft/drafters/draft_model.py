@@ -62,7 +62,7 @@ class DraftModel(LearningDrafter):
     template: for a target with an encoder, what a causal language model reads in front of the text, with ``{source}`` where the text of the
         source stands, such as ``"English: {source} German:"``. ``{text}`` may stand at its end.
     dtype, device: where to load it, the target's by default; a model object is used as it is.
-    quantization: ``int8`` loads it with weights of eight bits (torchao); the output distribution stays the target's with any draft.
+    quantization: ``int8`` or ``int4`` loads it with weights of so many bits (torchao); the output distribution stays the target's.
     learn: whether the draft learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
         folder for what is learnt; or a dictionary of such options. A model object is copied, and stays as it is.
     """

@@ -105,7 +105,7 @@ class Eagle3(HeadDrafter):
         head: Eagle3Head = self.head
         layer = head.layer().to(*self._at)
         if self.quantization is not None:
-            layer = layer.quantized()
+            layer = layer.quantized(self.quantization)
         self._layer = layer.packed() if self._packs else layer
         self._kernel, self._step = Eagle3Growth.of(self._layer), Eagle3Step.of(self._layer)
 

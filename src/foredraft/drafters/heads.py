@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft import zoo
-from foredraft.backends.int8 import is_int8
+from foredraft.backends.narrow import is_quantised
 from foredraft.device import to_device
 from foredraft.drafters.base import DrafterInfo, DraftRequest, Feedback, Row
 from foredraft.drafters.growth import Expand, Growth, grow, one_by_one
@@ -40,7 +40,8 @@ class HeadDrafter(LearningDrafter):
     siblings: how tokens are chosen when sampling: ``keyed`` (with the target's noise, for match), ``iid`` (from the head's q, for the p/q
         rules), ``without-replacement`` (likewise, all different), ``top-k`` (the most likely), or ``auto``: whichever the rule in use
         accepts best in the shape in use.
-    quantization: ``int8`` makes the weights of a head that is loaded eight bits wide (torchao); the output distribution stays the target's.
+    quantization: ``int8`` or ``int4`` makes the weights of a head that is loaded so many bits wide (torchao); the output distribution
+        stays the target's.
     learn: whether the head learns from what it serves, in a process beside it (docs/online.md): true; ``idle``, between calls only; a
         folder for what is learnt; or a dictionary of such options. A head object is copied, and stays as it is.
     """
@@ -84,7 +85,7 @@ class HeadDrafter(LearningDrafter):
         fit = fitted(head, target)
         self._prepare_to_learn(fit, target)
         if self.quantization is not None:
-            quantize_linear_layers(fit)
+            quantize_linear_layers(fit, self.quantization)
         self._adopt(fit)
         target.read(self.info.features)
 
@@ -97,7 +98,7 @@ class HeadDrafter(LearningDrafter):
             raise ConfigurationError(f"{self.source!r} is a {head.kind} head; use drafter '{head.kind}:{self.source}'")
         refuse_another_target(head.config, target.model)
         if self.learn is not None and head is self.source:
-            if any(is_int8(weight) for weight in head.parameters()):
+            if any(is_quantised(weight) for weight in head.parameters()):
                 raise ConfigurationError("a quantized head cannot learn: pass it in floating-point numbers, or learn=False")
             return copied(head)
         return head

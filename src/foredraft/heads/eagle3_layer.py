@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from foredraft.backends import native
-from foredraft.backends.packing import NATIVE, UNIT, Product, Rows
+from foredraft.backends.narrow import UNIT
+from foredraft.backends.products import NATIVE, Product, Rows
 from foredraft.quantization import quantized
 
 if TYPE_CHECKING:
@@ -79,11 +80,11 @@ class Layer:
         embeddings = given.pop("embeddings").to(device)
         return Layer(embeddings=embeddings, **{name: moved(each) for name, each in given.items()})
 
-    def quantized(self) -> Layer:
-        """This layer with matrices of eight bits (torchao), for drafting."""
+    def quantized(self, kind: str = "int8") -> Layer:
+        """This layer with matrices of eight or four bits (torchao), for drafting."""
         keys = self.qkv[self._queries :]
-        changed: dict[str, Any] = {name: quantized(getattr(self, name)) for name in (*MATRICES, "qkv")}
-        return replace(self, kv=quantized(keys), **changed)
+        changed: dict[str, Any] = {name: quantized(getattr(self, name), kind) for name in (*MATRICES, "qkv")}
+        return replace(self, kv=quantized(keys, kind), **changed)
 
     def packed(self) -> Layer:
         """This layer with its matrices laid out for the kernels of :mod:`foredraft.backends.native` alone, as far as they can read them:

@@ -18,6 +18,7 @@ from foredraft import hub, zoo
 from foredraft.errors import ConfigurationError, first_line
 from foredraft.inflation import inflated_config
 from foredraft.loading import loader_for, parse_dtype
+from foredraft.models.cache_names import cache_argument, cache_of
 from foredraft.models.cache_sizes import CacheSizes, LayerKind
 
 FULL, SLIDING, CHUNKED, STATE = "full attention", "sliding window", "chunks", "recurrent state"
@@ -41,7 +42,7 @@ def measure(source: str, dtype: str | torch.dtype | None = None) -> CacheSizes:
             output = one_token(model)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ConfigurationError(f"{source!r} ({config.model_type}) cannot be measured without its weights: {first_line(error)}") from error
-    cache = next((output[name] for name in ("past_key_values", "cache_params", "state") if output.get(name) is not None), None)
+    cache = cache_of(output)
     if cache is None:
         raise ConfigurationError(
             f"{source!r} ({config.model_type}) hands out no cache that could be measured; give a model that generates text from a cache"
@@ -114,8 +115,8 @@ def one_token(model: PreTrainedModel) -> Any:
         return model(input_ids=token, use_cache=True, return_dict=True)
     width = getattr(model.get_encoder(), "config", model.config).hidden_size
     states = torch.zeros(1, 1, width, dtype=model.dtype, device="meta")
-    cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache())
-    return model(decoder_input_ids=token, encoder_outputs=Encoded(states), past_key_values=cache, use_cache=True, return_dict=True)
+    cache = {cache_argument(type(model)): EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache())}
+    return model(decoder_input_ids=token, encoder_outputs=Encoded(states), use_cache=True, return_dict=True, **cache)
 
 
 def kinds_of(cache: Any, config: PretrainedConfig, source: str) -> list[LayerKind]:

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from foredraft.errors import ConfigurationError, UnsupportedModelError, first_line
 from foredraft.models.cache import TreeCache
+from foredraft.models.cache_names import cache_argument
 from foredraft.models.positions import bias_from, embedded_from
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel, context: int | None):
-        self.model, self.context = model, context
+        self.model, self.context, self._cache_argument = model, context, cache_argument(type(model))
         parameters, decoder = inspect.signature(model.forward).parameters, model.get_decoder()
         handed_on = inspect.signature(decoder.forward).parameters if model.config.model_type == "encoder-decoder" else {}
         self.takes_positions = "decoder_position_ids" in parameters or "position_ids" in handed_on
@@ -243,22 +244,24 @@ class Decoder:
             self._make_keys(fresh)
         cache.cross.enter(rows)
 
-    def __call__(self, *, input_ids: Tensor, past_key_values: SourcedCache, **arguments: Any) -> Any:
+    def __call__(self, *, input_ids: Tensor, **arguments: Any) -> Any:
         """A pass over the rows that :meth:`enter` has seen."""
-        cache, rows = past_key_values, past_key_values.cross.rows
+        cache: SourcedCache = arguments[self._cache_argument]
+        rows = cache.cross.rows
+        arguments[self._cache_argument] = cache.both
         cache.both.is_updated = dict.fromkeys(range(len(rows[0].keys)), True)
         for ours, theirs in (("attention_mask", "decoder_attention_mask"), ("position_ids", "decoder_position_ids")):
             if ours in arguments:
                 arguments[theirs] = arguments.pop(ours)
-        return self.model(decoder_input_ids=input_ids, past_key_values=cache.both, **self._encoder_side(rows, input_ids), **arguments)
+        return self.model(decoder_input_ids=input_ids, **self._encoder_side(rows, input_ids), **arguments)
 
     def _make_keys(self, fresh: Sequence[Encoded]) -> None:
         """Cross keys of sources, by a pass over one token each, which is thrown away."""
         cross = CrossKeys()
         cross.enter(fresh)
         tokens = torch.zeros(len(fresh), 1, dtype=torch.long, device=self.model.device)
-        both = EncoderDecoderCache(DynamicCache(), cross)
-        self.model(decoder_input_ids=tokens, past_key_values=both, use_cache=True, **self._encoder_side(fresh, tokens))
+        both = {self._cache_argument: EncoderDecoderCache(DynamicCache(), cross)}
+        self.model(decoder_input_ids=tokens, use_cache=True, **both, **self._encoder_side(fresh, tokens))
 
     def _encoder_side(self, rows: Sequence[Encoded], tokens: Tensor) -> dict[str, Any]:
         """What a pass over ``tokens`` ``[R, N]`` takes for the encoder's: its states, of which only the shape counts once there are keys;

@@ -162,3 +162,9 @@ def tolerance(model: PreTrainedModel) -> float:
 
 def is_half(model: PreTrainedModel) -> bool:
     return model.dtype not in (torch.float32, torch.float64)
+
+
+def is_routed(model: PreTrainedModel) -> bool:
+    """Whether its tokens choose among experts."""
+    config = model.config.get_text_config()
+    return any((getattr(config, name, None) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts"))

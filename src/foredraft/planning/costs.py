@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -284,8 +285,8 @@ class Measurement:
         self.longer = min(PROMPT * LONGER, room)
         passing = [target, drafter.info.draft_model]
         self.warm_ups = 1 + max((each.backend.warm_up for each in passing if isinstance(each, Target)), default=0)
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, target.vocab_size, (rows, max(self.prompt, self.longer)), generator=generator).tolist()
+        self._generator = torch.Generator().manual_seed(0)
+        ids = self._tokens(max(self.prompt, self.longer)).tolist()
         self.texts = [line[: self.prompt] for line in ids]
         self.prompt_hidden: list[Tensor] | None = None
         self.long_texts = ids
@@ -324,13 +325,12 @@ class Measurement:
         if self.target.trained is not None:
             most = min(most, self.target.trained - self.prompt)
         sizes = [size for size in dict.fromkeys((*SIZES, most)) if size <= most]
-        trees = {size: self._chain(size) for size in sizes}
-        self.in_turns({("target", size): self._scoring(trees[size]) for size in sizes}, deadline)
+        self.in_turns({("target", size): self._scoring(size) for size in sizes}, deadline)
         self.target.reset()
         prefill, pass_ = self.times["prefill", self.prompt][0], median(self.times["target", 1])
         if self.longer > self.prompt and self.clock() + prefill * self.longer / self.prompt + 4 * pass_ < deadline:
             self._open(self.long_texts)
-            self.in_turns({("longer", 1): self._scoring(trees[1])}, self.clock() + 4 * pass_)
+            self.in_turns({("longer", 1): self._scoring(1)}, self.clock() + 4 * pass_)
             self.target.reset()
 
     def exits(self, layers: Sequence[int], deadline: float) -> None:
@@ -367,7 +367,7 @@ class Measurement:
         calls: dict[Any, Callable[[], object]] = {}
         for depth in sorted({1, min(4, self.largest.depth)}):
             calls["round", depth] = self._drafting(rows, TreeShape.chain(depth), verified=True)
-            calls["whole", depth] = self._scoring(self._chain(depth + 1))
+            calls["whole", depth] = self._scoring(depth + 1)
         self.in_turns(calls, deadline)
         self.drafter.end(rows)
 
@@ -412,12 +412,17 @@ class Measurement:
         self.target.open(texts, reserve=reserve, sources=sources)
         self.timed(("prefill", length), lambda: self.target.prefill(texts, first=0))
 
-    def _chain(self, size: int) -> TokenTree:
-        line = torch.arange(size, device=self.target.device) % self.target.vocab_size
-        return TokenTree.from_chain(line.expand(self.rows, size).contiguous())
+    def _tokens(self, size: int) -> Tensor:
+        """``[rows, size]`` that hardly repeat."""
+        return torch.randint(0, self.target.vocab_size, (self.rows, size), generator=self._generator)
 
-    def _scoring(self, tree: TokenTree) -> Callable[[], object]:
-        return lambda: self.target.score(tree)
+    def _chain(self, size: int) -> TokenTree:
+        return TokenTree.from_chain(self._tokens(size).to(self.target.device))
+
+    def _scoring(self, size: int) -> Callable[[], object]:
+        """Chains of other tokens in every repeat: what a mixture of experts takes depends on how many of them the tokens touch."""
+        trees = cycle([self._chain(size) for _ in range(REPEATS)])
+        return lambda: self.target.score(next(trees))
 
     def _leaving(self, root: TokenTree, layer: int) -> Callable[[], object]:
         return lambda: self.target.score_early(root, layer)

@@ -81,7 +81,7 @@ class SkippedPasses(Measurement):
         self._open(self.texts)
         root = self._chain(1)
         calls: dict[Any, Callable[[], object]] = {name: partial(self.target.score_early, root, skip) for name, skip in sets.items()}
-        calls["whole", 1] = self._scoring(root)
+        calls["whole", 1] = self._scoring(1)
         for turn in range(self.warm_ups + TURNS):
             if turn > self.warm_ups and self.clock() > deadline:
                 break

@@ -25,6 +25,7 @@ from foredraft import heads
 from foredraft.drafters.learning.buffer import Buffer, Layout, Piece
 from foredraft.drafters.learning.versions import TEXTS, Versions
 from foredraft.heads.base import Batch, Head
+from foredraft.models.cache_names import cache_argument, cache_of
 from foredraft.training.losses import Compared, Few, Loss, compare
 
 if TYPE_CHECKING:
@@ -146,8 +147,8 @@ class OnlineLearner:
                 continue
             ids, places, few = self._tensors(piece)
             with torch.no_grad():
-                keys = self.beside(input_ids=ids[:, :context], use_cache=True).past_key_values
-                found = self.model(input_ids=ids[:, context:], past_key_values=keys, use_cache=True).logits[0]
+                keys = cache_of(self.beside(input_ids=ids[:, :context], use_cache=True))
+                found = self.model(input_ids=ids[:, context:], **{cache_argument(type(self.model)): keys}, use_cache=True).logits[0]
                 mixed = compare(self.loss, found[places[behind] - context].float(), few[behind]).alpha.cpu()
             gains.append(alpha[behind] - mixed)
             yield True

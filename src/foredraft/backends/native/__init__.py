@@ -29,11 +29,11 @@ from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 
 SOURCE = Path(__file__).with_name("layer.c")
-SOURCES = (SOURCE, SOURCE.with_name("crew.h"), SOURCE.with_name("vectors.h"))
+SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "groups.h", "experts.h")))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
 INSTRUCTIONS = {"avx512": (), "avx2": ("-mno-avx512f",)}  # what FOREDRAFT_INSTRUCTIONS may say, and what it tells the compiler
-NEEDED = ("avx2", "fma")
-LIMIT = 120  # seconds for the compiler
+NEEDED = ("avx2", "fma", "f16c")
+LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash behind the kernels in a file
 LOADING = threading.Lock()
 KEYS, QUERIES = 64, 24  # of ``layer.c``
@@ -48,18 +48,23 @@ class Unavailable(Exception):
 class Matrix(ctypes.Structure):
     """``Matrix`` of ``layer.c``."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scale", "bias")]
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("values", "scale", "over", "mins", "bias", "zeros", "order")),
+        *((name, ctypes.c_int64) for name in ("kind", "group", "zero", "scales", "nested")),
+        ("next", ctypes.c_void_p),
+        ("outputs", ctypes.c_int64),
+    )
 
 
 class Norm(ctypes.Structure):
     """``Norm`` of ``layer.c``."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "bias")]
+    _fields_ = [(name, kind) for name, kind in (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("kind", ctypes.c_int64))]
 
     @staticmethod
-    def of(weight: Tensor | None, bias: Tensor | None = None) -> Norm:
+    def of(weight: Tensor | None, bias: Tensor | None = None, kind: int = 0) -> Norm:
         """That of parameters that somebody else holds; none without weights."""
-        return Norm(*(None if each is None else each.data_ptr() for each in (weight, bias)))
+        return Norm(*(None if each is None else each.data_ptr() for each in (weight, bias)), kind)
 
 
 class Layer(ctypes.Structure):
@@ -73,7 +78,18 @@ class Layer(ctypes.Structure):
         + [(name, Matrix) for name in ("cross_query", "cross_output")]
         + [("bias", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("reach", "activation", "behind"))]
         + [("sinks", ctypes.c_void_p), ("cap", ctypes.c_double)]
+        + [("attention_given", Norm), ("mlp_given", Norm), ("residual", ctypes.c_double)]
+        + [(name, ctypes.c_int64) for name in ("kind", "window", "rotary", "rotation", "head_norms", "parallel", "grouped")]
+        + [("experts", ctypes.c_void_p)]
     )
+
+
+class Kind(ctypes.Structure):
+    """``Kind`` of ``layer.c``."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("row_stride", "head_stride", "table_stride", "page_stride")] + [
+        (name, ctypes.c_void_p) for name in ("table", "cos", "sin", "factor")
+    ]
 
 
 class Pass(ctypes.Structure):
@@ -85,8 +101,21 @@ class Pass(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
         + [(name, ctypes.c_void_p) for name in (*POINTERS, "positions", "ends", "cross_keys", "cross_values")]
         + [(name, ctypes.c_int64) for name in ("cross_row_stride", "cross_head_stride")]
-        + [("table", ctypes.c_void_p)]
+        + [(name, ctypes.c_void_p) for name in ("table", "kinds", "places", "experts")]
     )
+    beside: Any = None  # what somebody points to with them
+
+
+class Experts(ctypes.Structure):
+    """``Experts`` of ``experts.h``."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("count", "chosen", "inner")]
+        + [("router", Matrix), *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))]
+        + [(name, ctypes.c_int64) for name in ("routing", "normed", "exact", "by_number", "activation", "shared")]
+        + [(name, ctypes.c_double) for name in ("alpha", "limit")]
+    )
+    beside: Any = None  # what somebody points to with them
 
 
 class States(ctypes.Structure):
@@ -116,6 +145,7 @@ class Growth(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("prices", "x", "out", "logits", "angles", "mask")]
         + [("stride", ctypes.c_int64)]
         + [(name, ctypes.c_void_p) for name in ("slots", "begins", "candidates", "scores", "order", "eagle", "medusa")]
+        + [(name, ctypes.c_double) for name in ("logit_scale", "logit_cap")]
     )
 
 
@@ -159,25 +189,25 @@ class Medusa(ctypes.Structure):
     )
 
 
-def library(dtype: torch.dtype, int8: bool = False) -> ctypes.CDLL:
-    """The kernels for ``dtype``, with weights of eight bits or of that dtype: the functions of ``layer.c``.
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    """The kernels for ``dtype``, whatever kind its weights are of: the functions of ``layer.c``.
 
     Raises:
         Unavailable: they cannot be had here.
     """
     with LOADING:
-        found = _library(dtype, int8)
+        found = _library(dtype)
     if isinstance(found, str):
         raise Unavailable(found)
     return found
 
 
 @lru_cache(maxsize=64)
-def _library(dtype: torch.dtype, int8: bool) -> ctypes.CDLL | str:
+def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The same, or why there are none. What went wrong once is not tried again in this process."""
     try:
         _check_machine(dtype)
-        return _declared(_loaded(dtype, int8))
+        return _declared(_loaded(dtype))
     except Unavailable as error:
         return str(error)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -186,13 +216,13 @@ def _library(dtype: torch.dtype, int8: bool) -> ctypes.CDLL | str:
         return why
 
 
-def _loaded(dtype: torch.dtype, int8: bool) -> ctypes.CDLL:
+def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     """From the cache folder if they lie there unharmed, or else compiled, and kept there if that is possible."""
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang)")
     asked = INSTRUCTIONS.get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ())
-    flags = [*FLAGS, *asked, *(["-DBF16"] if dtype == torch.bfloat16 else []), *(["-DINT8"] if int8 else [])]
+    flags = [*FLAGS, *asked, *(["-DBF16"] if dtype == torch.bfloat16 else [])]
     folder = private_folder("kernels")
     kept = None if folder is None else folder / f"kernels-{_key(compiler, flags)}.so"
     if kept is not None and _whole(kept):
@@ -239,6 +269,9 @@ def _declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     for each in (kernels.linear, kernels.layer, kernels.layer_over, kernels.model, kernels.embed, kernels.largest):
         each.restype = None
     kernels.attend_over.restype = kernels.write_over.restype = None
+    kernels.experts_room.argtypes, kernels.experts_room.restype = [ctypes.POINTER(Experts), number, number, number], size
+    kernels.experts_over.argtypes = [ctypes.POINTER(Experts), pointer, pointer, number, number, *[pointer] * 3, number]
+    kernels.experts_over.restype = None
     kernels.share.argtypes, kernels.share.restype = [pointer], pointer
     _crew[:] = [kernels.share(_crew[0] if _crew else None)]
     return kernels
@@ -273,7 +306,15 @@ def _advise() -> Callable[[int, int, int], int]:
 
 
 ATTENTION, MLP = 1, 2  # of ``layer.c``
+VALUES, EIGHTS, GROUPS_OF_FOUR, GROUPS_OF_EIGHT = range(4)  # kinds of weights, likewise
+SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)  # dtypes of the scales of groups, likewise
 SILU, GELU, RELU, EXACT, ALONE = range(5)  # likewise
+SQUARED = 8
+CENTRED, PLUS_ONE, ONCE = 1, 2, 4  # kinds of norms
+INTERLEAVED, TURNED_ONCE = 1, 2  # kinds of rotation
+WHOLE_HEADS, BEHIND = 1, 2  # how norms of queries and keys are special
+OF_ALL, OF_CHOSEN, CLAMPED, UNGATED, GATED = 0, 1, 16, 1, 2  # of ``experts.h``
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # likewise
 MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
 
 

@@ -1,14 +1,14 @@
-/* Decoder layers of the llama family, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512 or AVX2.
+/* Decoder layers of language models, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512 or AVX2.
  *
  * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
  * cache line, used for all tokens at once while it is in a register. The threads are those of crew.h. Sums are in float32; results are rounded to the model's dtype at the
  * places where torch rounds them.
  *
- * Compiled once per dtype: -DBF16 for bfloat16, without it for float32; and with -DINT8 for weights of eight bits, which are
- * widened to the model's dtype in a register, exactly. All sizes are multiples of 32; of heads that only attend, of 16.
+ * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. Each matrix says of what kind its weights are; those of eight and
+ * of four bits are widened in registers, exactly. All sizes are multiples of 32; of heads that only attend, of 16.
  *
  * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS) and [N/16][K][16] in float32, N padded to 64;
- * one of eight bits has the order of the dtype that it is multiplied in.
+ * one of eight bits with a scale per output has the order of the dtype that it is multiplied in. groups.h has that of groups.
  */
 #define _GNU_SOURCE
 #include "crew.h"
@@ -21,16 +21,22 @@
 #ifdef __AVX512F__
 #define TOGETHER(n) BLOCKS
 #define ASIDE (BLOCKS / 2)
-#if defined(INT8) && !defined(BF16)
-#define WIDE 8 /* weights take registers while they are widened */
-#else
 #define WIDE 12
+#ifdef BF16
+#define WIDEST(kind) WIDE
+#else
+#define WIDEST(kind) ((kind) == EIGHTS ? 8 : WIDE) /* weights take registers while they are widened */
 #endif
 #else
 #define TOGETHER(n) ((n) == 1 ? BLOCKS : (n) <= 3 ? 2 : 1)
 #define ASIDE 1
 #define WIDE 6
+#define WIDEST(kind) WIDE
 #endif
+#define VALUES 0 /* kinds of weights: of the model's dtype; of eight bits, a scale per output; of four and eight bits in groups of inputs */
+#define EIGHTS 1
+#define GROUPS_OF_FOUR 2
+#define GROUPS_OF_EIGHT 3
 #define SOME 32 /* tokens up to which weights are read from memory once, and from the second cache for each further WIDE of them */
 #define AHEAD 4096 /* bytes of each block of weights that are asked for before their turn: a page */
 #define MANY 48 /* tokens that weights are kept in the first cache for, at most */
@@ -46,6 +52,14 @@
 #define RELU 2
 #define EXACT 3
 #define ALONE 4 /* beside one of these: it has no `up` */
+#define SQUARED 8 /* likewise: relu, squared */
+#define CENTRED 1 /* kinds of norms: the mean is subtracted, */
+#define PLUS_ONE 2 /* weights count from one, */
+#define ONCE 4 /* and numbers are rounded once, behind the weights */
+#define INTERLEAVED 1 /* kinds of rotation: pairs are neighbours rather than halves of a head, */
+#define TURNED_ONCE 2 /* and numbers are rounded once */
+#define WHOLE_HEADS 1 /* norms of queries and keys: over all heads together, */
+#define BEHIND 2 /* or over one, once it was turned */
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
 #define KEPT 128 /* tokens that a draw is cut to, at most, where it is by their number */
@@ -80,97 +94,113 @@ INLINE f32 exponential(f32 x) {
         default: { enum { COUNT = TOKENS }; call; } \
     }
 
-#ifdef INT8
-typedef int8_t weight;
-#define READ eights
-#else
-typedef value weight;
-#define READ weights
-#endif
-
-typedef struct {
-    const weight *values; /* packed */
-    const value *scale;   /* of each output's weights, where they are of eight bits */
+typedef struct Matrix {
+    const void *values;   /* packed */
+    const void *scale;    /* of EIGHTS [N] in the model's dtype; of groups [N/64][groups][64] */
+    const uint16_t *over; /* [N/64][groups / nested][64] float16, what scales of a byte are multiplied with; or null */
+    const uint16_t *mins; /* likewise, what `zeros` are multiplied with instead of the scale; or null */
     const value *bias;    /* or null */
+    const uint8_t *zeros; /* of groups, [N/64][groups][64] what stands for 0; null: `zero` does everywhere */
+    const int32_t *order; /* [K] of groups, the inputs in the order of the weights; null: as they are */
+    int64_t kind, group;  /* the latter inputs of a group; the last one may be shorter */
+    int64_t zero, scales; /* the latter the dtype of `scale` of groups */
+    int64_t nested;       /* groups that share a number of `over` */
+    const struct Matrix *next; /* of groups, the matrix below this one, of `outputs`; or null */
+    int64_t outputs;
 } Matrix;
 
-/* Where the sum of 16 outputs begins, and what becomes of it: torch adds a bias inside a product, but behind the scale of one with
- * weights of eight bits, and rounds in between. */
-#ifdef INT8
-INLINE f32 begun(const Matrix *m, int o) { return f32_zero(); }
-INLINE f32 ended(f32 sum, const Matrix *m, int o) {
-    sum = f32_mul(rounded(sum), load(m->scale + o));
-    return m->bias ? f32_add(rounded(sum), load(m->bias + o)) : sum;
+#define SIZE(kind) ((kind) == EIGHTS ? sizeof(int8_t) : sizeof(value)) /* bytes of a weight */
+INLINE operand read_weights(const char *p, int kind) { return kind == EIGHTS ? eights((const int8_t *)p) : weights((const value *)p); }
+
+#ifdef HALVED
+INLINE f32 half_of(const char *p, int odd, int kind) {
+    return kind == EIGHTS ? half_of_eights((const int8_t *)p, odd) : half_of_weights((const value *)p, odd);
 }
-#else
-INLINE f32 begun(const Matrix *m, int o) { return m->bias ? load(m->bias + o) : f32_zero(); }
-INLINE f32 ended(f32 sum, const Matrix *m, int o) { return sum; }
 #endif
 
+/* Where the sum of 16 outputs begins, and what becomes of it: torch adds a bias inside a product, but behind the scale of one with
+ * a scale per output, and rounds in between. */
+INLINE f32 begun(const Matrix *m, int o, int kind) { return kind != EIGHTS && m->bias ? load(m->bias + o) : f32_zero(); }
+INLINE f32 ended(f32 sum, const Matrix *m, int o, int kind) {
+    if (kind != EIGHTS) return sum;
+    sum = f32_mul(rounded(sum), load((const value *)m->scale + o));
+    return m->bias ? f32_add(rounded(sum), load(m->bias + o)) : sum;
+}
+
+#include "groups.h"
+
 /* BLOCKS * 16 outputs from o on, of n tokens; y begins with the first of them and has N columns */
-INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
-    const size_t block = (size_t)K * 16;
+INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int kind) {
+    const size_t block = (size_t)K * 16 * SIZE(kind);
     for (int end = o + BLOCKS * 16; o < end; o += TOGETHER(n) * 16, y += TOGETHER(n) * 16) {
         f32 sums[BLOCKS][TOKENS];
-        const weight *w = m->values + (size_t)o * K;
+        const char *w = (const char *)m->values + (size_t)o * K * SIZE(kind);
         for (int b = 0; b < TOGETHER(n); b++)
-            for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16);
+            for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16, kind);
         for (int k = 0; k < K; k += DEPTH) {
             operand w_k[BLOCKS];
-            for (int b = 0; b < TOGETHER(n); b++) w_k[b] = READ(w + b * block + (size_t)k * 16);
+            for (int b = 0; b < TOGETHER(n); b++) w_k[b] = read_weights(w + b * block + (size_t)k * 16 * SIZE(kind), kind);
             for (int t = 0; t < n; t++) {
                 operand x_k = input(x + (size_t)t * K + k);
                 for (int b = 0; b < TOGETHER(n); b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
             }
         }
         for (int b = 0; b < TOGETHER(n); b++)
-            for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16));
+            for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16, kind));
     }
 }
 
 static void some_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) {
-    FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT))
+    if (m->kind == EIGHTS)
+        FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT, EIGHTS))
+    else
+        FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT, VALUES))
 }
 
 /* ASIDE * 16 outputs from o on, of n tokens. With `asking` the weights are on their way AHEAD of their use, so that reading and computing
  * overlap; left to itself the processor looks ahead less far the more tokens there are, and at a page's end not at all. */
-INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int asking) {
+INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int asking, int kind) {
     f32 sums[ASIDE][WIDE];
-    const size_t block = (size_t)K * 16;
-    const weight *w = m->values + (size_t)o * K;
+    const size_t block = (size_t)K * 16 * SIZE(kind);
+    const char *w = (const char *)m->values + (size_t)o * K * SIZE(kind);
     for (int b = 0; b < ASIDE; b++)
-        for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16);
+        for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16, kind);
     for (int k = 0; k < K; k += DEPTH) {
         operand w_k[ASIDE];
-        for (int b = 0; asking && b < ASIDE; b++) _mm_prefetch((const char *)(w + b * block + (size_t)k * 16) + AHEAD, _MM_HINT_T0);
-        for (int b = 0; b < ASIDE; b++) w_k[b] = READ(w + b * block + (size_t)k * 16);
+        for (int b = 0; asking && b < ASIDE; b++) _mm_prefetch(w + b * block + (size_t)k * 16 * SIZE(kind) + AHEAD, _MM_HINT_T0);
+        for (int b = 0; b < ASIDE; b++) w_k[b] = read_weights(w + b * block + (size_t)k * 16 * SIZE(kind), kind);
         for (int t = 0; t < n; t++) {
             operand x_k = input(x + (size_t)t * K + k);
             for (int b = 0; b < ASIDE; b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
         }
     }
     for (int b = 0; b < ASIDE; b++)
-        for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16));
+        for (int t = 0; t < n; t++) store(y + (size_t)t * N + b * 16, ended(sums[b][t], m, o + b * 16, kind));
 }
 
-#define WITH(n, asking) \
-    case n: wide_tile(m, o, x, y, K, N, n, asking); break;
+#define WITH(n, asking, kind) \
+    case n: wide_tile(m, o, x, y, K, N, n, asking, kind); break;
 #if WIDE > 6
-#define MORE(asking) WITH(7, asking) WITH(8, asking) WITH(9, asking) WITH(10, asking) WITH(11, asking) WITH(12, asking)
+#define MORE(a, kind) WITH(7, a, kind) WITH(8, a, kind) WITH(9, a, kind) WITH(10, a, kind) WITH(11, a, kind) WITH(12, a, kind)
 #else
-#define MORE(asking)
+#define MORE(a, kind)
 #endif
-#define FOR_EACH(asking) \
+#define FOR_EACH(a, kind) \
     switch (n) { \
-        WITH(1, asking) WITH(2, asking) WITH(3, asking) WITH(4, asking) WITH(5, asking) WITH(6, asking) MORE(asking) \
+        WITH(1, a, kind) WITH(2, a, kind) WITH(3, a, kind) WITH(4, a, kind) WITH(5, a, kind) WITH(6, a, kind) MORE(a, kind) \
     }
+#define FOR_BOTH(a) \
+    if (m->kind == EIGHTS) \
+        FOR_EACH(a, EIGHTS) \
+    else \
+        FOR_EACH(a, VALUES)
 
-static void asking_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_EACH(1) }
-static void further_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_EACH(0) }
+static void asking_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_BOTH(1) }
+static void further_tokens(const Matrix *m, int o, const value *x, value *y, int K, int N, int n) { FOR_BOTH(0) }
 
 /* BLOCKS * 16 outputs from o on, of FEW < T <= SOME tokens */
 static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N) {
-    const int rounds = (T + WIDE - 1) / WIDE, each = (T + rounds - 1) / rounds;
+    const int wide = WIDEST(m->kind), rounds = (T + wide - 1) / wide, each = (T + rounds - 1) / rounds;
     for (int end = o + BLOCKS * 16; o < end; o += ASIDE * 16, y += ASIDE * 16) {
         asking_tokens(m, o, x, y, K, N, each);
         for (int t = each; t < T; t += each) further_tokens(m, o, x + (size_t)t * K, y + (size_t)t * N, K, N, T - t < each ? T - t : each);
@@ -179,17 +209,17 @@ static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T,
 
 /* The same for more tokens than fit into registers, over the next STEP inputs or fewer: sums [n, BLOCKS * 16] go on from what they are.
  * After every GROUP steps `lines` cache lines of the weights behind these are asked for, from number `from` on. */
-INLINE void part(const weight *w, size_t block, const value *x, float *sums_so_far, int K, int n, int steps, const weight *next, int from,
-                 int lines) {
+INLINE void part(const char *w, size_t block, const value *x, float *sums_so_far, int K, int n, int steps, const char *next, int from,
+                 int lines, int kind) {
     for (int c = 0; c < BLOCKS; c += TOGETHER(n), w += TOGETHER(n) * block, sums_so_far += TOGETHER(n) * 16) {
         f32 sums[BLOCKS][TOKENS];
         for (int b = 0; b < TOGETHER(n); b++)
             for (int t = 0; t < n; t++) sums[b][t] = f32_load(sums_so_far + (t * BLOCKS + b) * 16);
         for (int k = 0; k < steps; k += GROUP * DEPTH) {
-            for (int i = 0; c == 0 && i < lines; i++, from++) _mm_prefetch((const char *)(next + from % BLOCKS * block) + from / BLOCKS * LINE, _MM_HINT_T0);
+            for (int i = 0; c == 0 && i < lines; i++, from++) _mm_prefetch(next + from % BLOCKS * block + from / BLOCKS * LINE, _MM_HINT_T0);
             for (int j = k; j < k + GROUP * DEPTH; j += DEPTH) {
                 operand w_k[BLOCKS];
-                for (int b = 0; b < TOGETHER(n); b++) w_k[b] = READ(w + b * block + (size_t)j * 16);
+                for (int b = 0; b < TOGETHER(n); b++) w_k[b] = read_weights(w + b * block + (size_t)j * 16 * SIZE(kind), kind);
                 for (int t = 0; t < n; t++) {
                     operand x_k = input(x + (size_t)t * K + j);
                     for (int b = 0; b < TOGETHER(n); b++) sums[b][t] = multiply(sums[b][t], w_k[b], x_k);
@@ -201,31 +231,74 @@ INLINE void part(const weight *w, size_t block, const value *x, float *sums_so_f
     }
 }
 
-static void some_parts(const weight *w, size_t block, const value *x, float *sums, int K, int n, int steps, const weight *next, int from,
-                       int lines) {
-    FOR_KNOWN(n, part(w, block, x, sums, K, COUNT, steps, next, from, lines))
+#ifdef HALVED
+/* The same with inputs in float32, [n, STEP], and one half of a pair of weights after the other: sums of TOKENS and both halves do not fit
+ * into the registers. */
+INLINE void halved_part(const char *w, size_t block, const float *x, float *sums_so_far, int n, int steps, const char *next, int from,
+                        int lines, int kind) {
+    for (int b = 0; b < BLOCKS; b++, w += block, sums_so_far += 16) {
+        f32 sums[TOKENS];
+        for (int t = 0; t < n; t++) sums[t] = f32_load(sums_so_far + t * BLOCKS * 16);
+        for (int k = 0; k < steps; k += GROUP * DEPTH) {
+            for (int i = 0; b == 0 && i < lines; i++, from++) _mm_prefetch(next + from % BLOCKS * block + from / BLOCKS * LINE, _MM_HINT_T0);
+            for (int j = k; j < k + GROUP * DEPTH; j += DEPTH)
+                for (int odd = 0; odd < DEPTH; odd++) {
+                    const f32 w_k = half_of(w + (size_t)j * 16 * SIZE(kind), odd, kind);
+                    for (int t = 0; t < n; t++) sums[t] = f32_fma(w_k, f32_of(x[t * STEP + j + odd]), sums[t]);
+                }
+        }
+        for (int t = 0; t < n; t++) f32_store(sums_so_far + t * BLOCKS * 16, sums[t]);
+    }
+}
+
+/* Functions of their own: where they become part of a larger one, compilers run out of registers. */
+static __attribute__((noinline)) void halved_values(const char *w, size_t block, const float *x, float *sums, int n, int steps, const char *next, int from,
+                                                    int lines) {
+    FOR_KNOWN(n, halved_part(w, block, x, sums, COUNT, steps, next, from, lines, VALUES))
+}
+
+static __attribute__((noinline)) void halved_eights(const char *w, size_t block, const float *x, float *sums, int n, int steps, const char *next, int from,
+                                                    int lines) {
+    FOR_KNOWN(n, halved_part(w, block, x, sums, COUNT, steps, next, from, lines, EIGHTS))
+}
+#endif
+
+static void some_parts(const char *w, size_t block, const value *x, float *sums, int K, int n, int steps, const char *next, int from,
+                       int lines, int kind) {
+#ifdef HALVED
+    float wide[TOKENS * STEP];
+    for (int t = 0; t < n; t++)
+        for (int k = 0; k < steps; k += 16) f32_store(wide + t * STEP + k, load(x + (size_t)t * K + k));
+    (kind == EIGHTS ? halved_eights : halved_values)(w, block, wide, sums, n, steps, next, from, lines);
+#else
+    if (kind == EIGHTS)
+        FOR_KNOWN(n, part(w, block, x, sums, K, COUNT, steps, next, from, lines, EIGHTS))
+    else
+        FOR_KNOWN(n, part(w, block, x, sums, K, COUNT, steps, next, from, lines, VALUES))
+#endif
 }
 
 /* BLOCKS * 16 outputs from o on, of SOME < T <= MANY tokens. The weights of STEP inputs stay in the first cache for all tokens, while the
  * next ones are on their way, so that reading and computing overlap. `after` is what is likely to be read behind these outputs, or null. */
-static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N, const weight *after) {
+static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N, const char *after) {
+    const int kind = m->kind;
     float sums[MANY * BLOCKS * 16];
-    const size_t block = (size_t)K * 16;
-    const weight *w = m->values + (size_t)o * K;
+    const size_t block = (size_t)K * 16 * SIZE(kind);
+    const char *w = (const char *)m->values + (size_t)o * K * SIZE(kind);
     const int chunks = (T + TOKENS - 1) / TOKENS, each = (T + chunks - 1) / chunks; /* of about equal size */
-    const int groups = STEP / (GROUP * DEPTH), whole = BLOCKS * STEP * 16 * (int)sizeof(weight) / LINE;
+    const int groups = STEP / (GROUP * DEPTH), whole = BLOCKS * STEP * 16 * (int)SIZE(kind) / LINE;
     for (int t = 0; t < T; t++)
-        for (int b = 0; b < BLOCKS; b++) f32_store(sums + (t * BLOCKS + b) * 16, begun(m, o + b * 16));
+        for (int b = 0; b < BLOCKS; b++) f32_store(sums + (t * BLOCKS + b) * 16, begun(m, o + b * 16, kind));
     for (int k = 0; k < K; k += STEP) {
-        const weight *next = k + STEP < K ? w + (size_t)(k + STEP) * 16 : after;
+        const char *next = k + STEP < K ? w + (size_t)(k + STEP) * 16 * SIZE(kind) : after;
         const int steps = K - k < STEP ? K - k : STEP, lines = next ? (whole + chunks * groups - 1) / (chunks * groups) : 0;
         for (int t = 0, from = 0; t < T; t += each, from += lines * groups)
-            some_parts(w + (size_t)k * 16, block, x + (size_t)t * K + k, sums + t * BLOCKS * 16, K, T - t < each ? T - t : each, steps, next,
-                       from, lines);
+            some_parts(w + (size_t)k * 16 * SIZE(kind), block, x + (size_t)t * K + k, sums + t * BLOCKS * 16, K, T - t < each ? T - t : each, steps,
+                       next, from, lines, kind);
     }
     for (int t = 0; t < T; t++)
         for (int b = 0; b < BLOCKS; b++)
-            store(y + (size_t)t * N + b * 16, ended(f32_load(sums + (t * BLOCKS + b) * 16), m, o + b * 16));
+            store(y + (size_t)t * N + b * 16, ended(f32_load(sums + (t * BLOCKS + b) * 16), m, o + b * 16, kind));
 }
 
 INLINE void copied(const value *from, value *to, int size) {
@@ -236,10 +309,14 @@ INLINE void add(value *x, const value *y, int size) {
     for (int i = 0; i < size; i += 16) store(x + i, f32_add(load(x + i), load(y + i)));
 }
 
-/* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16] */
-static void outputs(const Matrix *m, int o, const value *x, value *out, int T, int K, const weight *after) {
+/* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16]; not of weights in groups */
+static void outputs(const Matrix *m, int o, const value *x, value *out, int T, int K, const char *after) {
     enum { WIDTH = BLOCKS * 16 };
     const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds;
+#ifdef HALVED
+    for (int t = 0; T > WIDE && t < T; t += MANY) many_tokens(m, o, x + (size_t)t * K, out + t * WIDTH, T - t < MANY ? T - t : MANY, K, WIDTH, after);
+    if (T > WIDE) return;
+#endif
     if (T > FEW && T <= SOME)
         wide_tokens(m, o, x, out, T, K, WIDTH);
     else if (T > SOME && T <= MANY)
@@ -251,13 +328,28 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
 /* A phase: y [T, N] = x [T, K] W^T + bias, or that added to y; N is padded to 64 */
 static void product(Worker *w, const Matrix *m, const value *x, value *y, int T, int K, int N, int adding) {
     enum { WIDTH = BLOCKS * 16 };
-    const int parts = (T + WHOLE - 1) / WHOLE, ahead = w->threads * WIDTH;
-    for (int i = first(w, N / WIDTH * parts); i >= 0; i = next(w)) {
-        const int o = i / parts * WIDTH, from = i % parts * WHOLE, n = T - from < WHOLE ? T - from : WHOLE;
+    const int grouped = m->kind >= GROUPS_OF_FOUR, most = grouped ? crowd_of(K) : WHOLE, parts = (T + most - 1) / most;
+    const int tiles = N / WIDTH, ahead = w->threads * WIDTH, crowd = grouped ? T < most ? T : most : 0, rest = crowd * (K + SEGMENT);
+    given inputs[ROUNDS * rest + 1];
+    Part numbers[2 * crowd * (K / 16) + 1];
+    uint8_t twice[grouped ? K / 16 : 1];
+    const Prepared prepared = {inputs, numbers, twice, rest};
+    const Matrix *before = 0;
+    for (int i = first(w, tiles * parts), tokens = 0; i >= 0; i = next(w)) {
+        const int o = (grouped ? i % tiles : i / parts) * WIDTH, from = (grouped ? i / tiles : i % parts) * most;
+        const int n = T - from < most ? T - from : most;
         value out[WHOLE * WIDTH], *to = y + (size_t)from * N + o;
         for (int t = 0; t < n; t++)
             for (int b = 0; b < WIDTH; b += LINE / (int)sizeof(value)) __builtin_prefetch(to + (size_t)t * N + b, 1);
-        outputs(m, o, x + (size_t)from * K, out, n, K, o + ahead < N ? m->values + (size_t)(o + ahead) * K : 0);
+        if (grouped) {
+            const Matrix *here = m;
+            int row = o;
+            for (; here->next && row >= here->outputs; here = here->next) row -= here->outputs;
+            if (here != before || from != tokens) prepare(here, x + (size_t)from * K, n, K, &prepared);
+            of_groups(here, row, &prepared, out, n, K);
+            before = here, tokens = from;
+        } else
+            outputs(m, o, x + (size_t)from * K, out, n, K, o + ahead < N ? (const char *)m->values + (size_t)(o + ahead) * K * SIZE(m->kind) : 0);
         if (!mine(w)) continue;
         for (int t = 0; t < n; t++)
             if (adding)
@@ -283,18 +375,52 @@ void linear(const Matrix *m, const value *x, value *y, int T, int K, int N, int 
     together(threads, do_linear, &(Linear){m, x, y, T, K, N});
 }
 
+INLINE float number(const value *p) {
+#ifdef BF16
+    union {
+        uint32_t bits;
+        float number;
+    } as = {(uint32_t)*p << 16};
+    return as.number;
+#else
+    return *p;
+#endif
+}
+
+/* x is rounded to a value in *p */
+INLINE void put_number(value *p, float x) {
+#ifdef BF16
+    union {
+        float number;
+        uint32_t bits;
+    } as = {x};
+    *p = (as.bits + 0x7fff + (as.bits >> 16 & 1)) >> 16;
+#else
+    *p = x;
+#endif
+}
+
+INLINE float rounded_number(float x) {
+    value held;
+    put_number(&held, x);
+    return number(&held);
+}
+
 /* -- between the products ---------------------------------------------------------------------------------------------- */
 
-/* Of `size` values each: without a bias an RMSNorm, with one a LayerNorm; without weights none */
+/* Of `size` values each: without a bias an RMSNorm, with one a LayerNorm; without weights none. `kind` says what is different. */
 typedef struct {
     const value *weight, *bias;
+    int64_t kind;
 } Norm;
 
 /* Columns from `from` up to `to` of x [size] behind a norm */
 INLINE void normed_part(const value *x, Norm norm, value *out, int size, float eps, int from, int to) {
     f32 sum = f32_zero(), mean = sum;
-    for (int i = 0; norm.bias && i < size; i += 16) sum = f32_add(sum, load(x + i));
-    if (norm.bias) mean = f32_of(f32_sum(sum) / size), sum = f32_zero();
+    const int centred = norm.bias || norm.kind & CENTRED;
+    const f32 plus = f32_of(norm.kind & PLUS_ONE ? 1.0f : 0.0f);
+    for (int i = 0; centred && i < size; i += 16) sum = f32_add(sum, load(x + i));
+    if (centred) mean = f32_of(f32_sum(sum) / size), sum = f32_zero();
     for (int i = 0; i < size; i += 16) {
         f32 v = f32_sub(load(x + i), mean);
         sum = f32_fma(v, v, sum);
@@ -303,7 +429,10 @@ INLINE void normed_part(const value *x, Norm norm, value *out, int size, float e
     for (int i = from; i < to; i += 16)
         if (!norm.weight)
             store(out + i - from, load(x + i));
-        else if (norm.bias)
+        else if (norm.kind) {
+            const f32 y = f32_mul(f32_sub(load(x + i), mean), scale), weight = f32_add(load(norm.weight + i), plus);
+            store(out + i - from, norm.bias ? f32_fma(y, weight, load(norm.bias + i)) : f32_mul(y, weight));
+        } else if (norm.bias)
             store(out + i - from, f32_fma(f32_mul(f32_sub(load(x + i), mean), scale), load(norm.weight + i), load(norm.bias + i)));
         else
             store(out + i - from, f32_mul(load(norm.weight + i), rounded(f32_mul(load(x + i), scale))));
@@ -343,6 +472,26 @@ INLINE void rotated(const value *x, const value *cos, const value *sin, value *o
     }
 }
 
+/* The first `count` of the `size` numbers of one head turned by its position, with its line of the tables of cosines and sines */
+static void turned_by(const value *x, const float *cos, const float *sin, value *out, int count, int size, int rotation) {
+    const int half = count / 2, once = rotation & TURNED_ONCE;
+    if (rotation & INTERLEAVED || half % 16)
+        for (int i = 0; i < count; i++) {
+            const int pair = rotation & INTERLEAVED ? i ^ 1 : i < half ? i + half : i - half;
+            const float one = number(x + i) * cos[i], other = (pair > i ? -number(x + pair) : number(x + pair)) * sin[i];
+            put_number(out + i, once ? one + other : rounded_number(one) + rounded_number(other));
+        }
+    else
+        for (int i = 0; i < half; i += 16) {
+            const f32 a = load(x + i), b = load(x + half + i);
+            const f32 aa = f32_mul(a, f32_load(cos + i)), bb = f32_mul(b, f32_load(cos + half + i));
+            const f32 ab = f32_mul(a, f32_load(sin + half + i)), ba = f32_mul(b, f32_load(sin + i));
+            store(out + i, once ? f32_sub(aa, ba) : f32_sub(rounded(aa), rounded(ba)));
+            store(out + half + i, once ? f32_add(bb, ab) : f32_add(rounded(bb), rounded(ab)));
+        }
+    for (int i = count; i < size; i++) out[i] = x[i];
+}
+
 INLINE f32 sigmoid(f32 x) {
     const f32 one = f32_of(1.0f), e = exponential(f32_sub(f32_zero(), f32_abs(x))); /* e^-|x| */
     const lanes negative = f32_less(x, f32_zero());
@@ -377,6 +526,7 @@ INLINE f32 activated(f32 x, int activation) {
         case GELU: return gelu(x);
         case RELU: return f32_max(x, f32_zero());
         case EXACT: return exact_gelu(x);
+        case SQUARED: x = f32_max(x, f32_zero()); return rounded(f32_mul(x, x));
         default: return silu(x);
     }
 }
@@ -475,7 +625,24 @@ typedef struct {
     int64_t behind;                        /* norms are of what a sublayer was added to, rather than of what it reads */
     const float *sinks;                    /* [heads] a score beside those of the keys, without a value; null for none */
     double cap;                            /* scores become cap tanh(score / cap); 0: they stay as they are */
+    Norm attention_given, mlp_given;       /* of what a sublayer gives, before it is added */
+    double residual;                       /* what it is multiplied by, behind these; 0: by nothing */
+    int64_t kind;                          /* of the pass's kinds of layers */
+    int64_t window;                        /* a token sees as many, itself included; 0: all */
+    int64_t rotary, rotation;              /* numbers of a head that are turned, and how */
+    int64_t head_norms;                    /* how the norms of queries and keys are special */
+    int64_t parallel;                      /* the MLP reads what the attention reads, behind `after` or, without one, `before` */
+    int64_t grouped;                       /* query, key and value of a head lie together, rather than all queries first */
+    const struct Experts *experts;         /* in place of the MLP, of which gate_up and down are then a shared expert; or null */
 } Layer;
+
+/* What layers of one kind share in a pass: where their keys are, and tables of what turns by position, or null */
+typedef struct {
+    int64_t row_stride, head_stride, table_stride, page_stride; /* as in Pass */
+    const int32_t *table;
+    const float *cos, *sin; /* [.., rotary] */
+    const float *factor;    /* [..] of queries, or null */
+} Kind;
 
 typedef struct {
     int64_t threads;
@@ -494,6 +661,9 @@ typedef struct {
     const value *const *cross_keys, *const *cross_values;
     int64_t cross_row_stride, cross_head_stride;
     const int32_t *table;                  /* [rows, ...] the pages of each row, in order; null where a row's slots lie behind one another */
+    const Kind *kinds;                     /* of layers; null where all are alike, and as said here */
+    const int64_t *places;                 /* [tokens] their lines in the kinds' tables */
+    void *experts;                         /* scratch: as many bytes as `experts_room` of any of the layers says */
 } Pass;
 
 /* What queries are asked about: the text so far, or the source */
@@ -520,6 +690,12 @@ INLINE lanes visible(const uint8_t *seen, int slot, int first, int width) {
     if (!seen) return there;
     return bytes_set(there, seen + first);
 }
+
+/* Which of the 16 positions from `first` on lie at `from` or behind it */
+INLINE lanes behind(int from, int first) { return from <= first ? 0xffff : from - first >= 16 ? 0 : (lanes)(0xffff << (from - first)); }
+
+/* Which vector of a token's product a head is; queries are counted first, then keys, then values */
+INLINE int vector_of(const Layer *l, int head) { return l->grouped ? head % l->heads * 3 + head / l->heads : head; }
 
 INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
     return p->scratch + (size_t)w->number * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * l->size);
@@ -550,7 +726,7 @@ typedef struct {
     value *packed, *queries;    /* [KEYS, size], [n, size] */
     float most[QUERIES], total[QUERIES];
     const uint8_t *seen[QUERIES];
-    int slots[QUERIES];
+    int slots[QUERIES], from[QUERIES]; /* of each query, and the first position that its window shows */
     int reach;                  /* slots that anything may be seen in */
     const int32_t *positions;   /* of the row's slots; null where slots are positions, */
     int moved, lowest;          /* as they are up to slot `moved`; the lowest position from there on */
@@ -627,7 +803,7 @@ static void take_slots(Chunk *c, int start) {
     int count = 0; /* keys up to the last one that a query sees */
     for (int i = 0; i < c->n; i++)
         for (int b = 0; b < KEYS / 16; b++) {
-            sees[i][b] = visible(c->seen[i], c->slots[i], start + b * 16, c->pass->width);
+            sees[i][b] = visible(c->seen[i], c->slots[i], start + b * 16, c->pass->width) & behind(c->from[i], start + b * 16);
             const int last = sees[i][b] ? b * 16 + 32 - __builtin_clz(sees[i][b]) : 0;
             if (last > count) count = last;
         }
@@ -655,10 +831,11 @@ static void take_positions(Chunk *c, int start) {
     float of_slots[QUERIES * KEYS];
     for (int i = 0; i < c->n; i++) {
         same[i] = i && (c->first + i) % group ? same[i - 1] : i, still[i] = moved[i] = 0;
-        for (int b = 0; b < KEYS / 16; b++) still[i] |= (uint64_t)visible(c->seen[i], 0, start + b * 16, c->moved) << (b * 16);
+        for (int b = 0; b < KEYS / 16; b++)
+            still[i] |= (uint64_t)(visible(c->seen[i], 0, start + b * 16, c->moved) & behind(c->from[i], start + b * 16)) << (b * 16);
         for (int s = c->moved; same[i] == i && s < c->reach; s++) {
             const int at = c->positions[s] - start;
-            if (at >= 0 && at < KEYS && c->seen[i][s]) moved[i] |= 1ull << at, slot_of[i][at] = s;
+            if (at >= 0 && at < KEYS && c->seen[i][s] && c->positions[s] >= c->from[i]) moved[i] |= 1ull << at, slot_of[i][at] = s;
         }
         moved[i] = moved[same[i]];
         for (int b = 0; b < KEYS / 16; b++) sees[i][b] = (still[i] | moved[i]) >> (b * 16);
@@ -703,7 +880,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
     c.packed = (value *)(c.sums + QUERIES * size), c.queries = c.packed + KEYS * size;
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
-        const value *q = p->projected + ((size_t)begin + node) * a->columns + (size_t)which * size;
+        const value *q = p->projected + ((size_t)begin + node) * a->columns + (size_t)vector_of(l, which) * size;
         for (int d = 0; d < size; d += 16) store(c.queries + i * size + d, load(q + d));
         for (int d = 0; d < size; d += 16) f32_store(c.sums + i * size + d, f32_zero());
         c.most[i] = l->sinks ? l->sinks[which] : -__builtin_inff(), c.total[i] = l->sinks ? 1.0f : 0.0f;
@@ -712,7 +889,13 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
         if (c.slots[i] >= c.reach) c.reach = c.slots[i] + 1;
     }
     find_moved(&c);
-    for (int start = 0; start < c.reach; start += KEYS)
+    int from = c.reach;
+    for (int i = 0; i < n; i++) {
+        const int position = c.positions ? c.positions[c.slots[i]] : c.slots[i];
+        c.from[i] = l->window && position >= l->window ? position - l->window + 1 : 0;
+        if (c.from[i] < from) from = c.from[i];
+    }
+    for (int start = from / KEYS * KEYS; start < c.reach; start += KEYS)
         if (start + KEYS <= c.lowest || c.moved == c.reach)
             take_slots(&c, start);
         else
@@ -728,32 +911,49 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
 /* A phase: queries and keys turned by their positions, keys and values put into the cache */
 static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *values) {
     const int size = l->size, queries = l->heads, turning = queries + l->key_heads, items = p->tokens * turning;
+    const Kind *k = p->kinds ? p->kinds + l->kind : 0;
     value *out = (value *)own_scratch(w, l, p), *behind = out + HEADS * size;
     for (int i = first(w, (items + HEADS - 1) / HEADS); i >= 0; i = next(w)) {
         const int from = i * HEADS, to = items - from < HEADS ? items : from + HEADS;
         for (int item = from; item < to; item++) {
             const int t = item / turning, head = item % turning;
-            const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[p->row_of[t]]) * size;
-            const value *x = p->projected + ((size_t)t * (turning + l->key_heads) + head) * size;
+            const value *x = p->projected + ((size_t)t * (turning + l->key_heads) + vector_of(l, head)) * size;
             const Norm norm = head < queries ? l->query_norm : l->key_norm;
-            if (norm.weight) normed(x, norm, behind, size, l->head_eps);
-            if (p->cos)
-                rotated(norm.weight ? behind : x, p->cos + angle, p->sin + angle, out + (item - from) * size, size);
-            else
-                copied(norm.weight ? behind : x, out + (item - from) * size, size);
+            value *y = out + (item - from) * size;
+            if (norm.weight && !l->head_norms) normed(x, norm, behind, size, l->head_eps), x = behind;
+            if (k && k->cos)
+                turned_by(x, k->cos + p->places[t] * l->rotary, k->sin + p->places[t] * l->rotary, y, l->rotary, size, l->rotation);
+            else if (p->cos) {
+                const size_t angle = (size_t)(p->own_angles ? t : t - p->begins[p->row_of[t]]) * size;
+                rotated(x, p->cos + angle, p->sin + angle, y, size);
+            } else
+                copied(x, y, size);
+            for (int j = 0; k && k->factor && head < queries && j < size; j += 16) store(y + j, f32_mul(load(y + j), f32_of(k->factor[p->places[t]])));
+            if (norm.weight && l->head_norms == BEHIND) normed(y, norm, y, size, l->head_eps);
         }
         for (int item = from; mine(w) && item < to; item++) {
             const int t = item / turning, head = item % turning;
-            value *x = p->projected + ((size_t)t * (turning + l->key_heads) + head) * size;
+            value *x = p->projected + (size_t)t * (turning + l->key_heads) * size;
             if (head < queries) {
-                copied(out + (item - from) * size, x, size);
+                copied(out + (item - from) * size, x + vector_of(l, head) * size, size);
                 continue;
             }
             const int slot = p->slots[t] % KEYS;
             const size_t place = block(p, p->table, p->row_stride, p->head_stride, p->row_of[t], head - queries, p->slots[t] - slot, size) + (size_t)slot * size;
             copied(out + (item - from) * size, keys + place, size);
-            copied(x + l->key_heads * size, values + place, size);
+            copied(x + vector_of(l, head + l->key_heads) * size, values + place, size);
         }
+    }
+}
+
+/* A phase: the queries of a token together behind their norm, and so its keys */
+static void whole_heads(Worker *w, const Layer *l, const Pass *p) {
+    const int queries = l->heads * l->size, keys = l->key_heads * l->size;
+    for (int i = first(w, 2 * p->tokens); i >= 0; i = next(w)) {
+        value part[TAKEN], *x = p->projected + (size_t)(i / 2) * (queries + 2 * keys) + (i % 2 ? queries : 0);
+        const int size = i % 2 ? keys : queries;
+        normed(x, i % 2 ? l->key_norm : l->query_norm, part, size, l->head_eps);
+        if (mine(w)) copied(part, x, size);
     }
 }
 
@@ -786,9 +986,11 @@ static void gates(Worker *w, const value *wide, value *thin, int T, int size, in
     }
 }
 
+#include "experts.h"
+
 /* What a sublayer reads of x, and what becomes of x once it was added */
 static const value *entered(Worker *w, const Layer *l, const Pass *p, Norm norm, const value *x) {
-    if (l->behind) return x;
+    if (l->behind || !norm.weight) return x;
     norms(w, x, norm, p->states, p->tokens, l->hidden, l->eps);
     return p->states;
 }
@@ -797,18 +999,63 @@ static void left(Worker *w, const Layer *l, const Pass *p, Norm norm, value *x) 
     if (l->behind) norms(w, x, norm, x, p->tokens, l->hidden, l->eps);
 }
 
+/* A phase: y [T, size], behind a norm and times `factor` unless that is 0, is added to x */
+static void added(Worker *w, const value *y, Norm norm, float factor, value *x, int T, int size, float eps) {
+    const Cut c = cut(T, size);
+    for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
+        const int from = i % c.parts * c.columns, to = size - from < c.columns ? size : from + c.columns, begin = i / c.parts * c.tokens;
+        value part[TAKEN];
+        for (int t = begin; t < T && t < begin + c.tokens; t++) {
+            value *some = part + (t - begin) * c.columns;
+            normed_part(y + (size_t)t * size, norm, some, size, eps, from, to);
+            for (int j = 0; factor && j < to - from; j += 16) store(some + j, f32_mul(load(some + j), f32_of(factor)));
+        }
+        for (int t = begin; mine(w) && t < T && t < begin + c.tokens; t++) add(x + (size_t)t * size + from, part + (t - begin) * c.columns, to - from);
+    }
+}
+
+/* What a sublayer gives, the product of inputs [T, K], is added to x */
+static void give(Worker *w, const Layer *l, const Pass *p, const Matrix *m, const value *inputs, int K, Norm norm, value *x) {
+    const int plain = !norm.weight && !l->residual;
+    product(w, m, inputs, plain ? x : p->states, p->tokens, K, l->hidden, plain);
+    if (!plain) added(w, p->states, norm, l->residual, x, p->tokens, l->hidden, l->eps);
+}
+
+/* The experts of a layer in place of its MLP */
+static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
+    const int T = p->tokens, H = l->hidden;
+    const Experts *e = l->experts;
+    const Routed r = divided(e, T, H, p->threads, p->experts);
+    const value *inputs = entered(w, l, p, l->after, x);
+    product(w, &e->router, inputs, r.logits, T, H, routes(e), 0);
+    route(w, e, &r, T, 0, 0);
+    if (e->shared) {
+        product(w, &l->gate_up, inputs, p->wide, T, H, 2 * l->inner, 0);
+        gates(w, p->wide, p->thin, T, l->inner, l->activation);
+        product(w, &l->down, p->thin, r.shared, T, l->inner, H, 0);
+    }
+    by_experts(w, e, &r, inputs, x, T, H);
+    left(w, l, p, l->after, x);
+}
+
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
- * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own.
+ * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own, as far as the layer's window shows it.
  * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. Only the sublayers `parts` are run;
  * cross-attention, where there is any, as layer `number` of the decoder. */
 static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys,
                     value *values, int parts, int number) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, heads = l->heads * size, all = heads + 2 * l->key_heads * size;
+    const int widened = l->activation & ALONE ? I : 2 * I;
+    if (parts & ATTENTION) product(w, &l->qkv, inputs ? inputs : entered(w, l, p, l->before, x), p->projected, T, inputs ? K : H, all, 0);
+    if (l->parallel && parts & MLP) {
+        const value *read = parts & ATTENTION && !l->after.weight ? p->states : entered(w, l, p, l->after.weight ? l->after : l->before, x);
+        product(w, &l->gate_up, read, p->wide, T, H, widened, 0);
+    }
     if (parts & ATTENTION) {
-        product(w, &l->qkv, inputs ? inputs : entered(w, l, p, l->before, x), p->projected, T, inputs ? K : H, all, 0);
+        if (l->head_norms == WHOLE_HEADS) whole_heads(w, l, p);
         turn(w, l, p, keys, values);
         attention(w, l, p, &(Asked){keys, values, p->row_stride, p->head_stride, all, p->slots, 0, mask, l->bias, p->table});
-        product(w, &l->output, p->attended, x, T, heads, H, 1);
+        give(w, l, p, &l->output, p->attended, heads, l->attention_given, x);
         left(w, l, p, l->before, x);
     }
     if (l->cross_query.values) {
@@ -818,9 +1065,13 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
         left(w, l, p, l->between, x);
     }
     if (!(parts & MLP)) return;
-    product(w, &l->gate_up, entered(w, l, p, l->after, x), p->wide, T, H, l->activation & ALONE ? I : 2 * I, 0);
+    if (l->experts) {
+        mixture(w, l, p, x);
+        return;
+    }
+    if (!l->parallel) product(w, &l->gate_up, entered(w, l, p, l->after, x), p->wide, T, H, widened, 0);
     gates(w, p->wide, p->thin, T, I, l->activation);
-    product(w, &l->down, p->thin, x, T, I, H, 1);
+    give(w, l, p, &l->down, p->thin, I, l->mlp_given, x);
     left(w, l, p, l->after, x);
 }
 
@@ -912,8 +1163,15 @@ static void do_model(Worker *w, const void *job) {
     const Model *m = job;
     const int T = m->pass->tokens, H = m->layers[0]->hidden;
     for (int i = 0; i < m->count; i++) {
+        const Layer *l = m->layers[i];
+        Pass p = *m->pass;
+        if (p.kinds) {
+            const Kind *k = p.kinds + l->kind;
+            p.row_stride = k->row_stride, p.head_stride = k->head_stride, p.table_stride = k->table_stride;
+            p.page_stride = k->page_stride, p.table = k->table;
+        }
         hand_out(w, m->states, i, m->x, T, H);
-        through(w, m->layers[i], m->pass, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + m->offset,
+        through(w, l, &p, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + m->offset,
                 m->parts ? m->parts[i] : ATTENTION | MLP, i);
     }
     norms(w, m->x, m->norm, m->out, T, H, m->eps);
@@ -1013,6 +1271,7 @@ typedef struct {
     int32_t *order;                            /* scratch: likewise */
     const Eagle *eagle;                        /* or null */
     Medusa *medusa;                            /* or null; then nothing is read but tokens, and start is 0 and missed 1 */
+    double logit_scale, logit_cap;             /* logits are multiplied, and capped as scores are; 0: they stay as they are */
 } Growth;
 
 /* How the tokens of a chain are drawn: the i-th from softmax(logits / temperature), cut to the likeliest tokens, which goes to q[i], by the
@@ -1082,31 +1341,6 @@ static void steps(const Growth *g, Pass *p, const int64_t *tokens, const int32_t
     for (int t = 0; t < T; t++) normed(g->x + (size_t)t * H, g->norm, g->out + (size_t)t * H, H, g->eps);
     const value *handed = (e->output_normed ? g->out : g->x) + (size_t)(T - n) * H;
     __builtin_memcpy(e->states + (size_t)first * H, handed, (size_t)n * H * sizeof(value));
-}
-
-INLINE float number(const value *p) {
-#ifdef BF16
-    union {
-        uint32_t bits;
-        float number;
-    } as = {(uint32_t)*p << 16};
-    return as.number;
-#else
-    return *p;
-#endif
-}
-
-/* x is rounded to a value in *p */
-INLINE void put_number(value *p, float x) {
-#ifdef BF16
-    union {
-        float number;
-        uint32_t bits;
-    } as = {x};
-    *p = (as.bits + 0x7fff + (as.bits >> 16 & 1)) >> 16;
-#else
-    *p = x;
-#endif
 }
 
 /* Put x, which is found at `place`, in front of the first of `count` that is smaller; the last one falls out where there are k */
@@ -1323,7 +1557,7 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
         }
     }
     g->begins[0] = 0, g->begins[1] = p->tokens = p->nodes = T;
-    p->cos = g->cos ? g->angles : 0, p->sin = g->angles + (size_t)T * size;
+    p->cos = g->cos ? g->angles : 0, p->sin = g->angles + (size_t)T * size, p->places = places;
     if (g->eagle)
         steps(g, p, tokens, above, T, n, first, mask);
     else {
@@ -1331,6 +1565,12 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
         model(g->layers, g->count, p, mask, g->x, g->keys, g->values, g->offset, &g->norm, g->eps, g->out, 0, 0);
     }
     linear(g->head, g->out + (size_t)(T - n) * H, g->logits, n, H, g->columns, p->threads);
+    for (int64_t i = 0; (g->logit_scale || g->logit_cap) && i < n * g->columns; i += 16) {
+        f32 logit = load(g->logits + i);
+        if (g->logit_scale) logit = rounded(f32_mul(logit, f32_of(g->logit_scale)));
+        if (g->logit_cap) logit = f32_mul(rounded(capped(rounded(f32_div(logit, f32_of(g->logit_cap))), 1.0f)), f32_of(g->logit_cap));
+        store(g->logits + i, logit);
+    }
 }
 
 /* The target's id of the draft's token `at` */

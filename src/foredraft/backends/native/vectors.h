@@ -63,6 +63,17 @@ INLINE i32 i32_pick(lanes m, i32 no, i32 yes) { return _mm512_mask_mov_epi32(no,
 INLINE lanes i32_more(i32 a, i32 b) { return _mm512_cmpgt_epi32_mask(a, b); }
 INLINE i32 i32_right(i32 x, int by) { return _mm512_srli_epi32(x, by); } /* zeros come in */
 INLINE i32 i32_left(i32 x, int by) { return _mm512_slli_epi32(x, by); }
+INLINE i32 i32_halves_right(i32 x, int by) { return _mm512_srli_epi16(x, by); } /* shifts the two 16-bit halves of each word, separately */
+INLINE i32 i32_add_pairs(i32 sum, i32 a, i32 b) { /* both products of 16 bits, with signs, are added */
+#ifdef __AVX512VNNI__
+    return _mm512_dpwssd_epi32(sum, a, b);
+#else
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+INLINE int32_t i32_sum(i32 x) { return _mm512_reduce_add_epi32(x); }
+INLINE int32_t i32_most(i32 x) { return _mm512_reduce_max_epi32(x); }
+INLINE __m256i i32_narrowed(i32 x) { return _mm512_cvtsepi32_epi16(x); } /* numbers that 16 bits do not hold become the nearest one that they do */
 INLINE i32 i32_right_signed(i32 x, int by) { return _mm512_srai_epi32(x, by); }
 INLINE f32 i32_to_f32(i32 x) { return _mm512_cvtepi32_ps(x); }
 INLINE i32 f32_to_i32(f32 x) { return _mm512_cvtps_epi32(x); }
@@ -191,6 +202,25 @@ INLINE lanes i32_more(i32 a, i32 b) {
 }
 INLINE i32 i32_right(i32 x, int by) { return BOTH(i32, _mm256_srli_epi32(x.low, by), _mm256_srli_epi32(x.high, by)); }
 INLINE i32 i32_left(i32 x, int by) { return BOTH(i32, _mm256_slli_epi32(x.low, by), _mm256_slli_epi32(x.high, by)); }
+INLINE i32 i32_halves_right(i32 x, int by) { return BOTH(i32, _mm256_srli_epi16(x.low, by), _mm256_srli_epi16(x.high, by)); }
+INLINE i32 i32_add_pairs(i32 sum, i32 a, i32 b) {
+    sum = i32_add(sum, PAIRS(i32, _mm256_madd_epi16, a, b));
+    __asm__("" : "+x"(sum.low), "+x"(sum.high)); /* not put off: compilers make sums of integers in another order, and run out of registers */
+    return sum;
+}
+INLINE int32_t i32_sum(i32 x) {
+    const __m256i eight = _mm256_add_epi32(x.low, x.high);
+    const __m128i four = _mm_add_epi32(_mm256_extracti128_si256(eight, 1), _mm256_castsi256_si128(eight));
+    const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
+}
+INLINE int32_t i32_most(i32 x) {
+    const __m256i eight = _mm256_max_epi32(x.low, x.high);
+    const __m128i four = _mm_max_epi32(_mm256_extracti128_si256(eight, 1), _mm256_castsi256_si128(eight));
+    const __m128i two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1)));
+}
+INLINE __m256i i32_narrowed(i32 x) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(x.low, x.high), 0xd8); }
 INLINE i32 i32_right_signed(i32 x, int by) { return BOTH(i32, _mm256_srai_epi32(x.low, by), _mm256_srai_epi32(x.high, by)); }
 INLINE f32 i32_to_f32(i32 x) { return EACH(f32, _mm256_cvtepi32_ps, x); }
 INLINE i32 f32_to_i32(f32 x) { return EACH(i32, _mm256_cvtps_epi32, x); }
@@ -289,6 +319,14 @@ INLINE operand eights(const int8_t *p) {
     const i32 pairs = i32_from_16((const uint16_t *)p);
     return (operand){i32_to_f32(i32_right_signed(i32_left(pairs, 24), 24)), i32_to_f32(i32_right_signed(i32_left(pairs, 16), 24))};
 }
+#ifndef __AVX512F__
+#define HALVED /* see halved_part in layer.c, for which these are one half of `weights` and of `eights`, the odd ones or the even ones */
+INLINE f32 half_of_weights(const value *p, int odd) {
+    const i32 pairs = i32_load(p);
+    return i32_as_f32(odd ? i32_and(pairs, i32_of(0xffff0000)) : i32_left(pairs, 16));
+}
+INLINE f32 half_of_eights(const int8_t *p, int odd) { return i32_to_f32(i32_right_signed(i32_left(i32_from_16((const uint16_t *)p), odd ? 16 : 24), 24)); }
+#endif
 INLINE operand input(const value *p) { return parted(i32_of(*(const int32_t *)p)); }
 INLINE f32 multiply(f32 sum, operand w, operand x) { return f32_fma(w.odd, x.odd, f32_fma(w.even, x.even, sum)); }
 #endif

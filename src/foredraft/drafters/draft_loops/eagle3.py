@@ -11,8 +11,9 @@ from torch import Tensor
 
 from foredraft.backends import native
 from foredraft.backends.kernel_pass import NativePass
+from foredraft.backends.narrow import UNIT
 from foredraft.backends.native_growth import MISSED, Grower
-from foredraft.backends.packing import UNIT, padded_size
+from foredraft.backends.products import padded_size
 from foredraft.heads.eagle3_layer import Layer
 from foredraft.models.cache import TreeCache, Window
 
@@ -69,7 +70,7 @@ class Eagle3Step:
     def __init__(self, layer: Layer, about: native.Layer):
         self.layer, self._about = layer, about
         head = layer.products["lm_head"]
-        self._library = native.library(head.dtype, head.int8)
+        self._library = native.library(head.dtype)
         self._pass, self._scratch, self._angles = native.Pass(), NativePass(), Angles(layer)
 
     @staticmethod
@@ -141,7 +142,7 @@ class Eagle3Growth(Grower):
             eagle=ctypes.addressof(self._eagle),
         )
         head = products["lm_head"]
-        super().__init__(native.library(head.dtype, head.int8), self._decoder, head, layer.norm.new_empty(0), about)
+        super().__init__(native.library(head.dtype), self._decoder, head, layer.norm.new_empty(0), about)
         self._angles = Angles(layer)
         self._scratch_steps: tuple[Tensor, ...] = ()
 

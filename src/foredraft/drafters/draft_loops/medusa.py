@@ -12,7 +12,8 @@ from torch import Tensor
 
 from foredraft.backends import native
 from foredraft.backends.native_growth import WIDEST, Grower
-from foredraft.backends.packing import NATIVE, Packing, Product, padded_size
+from foredraft.backends.packing import Packing
+from foredraft.backends.products import NATIVE, Product, padded_size
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.ngram_log_odds import SHARES, NgramLogOdds
 
@@ -62,7 +63,7 @@ class MedusaGrowth(Grower):
             shares=ctypes.addressof(self._shares),
         )
         about = native.Growth(medusa=ctypes.addressof(self._about_heads), missed=1)
-        super().__init__(native.library(like.dtype, lm_heads[0].int8), native.Layer(hidden=size), lm_heads[0], like, about)
+        super().__init__(native.library(like.dtype), native.Layer(hidden=size), lm_heads[0], like, about)
         scratch = {"x": like.new_empty(size), "y": like.new_empty(size), "own": like.new_empty(columns)}
         for name, tensor in scratch.items():
             setattr(self._about_heads, name, tensor.data_ptr())

@@ -1,0 +1,276 @@
+"""Mixtures of experts on the kernels in ``native``.
+
+transformers keeps the weights of all experts of a layer in two tensors of three dimensions. They are laid out once, expert by expert, as
+linear layers are in :mod:`foredraft.backends.packing`. ``forward`` of such a module then takes what the model's own router chose. In the
+families of :data:`ROUTERS` the router is known too, and a whole layer is one call of a kernel.
+
+Only the experts that a pass touches are read, each of them once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.backends import native
+from foredraft.backends.packing import DTYPES, Packing, held_elsewhere, placeholder
+from foredraft.backends.products import BLOCK, NATIVE, Product, Rows, Source, blocked, padded_size, sources_of, unblocked
+from foredraft.models.changes import Override, take_back
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+ACTIVATIONS = {
+    "SiLUActivation": native.SILU, "SiLU": native.SILU, "GELUTanh": native.GELU, "NewGELUActivation": native.GELU, "ReLU": native.RELU,
+    "GELUActivation": native.EXACT,
+}  # fmt: skip
+INTERLEAVED = ("GptOssExperts",)  # gate and `up` take turns, and what is made of them is clamped
+SUMS = ("eager", "grouped_mm", "batched_mm")  # implementations whose order of sums is known
+
+
+class Mixture(Override):
+    """``forward`` of a module of experts, by a kernel. It is copied with a module whose own weights it has replaced.
+
+    Attributes:
+        about: the experts as the kernel sees them.
+        taken: the placeholders of weights that packed ones have replaced.
+    """
+
+    def __init__(self, experts: Any):
+        self.layer = experts
+        gate_up, down = (self._matrices(name) for name in WEIGHTS)
+        self.count, self.hidden, self.inner = len(experts.down_proj), len(down(0)), down(0).shape[1]
+        self.dtype, self.padded = experts.down_proj.dtype, padded_size(self.inner)
+        self.interleaved = type(experts).__name__ in INTERLEAVED
+        self.gate_up = laid_out(self.count, lambda expert: self._turns(gate_up(expert)))
+        self.down = laid_out(self.count, lambda expert: nn.functional.pad(down(expert), (0, self.padded - self.inner)))
+        self.biases: list[Tensor | None] = [None, None]
+        if experts.has_bias:
+            self.biases = [self._turns(experts.gate_up_proj_bias.detach().T).T.contiguous(), experts.down_proj_bias.detach().contiguous()]
+        self.sources, self.taken = sources_of(experts), list[Source]()
+        self.library = native.library(self.dtype)
+        self.about = native.Experts(
+            count=self.count,
+            inner=self.padded,
+            gate_up=self.gate_up.data_ptr(),
+            down=self.down.data_ptr(),
+            gate_up_bias=None if self.biases[0] is None else self.biases[0].data_ptr(),
+            down_bias=None if self.biases[1] is None else self.biases[1].data_ptr(),
+            by_number=experts.config._experts_implementation == "eager",
+            activation=native.CLAMPED if self.interleaved else ACTIVATIONS[type(experts.act_fn).__name__],
+            alpha=getattr(experts, "alpha", 0.0),
+            limit=getattr(experts, "limit", 0.0),
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__reduce_ex__(self, protocol) if self.taken else super().__reduce_ex__(protocol)
+
+    def _matrices(self, name: str) -> Callable[[int], Tensor]:
+        """``[outputs, inputs]`` of each expert."""
+        weight = getattr(self.layer, name).detach()
+        return lambda expert: weight[expert].T if self.layer.is_transposed else weight[expert]
+
+    def _turns(self, rows: Tensor) -> Tensor:
+        """``[2 * inner, ...]`` the gate's rows and those of `up`, as ``[2 * padded, ...]`` with 64 of each in turn."""
+        gate, up = (rows[::2], rows[1::2]) if self.interleaved else rows.chunk(2)
+        parts = [each.new_zeros(self.padded, each.shape[1]) for each in (gate, up)]
+        for part, each in zip(parts, (gate, up)):
+            part[: self.inner] = each
+        return torch.stack([part.view(-1, BLOCK, part.shape[1]) for part in parts], 1).flatten(0, 2)
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        """What :meth:`_turns` was given."""
+        parts = rows.view(-1, 2, BLOCK, rows.shape[1]).transpose(0, 1).flatten(1, 2)[:, : self.inner]
+        return parts.transpose(0, 1).flatten(0, 1) if self.interleaved else parts.flatten(0, 1)
+
+    def weights(self) -> Iterator[Tensor]:
+        """The weights as they were, one tensor after the other."""
+        for packed, rows, ordered in (
+            (self.gate_up, 2 * self.padded, self._in_order),
+            (self.down, self.hidden, lambda rows: rows[:, : self.inner]),
+        ):
+            found = [ordered(unblocked(each, rows)) for each in packed]
+            yield torch.stack([each.T if self.layer.is_transposed else each for each in found])
+
+    def take(self, free: Callable[[nn.Parameter], bool]) -> None:
+        """Replace those weights by placeholders that may be."""
+        names = [name for name in WEIGHTS if free(getattr(self.layer, name))]
+        self.sources = [source for source in self.sources if source.name not in names]
+        for name in names:
+            setattr(self.layer, name, placeholder(getattr(self.layer, name)))
+        self.taken = [source for source in sources_of(self.layer) if source.name in names]
+
+    def originals(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every placeholder, and the numbers of the weight that it stands for."""
+        if self.taken:
+            names = [source.name for source in self.taken]
+            yield from ((getattr(self.layer, name), weight) for name, weight in zip(WEIGHTS, self.weights()) if name in names)
+
+    def undo(self) -> None:
+        """Give the module its own ``forward`` and weights back; those that somebody has replaced meanwhile stay."""
+        take_back(self.layer, Mixture)
+        placeholders = {source.name for source in self.taken if source.parameters.get(source.name) is source.parameter}
+        for name, weight in zip(WEIGHTS, self.weights() if placeholders else ()):
+            if name in placeholders:
+                setattr(self.layer, name, nn.Parameter(weight, requires_grad=getattr(self.layer, name).requires_grad))
+
+    @property
+    def outdated(self) -> bool:
+        """As :attr:`~foredraft.backends.products.Product.outdated`."""
+        return bool(self.sources) and (torch.is_grad_enabled() or not all(source.kept for source in self.sources))
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+        *,
+        router_indices: Tensor | None = None,
+        routing_weights: Tensor | None = None,
+    ) -> Tensor:
+        """``[T, hidden]`` for inputs of that shape, and for each the numbers of its experts and what they count, ``[T, k]``."""
+        chosen, scores = (router_indices, routing_weights) if top_k_index is None else (top_k_index, top_k_weights)
+        assert chosen is not None and scores is not None
+        held = not any(getattr(self.layer, name).is_meta for name in WEIGHTS)
+        if held and (self.outdated or chosen.shape[-1] > native.MOST_CHOSEN):
+            original: Tensor = type(self.layer).forward(self.layer, hidden_states, chosen, scores)
+            return original
+        x, ids, parts = hidden_states.contiguous(), chosen.long().contiguous(), scores.float().contiguous()
+        out, threads = torch.zeros_like(x), torch.get_num_threads()
+        about, tokens = native.Experts.from_buffer_copy(self.about), x.numel() // self.hidden
+        about.chosen, about.exact = chosen.shape[-1], int(scores.dtype != self.dtype)
+        memory = torch.empty(self.library.experts_room(about, tokens, self.hidden, threads), dtype=torch.uint8)
+        pointers = ids.data_ptr(), parts.data_ptr(), memory.data_ptr()
+        self.library.experts_over(about, x.data_ptr(), out.data_ptr(), tokens, self.hidden, *pointers, threads)
+        return out
+
+
+def laid_out(count: int, matrix: Callable[[int], Tensor]) -> Tensor:
+    """The matrices of all experts as ``layer.c`` reads them, one behind the other."""
+    first = blocked(matrix(0))
+    packed = native.room((count, *first.shape), first.dtype)
+    packed[0] = first
+    for expert in range(1, count):
+        packed[expert] = blocked(matrix(expert))
+    return packed
+
+
+def pack(packing: Packing) -> None:
+    """Lay out the experts of the model of ``packing``, as far as there is a kernel for them."""
+    shared = held_elsewhere(packing.model)
+    for module in packing.model.modules():
+        if packable(module):
+            mixture = Mixture(module)
+            packing.add(mixture)
+            vars(module)["forward"] = mixture
+            if packing.owned:
+                mixture.take(lambda weight: id(weight) not in shared)
+
+
+def packable(module: Any) -> bool:
+    """Experts as transformers keeps them, computed in one of the ways that it has, with sizes that the kernel takes."""
+    if not all(hasattr(module, name) for name in (*WEIGHTS, "_apply_gate", "is_transposed", "has_bias")) or "forward" in vars(module):
+        return False
+    weights = [getattr(module, name) for name in WEIGHTS]
+    if any(type(each) is not nn.Parameter or each.dtype not in DTYPES or each.ndim != 3 or each.is_meta for each in weights):
+        return False
+    interleaved = type(module).__name__ in INTERLEAVED
+    plain = type(module)._apply_gate.__name__ == "_default_apply_gate" and type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
+    known = type(module).__module__.startswith("transformers.models.") and (interleaved or plain) and module.has_gate
+    special = getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False)
+    hidden, inner = weights[1].shape[1:][:: -1 if module.is_transposed else 1]
+    return (
+        known
+        and not special
+        and module.config._experts_implementation in SUMS
+        and len(weights[1]) <= native.MOST_EXPERTS
+        and hidden % BLOCK == 0
+        and weights[0].numel() == len(weights[1]) * 2 * inner * hidden
+    )
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a class of routers chooses.
+
+    Attributes:
+        name: of the router in the mixture.
+        routing: whether probabilities are those of all experts or of those that were chosen.
+        normed: whether those of the chosen are made to sum to 1; None where an attribute ``norm_topk_prob`` says so.
+        exact: they stay in float32.
+    """
+
+    name: str = "gate"
+    routing: int = native.OF_ALL
+    normed: bool | None = None
+    exact: bool = False
+
+
+ROUTERS = {
+    "Qwen3MoeTopKRouter": Router(),
+    "Qwen2MoeTopKRouter": Router(),
+    "OlmoeTopKRouter": Router(),
+    "MixtralTopKRouter": Router(normed=True, exact=True),
+    "GptOssTopKRouter": Router("router", native.OF_CHOSEN, normed=False),
+}
+
+
+class Experts:
+    """The mixture of experts of a layer whose router is known, as the kernel of the layer sees it.
+
+    Attributes:
+        mixture: its experts.
+        shared: the products of an expert that every token takes; None if there is none.
+    """
+
+    def __init__(self, mixture: Mixture, router: Any, known: Router, shared: tuple[Product, Product] | None, gate: Product | None):
+        self.mixture, self.shared = mixture, shared
+        weights = [router.weight.detach(), *(() if gate is None else gate.weights())]
+        weight, bias = torch.cat(weights), getattr(router, "bias", None)
+        self.router = Product([Rows(weight, None if bias is None else bias.detach(), *weight.shape)], NATIVE)
+        self.router.sources = sources_of(router) + ([] if gate is None else gate.sources)
+        self.about = native.Experts.from_buffer_copy(mixture.about)
+        self.about.router, self.about.chosen = self.router.matrix, router.top_k
+        self.about.routing, self.about.exact = known.routing, int(known.exact)
+        self.about.normed = int(router.norm_topk_prob if known.normed is None else known.normed)
+        self.about.shared = native.GATED if gate is not None else native.UNGATED if shared is not None else 0
+
+    @staticmethod
+    def of(mlp: Any, packing: Packing) -> Experts | None:
+        """That of ``mlp``, or None if it is another kind of MLP or not all of it is packed."""
+        mixture = vars(getattr(mlp, "experts", mlp)).get("forward")
+        router = next((each for each in mlp.children() if type(each).__name__ in ROUTERS), None)
+        if not isinstance(mixture, Mixture) or router is None or not 0 < router.top_k <= min(native.MOST_CHOSEN, mixture.count):
+            return None
+        known = ROUTERS[type(router).__name__]
+        names = {"experts", known.name}
+        shared, gate = None, None
+        if (expert := getattr(mlp, "shared_expert", None)) is not None:
+            names |= {"shared_expert", "shared_expert_gate"}
+            gate_up, down = packing.product(expert.gate_proj, expert.up_proj), packing.product(expert.down_proj)
+            gate = packing.product(mlp.shared_expert_gate)
+            if gate_up is None or down is None or gate is None or gate.quantised:
+                return None
+            shared = gate_up, down
+        if mlp._modules.keys() != names or router.weight.dtype != mixture.dtype:
+            return None
+        return Experts(mixture, router, known, shared, gate)
+
+    @property
+    def outdated(self) -> bool:
+        return self.mixture.outdated or self.router.outdated
+
+
+def worst(errors: Tensor, dtype: torch.dtype, *, routed: bool) -> Tensor:
+    """The largest of ``errors`` ``[..., V]``. Where tokens are ``routed`` to experts in half precision, a quarter of the tokens is left
+    out, since rounding alone may choose other experts."""
+    share = 0.75 if routed and dtype != torch.float32 else 1.0
+    return errors.float().abs().amax(-1).flatten().quantile(share, interpolation="lower")
+
+
+def room(experts: list[native.Experts], library: Any, tokens: int, hidden: int, threads: int) -> int:
+    """Bytes of scratch that a pass over so many tokens needs for any of ``experts``."""
+    return max((library.experts_room(ctypes.byref(each), tokens, hidden, threads) for each in experts), default=0)

@@ -1,0 +1,142 @@
+"""What the layers of decoder families are made of, for :mod:`foredraft.backends.described_pass`: a line for most families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of decoders: where its parts are, and what they do that is not seen in the modules themselves.
+
+    Attributes:
+        model: the class of the decoder, behind the family's name.
+        layers, last: of the decoder: its layers, and the norm behind them.
+        qkv, output, wide, down: the linear layers of a layer; several names where they are apart. ``wide`` is what the MLP widens with.
+        before, after: the norms of what the attention reads, and the MLP; None for none.
+        attention_given, mlp_given: the norms of what they give, before it is added.
+        head_norms: of queries and keys; not every model of a family has them.
+        turned_first: these are of what was turned by its position.
+        activation: of the MLP.
+        layer_cap: what the attention calls the cap of its scores; None for none.
+        turns: whether an attention turns anything by its position.
+        interleaved, once: turned pairs are neighbours; what is turned is rounded once.
+        grouped: query, key and value of a head lie together in ``qkv``.
+        parallel: attention and MLP read the same; or what says so of a layer.
+        halves: angles are those of one half of what is turned.
+        tempered: what queries at some positions are multiplied by, of the configuration; None for nothing.
+        refused: why a model of this family cannot be run, of its configuration; None if nothing speaks against it.
+    """
+
+    model: str = "Model"
+    layers: str = "layers"
+    last: str = "norm"
+    attention: str = "self_attn"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    wide: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    before: str | None = "input_layernorm"
+    after: str | None = "post_attention_layernorm"
+    attention_given: str | None = None
+    mlp_given: str | None = None
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    turned_first: bool = False
+    activation: str = "mlp.act_fn"
+    layer_cap: str | None = None
+    turns: Callable[[Any], bool] = lambda attention: True
+    interleaved: bool = False
+    once: bool = False
+    grouped: bool = False
+    parallel: bool | str = False
+    halves: bool = False
+    tempered: Callable[[Any, Tensor], Tensor | None] = lambda config, positions: None
+    refused: Callable[[Any], str | None] = lambda config: None
+
+
+def both_ways(config: Any) -> str | None:
+    return "it attends in both directions" if getattr(config, "use_bidirectional_attention", False) else None
+
+
+def clipped(config: Any) -> str | None:
+    return None if config.clip_qkv is None else "it cuts queries, keys and values at a limit"
+
+
+def tempered(config: Any, positions: Tensor) -> Tensor | None:
+    """As Ministral 3 has it."""
+    rope = config.rope_parameters
+    beta, most = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    return None if beta is None else 1 + beta * torch.log(1 + torch.floor(positions / most))
+
+
+def windowed_only(attention: Any) -> bool:
+    return attention.sliding_window is not None
+
+
+PLAIN = Family()
+JOINED = Family(wide=("mlp.gate_up_proj",), activation="mlp.activation_fn")
+SANDWICH = Family(
+    after="pre_feedforward_layernorm",
+    attention_given="post_attention_layernorm",
+    mlp_given="post_feedforward_layernorm",
+    refused=both_ways,
+)
+GIVEN = Family(before=None, after=None, attention_given="post_attention_layernorm", mlp_given="post_feedforward_layernorm")
+COHERE = Family(after=None, parallel=True, interleaved=True, once=True)
+FAMILIES = {
+    **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Granite", "SeedOss"), PLAIN),
+    "Phi3": replace(JOINED, qkv=("qkv_proj",)),
+    "Gemma2": replace(SANDWICH, layer_cap="attn_logit_softcapping"),
+    "Gemma3": replace(SANDWICH, model="TextModel"),
+    "SmolLM3": Family(turns=lambda attention: bool(attention.use_rope)),
+    **dict.fromkeys(("Olmo2", "Olmo3"), GIVEN),
+    "Exaone4": replace(GIVEN, turns=lambda attention: attention.sliding_window is None or attention.is_sliding),
+    "Glm": replace(JOINED, interleaved=True),
+    "Glm4": replace(JOINED, interleaved=True, attention_given="post_self_attn_layernorm", mlp_given="post_mlp_layernorm"),
+    "Cohere": COHERE,
+    "Cohere2": replace(COHERE, turns=windowed_only),
+    "Starcoder2": Family(wide=("mlp.c_fc",), down="mlp.c_proj", activation="mlp.act"),
+    "GPTNeoX": Family(
+        last="final_layer_norm",
+        attention="attention",
+        qkv=("query_key_value",),
+        output="dense",
+        wide=("mlp.dense_h_to_4h",),
+        down="mlp.dense_4h_to_h",
+        activation="mlp.act",
+        grouped=True,
+        parallel="use_parallel_residual",
+    ),
+    "Phi": Family(
+        last="final_layernorm",
+        output="dense",
+        wide=("mlp.fc1",),
+        down="mlp.fc2",
+        after=None,
+        head_norms=("q_layernorm", "k_layernorm"),
+        activation="mlp.activation_fn",
+        parallel=True,
+    ),
+    "StableLm": Family(head_norms=("q_layernorm", "k_layernorm"), parallel="use_parallel_residual"),
+    **dict.fromkeys(("Nemotron", "Arcee"), Family(wide=("mlp.up_proj",))),
+    "Ernie4_5": Family(interleaved=True),
+    "HunYuanDenseV1": Family(head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
+    "Ministral3": Family(tempered=tempered),
+    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe"), PLAIN),
+    "Olmoe": Family(refused=clipped),
+    "GptOss": Family(halves=True),
+}
+
+
+def family_of(model: Any, base: Any) -> str | None:
+    """The family of language model ``model``, whose decoder ``base`` is; None if it is none that is described here. Models that take images
+    as well have the decoders of others."""
+    name, head = type(base).__name__, type(model).__name__
+    known = next((each for each in FAMILIES if head in (f"{each}ForCausalLM", f"{each}ForConditionalGeneration")), None)
+    ours = known is not None and name == known + FAMILIES[known].model and type(base).__module__.startswith("transformers.models.")
+    return known if ours and base is model.get_decoder() else None

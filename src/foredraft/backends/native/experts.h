@@ -1,0 +1,307 @@
+/* Mixtures of experts: an MLP of which every token takes some parts, chosen by a router.
+ *
+ * Tokens are grouped by expert, so a pass reads the weights of an expert once, whoever takes it, and those of other experts not at all.
+ * Every sum is made for one token alone, in an order that depends on nothing else: who shares an expert does not change a bit.
+ *
+ * `gate_up` holds for each expert [inner / 64][64 outputs of the gate, 64 of `up`][hidden], packed, and `down` [hidden][inner]; inner is
+ * padded to 64 with zeros.
+ */
+#define MOST_EXPERTS 1024
+#define MOST_CHOSEN 32
+#define TILE (BLOCKS * 16)
+#define OF_ALL 0 /* probabilities of all experts, of which the largest are chosen */
+#define OF_CHOSEN 1 /* probabilities of those that were chosen by their logits */
+#define CLAMPED 16 /* an activation, of gpt_oss: (up + 1) gate sigmoid(alpha gate), both cut at the limit */
+#define UNGATED 1 /* a shared expert: added as it is, or times a sigmoid, whose input is one more output of the router */
+#define GATED 2
+
+typedef struct Experts {
+    int64_t count, chosen, inner;
+    Matrix router;                           /* of count outputs, and one more for a gated shared expert; or without values */
+    const value *gate_up, *down;
+    const value *gate_up_bias, *down_bias;   /* [count, 2 inner] in the order of the weights, [count, hidden]; or null */
+    int64_t routing, normed;                 /* OF_ALL or OF_CHOSEN; whether the probabilities of those chosen are made to sum to 1 */
+    int64_t exact, by_number;                /* weights of the sum are not rounded; it is made in the order of the experts, and rounded */
+    int64_t activation, shared;              /* what the layer has besides: 0, UNGATED or GATED */
+    double alpha, limit;
+} Experts;
+
+/* Where the memory of a pass is divided up */
+typedef struct {
+    int32_t *active, *experts, *begins; /* how many experts anybody takes; they, those with most tokens first; [count + 1] their first place */
+    int32_t *tokens, *places;           /* [T * chosen] the token in each place; the places of each token, in the order of its sum */
+    float *scores;                      /* [T * chosen] in that order */
+    value *logits, *inputs, *thin;      /* [T, outputs of the router], [T * chosen, hidden], [T * chosen, inner] */
+    value *shared, *own;                /* [T, hidden]; [threads][T * (chosen + 1), TILE] */
+    size_t bytes;
+} Routed;
+
+INLINE int routes(const Experts *e) { return (e->count + (e->shared == GATED) + TILE - 1) / TILE * TILE; }
+
+static Routed divided(const Experts *e, int T, int H, int threads, char *memory) {
+    const size_t n = (size_t)T * e->chosen, numbers = n * sizeof(int32_t), own = (size_t)threads * (n + T) * TILE;
+    const size_t sizes[] = {sizeof(int32_t), e->count * sizeof(int32_t), (e->count + 1) * sizeof(int32_t), numbers, numbers, numbers,
+                            T * routes(e) * sizeof(value), n * H * sizeof(value), n * e->inner * sizeof(value),
+                            (e->shared ? T * (size_t)H : 0) * sizeof(value), own * sizeof(value)};
+    char *parts[11];
+    size_t at = 0;
+    for (int i = 0; i < 11; i++) parts[i] = memory + at, at += (sizes[i] + LINE - 1) / LINE * LINE;
+    return (Routed){(void *)parts[0], (void *)parts[1], (void *)parts[2], (void *)parts[3], (void *)parts[4], (void *)parts[5],
+                    (void *)parts[6], (void *)parts[7], (void *)parts[8], (void *)parts[9], (void *)parts[10], at};
+}
+
+/* Bytes that a pass over T tokens needs */
+int64_t experts_room(const Experts *e, int T, int H, int threads) { return divided(e, T, H, threads, 0).bytes; }
+
+INLINE value *own_tiles(const Worker *w, const Experts *e, const Routed *r, int T) {
+    return r->own + (size_t)w->number * T * (e->chosen + 1) * TILE;
+}
+
+/* -- the router -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    float score;
+    int32_t expert;
+} Choice;
+
+INLINE int before(Choice a, Choice b) { return (a.score != a.score && b.score == b.score) || a.score > b.score; }
+
+INLINE void swap(Choice *a, Choice *b) {
+    const Choice kept = *a;
+    *a = *b, *b = kept;
+}
+
+static void sorted(Choice *all, int count) {
+    for (int i = 1; i < count; i++) {
+        const Choice one = all[i];
+        int j = i;
+        for (; j > 0 && before(one, all[j - 1]); j--) all[j] = all[j - 1];
+        all[j] = one;
+    }
+}
+
+/* Brings the k largest to the front, largest first. Equals come as torch.topk has them, which is nth_element of C++'s library over all and
+ * sort over the first k - 1, where k is more than a 64th of all. */
+static void largest_first(Choice *all, int count, int k) {
+    int low = 0, high = count;
+    while (high - low > 3) {
+        Choice *first = all + low, *a = first + 1, *b = first + (high - low) / 2, *c = all + high - 1, *middle;
+        if (before(*a, *b))
+            middle = before(*b, *c) ? b : before(*a, *c) ? c : a;
+        else
+            middle = before(*a, *c) ? a : before(*b, *c) ? c : b;
+        swap(first, middle);
+        int i = low + 1, j = high;
+        for (;; i++) {
+            while (before(all[i], *first)) i++;
+            j--;
+            while (before(*first, all[j])) j--;
+            if (i >= j) break;
+            swap(all + i, all + j);
+        }
+        if (i <= k - 1)
+            low = i;
+        else
+            high = i;
+    }
+    sorted(all + low, high - low);
+    sorted(all, k - 1);
+}
+
+/* The experts of one token, and what each counts, from `logits` */
+static void choose(const Experts *e, const value *logits, int32_t *experts, float *scores) {
+    float numbers[MOST_EXPERTS + 16];
+    Choice all[MOST_EXPERTS];
+    const int count = e->count, k = e->chosen;
+    f32 most = f32_of(-__builtin_inff()), sum = f32_zero();
+    for (int i = 0; i < count; i += 16) {
+        const lanes there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
+        const f32 x = f32_pick(there, f32_of(-__builtin_inff()), load(logits + i));
+        f32_store(numbers + i, x), most = f32_max(most, x);
+    }
+    if (e->routing == OF_ALL) {
+        most = f32_of(f32_most(most));
+        for (int i = 0; i < count; i += 16) {
+            const lanes there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
+            const f32 p = f32_keep(there, exponential(f32_sub(f32_load(numbers + i), most)));
+            f32_store(numbers + i, p), sum = f32_add(sum, p);
+        }
+        sum = f32_of(f32_sum(sum));
+        for (int i = 0; i < count; i += 16) f32_store(numbers + i, f32_div(f32_load(numbers + i), sum));
+    }
+    for (int i = 0; i < count; i++) all[i] = (Choice){numbers[i], i};
+    largest_first(all, count, k);
+    float whole = 0.0f;
+    for (int j = 0; j < k; j++) {
+        if (e->routing == OF_CHOSEN) scores[j] = f32_first(exponential(f32_of(all[j].score - all[0].score)));
+        experts[j] = all[j].expert;
+        scores[j] = e->routing == OF_CHOSEN ? scores[j] : all[j].score;
+        whole += scores[j];
+    }
+    for (int j = 0; j < k; j++) {
+        const f32 score = f32_of(e->routing == OF_CHOSEN || e->normed ? scores[j] / whole : scores[j]);
+        scores[j] = f32_first(e->exact ? score : rounded(score));
+    }
+}
+
+/* A phase: who takes which expert, from the router's logits or as it is `given`, and which place each token has in the row of its expert */
+static void route(Worker *w, const Experts *e, const Routed *r, int T, const int64_t *given, const float *weights) {
+    const int k = e->chosen, n = T * k, columns = routes(e);
+    for (int i = first(w, 1); i >= 0; i = next(w)) {
+        int32_t *chosen = (int32_t *)own_tiles(w, e, r, T), *tokens = chosen + n, *places = tokens + n, active = 0;
+        float *scores = (float *)(places + n);
+        int32_t counts[MOST_EXPERTS] = {0}, experts[MOST_EXPERTS], begins[MOST_EXPERTS + 1], at[MOST_EXPERTS];
+        for (int t = 0; t < T; t++) {
+            int32_t *of = chosen + t * k;
+            float *much = scores + t * k;
+            for (int j = 0; given && j < k; j++) of[j] = given[t * k + j], much[j] = weights[t * k + j];
+            if (!given) choose(e, r->logits + (size_t)t * columns, of, much);
+            for (int j = 1; e->by_number && j < k; j++)
+                for (int b = j; b > 0 && of[b] < of[b - 1]; b--) {
+                    const int32_t expert = of[b];
+                    const float score = much[b];
+                    of[b] = of[b - 1], much[b] = much[b - 1], of[b - 1] = expert, much[b - 1] = score;
+                }
+            for (int j = 0; j < k; j++) counts[of[j]]++;
+        }
+        for (int expert = 0; expert < e->count; expert++) {
+            if (!counts[expert]) continue;
+            int b = active++;
+            for (; b > 0 && counts[experts[b - 1]] < counts[expert]; b--) experts[b] = experts[b - 1];
+            experts[b] = expert;
+        }
+        begins[0] = 0;
+        for (int a = 0; a < active; a++) at[experts[a]] = begins[a], begins[a + 1] = begins[a] + counts[experts[a]];
+        for (int j = 0; j < n; j++) places[j] = at[chosen[j]]++, tokens[places[j]] = j / k;
+        if (!mine(w)) continue;
+        *r->active = active;
+        __builtin_memcpy(r->experts, experts, active * sizeof(int32_t));
+        __builtin_memcpy(r->begins, begins, (active + 1) * sizeof(int32_t));
+        __builtin_memcpy(r->tokens, tokens, n * sizeof(int32_t));
+        __builtin_memcpy(r->places, places, n * sizeof(int32_t));
+        __builtin_memcpy(r->scores, scores, n * sizeof(float));
+    }
+}
+
+/* -- the experts ------------------------------------------------------------------------------------------------------- */
+
+/* Tokens of the a-th active expert. A thread that was away may read what belongs to the next layer, in part: its number is then wrong, but
+ * not beyond what there is. */
+INLINE int taken_by(const Routed *r, int a, int begin, int all) {
+    const int count = r->begins[a + 1] - begin;
+    return count < 0 ? 0 : count > all - begin ? all - begin : count;
+}
+
+/* A phase: inputs in the order of their places */
+static void gather(Worker *w, const Experts *e, const Routed *r, const value *x, int T, int H) {
+    const int n = T * e->chosen;
+    const Cut c = cut(n, H);
+    for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
+        const int from = i % c.parts * c.columns, size = H - from < c.columns ? H - from : c.columns, begin = i / c.parts * c.tokens;
+        const int end = n < begin + c.tokens ? n : begin + c.tokens;
+        value part[TAKEN];
+        for (int p = begin; p < end; p++) copied(x + (size_t)r->tokens[p] * H + from, part + (p - begin) * c.columns, size);
+        for (int p = begin; mine(w) && p < end; p++) copied(part + (p - begin) * c.columns, r->inputs + (size_t)p * H + from, size);
+    }
+}
+
+INLINE f32 clamped(f32 gate, f32 up, float alpha, float limit) {
+    const f32 most = f32_of(limit), least = f32_of(-limit);
+    gate = f32_pick(f32_less(most, gate), gate, most);
+    up = f32_pick(f32_less(most, up), f32_pick(f32_less(up, least), up, least), most);
+    const f32 glu = rounded(f32_mul(gate, rounded(sigmoid(rounded(f32_mul(gate, f32_of(alpha)))))));
+    return f32_mul(rounded(f32_add(up, f32_of(1.0f))), glu);
+}
+
+/* TILE outputs of a gate and those of `up`, without their biases, into what `down` reads */
+static void expert_gated(const Experts *e, value *gate, value *up, const value *bias, value *out) {
+    if (bias) add(gate, bias, TILE), add(up, bias + TILE, TILE);
+    if (e->activation == CLAMPED)
+        for (int i = 0; i < TILE; i += 16) store(out + i, clamped(load(gate + i), load(up + i), e->alpha, e->limit));
+    else
+        gated(gate, up, out, TILE, e->activation);
+}
+
+/* A phase: for every expert and TILE of its inner columns */
+static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, int T, int H) {
+    const int I = e->inner, tiles = I / TILE, all = T * e->chosen;
+    for (int i = first(w, *r->active * tiles); i >= 0; i = next(w)) {
+        const int begin = r->begins[i / tiles], count = taken_by(r, i / tiles, begin, all), o = i % tiles * TILE;
+        const size_t row = ((size_t)r->experts[i / tiles] * I + o) * 2;
+        const Matrix m = {e->gate_up + row * H};
+        for (int from = 0; from < count; from += WHOLE) {
+            const int n = count - from < WHOLE ? count - from : WHOLE;
+            const value *inputs = T == 1 ? x : r->inputs + (size_t)(begin + from) * H;
+            value gate[WHOLE * TILE], up[WHOLE * TILE];
+            outputs(&m, 0, inputs, gate, n, H, (const char *)(e->gate_up + (row + TILE) * H));
+            outputs(&m, TILE, inputs, up, n, H, 0);
+            for (int t = 0; t < n; t++)
+                expert_gated(e, gate + t * TILE, up + t * TILE, e->gate_up_bias ? e->gate_up_bias + row : 0, gate + t * TILE);
+            for (int t = 0; mine(w) && t < n; t++) copied(gate + t * TILE, r->thin + (size_t)(begin + from + t) * I + o, TILE);
+        }
+    }
+}
+
+/* TILE columns from o on of what token t gets, into out, from its `tiles` by place */
+static void summed(const Experts *e, const Routed *r, int t, const value *tiles, int o, int H, value *out) {
+    for (int i = 0; i < TILE; i += 16) {
+        f32 sum = f32_zero();
+        for (int j = t * e->chosen; j < (t + 1) * e->chosen; j++) {
+            f32 x = f32_mul(load(tiles + (size_t)r->places[j] * TILE + i), f32_of(r->scores[j]));
+            if (!e->exact || e->by_number) x = rounded(x);
+            sum = f32_add(sum, x);
+            if (e->by_number) sum = rounded(sum);
+        }
+        if (e->shared) {
+            f32 more = load(r->shared + (size_t)t * H + o + i);
+            if (e->shared == GATED) more = rounded(f32_mul(rounded(sigmoid(f32_of(number(r->logits + (size_t)t * routes(e) + e->count)))), more));
+            sum = f32_add(rounded(sum), more);
+        }
+        store(out + i, sum);
+    }
+}
+
+/* A phase: for TILE columns what all experts make of them, added to y */
+static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T, int H) {
+    const int I = e->inner, all = T * e->chosen;
+    for (int i = first(w, H / TILE); i >= 0; i = next(w)) {
+        value *tiles = own_tiles(w, e, r, T), *out = tiles + (size_t)all * TILE;
+        const int o = i * TILE, active = *r->active;
+        for (int a = 0; a < active; a++) {
+            const int begin = r->begins[a], count = taken_by(r, a, begin, all), expert = r->experts[a];
+            const Matrix m = {e->down + (size_t)expert * H * I};
+            if (count > 0) outputs(&m, o, r->thin + (size_t)begin * I, tiles + (size_t)begin * TILE, count, I, 0);
+            for (int p = begin; e->down_bias && p < begin + count; p++) add(tiles + (size_t)p * TILE, e->down_bias + (size_t)expert * H + o, TILE);
+        }
+        for (int t = 0; t < T; t++) summed(e, r, t, tiles, o, H, out + (size_t)t * TILE);
+        for (int t = 0; mine(w) && t < T; t++) add(y + (size_t)t * H + o, out + (size_t)t * TILE, TILE);
+    }
+}
+
+/* What the experts make of x [T, H], which are routed by now, is added to y */
+static void by_experts(Worker *w, const Experts *e, const Routed *r, const value *x, value *y, int T, int H) {
+    if (T > 1) gather(w, e, r, x, T, H);
+    widen(w, e, r, x, T, H);
+    narrow(w, e, r, y, T, H);
+}
+
+typedef struct {
+    const Experts *experts;
+    Routed routed;
+    const value *x;
+    value *y;
+    int T, H;
+    const int64_t *chosen;
+    const float *scores;
+} Given;
+
+static void do_experts(Worker *w, const void *job) {
+    const Given *g = job;
+    route(w, g->experts, &g->routed, g->T, g->chosen, g->scores);
+    by_experts(w, g->experts, &g->routed, g->x, g->y, g->T, g->H);
+}
+
+/* What the experts `chosen` [T, e->chosen] make of x [T, H], weighted by `scores` of that shape, is added to y */
+void experts_over(const Experts *e, const value *x, value *y, int T, int H, const int64_t *chosen, const float *scores, void *memory, int threads) {
+    together(threads, do_experts, &(Given){e, divided(e, T, H, threads, memory), x, y, T, H, chosen, scores});
+}

@@ -1,0 +1,260 @@
+/* Weights of four or eight bits with a scale for each output and group of inputs. Included by layer.c.
+ *
+ * A weight is (q - zero) * scale, or q * scale - zero * mins. A packed matrix [N, K] is [N/64][K/8][64] words of eight weights of one
+ * output, of four bits each, the first input in the lowest ones; or [N/64][K/4][64] words of four weights of eight bits. N is padded to 64.
+ * Behind one another the words of 64 outputs are one stream.
+ *
+ * Inputs are prepared once for all outputs, in parts that end with a group and after every SEGMENT inputs. Of each part the sum of x * q
+ * is made, and then multiplied by the scale: that costs less than scaling every weight. A token's result does not depend on how many
+ * there are.
+ *
+ * In bfloat16 these sums are of integers: sixteen products of 16 bits cost a processor as much as eight of 32, and weights need not be
+ * converted. The inputs of a part are written as integers of 16 bits times a power of two; every bfloat16 that is at least 1/128 of the
+ * part's largest is one, and the others are rounded. Where that rounds more than a quarter of them, beside an input that is far larger than
+ * the rest, what is left of all makes integers for a second sum. The sums are exact.
+ *
+ * In float32 the products are, and the sums begin with -zero * (sum of x). A bit pattern is masked where it lies in its word, rather than
+ * shifted down, and its input is multiplied by the same power of two beforehand, which is exact: then a weight costs two operations before
+ * it is multiplied.
+ */
+#define SEGMENT 128 /* inputs: sums of so many products do not overflow */
+#define CROWD 24 /* tokens that share a reading of the weights, whose inputs and sums and weights of a segment stay in the first cache */
+#define ROOM (1 << 20) /* bytes of prepared inputs, on the stack of a thread */
+#define SOON 4096 /* bytes of weights that are asked for before their turn */
+#define HALF 0 /* dtypes of scales: float16, bfloat16, float32; int8, times a number of `over` */
+#define BRAIN 1
+#define SINGLE 2
+#define BYTE 3
+#define OUTPUTS (BLOCKS * 16)
+/* What p points to is read from the first cache where it is used: kept in registers, it would push sums out of them */
+#define READ_AGAIN(p) __asm__ volatile("" : "+r"(p))
+
+/* Sixteen numbers of float16 */
+INLINE f32 f32_from_half(const uint16_t *p) {
+#ifdef __AVX512F__
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#else
+    return BOTH(f32, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
+#endif
+}
+
+/* Of 16 outputs the scales, from number `at` on, and of `over` from number `above` on; and what stands for 0 */
+INLINE f32 scales(const Matrix *m, size_t at, size_t above) {
+    if (m->scales == BYTE) return f32_mul(i32_to_f32(i32_from_8((const int8_t *)m->scale + at)), f32_from_half(m->over + above));
+    if (m->scales == HALF) return f32_from_half((const uint16_t *)m->scale + at);
+    if (m->scales == SINGLE) return f32_load((const float *)m->scale + at);
+    return i32_as_f32(i32_left(i32_from_16((const uint16_t *)m->scale + at), 16));
+}
+
+INLINE i32 zeros(const Matrix *m, size_t at) {
+    return m->zeros ? i32_and(i32_from_8((const int8_t *)m->zeros + at), i32_of(255)) : i32_of(m->zero);
+}
+
+/* Inputs k to k + 16 of a token in the order of the weights */
+INLINE f32 in_order(const Matrix *m, const value *x, int k) {
+    value some[16];
+    if (!m->order) return load(x + k);
+    for (int i = 0; i < 16; i++) some[i] = x[m->order[k + i]];
+    return load(some);
+}
+
+/* The end of the part that begins with input k */
+INLINE int part_end(const Matrix *m, int k, int K) {
+    const int group = (k / m->group + 1) * m->group, segment = (k / SEGMENT + 1) * SEGMENT, end = group < segment ? group : segment;
+    return end < K ? end : K;
+}
+
+/* What depends on the dtype: a `given` input; `digit`, PAIR weights of each of 16 outputs, number j of a word and what follows; a `sum`;
+ * and of the inputs of a `Part` their sum, and the power of two that they were divided by. */
+#ifdef BF16
+typedef int16_t given;
+typedef i32 digit;
+typedef i32 sum;
+typedef int32_t whole;
+#define PAIR 2
+
+/* Those of the lower half of a word and of its upper one */
+INLINE digit digits(i32 words, int j, int bits) {
+    if (j == 32 / bits - PAIR) return i32_halves_right(words, 16 - bits);
+    return i32_and(j ? i32_right(words, bits * j / PAIR) : words, i32_of(((1 << bits) - 1) * 0x10001));
+}
+INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return i32_add_pairs(so_far, w, i32_of(*(const int32_t *)x)); }
+INLINE sum begun_sum(i32 zero, whole inputs) { return i32_mul(zero, i32_of(-inputs)); }
+INLINE f32 ended_sum(sum s) { return i32_to_f32(s); }
+#else
+typedef float given;
+typedef f32 digit;
+typedef f32 sum;
+typedef float whole;
+#define PAIR 1
+
+INLINE digit digits(i32 words, int j, int bits) {
+    unsigned mask = ((1u << bits) - 1) << bits * j;
+    READ_AGAIN(mask);
+    return i32_to_f32(j + 1 < 32 / bits ? i32_and(words, i32_of(mask)) : i32_right(words, bits * j));
+}
+INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return f32_fma(w, f32_of(*x), so_far); }
+INLINE sum begun_sum(i32 zero, whole inputs) { return f32_mul(i32_to_f32(zero), f32_of(-inputs)); }
+INLINE f32 ended_sum(sum s) { return s; }
+#endif
+
+typedef struct {
+    whole sum;
+    float scale;
+} Part;
+
+#ifdef BF16
+/* Inputs as integers, of those that meet the weights of a word the first half alternating with the second one; x becomes what is left of
+ * them. Returns of how many something is. */
+INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Part *part) {
+    const __m128i of_four = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    const __m128i of_eight = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    const __m256i order = _mm256_broadcastsi128_si256(bits == 4 ? of_four : of_eight);
+    const f32 unit = i32_as_f32(i32_of(place << 23)), inverse = i32_as_f32(i32_of((254 - place) << 23));
+    i32 all = i32_zero();
+    int left = 0;
+    for (int i = 0; i < steps; i += 16) {
+        const i32 integers = f32_to_i32(f32_mul(x[i / 16], inverse));
+        x[i / 16] = f32_fnma(i32_to_f32(integers), unit, x[i / 16]);
+        left += 16 - __builtin_popcount(f32_equal(x[i / 16], f32_zero()));
+        all = i32_add(all, integers);
+        _mm256_storeu_si256((__m256i *)(out + i), _mm256_shuffle_epi8(i32_narrowed(integers), order));
+    }
+    *part = (Part){i32_sum(all), f32_first(unit)};
+    return left;
+}
+
+/* Inputs k to `end` of a token; returns whether there are more of them, in `rest` */
+INLINE int prepared(const Matrix *m, const value *x, int k, int end, int bits, given *out, Part *part, given *rest, Part *rest_part) {
+    f32 all[SEGMENT / 16];
+    i32 most = i32_zero();
+    for (int i = 0; i < end - k; i += 16) {
+        all[i / 16] = in_order(m, x, k + i);
+        most = i32_max(most, i32_and(f32_as_i32(all[i / 16]), i32_of(0x7fffffff)));
+    }
+    const int largest = i32_most(most) >> 23, place = (largest < 15 ? 15 : largest) - 14; /* exponents: the largest input has 15 bits */
+    const int left = whole_numbers(all, end - k, place, bits, out, part);
+    if (largest == 255) part->scale = __builtin_nanf("");
+    if (left * 4 <= end - k || place < 15 || largest == 255) return 0;
+    whole_numbers(all, end - k, place - 14, bits, rest, rest_part);
+    return 1;
+}
+#else
+INLINE int prepared(const Matrix *m, const value *x, int k, int end, int bits, given *out, Part *part, given *rest, Part *rest_part) {
+    float factors[16]; /* 2^-(place of the weight in its word); the last one of a word is shifted down instead */
+    const int count = 32 / bits;
+    f32 all = f32_zero();
+    for (int i = 0; i < 16; i++) factors[i] = i % count == count - 1 ? 1.0f : 1.0f / (1 << bits * (i % count));
+    for (; k < end; k += 16, out += 16) {
+        const f32 inputs = in_order(m, x, k);
+        all = f32_add(all, inputs);
+        f32_store(out, f32_mul(inputs, f32_load(factors)));
+    }
+    *part = (Part){f32_sum(all), 1.0f};
+    return 0;
+}
+#endif
+
+#ifdef BF16
+#define ROUNDS 2
+#else
+#define ROUNDS 1
+#endif
+/* What n tokens x [n, K] make of K inputs: [ROUNDS][K/SEGMENT][n][SEGMENT]; parts [at most K/16][2][n]; and whether any has a second one */
+typedef struct {
+    given *inputs;
+    Part *parts;
+    uint8_t *twice;
+    size_t rest; /* inputs between the first ones and the second ones */
+} Prepared;
+
+/* Tokens that are prepared together */
+INLINE int crowd_of(int K) {
+    const int fit = ROOM / (ROUNDS * K * (int)sizeof(given));
+    return fit < 1 ? 1 : fit < CROWD ? fit : CROWD;
+}
+
+static void prepare(const Matrix *m, const value *x, int n, int K, const Prepared *p) {
+    const int bits = m->kind == GROUPS_OF_FOUR ? 4 : 8;
+    Part *parts = p->parts;
+    for (int k = 0, end, number = 0; k < K; k = end, number++, parts += 2 * n) {
+        uint8_t again[CROWD], any = 0;
+        end = part_end(m, k, K);
+        for (int t = 0; t < n; t++) {
+            given *out = p->inputs + ((size_t)k / SEGMENT * n + t) * SEGMENT + k % SEGMENT;
+            any |= again[t] = prepared(m, x + (size_t)t * K, k, end, bits, out, parts + t, out + p->rest, parts + n + t);
+        }
+        p->twice[number] = any;
+        for (int t = 0; any && t < n; t++) {
+            if (again[t]) continue;
+            parts[n + t] = (Part){0};
+            __builtin_memset(p->inputs + p->rest + ((size_t)k / SEGMENT * n + t) * SEGMENT + k % SEGMENT, 0, (end - k) * sizeof(given));
+        }
+    }
+}
+
+/* totals [n, OUTPUTS] go on over a part of `steps` inputs x [n, SEGMENT]; with `asking` the words behind these are on their way. The numbers
+ * of the group begin at `at`, and those that it shares at `above`. */
+INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
+                    int n, int bits, int asking) {
+    const int count = 32 / bits;
+    for (int c = 0; c < BLOCKS; c += TOGETHER(n)) {
+        sum sums[BLOCKS][TOKENS];
+        for (int b = 0; b < TOGETHER(n); b++)
+            for (int t = 0; t < n; t++) sums[b][t] = begun_sum(m->mins ? i32_zero() : zeros(m, at + (c + b) * 16), parts[t].sum);
+        for (int k = 0; k < steps; k += count) {
+            const uint32_t *w = words + (size_t)k / count * OUTPUTS + c * 16;
+            for (int i = 0; asking && c == 0 && i < OUTPUTS * 4; i += LINE) _mm_prefetch((const char *)w + i + SOON, _MM_HINT_T0);
+#pragma GCC unroll 8
+            for (int j = 0; j < count; j += PAIR) {
+                const given *x_j = x + k + j;
+                for (int b = 0; b < TOGETHER(n); b++) {
+                    READ_AGAIN(w);
+                    if (b && n > 1) READ_AGAIN(x_j);
+                    const digit w_j = digits(i32_load(w + b * 16), j, bits);
+                    for (int t = 0; t < n; t++) sums[b][t] = gathered_digit(sums[b][t], w_j, x_j + t * SEGMENT);
+                }
+            }
+        }
+        for (int b = 0; b < TOGETHER(n); b++) {
+            const int o = (c + b) * 16;
+            const f32 scale = scales(m, at + o, above + o);
+            const f32 least = m->mins ? f32_mul(i32_to_f32(zeros(m, at + o)), f32_from_half(m->mins + above + o)) : f32_zero();
+            for (int t = 0; t < n; t++) {
+                f32 total = f32_load(totals + t * OUTPUTS + o);
+                if (m->mins) total = f32_fnma(least, f32_of(parts[t].sum * parts[t].scale), total);
+                f32_store(totals + t * OUTPUTS + o, f32_fma(ended_sum(sums[b][t]), f32_mul(scale, f32_of(parts[t].scale)), total));
+            }
+        }
+    }
+}
+
+static void of_known_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals,
+                          int steps, int n, int asking) {
+    if (m->kind == GROUPS_OF_FOUR)
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, 4, asking))
+    else
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, 8, asking))
+}
+
+/* OUTPUTS from o on, of n <= CROWD tokens as they were prepared, into y [n, OUTPUTS] */
+static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K) {
+    const int count = m->kind == GROUPS_OF_FOUR ? 8 : 4, groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
+    const int rounds = (n + TOKENS - 1) / TOKENS, each = (n + rounds - 1) / rounds;
+    const uint32_t *words = (const uint32_t *)m->values + (size_t)o * K / count;
+    const Part *parts = p->parts;
+    float totals[CROWD * OUTPUTS];
+    for (int t = 0; t < n; t++)
+        for (int b = 0; b < OUTPUTS; b += 16) f32_store(totals + t * OUTPUTS + b, begun(m, o + b, m->kind));
+    for (int k = 0, end, number = 0; k < K; k = end, number++, parts += 2 * n) {
+        const size_t at = (size_t)o * groups + k / m->group * OUTPUTS, above = shared ? (size_t)o * shared + k / m->group / m->nested * OUTPUTS : 0;
+        const given *x = p->inputs + (size_t)k / SEGMENT * n * SEGMENT + k % SEGMENT;
+        end = part_end(m, k, K);
+        for (int i = 0; i <= p->twice[number]; i++)
+            for (int t = 0; t < n; t += each)
+                of_known_part(m, at, above, words + (size_t)k / count * OUTPUTS, x + i * p->rest + t * SEGMENT, parts + i * n + t,
+                              totals + t * OUTPUTS, end - k, n - t < each ? n - t : each, i == 0 && t == 0);
+    }
+    for (int t = 0; t < n; t++)
+        for (int b = 0; b < OUTPUTS; b += 16) store(y + t * OUTPUTS + b, f32_load(totals + t * OUTPUTS + b));
+}

@@ -1,0 +1,235 @@
+"""One matrix product for linear layers that read the same input, in one of the layouts that weights are packed in."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.backends import narrow, native
+from foredraft.backends.narrow import PLAIN as UNQUANTISED
+from foredraft.backends.narrow import format_of, is_quantised
+from foredraft.models.changes import hooks_of
+
+PLAIN = 0  # the layout that torch has them in
+NATIVE = -1  # the layout of the kernels in ``native``
+ONEDNN = 8  # oneDNN's layout for so many tokens; 2 to 16 make the same one
+BLOCK = 64  # outputs that the kernels in ``native`` compute together
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A weight or a bias, and the tensor that holds its numbers, as it was when it was packed."""
+
+    parameters: dict[str, Any]
+    name: str
+    parameter: Any
+    numbers: Tensor
+    version: int | None
+
+    @property
+    def written(self) -> bool:
+        return self.version is not None and self.numbers._version != self.version
+
+    @property
+    def kept(self) -> bool:
+        """It is what it was."""
+        return self.parameters.get(self.name) is self.parameter and not self.written
+
+
+def sources_of(layer: nn.Module) -> list[Source]:
+    found = []
+    each: Any
+    for name, each in layer._parameters.items():
+        if each is not None:
+            numbers = each.qdata if is_quantised(each) else each
+            found.append(Source(layer._parameters, name, each, numbers, None if numbers.is_inference() else numbers._version))
+    return found
+
+
+class Piece:
+    """Weights of one format, one matrix below the other, as the kernels in ``native`` read them."""
+
+    def __init__(self, weights: Sequence[Any], bias: Tensor | None, dtype: torch.dtype):
+        self.format, self.sizes = format_of(weights[0]) or UNQUANTISED, [len(weight) for weight in weights]
+        self.outputs = sum(self.sizes)
+        self.parts: dict[str, Tensor] = {}  # what is read beside the weights, as :class:`native.Matrix` names it
+        if self.format.grouped:
+            self.packed = narrow.words_of([narrow.integers(weight) for weight in weights])
+            self.parts = narrow.by_group(weights)
+        elif self.format != UNQUANTISED:
+            self.packed = blocked(torch.cat([narrow.integers(weight) for weight in weights]), dtype)
+            self.parts = {"scale": padded(narrow.scales(weights))}
+        else:
+            self.packed = blocked(joined(weights), dtype)
+        if bias is not None:
+            self.parts["bias"] = padded(bias)
+
+    def matrix_from(self, first: int) -> native.Matrix:
+        """What the kernels read of the outputs from number ``first`` on, a multiple of 64."""
+        rows = padded_size(self.outputs)
+        found = {
+            name: part.data_ptr() + (0 if name == "order" else first * (part.numel() // rows) * part.element_size())
+            for name, part in {"values": self.packed, **self.parts}.items()
+        }
+        about = self.format
+        scales = native.SCALES.index(about.scales) if about.scales is not None else 0
+        how = {"kind": about.kind, "group": about.group, "zero": about.zero or 0, "scales": scales, "nested": about.nested}
+        return native.Matrix(**found, **how, outputs=self.outputs - first)
+
+    def weights(self) -> Sequence[Tensor]:
+        """As :meth:`Product.weights`."""
+        found = narrow.integers_from(self.packed, self.outputs) if self.format.grouped else unblocked(self.packed, self.outputs)
+        return torch.split(found, self.sizes)
+
+
+class Product:
+    """One matrix product for linear layers that read the same input.
+
+    Args:
+        layers: their outputs are computed together and handed out layer by layer.
+        hint: the number of tokens that oneDNN's layout is made for; ``PLAIN`` only joins the matrices; ``NATIVE``.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear] | Sequence[Rows], hint: int):
+        self.layers, self.sizes, self.hint = layers, [layer.out_features for layer in layers], hint
+        self.outputs, self.inputs = sum(self.sizes), layers[0].in_features
+        self.dtype, self.format = layers[0].weight.dtype, format_of(layers[0].weight) or UNQUANTISED
+        weights = [layer.weight if self.quantised else layer.weight.detach() for layer in layers]
+        self.bias = joined_bias(layers)
+        self.pieces: list[Piece] = []  # of ``NATIVE``: one, or of weights in groups one for each run of layers of one format
+        if hint == NATIVE:
+            self._lay_out(weights)
+            self.matrix = self.matrix_from(0)
+            self._linear = native.library(self.dtype).linear
+        else:
+            weight = joined(weights)
+            self.packed = weight if hint == PLAIN else torch.ops.mkldnn._reorder_linear_weight(weight, hint)
+        self.sources = [source for layer in layers if isinstance(layer, nn.Linear) for source in sources_of(layer)]
+        self._hooks = [hooks for layer in layers if isinstance(layer, nn.Linear) for hooks in hooks_of(layer)]
+        self._computed: tuple[Tensor | None, Sequence[Tensor]] = (None, ())  # an input and the outputs for it
+
+    def _lay_out(self, weights: Sequence[Any]) -> None:
+        """For the native kernels, at their bits."""
+        first = 0
+        for _, run in itertools.groupby(weights, format_of):
+            alike = list(run)
+            outputs = sum(map(len, alike))
+            self.pieces.append(Piece(alike, None if self.bias is None else self.bias[first : first + outputs], self.dtype))
+            first += outputs
+        self._below = [piece.matrix_from(0) for piece in self.pieces[1:]]  # kept, since those above point to them
+        for above, below in itertools.pairwise(self._below):
+            above.next = ctypes.addressof(below)
+
+    def matrix_from(self, first: int) -> native.Matrix:
+        """What the native kernels read of the outputs from number ``first`` on, a multiple of 64."""
+        index = 0
+        while first >= self.pieces[index].outputs and index + 1 < len(self.pieces):
+            first -= self.pieces[index].outputs
+            index += 1
+        found = self.pieces[index].matrix_from(first)
+        if index < len(self._below):
+            found.next = ctypes.addressof(self._below[index])
+        return found
+
+    @property
+    def quantised(self) -> bool:
+        return self.format != UNQUANTISED
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[..., sum of outputs]`` for ``x`` ``[..., inputs]``."""
+        if self.hint == PLAIN:
+            return nn.functional.linear(x, self.packed, self.bias)
+        if self.hint == NATIVE:
+            return self._by_kernel(x.contiguous())
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return product
+
+    def _by_kernel(self, x: Tensor) -> Tensor:
+        if x.dtype != self.dtype:
+            raise RuntimeError(f"expected an input in {self.dtype}, got {x.dtype}")
+        width = padded_size(self.outputs)
+        y = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
+        sizes = x.numel() // self.inputs, self.inputs, width
+        self._linear(ctypes.byref(self.matrix), x.data_ptr(), y.data_ptr(), *sizes, torch.get_num_threads())
+        return y if width == self.outputs else y[..., : self.outputs]
+
+    @property
+    def packed_outputs(self) -> int:
+        """How many outputs the kernels compute, those that pad the matrix included."""
+        return padded_size(self.outputs)
+
+    @property
+    def outdated(self) -> bool:
+        """The layers have other weights by now, or a gradient is wanted of them."""
+        return bool(self.sources) and (torch.is_grad_enabled() or not all(source.kept for source in self.sources))
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """The output of layer ``index``: the first layer to be asked computes for all, and the last one lets go of it."""
+        if len(self.layers) == 1:
+            return self(x)
+        given, outputs = self._computed  # another thread may replace both at any time
+        if x is not given or any(self._hooks):  # which may write to the input between two layers
+            outputs = torch.split(self(x), self.sizes, -1)
+        self._computed = (None, ()) if index == len(self.layers) - 1 else (x, outputs)
+        return outputs[index]
+
+    def weights(self) -> Sequence[Tensor]:
+        """The weights as they were, one matrix per layer; of quantised ones the integers, as :func:`narrow.integers` has them."""
+        if self.pieces:
+            return [part.clone() for piece in self.pieces for part in piece.weights()]
+        dense = self.packed if self.hint == PLAIN else self.packed.to_dense()
+        return [part.clone() for part in torch.split(dense, self.sizes)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A linear layer that is none of torch's."""
+
+    weight: Tensor
+    bias: Tensor | None
+    out_features: int
+    in_features: int
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
+
+
+def joined_bias(layers: Sequence[nn.Linear] | Sequence[Rows]) -> Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    dtype = layers[0].weight.dtype
+    return joined([torch.zeros(layer.out_features, dtype=dtype) if layer.bias is None else layer.bias.detach() for layer in layers])
+
+
+def padded_size(outputs: int) -> int:
+    return -(-outputs // 64) * 64
+
+
+def padded(row: Tensor) -> Tensor:
+    """``row`` with zeros behind, for the outputs that pad a matrix."""
+    return nn.functional.pad(row, (0, padded_size(len(row)) - len(row)))
+
+
+def blocked(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``weight`` ``[N, K]`` as ``layer.c`` reads it for products in ``dtype``, its own by default."""
+    fill = padded_size(len(weight)) - len(weight)
+    rows = nn.functional.pad(weight, (0, 0, 0, fill)) if fill else weight.contiguous()
+    pairs = (dtype or weight.dtype) == torch.bfloat16
+    if pairs:  # each moved as one number
+        rows = rows.view(torch.int32 if weight.dtype == torch.bfloat16 else torch.int16)
+    order = rows.view(-1, 16, rows.shape[1]).transpose(1, 2)
+    packed = native.room(order.shape, order.dtype).copy_(order).view(weight.dtype)
+    return packed.view(*order.shape, 2) if pairs else packed
+
+
+def unblocked(packed: Tensor, outputs: int) -> Tensor:
+    """The ``[N, K]`` matrix that :func:`blocked` was given."""
+    rows = packed.permute(0, 2, 1, 3).flatten(2) if packed.ndim == 4 else packed.permute(0, 2, 1)
+    return rows.flatten(0, 1)[:outputs]

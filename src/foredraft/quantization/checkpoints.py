@@ -1,0 +1,319 @@
+"""Checkpoints whose linear layers are stored in four or eight bits: AWQ, GPTQ, and compressed-tensors' W4A16 and W8A16.
+
+transformers loads them through libraries that are made for GPUs. Here the tensors of the files are read as they are, and become weights of
+plain linear layers at the same number of bits (:class:`~foredraft.quantization.grouped.GroupedTensor`). transformers does the loading,
+through the interface that it has for such methods; nothing of it is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.quantizers import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from foredraft.errors import ConfigurationError
+from foredraft.quantization import gguf
+from foredraft.quantization.grouped import GroupedTensor, bytes_from
+
+METHODS = ("awq", "gptq", "compressed-tensors")
+NAME = "foredraft-groups"  # of this way to load, for transformers
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ keeps outputs 0, 1, .. of eight in a word
+PARTS = {  # what a layer has in the files: always, and sometimes
+    "awq": (("qweight", "qzeros", "scales"), ()),
+    "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
+    "pack-quantized": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
+    "int-quantized": (("weight", "weight_scale"), ("weight_zero_point",)),
+    "gguf": (("qdata", "scale", "zeros"), ("over", "mins")),
+}
+DTYPES = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+def config_to_load(source: str, config: Mapping[str, Any], *, local_files_only: bool) -> Any:
+    """The model's configuration as ``from_pretrained`` is to have it, for a checkpoint of :data:`METHODS`; None for others.
+
+    Raises:
+        ConfigurationError: it is of such a method, but in a form that is not read.
+    """
+    about = config.get("quantization_config")
+    if not isinstance(about, Mapping) or about.get("quant_method") not in METHODS:
+        return None
+    stored = Stored.of(about, source)
+    found = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
+    found.quantization_config = {"quant_method": NAME, "original": dict(about), "form": stored.form, "source": source}
+    return found
+
+
+def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *, local_files_only: bool, **how: Any) -> Any:
+    """The model in the GGUF file ``name`` in the folder, or of the hub id, ``source``; in bfloat16 unless ``dtype`` says otherwise."""
+    from transformers.utils import cached_file
+
+    path = Path(cached_file(source, name, local_files_only=local_files_only))
+    reader = gguf.opened(path)
+    config = AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only)
+    state = gguf.read(path, reader, config)
+    config.tie_word_embeddings = "lm_head.weight" not in state and "lm_head.qdata" not in state
+    if any(each.endswith(".qdata") for each in state):
+        there = {each: (tensor.dtype, list(tensor.shape)) for each, tensor in state.items()}
+        about = {"quant_method": "gguf"}
+        config.quantization_config = {"quant_method": NAME, "original": about, "form": "gguf", "source": f"{source}/{name}", "there": there}
+    made = loader._model_mapping[type(config)]  # the class itself: the loader asks what is at a path, and there is none
+    model = made.from_pretrained(None, config=config, state_dict=state, dtype=dtype or torch.bfloat16, **how)
+    model.name_or_path = model.config._name_or_path = f"{source}/{name}"
+    return model
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a checkpoint stores its linear layers. ``gguf`` is what :mod:`foredraft.quantization.gguf` makes of such a file.
+
+    Attributes:
+        form: of :data:`PARTS`.
+        group: inputs that share a scale; None where all of an output do, and of ``gguf``, whose layers say it.
+        first: what is added to zero points: GPTQ's first format has them less one.
+    """
+
+    form: str
+    group: int | None
+    first: int = 0
+
+    @staticmethod
+    def of(about: Mapping[str, Any], source: str) -> Stored:
+        """As the ``quantization_config`` of a checkpoint says."""
+        method = str(about["quant_method"])
+        if method == "gguf":
+            return Stored("gguf", None)
+
+        def refuse(why: str) -> ConfigurationError:
+            return ConfigurationError(
+                f"the checkpoint {source!r} is quantized with {method}, {why}; AWQ (gemm) of 4 bits, GPTQ of 4 and 8, and "
+                "compressed-tensors with integer weights of 4 and 8 bits and activations as they are can be read"
+            )
+
+        if method == "compressed-tensors":
+            return Stored._of_compressed_tensors(about, refuse)
+        bits, group = about.get("bits", about.get("w_bit", 4)), int(about.get("group_size", about.get("q_group_size", 128)))
+        form = str(about.get("checkpoint_format", about.get("version", method))).lower()
+        known = {"awq": ("awq", "gemm"), "gptq": ("gptq", "gptq_v2", "none")}[method]
+        if bits not in ((4,) if method == "awq" else (4, 8)):
+            raise refuse(f"with {bits} bits")
+        if form not in known:
+            raise refuse(f"in the format {form!r}")
+        return Stored(method, group if group > 0 else None, first=int(method == "gptq" and form != "gptq_v2"))
+
+    @staticmethod
+    def _of_compressed_tensors(about: Mapping[str, Any], refuse: Callable[[str], ConfigurationError]) -> Stored:
+        found = {}
+        for group in about.get("config_groups", {}).values():
+            weights, form = group.get("weights") or {}, group.get("format") or about.get("format")
+            if group.get("input_activations") or group.get("output_activations"):
+                raise refuse("activations included")
+            if form not in ("pack-quantized", "int-quantized"):
+                raise refuse(f"in the format {form!r}")
+            if weights.get("type", "int") != "int" or weights.get("num_bits") not in (4, 8):
+                raise refuse(f"with weights of {weights.get('num_bits')} bits of type {weights.get('type')!r}")
+            if weights.get("strategy") not in ("group", "channel", "tensor"):
+                raise refuse(f"with scales by {weights.get('strategy')!r}")
+            found[form, weights.get("group_size") if weights["strategy"] == "group" else None] = True
+        if len(found) != 1:
+            raise refuse("in several ways" if found else "and says not how")
+        (form, size), *_ = found
+        return Stored(form, size)
+
+    def weight(self, parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> GroupedTensor:
+        """The weight ``[N, K]`` of a layer, of what the files have for it.
+
+        Raises:
+            ValueError: these contradict each other; the message says how.
+        """
+        outputs, inputs = shape
+        if self.form == "gguf":
+            return self._of_gguf(parts, shape, dtype)
+        size = inputs if self.group is None else self.group
+        zeros: Tensor | int
+        stands: Tensor | int
+        bits, codes, scale, zeros, given = self._unpacked(parts, outputs, inputs)
+        groups = math.ceil(inputs / size)
+        expected = {"weights": (codes, (outputs, inputs)), "scales": (scale, (outputs, groups)), "zero points": (zeros, (outputs, groups))}
+        for what, (found, wanted) in expected.items():
+            if isinstance(found, Tensor) and tuple(found.shape) != wanted:
+                raise ValueError(f"{what} of shape {tuple(found.shape)} where groups of {size} inputs need {wanted}")
+        order = None if given is None else order_of(given, size, groups)
+        if order is not None:
+            codes = codes[:, order.long()]
+        stands = zeros
+        if isinstance(zeros, Tensor):
+            least, most = int(zeros.min()), int(zeros.max())
+            if most > 255:
+                raise ValueError("zero points above 255")
+            stands = least if least == most else zeros.to(torch.uint8).contiguous()
+        return GroupedTensor(bytes_from(codes, bits), scale.contiguous(), stands, order, bits=bits, group=size, dtype=dtype)
+
+    @staticmethod
+    def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> GroupedTensor:
+        (outputs, inputs), qdata, scale, zeros = shape, parts["qdata"], parts["scale"], parts["zeros"]
+        if len(qdata) != outputs or qdata.shape[1] not in (inputs // 2, inputs):
+            raise ValueError(
+                f"weights of {len(qdata)} outputs in {qdata.shape[1]} bytes each where {outputs} of {inputs} weights are needed"
+            )
+        stands = int(zeros) if zeros.ndim == 1 else zeros
+        bits, group = qdata.shape[1] * 8 // inputs, inputs // scale.shape[1]
+        return GroupedTensor(qdata, scale, stands, over=parts.get("over"), mins=parts.get("mins"), bits=bits, group=group, dtype=dtype)
+
+    def _unpacked(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> tuple[int, Tensor, Tensor, Tensor | int, Tensor | None]:
+        """Bits, and by output integers none of which is below 0, scales, and what stands for 0; the group of each input."""
+        if self.form == "awq":
+            codes, zeros = (in_awq_order(fields(parts[name], 4)).T for name in ("qweight", "qzeros"))
+            return 4, codes, parts["scales"].T, zeros, None
+        if self.form == "gptq":
+            bits = bits_of(parts["qweight"].shape[0], inputs)
+            codes, zeros = fields(parts["qweight"].T, bits), fields(parts["qzeros"], bits).T.to(torch.int16) + self.first
+            return bits, codes, parts["scales"].T, zeros, parts.get("g_idx")
+        scale, zero = parts["weight_scale"], parts.get("weight_zero_point")
+        scale = scale.expand(outputs, -1) if scale.ndim == 2 else scale.reshape(-1, 1).expand(outputs, 1)
+        if self.form == "int-quantized":
+            stands = 128 if zero is None else (zero.reshape(-1, scale.shape[1]).to(torch.int16) + 128).expand(scale.shape)
+            return 8, (parts["weight"].to(torch.int16) + 128).to(torch.uint8), scale, stands, None
+        bits = bits_of(parts["weight_packed"].shape[1], inputs)
+        codes = fields(parts["weight_packed"], bits)[:, :inputs]
+        if zero is not None:
+            zero = fields(zero.T, bits)[:, :outputs].T
+        return bits, codes, scale, 1 << (bits - 1) if zero is None else zero, parts.get("weight_g_idx")
+
+
+def bits_of(words: int, inputs: int) -> int:
+    found = {math.ceil(inputs * bits / 32): bits for bits in (4, 8)}.get(words)
+    if found is None:
+        raise ValueError(f"{words} words for the {inputs} weights of an output, which are neither 4 nor 8 bits each")
+    return found
+
+
+def fields(packed: Tensor, bits: int) -> Tensor:
+    """``[M, n * 32 / bits]`` uint8 the numbers in words ``[M, n]``, those in the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (packed.contiguous()[:, :, None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
+
+
+def in_awq_order(rows: Tensor) -> Tensor:
+    return rows.view(len(rows), -1, 8)[:, :, list(AWQ_ORDER)].flatten(1)
+
+
+def order_of(given: Tensor, size: int, groups: int) -> Tensor | None:
+    """``[K]`` int32 the inputs group by group, for the group of each input; None where that is their own order.
+
+    Raises:
+        ValueError: groups of other sizes.
+    """
+    given = given.long()
+    counts = [min(size, len(given) - size * group) for group in range(groups)]
+    if torch.bincount(given.clamp(min=0), minlength=groups).tolist() != counts:
+        raise ValueError(f"g_idx makes groups of other sizes than {size} inputs")
+    order = torch.argsort(given, stable=True).int()
+    return None if torch.equal(order, torch.arange(len(order), dtype=torch.int32)) else order
+
+
+class Layer(nn.Module):
+    """What the files have for one linear layer, while they are read."""
+
+    def __init__(self, linear: nn.Linear, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]):
+        super().__init__()
+        self.linear, self.names = [linear], list(parts)  # in a list: no child
+        for name, (dtype, shape) in parts.items():
+            self.register_buffer(name, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        if linear.bias is not None:
+            self.bias = linear.bias
+
+    def loaded(self, stored: Stored, dtype: torch.dtype) -> nn.Linear:
+        """The layer, with its weight at the bits that it has in the files."""
+        (linear,) = self.linear
+        shape = linear.out_features, linear.in_features
+        weight = stored.weight({name: getattr(self, name) for name in self.names}, shape, dtype)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if linear.bias is not None:
+            linear.bias = self.bias
+        return linear
+
+
+@register_quantization_config(NAME)
+class GroupsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What transformers hands on to :class:`GroupsQuantizer`."""
+
+    def __init__(self, original: Mapping[str, Any], form: str, source: str, there: Mapping[str, Any] | None = None, **others: Any):
+        self.quant_method, self.original, self.form, self.source, self.there = NAME, dict(original), form, source, there
+
+    @property
+    def stored(self) -> Stored:
+        return Stored.of(self.original, self.source)
+
+
+@register_quantizer(NAME)
+class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Reads the layers that :class:`Stored` knows."""
+
+    requires_calibration = True
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return False
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Scales keep theirs."""
+        return dtype if dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+
+    def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **others: Any) -> None:
+        config = self.quantization_config
+        needed, possible = PARTS[config.form]
+        there = headers(checkpoint_files or ()) if config.there is None else config.there
+        config.there = None
+        found = 0
+        for name, module in list(model.named_modules()):
+            parts = {part: there[f"{name}.{part}"] for part in (*needed, *possible) if f"{name}.{part}" in there}
+            if not isinstance(module, nn.Linear) or not parts or (set(parts) == {"weight"} and there[f"{name}.weight"][0] != torch.int8):
+                continue
+            missing = [part for part in needed if part not in parts]
+            if missing:
+                raise ConfigurationError(
+                    f"the checkpoint {config.source!r} is quantized by half: {name} has {', '.join(parts)}, but no {', '.join(missing)}"
+                )
+            found += 1
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, Layer(module, parts))
+        if not found:
+            raise ConfigurationError(
+                f"the checkpoint {config.source!r} says that it is quantized with {config.original['quant_method']}, but has no linear "
+                f"layer with {', '.join(needed)}"
+            )
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **others: Any) -> nn.Module:
+        config = self.quantization_config
+        stored, dtype = config.stored, next(each.dtype for each in model.parameters() if each.is_floating_point())
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Layer):
+                parent, _, last = name.rpartition(".")
+                try:
+                    setattr(model.get_submodule(parent), last, module.loaded(stored, dtype))
+                except (ValueError, RuntimeError) as error:
+                    raise ConfigurationError(
+                        f"the checkpoint {config.source!r} contradicts its configuration: {name} has {error}"
+                    ) from error
+        return model
+
+
+def headers(files: Sequence[str]) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Dtype and shape of every tensor in safetensors files."""
+    found = {}
+    for file in files:
+        with safe_open(str(file), "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
+                piece = opened.get_slice(name)
+                found[name] = DTYPES.get(piece.get_dtype(), torch.uint8), piece.get_shape()
+    return found

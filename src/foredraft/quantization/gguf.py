@@ -1,0 +1,174 @@
+"""GGUF files: linear layers keep their integers, in groups; other tensors are widened to the model's dtype.
+
+Weights of 32 inputs, or of 256 in the kinds whose name ends in K, are a block: scales, and integers of four to eight bits, of which those
+of five and six bits take eight here. llama.cpp turns neighbours of a head against each other where transformers turns its two halves: rows
+of queries and keys of its ``llama`` lie in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.errors import ConfigurationError, first_line
+from foredraft.quantization.grouped import bytes_from
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+KINDS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
+ROTARY = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def blocks_of(data: Tensor, kind: str) -> dict[str, Tensor]:
+    """Of rows of blocks ``[N, bytes]`` of a ``kind`` in :data:`KINDS` what :class:`~foredraft.quantization.grouped.GroupedTensor` is made
+    of; ``zeros`` is ``[1]`` where one number stands for 0 everywhere."""
+    blocks = data.view(len(data), -1, KINDS[kind])
+
+    def halves(begin: int) -> Tensor:
+        return blocks[:, :, begin : begin + 2].contiguous().view(torch.float16).flatten(1)
+
+    def pieces(begin: int, end: int, bits: int, width: int) -> Tensor:
+        """Integers of so many bits: ``width`` bytes have the lowest bits of as many weights, then the next bits of as many, and so on."""
+        found = blocks[:, :, begin:end].reshape(*blocks.shape[:2], -1, 1, width)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
+        return (found >> shifts & ((1 << bits) - 1)).flatten(1)
+
+    if kind.endswith("_K"):
+        return kinds_of_256(kind, blocks, halves, pieces)
+    begin = 4 if kind.endswith("1") else 2
+    mins = {"mins": -halves(2)} if kind.endswith("1") else {}
+    if kind == "Q8_0":
+        codes = blocks[:, :, 2:].flatten(1) ^ 128
+    elif kind.startswith("Q5"):
+        fifth = blocks[:, :, begin : begin + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        codes = pieces(begin + 4, begin + 20, 4, 16) | fifth.flatten(1) << 4
+    else:
+        codes = pieces(begin, begin + 16, 4, 16)
+    bits = 4 if kind.startswith("Q4") else 8
+    zero = 1 if mins else {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}[kind]
+    return {"qdata": bytes_from(codes, bits), "scale": halves(0), "zeros": torch.tensor([zero], dtype=torch.uint8), **mins}
+
+
+def kinds_of_256(kind: str, blocks: Tensor, halves: Any, pieces: Any) -> dict[str, Tensor]:
+    if kind == "Q6_K":
+        codes, scale = pieces(0, 128, 4, 64) | pieces(128, 192, 2, 32) << 4, blocks[:, :, 192:208].contiguous().view(torch.int8).flatten(1)
+        return {"qdata": codes, "scale": scale, "zeros": torch.tensor([32], dtype=torch.uint8), "over": halves(208)}
+    first, second, rest = blocks[:, :, 4:16].reshape(*blocks.shape[:2], 3, 4).unbind(2)  # eight scales and eight of `zeros`, of six bits
+    scale = torch.cat((first & 63, rest & 15 | first >> 2 & 48), -1).flatten(1)
+    zeros = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), -1).flatten(1)
+    codes = pieces(blocks.shape[2] - 128, blocks.shape[2], 4, 32)
+    if kind == "Q5_K":
+        codes |= pieces(16, 48, 1, 32) << 4
+    shared = {"over": halves(0), "mins": halves(2)}
+    return {"qdata": bytes_from(codes, 4 if kind == "Q4_K" else 8), "scale": scale.view(torch.int8), "zeros": zeros, **shared}
+
+
+def rows_of(heads: int, rows: int) -> Tensor:
+    """Where each row of queries or keys of ``heads`` heads lies in a file of llama.cpp's ``llama``."""
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def name_of(tensor: str) -> str | None:
+    """That of ``tensor`` in transformers; None if it has none."""
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", tensor)
+    if found is None or found[2] not in NAMES:
+        return None
+    layer = "" if found[1] is None else f"model.layers.{found[1]}."
+    return f"{layer}{NAMES[found[2]]}.{found[3]}"
+
+
+def opened(path: Path) -> Any:
+    """gguf's reader of the file at ``path``.
+
+    Raises:
+        ConfigurationError: gguf is missing, or this is no whole GGUF file.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigurationError("reading GGUF files needs gguf; install it with: pip install 'foredraft[gguf]'") from error
+    try:
+        return gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ConfigurationError(f"{str(path)!r} is no GGUF file, or only a part of one: {first_line(error)}") from error
+
+
+def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
+    """The tensors of a file that is :func:`opened`, as :class:`~foredraft.quantization.checkpoints.Layer` and the model have them;
+    ``config`` gets the size of a head.
+
+    Raises:
+        ConfigurationError: the file has what is not read.
+    """
+    import gguf
+
+    architecture = reader.fields["general.architecture"].contents()
+    if architecture not in ARCHITECTURES:
+        raise ConfigurationError(
+            f"{str(path)!r} has a model of llama.cpp's {architecture!r}; of GGUF files {', '.join(ARCHITECTURES)} are read"
+        )
+    if (size := reader.fields.get(f"{architecture}.attention.key_length")) is not None:
+        config.head_dim = size.contents()  # transformers does not ask, in every family
+    state: dict[str, Tensor] = {}
+    names = {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        name, kind = name_of(tensor.name), tensor.tensor_type.name
+        if tensor.name == "rope_freqs.weight":
+            config.rope_parameters = {**config.rope_parameters, **rotary(torch.from_numpy(np.array(tensor.data)), config, path)}
+            continue
+        if name is None:
+            raise ConfigurationError(f"{str(path)!r} has a tensor {tensor.name!r}, which is not read")
+        prefix, _, last = name.rpartition(".")
+        order = None
+        if architecture == "llama" and prefix.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if prefix.endswith("q_proj") else config.num_key_value_heads
+            order = rows_of(heads, int(tensor.shape[-1]))
+        tied = prefix == "model.embed_tokens" and "output.weight" not in names
+        keeps = last == "weight" and kind in KINDS and (prefix.endswith("_proj") or prefix == "lm_head" or tied)
+        if keeps:
+            parts = blocks_of(torch.from_numpy(np.array(tensor.data)), kind)
+            rows = {each: part if order is None or len(part) == 1 else part[order] for each, part in parts.items()}
+            state |= {f"{'lm_head' if tied else prefix}.{each}": part.contiguous() for each, part in rows.items()}
+        if not keeps or tied:
+            found = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+            state[name] = found if order is None else found[order]
+    return state
+
+
+def rotary(given: Tensor, config: Any, path: Path) -> dict[str, Any]:
+    """What makes transformers divide its frequencies by those ``given``, as Llama 3.1 and its successors have them.
+
+    Raises:
+        ConfigurationError: others do.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    like = copy.deepcopy(config)
+    found = {**ROTARY, "factor": float(given.max())}
+    plain = config.rope_parameters["rope_theta"] ** (torch.arange(0, -len(given), -1) / len(given))
+    like.rope_parameters = {**config.rope_parameters, **found}
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](like, torch.device("cpu"))
+    if len(frequencies) != len(given) or not torch.allclose(frequencies, plain / given, rtol=1e-4):
+        raise ConfigurationError(f"{str(path)!r} scales positions in another way than Llama 3.1 to 3.3, which is not read")
+    return found

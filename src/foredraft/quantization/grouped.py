@@ -1,0 +1,135 @@
+"""Weights of four or eight bits with a scale, and a zero point, for each output and group of inputs.
+
+Whatever a checkpoint has them packed as, here they have one form: q, the integers, and ``(q - zero) * scale``, the weights, or
+``q * scale - zero * mins``. Scales may be integers of eight bits themselves, times a number that some groups share.
+:meth:`GroupedTensor.dequantize` is the reference: what kernels make of the same integers is compared with it. It stands for a weight in a
+plain linear layer, where torch's own products widen it as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+
+class GroupedTensor(Tensor):
+    """A weight ``[N, K]``.
+
+    Attributes:
+        qdata: ``[N, K * bits / 8]`` uint8, the first weight in the lowest bits.
+        scale: ``[N, G]`` float16, bfloat16 or float32; or int8, and then ``over`` holds what they are multiplied by.
+        zeros: ``[N, G]`` uint8 what stands for 0; None where ``zero`` does everywhere.
+        over: ``[N, G / nested]`` float16; None where scales are what they are.
+        mins: ``[N, G / nested]`` float16 what ``zeros`` are multiplied by in place of the scale; None where they are not.
+        order: ``[K]`` int32 which input each column of ``qdata`` is for; None where they are in order.
+        bits: of a weight, 4 or 8.
+        group: columns that share a scale; the last group may be shorter.
+        nested: groups that share a number of ``over`` and of ``mins``.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    over: Tensor | None
+    mins: Tensor | None
+
+    @staticmethod
+    def __new__(cls, qdata: Tensor, *others: Any, bits: int, dtype: torch.dtype, **named: Any) -> GroupedTensor:
+        shape = qdata.shape[0], qdata.shape[1] * 8 // bits
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(
+        self,
+        qdata: Tensor,
+        scale: Tensor,
+        zeros: Tensor | int,
+        order: Tensor | None = None,
+        over: Tensor | None = None,
+        mins: Tensor | None = None,
+        *,
+        bits: int,
+        group: int,
+        dtype: torch.dtype,
+    ):
+        self.qdata, self.scale, self.order, self.over, self.mins, self.bits, self.group = qdata, scale, order, over, mins, bits, group
+        self.nested = next((scale.shape[1] // each.shape[1] for each in (over, mins) if each is not None), 1)
+        self.zeros, self.zero = (zeros, 0) if isinstance(zeros, Tensor) else (None, zeros)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The weights ``[N, K]``, computed in float32 and rounded once."""
+        scale, zeros = self.scale.float(), self._zeros.float()
+        if self.over is not None:
+            scale = scale * self._by_group(self.over)
+        codes = codes_from(self.qdata, self.bits).float()
+        if self.mins is None:
+            found = (codes - self._by_input(zeros)) * self._by_input(scale)
+        else:
+            found = codes * self._by_input(scale) - self._by_input(zeros * self._by_group(self.mins))
+        found = found.to(dtype or self.dtype)
+        if self.order is None:
+            return found
+        return torch.empty_like(found).index_copy_(1, self.order.long(), found)
+
+    @property
+    def _zeros(self) -> Tensor:
+        return self.scale.new_full(self.scale.shape, self.zero, dtype=torch.uint8) if self.zeros is None else self.zeros
+
+    def _by_group(self, shared: Tensor) -> Tensor:
+        return shared.float().repeat_interleave(self.nested, 1)
+
+    def _by_input(self, groups: Tensor) -> Tensor:
+        return groups.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+    def mapped(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
+        """With ``change`` made to each tensor that it is made of; ``dtype`` is that of the weights."""
+        zeros = self.zero if self.zeros is None else change(self.zeros)
+        others = (None if each is None else change(each) for each in (self.order, self.over, self.mins))
+        how: dict[str, Any] = {"bits": self.bits, "group": self.group, "dtype": dtype or self.dtype}
+        return GroupedTensor(change(self.qdata), change(self.scale), zeros, *others, **how)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GroupedTensor(shape={tuple(self.shape)}, bits={self.bits}, group={self.group}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is functional.linear and len(args) > 1 and isinstance(args[1], GroupedTensor):
+            x, weight, *bias = args
+            return functional.linear(x, weight.dequantize(x.dtype), *bias, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named, aten, self = dict(kwargs or {}), torch.ops.aten, args[0] if args else None
+        if isinstance(self, GroupedTensor):
+            if function in (aten.detach.default, aten.alias.default):
+                return self.mapped(lambda each: each)
+            if function is aten.clone.default:
+                return self.mapped(torch.clone)
+            if function is aten._to_copy.default:
+                device = named.get("device")
+                return self.mapped(lambda each: each.to(device=device, copy=True), named.get("dtype"))
+        if function._schema.is_mutable:
+            raise RuntimeError(f"weights of {cls.__name__} cannot be written to; {function} would")
+        plain = pytree.tree_map(lambda each: each.dequantize() if isinstance(each, GroupedTensor) else each, (args, named))
+        return function(*plain[0], **plain[1])
+
+
+def codes_from(packed: Tensor, bits: int) -> Tensor:
+    """``[N, K]`` uint8 integers, one each, of ``[N, K * bits / 8]``."""
+    return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+
+
+def bytes_from(codes: Tensor, bits: int) -> Tensor:
+    """The opposite."""
+    return codes.contiguous() if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4

@@ -1,0 +1,766 @@
+"""Weights of four and eight bits in groups: what is read of checkpoints, what the kernels make of it, and texts."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import sys
+
+import huggingface_hub
+import pytest
+import torch
+from helpers import alone, generate, repetitive
+from kernel_cases import DTYPES, needs_kernels
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from foredraft import ConfigurationError, Speculator, TokenTree, hub, zoo
+from foredraft.backends import native
+from foredraft.backends import packing as packing_module
+from foredraft.backends.invariance import invariance_test
+from foredraft.backends.kernel_pass import NativeModel
+from foredraft.backends.narrow import READ, format_of, is_held
+from foredraft.backends.packing import Packing, refusal
+from foredraft.backends.products import NATIVE, Product
+from foredraft.loading import load_model, load_tokenizer, name_of, tokenizer_of
+from foredraft.quantization import quantize
+from foredraft.quantization.grouped import GroupedTensor, bytes_from, codes_from
+from foredraft.target import Target
+
+ROWS = [[3 + token % 90 for token in row] for row in repetitive((23, 9, 15))]
+SIZES = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
+    "eos_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+BLOCKS = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # for kinds of GGUF whose blocks have 256 weights
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, attention_bias=True),
+    "qwen3": Qwen3Config(**SIZES),
+    "wide-llama": LlamaConfig(**BLOCKS),
+    "wide-qwen3": Qwen3Config(**{**BLOCKS, "tie_word_embeddings": True}),
+}
+
+
+def plain(name="qwen3", dtype=torch.float32):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").to(dtype).eval()
+
+
+def numbers(outputs, inputs, *, bits=4, group=32, zeros=True, order=False, scales=torch.float16, dtype=torch.float32, seed=0):
+    """A weight with random integers, scales that span nine powers of ten, and extreme zero points."""
+    random = torch.Generator().manual_seed(seed)
+    groups, limit = -(-inputs // group), (1 << bits) - 1
+    codes = torch.randint(0, limit + 1, (outputs, inputs), generator=random).to(torch.uint8)
+    scale = (10 ** (torch.rand(outputs, groups, generator=random) * 3 - 3)).to(scales)
+    found = torch.randint(0, limit + 2 if bits == 4 else 256, (outputs, groups), generator=random)
+    found[0], found[-1] = 0, min(limit + 1, 255)
+    how = torch.randperm(inputs, generator=random).int() if order else None
+    return GroupedTensor(
+        bytes_from(codes, bits), scale, found.to(torch.uint8) if zeros else 1 << (bits - 1), how, bits=bits, group=group, dtype=dtype
+    )
+
+
+def layer_of(weight, bias=False):
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias, dtype=weight.dtype)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def by_hand(weight):
+    """The weights one by one."""
+    codes, found = codes_from(weight.qdata, weight.bits), torch.empty(weight.shape)
+    for k in range(weight.shape[1]):
+        group = k // weight.group
+        zero = float(weight.zero) if weight.zeros is None else weight.zeros[:, group].float()
+        found[:, k if weight.order is None else int(weight.order[k])] = (codes[:, k].float() - zero) * weight.scale[:, group].float()
+    return found
+
+
+@torch.inference_mode()
+def logits(model, tokens=7):
+    return model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False).logits
+
+
+def widened(model, dtype=torch.float32):
+    """The model with the weights that its integers stand for."""
+    found = AutoModelForCausalLM.from_config(CONFIGS[model.config.model_type], attn_implementation="sdpa").to(dtype).eval()
+    state = {name: each.dequantize(dtype) if isinstance(each, GroupedTensor) else each for name, each in model.named_parameters()}
+    found.load_state_dict({name: each.to(dtype) for name, each in state.items()}, strict=False)
+    return found
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Tiny layers are not worth it; here every one of them is laid out for the kernels."""
+    monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: hints[-1])
+
+
+# -- products --------------------------------------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(64, 32, 32), (100, 160, 64), (192, 352, 128), (17, 288, 288)])
+@pytest.mark.parametrize(("zeros", "order"), [(False, False), (True, False), (True, True)])
+def test_products(outputs, inputs, group, bits, zeros, order, dtype):
+    scales = (torch.float16, torch.bfloat16, torch.float32)[outputs % 3]
+    weight = numbers(outputs, inputs, bits=bits, group=group, zeros=zeros, order=order, scales=scales, dtype=dtype)
+    assert torch.equal(weight.dequantize(torch.float32), by_hand(weight))
+    layer = layer_of(weight, bias=order)
+    product = Product([layer], NATIVE)
+    with torch.inference_mode():
+        x = torch.randn(61, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+        exact = torch.nn.functional.linear(x.double(), by_hand(weight).double(), None if layer.bias is None else layer.bias.double())
+        found = product(x)
+        limit = 1e-5 if dtype == torch.float32 else 2.0**-8
+        assert (found.double() - exact).abs().max() <= limit * exact.abs().max()
+        for tokens in (1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 33):
+            assert torch.equal(product(x[:tokens].contiguous()), found[:tokens]), "bits that depend on how many tokens there are"
+    assert torch.equal(product.weights()[0], weight.qdata)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_many_inputs(dtype):
+    """Fewer tokens are prepared together then."""
+    weight = numbers(64, 40960, group=128, dtype=dtype)
+    product = Product([layer_of(weight)], NATIVE)
+    with torch.inference_mode():
+        x = torch.randn(31, 40960, generator=torch.Generator().manual_seed(1)).to(dtype)
+        exact, found = x.double() @ weight.dequantize(torch.float32).double().T, product(x)
+        assert (found.double() - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 2.0**-8) * exact.abs().max()
+        assert all(torch.equal(product(x[:tokens].contiguous()), found[:tokens]) for tokens in (1, 6, 7, 13))
+
+
+def nested(outputs, inputs, *, bits, group, of, mins, dtype):
+    """A weight whose scales are integers that a number for ``of`` groups is multiplied with."""
+    like = numbers(outputs, inputs, bits=bits, group=group, dtype=dtype)
+    random = torch.Generator().manual_seed(inputs)
+    scale = torch.randint(-32 if not mins else 0, 64, like.scale.shape, generator=random).to(torch.int8)
+    over, less = (10 ** (torch.rand(outputs, scale.shape[1] // of, generator=random) * 2 - 4) for _ in range(2))
+    zeros = like.zeros & 63 if mins else 32
+    return GroupedTensor(
+        like.qdata, scale, zeros, over=over.half(), mins=less.half() if mins else None, bits=bits, group=group, dtype=dtype
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "group", "of", "mins"), [(4, 32, 8, True), (8, 32, 8, True), (8, 16, 16, False), (4, 64, 2, True)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (100, 1280)])
+def test_products_with_nested_scales(outputs, inputs, bits, group, of, mins, dtype):
+    weight = nested(outputs, inputs, bits=bits, group=group, of=of, mins=mins, dtype=dtype)
+    codes = codes_from(weight.qdata, bits).double()
+    by_input = [
+        None if each is None else each.double().repeat_interleave(inputs // each.shape[1], 1)
+        for each in (weight.scale, weight.over, weight.mins, weight.zeros)
+    ]
+    scale = by_input[0] * by_input[1]
+    stands = codes * scale - by_input[3] * by_input[2] if mins else (codes - 32) * scale
+    assert torch.allclose(weight.dequantize(torch.float32).double(), stands, rtol=1e-6, atol=1e-9)
+    product = Product([layer_of(weight)], NATIVE)
+    with torch.inference_mode():
+        x = torch.randn(61, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+        exact, found = x.double() @ stands.T, product(x)
+        assert (found.double() - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 2.0**-8) * exact.abs().max()
+        for tokens in (1, 2, 3, 6, 7, 24, 25):
+            assert torch.equal(product(x[:tokens].contiguous()), found[:tokens]), "bits that depend on how many tokens there are"
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_inputs_of_all_sizes(bits, dtype):
+    """Inputs beside one that is very large keep what the dtype has of them, next to that; what is no number stays so."""
+    weight = numbers(64, 256, bits=bits, group=64, scales=torch.float32, dtype=dtype)
+    product, stands = Product([layer_of(weight)], NATIVE), by_hand(weight).double()
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 256, generator=random) * 10 ** (torch.rand(40, 256, generator=random) * 6 - 5)
+    x[:4], x[4:8], x[8:12] = 0, x[4:8] * 1e-25, x[8:12] * 1e30
+    x = x.to(dtype)
+    with torch.inference_mode():
+        exact, found = x.double() @ stands.T, product(x)
+        size = (x.double().abs() @ stands.abs().T).clamp(min=1e-30)
+        assert ((found.double() - exact).abs() / size).max() <= (3e-6 if dtype == torch.float32 else 2.0**-8)
+        for odd in (float("inf"), float("-inf"), float("nan")):
+            x[3, 70] = odd
+            found = product(x)
+            assert not found[3].isfinite().any() and found[:3].isfinite().all() and found[4:].isfinite().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_input_that_dwarfs_the_others_does_not_hide_them(bits):
+    dtype = torch.bfloat16
+    weight = numbers(64, 96, bits=bits, zeros=False, scales=torch.float32, dtype=dtype)
+    codes = codes_from(weight.qdata, bits)
+    codes[:, [5, 40]] = weight.zero  # the weights of those inputs are 0
+    weight = GroupedTensor(bytes_from(codes, bits), weight.scale, weight.zero, bits=bits, group=32, dtype=dtype)
+    x = torch.randn(30, 96, generator=torch.Generator().manual_seed(1))
+    x[3, 5], x[17, [5, 40]], x[18] = 3e4, torch.tensor([-1e6, 2e5]), 0
+    x = x.to(dtype)
+    product = Product([layer_of(weight)], NATIVE)
+    with torch.inference_mode():
+        exact, found = x.double() @ by_hand(weight).double().T, product(x)
+        assert ((found.double() - exact).abs().amax(1) <= 2.0**-8 * exact.abs().amax(1)).all()
+        for tokens in (1, 4, 18, 20):
+            assert torch.equal(product(x[:tokens].contiguous()), found[:tokens])
+        assert torch.equal(product(x[18:19].contiguous()), found[18:19])
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_several_formats_are_one_product(dtype):
+    four, three = (numbers(outputs, 256, zeros=zeros, dtype=dtype, seed=outputs) for outputs, zeros in ((128, True), (64, False)))
+    six = nested(100, 256, bits=8, group=16, of=16, mins=False, dtype=dtype)
+    model = torch.nn.ModuleList([layer_of(each, bias=True) for each in (four, four, six, three)])
+    biases = [each.bias.detach().clone() for each in model]
+
+    def sample(x=None):
+        x = torch.ones(1, 256, dtype=dtype) if x is None else x
+        return [layer(x) for layer in model]
+
+    packing = Packing(model, sample, owned=False, hints=(NATIVE,))
+    product = packing.product(*model[:3])
+    assert product is not None and len(product.pieces) == 2 and packing.product(model[3]) is not None  # 100 outputs are no whole tiles
+    with torch.inference_mode():
+        x = torch.randn(29, 256, generator=torch.Generator().manual_seed(5)).to(dtype)
+        for found, weight, bias in zip(sample(x), (four, four, six, three), biases):
+            exact = x.double() @ weight.dequantize(torch.float32).double().T + bias.double()
+            assert (found.double() - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 2.0**-8) * exact.abs().max()
+        whole, rest = product(x), torch.empty(29, 192, dtype=dtype)
+        product._linear(ctypes.byref(product.matrix_from(192)), x.data_ptr(), rest.data_ptr(), 29, 256, 192, 2)
+        assert torch.equal(
+            rest, whole[:, 192:384] if whole.shape[1] >= 384 else torch.cat((whole[:, 192:], rest[:, whole.shape[1] - 192 :]), 1)
+        )
+        assert all(torch.equal(product(x[:tokens].contiguous()), whole[:tokens]) for tokens in (1, 5, 24))
+    assert all(torch.equal(given, weight.qdata) for given, weight in zip(product.weights(), (four, four, six)))
+
+
+@needs_kernels
+def test_sizes_that_the_kernels_do_not_read_are_left_to_torch():
+    for weight in (numbers(8, 96, group=24), numbers(8, 48, group=16)):
+        layer = layer_of(weight)
+        assert format_of(layer.weight) is None
+        model = torch.nn.Sequential(layer)
+        model.is_quantized = True
+        assert refusal(model) == f"its weights are quantised in a way that the native kernels do not read; they read {READ}"
+        x = torch.randn(3, weight.shape[1])
+        assert torch.allclose(layer(x), x @ by_hand(weight).T, rtol=1e-4, atol=1e-3)
+
+
+def test_a_weight_can_be_copied_and_moved_but_not_written_to():
+    weight = numbers(8, 64, order=True)
+    for other in (weight.clone(), weight.detach(), weight.to("cpu"), torch.nn.Parameter(weight, requires_grad=False)):
+        assert isinstance(other, GroupedTensor) and torch.equal(other.dequantize(), by_hand(weight))
+    assert weight.to(torch.bfloat16).dtype == torch.bfloat16 and torch.equal(weight.abs(), by_hand(weight).abs())
+    with pytest.raises(RuntimeError, match="cannot be written to"):
+        weight.mul_(2)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------------
+
+
+def awq(codes, scale, zeros, group):
+    """As AutoAWQ's ``WQLinear_GEMM`` packs it."""
+    outputs = len(codes)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def packed(rows):
+        words = torch.zeros(len(rows), outputs // 8, dtype=torch.int64)
+        for column in range(outputs // 8):
+            for i in range(8):
+                words[:, column] |= rows[:, column * 8 + order[i]].long() << (4 * i)
+        return signed(words)
+
+    return {"qweight": packed(codes.T), "qzeros": packed(zeros.T), "scales": scale.T.contiguous()}
+
+
+def gptq(codes, scale, zeros, group, *, g_idx=None, first=1, bits=4):
+    """As AutoGPTQ's ``QuantLinear`` packs it: zero points less one."""
+    (outputs, inputs), count = codes.shape, 32 // bits
+    qweight, stored = torch.zeros(inputs // count, outputs, dtype=torch.int64), (zeros.T.long() - first) & ((1 << bits) - 1)
+    qzeros = torch.zeros(len(stored), outputs // count, dtype=torch.int64)
+    for k in range(inputs):
+        qweight[k // count] |= codes[:, k].long() << (bits * (k % count))
+    for n in range(outputs):
+        qzeros[:, n // count] |= stored[:, n] << (bits * (n % count))
+    found = {"qweight": signed(qweight), "qzeros": signed(qzeros), "scales": scale.T.contiguous()}
+    return found | {"g_idx": torch.arange(inputs, dtype=torch.int32) // group if g_idx is None else g_idx.int()}
+
+
+def compressed(codes, scale, zeros, group, *, bits=4):
+    """As compressed-tensors' own code packs it."""
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    half = 1 << (bits - 1)
+    found = {
+        "weight_packed": library.pack_to_int32((codes.short() - half).to(torch.int8), bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(codes.shape),
+    }
+    if zeros is not None:
+        found["weight_zero_point"] = library.pack_to_int32((zeros.short() - half).to(torch.int8), bits, packed_dim=0).contiguous()
+    return found
+
+
+def signed(words):
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def about_compressed(bits=4, group=32, form="pack-quantized", activations=None):
+    weights = {"num_bits": bits, "type": "int", "strategy": "group" if group else "channel", "group_size": group, "symmetric": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+ABOUT = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
+    "gptq-ordered": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
+    "gptq-8": {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
+    "compressed-4": about_compressed(),
+    "compressed-8": about_compressed(8, None),
+    "compressed-int8": about_compressed(8, None, "int-quantized"),
+}
+
+
+def stored(method, outputs, inputs, seed):
+    """What the files have for a layer, and the weights that it stands for."""
+    bits = 8 if "8" in method else 4
+    group = inputs if bits == 8 else 32
+    g_idx = None
+    made = numbers(outputs, inputs, bits=bits, group=group, seed=seed)
+    codes, scale, zeros = codes_from(made.qdata, bits), (made.scale.float() * (8 if bits == 4 else 1) / 64).to(torch.float16), made.zeros
+    zeros = zeros.clamp(1, 15) if bits == 4 and "gptq" not in method else zeros.clamp(min=1)
+    if method == "awq":
+        parts = awq(codes, scale, zeros, group)
+    elif "gptq" in method:
+        if method == "gptq-ordered":
+            g_idx = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs)) // group
+        zeros = zeros.clamp(max=16 if bits == 4 else 255)
+        parts = gptq(codes, scale, zeros, group, g_idx=g_idx, first=int(bits == 4), bits=bits)
+    elif method == "compressed-int8":
+        parts = {
+            "weight": (codes.short() - 128).to(torch.int8),
+            "weight_scale": scale,
+            "weight_zero_point": (zeros.short() - 128).to(torch.int8),
+        }
+    else:
+        parts = compressed(codes, scale, zeros, group, bits=bits)
+    groups = torch.arange(inputs) // group if g_idx is None else g_idx
+    return parts, (codes.float() - zeros.float()[:, groups]) * scale.float()[:, groups]
+
+
+def checkpoint(folder, method, name="qwen3", dtype=torch.float32, change=None):
+    """A folder with a model whose linear layers but the head are stored by ``method``; and the same model with those weights in float32."""
+    model = plain(name)
+    state = model.state_dict()
+    for number, (prefix, module) in enumerate(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and prefix != "lm_head":
+            parts, weight = stored(method, module.out_features, module.in_features, number)
+            del state[f"{prefix}.weight"]
+            state |= {f"{prefix}.{part}": each.contiguous() for part, each in parts.items()}
+            module.weight.data = weight
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": dict(ABOUT[method]), "dtype": str(dtype)[6:]}
+    if change is not None:
+        change(config["quantization_config"], state)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("method", ABOUT)
+def test_a_checkpoint_is_read_at_its_bits(method, tmp_path):
+    expected = checkpoint(tmp_path, method)
+    found = load_model(str(tmp_path))
+    wanted = dict(expected.named_parameters())
+    bits = {"awq": 4, "gptq": 4, "gptq-ordered": 4, "compressed-4": 4}.get(method, 8)
+    for name, each in found.named_parameters():
+        if isinstance(each, GroupedTensor):
+            assert each.bits == bits and each.scale.dtype == torch.float16
+            assert torch.equal(each.dequantize(torch.float32), wanted[name]), name
+    assert sum(isinstance(each, GroupedTensor) for each in found.parameters()) == 2 * 7
+    assert torch.equal(logits(found), logits(expected))
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ABOUT)
+def test_whole_models_ragged_with_trees(method, dtype, tmp_path, always):
+    name = "llama" if "gptq" in method else "qwen3"
+    exact = checkpoint(tmp_path, method, name)
+    rounded = copy.deepcopy(exact).to(dtype)
+    texts = [[(7 * i + row) % 100 for i in range(length)] for row, length in enumerate((40, 3, 17))]
+    kernels = Target(load_model(str(tmp_path), dtype=dtype), execution="native", owned=True)
+    assert kernels.backend.overrides.native == kernels.backend.overrides.fused == 2
+    assert isinstance(vars(kernels.model.model)["forward"], NativeModel)
+    assert not is_held(kernels.model.model.layers[0].mlp.up_proj.weight)
+    chain = torch.randint(0, 100, (3, 4), generator=torch.Generator().manual_seed(1))
+    tree = TokenTree(chain.repeat(1, 2)[:, :5], torch.tensor([[-1, 0, 0, 1, 2]] * 3))
+    found = []
+    for target in (Target(exact, execution="eager"), Target(rounded, execution="eager"), kernels):
+        target.open(texts)
+        steps = [target.prefill(texts, first=0), target.score(TokenTree.from_chain(chain))]
+        target.commit(None, [4, 2, 1])
+        steps.append(target.score(tree))
+        target.commit(torch.tensor([[0, 2, 4], [0, 1, 3], [0, 1, 3]]), [3, 1, 2])
+        steps.append(target.advance(chain[:, 0]))
+        found.append([step.float() for step in steps])
+    wanted, theirs, ours = (torch.cat([step.flatten() for step in steps]) for steps in found)
+    if dtype == torch.float32:
+        assert (ours - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    else:  # torch rounds every weight, and the kernels do not
+        assert (ours - wanted).std() <= 1.2 * (theirs - wanted).std() <= 0.1 * wanted.std()
+    model = kernels.model
+    kernels.close()
+    fresh = load_model(str(tmp_path), dtype=dtype)
+    assert torch.equal(logits(model), logits(fresh))
+    for mine, theirs in zip(model.parameters(), fresh.parameters()):
+        assert not isinstance(mine, GroupedTensor) or torch.equal(mine.qdata, theirs.qdata)
+
+
+@needs_kernels
+@pytest.mark.parametrize("method", ["awq", "gptq-ordered", "compressed-4"])
+def test_texts_are_those_of_the_weights_in_float32(method, tmp_path, always):
+    expected = checkpoint(tmp_path, method)
+    texts = [alone(expected, row, max_new_tokens=12) for row in ROWS]
+    for drafter, shape in (("none", None), ("prompt-lookup", "chain(4)"), (f"draft-model:{tmp_path}", "product(2,1,1)")):
+        speculator = Speculator(str(tmp_path), drafter, shape=shape, execution="native")
+        assert speculator.target.execution == "native"
+        assert generate(speculator, ROWS, max_new_tokens=12) == texts
+        speculator.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["awq", "gptq-ordered", "compressed-8"])
+def test_bits_depend_on_the_text_alone(method, dtype, tmp_path):
+    checkpoint(tmp_path, method)
+    target = Target(load_model(str(tmp_path), dtype=dtype), execution="native", owned=True)
+    assert invariance_test(target.backend) is None
+
+
+@needs_kernels
+def test_layers_that_stay_as_they_are_share_a_model_with_others(tmp_path, always):
+    """One layer was left in the model's dtype, and one has groups of another size."""
+
+    def change(about, state):
+        prefix = "model.layers.0.mlp.down_proj"
+        for part in [name for name in state if name.startswith(prefix)]:
+            del state[part]
+        state[f"{prefix}.weight"] = torch.randn(64, 96) / 8
+
+    checkpoint(tmp_path, "awq", change=change)
+    model = load_model(str(tmp_path))
+    wanted = logits(widened(model))
+    target = Target(model, execution="native", owned=True)
+    assert target.backend.overrides.native == 2
+    assert (logits(target.model) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+# -- four bits made at loading ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
+    plain().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("load", ["by name", "in memory"])
+def test_what_int4_makes_of_a_checkpoint(load, original):
+    """Weight for weight torchao's; close to the nearest of sixteen steps."""
+    torchao = pytest.importorskip("torchao.quantization")
+    model = load_model(original, quantization="int4") if load == "by name" else plain()
+    if load == "in memory":
+        quantize(model, "int4-32")
+    expected = plain()
+    config = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
+    torchao.quantize_(expected, config, filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and name != "lm_head")
+    for (name, mine), theirs, weight in zip(model.named_parameters(), expected.parameters(), plain().parameters()):
+        if "proj.weight" in name:
+            assert torch.equal(mine.qdata, theirs.qdata) and torch.equal(mine.scale, theirs.scale) and mine.block_size == (1, 32)
+            assert format_of(mine).bits == 4 and format_of(mine).group == 32
+            step = mine.scale.repeat_interleave(32, 1)
+            assert ((mine.dequantize() - weight).abs() <= 0.51 * step).all()
+        else:
+            assert torch.equal(mine, weight)
+    assert torch.equal(logits(model), logits(expected))
+
+
+@needs_kernels
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("asymmetric", [True, False])
+def test_torchao_weights_are_read_at_four_bits_and_given_back(owned, asymmetric, always):
+    torchao = pytest.importorskip("torchao.quantization")
+    from torchao.quantization.quant_primitives import MappingType
+
+    model, kind = plain(), MappingType.ASYMMETRIC if asymmetric else MappingType.SYMMETRIC
+    config = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32), mapping_type=kind)
+    torchao.quantize_(model, config, filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and name != "lm_head")
+    before = {name: (each, each.qdata.clone()) for name, each in model.named_parameters() if "proj.weight" in name}
+    wanted = logits(model)
+    packing = Packing(model, lambda: logits(model), owned=owned, hints=(NATIVE,))
+    assert (logits(model) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+    assert all(is_held(each) != owned for each, _ in before.values())
+    held = sum(codes.numel() for _, codes in before.values())
+    assert (
+        held / 2
+        <= sum(each.packed.nbytes for product, _, _ in packing._products if product.quantised for each in product.pieces)
+        <= 0.7 * held
+    )  # padded to 64
+    packing.undo()
+    for name, each in model.named_parameters():
+        assert name not in before or (each is before[name][0] and torch.equal(each.qdata, before[name][1]))
+    assert torch.equal(logits(model), wanted)
+
+
+@needs_kernels
+def test_int4_as_target_and_as_draft(original):
+    pytest.importorskip("torchao.quantization")
+    model = load_model(original, quantization="int4")
+    texts = [alone(model, row, max_new_tokens=12) for row in ROWS]
+    for drafter, options in (("prompt-lookup", None), (f"draft-model:{original}", {"quantization": "int4-32"})):
+        speculator = Speculator(original, drafter, drafter_options=options, shape="chain(3)", quantization="int4")
+        assert speculator.target.execution == "native"
+        assert generate(speculator, ROWS, max_new_tokens=12) == texts
+
+
+def test_rows_that_are_no_whole_number_of_groups_are_refused(original):
+    pytest.importorskip("torchao.quantization")
+    message = r"quantization='int4-128' makes groups of 128 weights, and rows of model.layers.0.self_attn.q_proj have 64; choose .*int4-32"
+    model = plain()
+    with pytest.raises(ConfigurationError, match=message):
+        quantize(model, "int4-128")
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(original, quantization="int4-128")
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------------------
+
+
+def without(part):
+    def change(about, state):
+        for name in [name for name in state if name.endswith(part)]:
+            del state[name]
+
+    return change
+
+
+def turned(part):
+    def change(about, state):
+        for name in [name for name in state if name.endswith(part)]:
+            state[name] = state[name][:-1].contiguous()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("awq", without("scales"), r"is quantized by half: model.layers.0.self_attn.q_proj has qweight, qzeros, but no scales"),
+        ("compressed-4", without("weight_scale"), r"quantized by half: .*q_proj has weight_packed.* but no weight_scale"),
+        ("gptq", lambda about, state: about.update(group_size=128), r"contradicts its configuration: .*groups of 128 inputs need"),
+        ("awq", turned("scales"), r"contradicts its configuration: .*q_proj has scales of shape \(128, 1\) where groups of 32 inputs need"),
+        ("gptq", turned("qweight"), r"contradicts its configuration: .* which are neither 4 nor 8 bits each"),
+        ("gptq", lambda about, state: about.update(bits=3), r"quantized with gptq, with 3 bits; AWQ \(gemm\) of 4 bits"),
+        ("awq", lambda about, state: about.update(version="gemv"), r"quantized with awq, in the format 'gemv'"),
+        ("compressed-4", lambda about, state: about.update(format="nvfp4-pack-quantized"), r"in the format 'nvfp4-pack-quantized'"),
+        (
+            "compressed-8",
+            lambda about, state: about["config_groups"]["group_0"].update(input_activations={"num_bits": 8}),
+            "activations included",
+        ),
+        (
+            "awq",
+            lambda about, state: [without(part)(about, state) for part in ("qweight", "qzeros", "scales")],
+            "has no linear layer with qweight",
+        ),
+    ],
+)
+def test_a_checkpoint_that_contradicts_itself_is_refused(method, change, message, tmp_path):
+    checkpoint(tmp_path, method, change=change)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path))
+
+
+def test_groups_of_other_sizes_are_refused(tmp_path):
+    def change(about, state):
+        name = "model.layers.0.self_attn.q_proj.g_idx"
+        state[name] = torch.zeros_like(state[name])
+
+    checkpoint(tmp_path, "gptq", change=change)
+    with pytest.raises(ConfigurationError, match="g_idx makes groups of other sizes than 32 inputs"):
+        load_model(str(tmp_path))
+
+
+def test_a_checkpoint_that_is_quantised_already_is_not_quantised_again(tmp_path):
+    checkpoint(tmp_path, "awq")
+    with pytest.raises(ConfigurationError, match="is already quantized; leave quantization out"):
+        load_model(str(tmp_path), quantization="int4")
+
+
+def test_what_the_files_have_is_what_the_test_wrote(tmp_path):
+    checkpoint(tmp_path, "awq")
+    state = load_file(tmp_path / "model.safetensors")
+    assert state["model.layers.0.self_attn.q_proj.qweight"].shape == (64, 16)
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------------
+
+
+def in_blocks(weight, kind):
+    """``weight`` as blocks of a ``kind``; numbers of its size in those that gguf does not make."""
+    gguf = pytest.importorskip("gguf")
+    sort = getattr(gguf.GGMLQuantizationType, kind)
+    if not kind.endswith("_K"):
+        return gguf.quantize(weight.numpy(), sort)
+    size, at = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}[kind]
+    random = torch.Generator().manual_seed(weight.numel())
+    blocks = torch.randint(0, 256, (len(weight), weight.shape[1] // 256, size), generator=random).to(torch.uint8)
+    for begin in at:
+        numbers = 1e-4 * (1 + torch.rand(*blocks.shape[:2], 1, generator=random))
+        blocks[:, :, begin : begin + 2] = numbers.half().view(torch.uint8)
+    return blocks.flatten(1).numpy()
+
+
+def gguf_file(folder, kind, name="llama", rotary=None):
+    """A file as llama.cpp's converter makes it, of ``kind``; and the model with the weights that it stands for."""
+    gguf = pytest.importorskip("gguf")
+    model, sort, architecture = plain(name), getattr(gguf.GGMLQuantizationType, kind), name.removeprefix("wide-")
+    config, writer = model.config, gguf.GGUFWriter(folder / "model.gguf", architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    if rotary is not None:
+        writer.add_tensor("rope_freqs.weight", rotary.numpy())
+    sorts = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
+    names = gguf.get_tensor_name_map(sorts[architecture], config.num_hidden_layers)
+    for key, tensor in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        target = f"{names.get_name(key.rpartition('.')[0])}.{key.rpartition('.')[2]}"
+        turned = architecture == "llama" and ("q_proj" in key or "k_proj" in key)
+        heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+        given = tensor
+        if turned:  # ``permute`` of llama.cpp's converter
+            given = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        if tensor.ndim == 1:
+            writer.add_tensor(target, given.numpy())
+            continue
+        packed = in_blocks(given, kind)
+        writer.add_tensor(target, packed, raw_dtype=sort)
+        stands = torch.from_numpy(gguf.dequantize(packed, sort))
+        if turned:
+            stands = stands.reshape(heads, len(tensor) // heads // 2, 2, -1).swapaxes(1, 2).reshape(tensor.shape)
+        tensor.copy_(stands)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    return model
+
+
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("Q4_0", "llama"), ("Q8_0", "qwen3"), *((kind, f"wide-{name}") for kind in KINDS for name in ("llama", "qwen3"))],
+)
+def test_a_gguf_file_keeps_its_bits(kind, name, tmp_path, always):
+    expected = gguf_file(tmp_path, kind, name)
+    found = load_model(str(tmp_path), gguf_file="model.gguf", dtype="float32")
+    wanted = expected.state_dict()
+    weights = {key: each for key, each in found.named_parameters() if isinstance(each, GroupedTensor)}
+    assert len(weights) == 2 * 7 + 1 and {each.bits for each in weights.values()} == {4 if kind.startswith("Q4") else 8}
+    assert all(torch.equal(each.dequantize(), wanted[key]) for key, each in weights.items())
+    assert torch.equal(found.get_input_embeddings().weight, wanted["model.embed_tokens.weight"])
+    assert torch.allclose(logits(found), logits(expected), atol=1e-5)
+    if all(native.refusal(dtype) is None for dtype in DTYPES):
+        speculator = Speculator(
+            str(tmp_path), "prompt-lookup", gguf_file="model.gguf", dtype="float32", shape="chain(3)", execution="native"
+        )
+        speculator.model.generation_config.eos_token_id = None
+        assert generate(speculator, ROWS, max_new_tokens=12) == [alone(expected, row, max_new_tokens=12) for row in ROWS]
+
+
+def test_the_positions_of_llama_3_are_scaled_as_its_gguf_file_says(tmp_path):
+    frequency = 1e4 ** (-torch.arange(0, 64, 2) / 64)
+    length = 2 * torch.pi / frequency
+    smooth = (8192 / length - 1) / 3
+    between = 1 / ((1 - smooth) / 8 + smooth)
+    factors = torch.where(length > 8192, 8.0, torch.where(length < 2048, 1.0, between))
+    gguf_file(tmp_path, "Q8_0", "wide-llama", rotary=factors.float())
+    found = load_model(str(tmp_path), gguf_file="model.gguf", dtype="float32")
+    assert torch.allclose(found.model.rotary_emb.inv_freq, frequency / factors, rtol=1e-5) and factors.max() > 1
+    gguf_file(tmp_path, "Q8_0", "wide-llama", rotary=factors.float() * 2)
+    with pytest.raises(ConfigurationError, match="scales positions in another way than Llama"):
+        load_model(str(tmp_path), gguf_file="model.gguf")
+
+
+def test_a_gguf_file_may_be_named_by_its_path(tmp_path):
+    expected = gguf_file(tmp_path, "Q8_0")
+    zoo.load_tokenizer("zoo:python-1m").save_pretrained(tmp_path)
+    for name in (tmp_path / "model.gguf", str(tmp_path / "model.gguf")):
+        found = load_model(name, dtype="float32")
+        assert torch.allclose(logits(found), logits(expected), atol=1e-5)
+    assert name_of(found) == str(tmp_path / "model.gguf") and tokenizer_of(found) is not None
+    assert hub.parted("owner/name/file.gguf") == ("owner/name", "file.gguf") and hub.parted("file.gguf") == (".", "file.gguf")
+
+
+def test_gguf_files_that_are_not_read_say_so(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    gguf_file(tmp_path, "Q4_0")
+    with pytest.raises(ConfigurationError, match=r"there is no file 'other\.gguf' in"):
+        load_model(str(tmp_path), gguf_file="other.gguf")
+    with pytest.raises(ConfigurationError, match="is already quantized"):
+        load_model(str(tmp_path), gguf_file="model.gguf", quantization="int4")
+    assert gguf is not None
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_files_that_are_no_gguf_files_are_named(load, tmp_path, monkeypatch):
+    gguf_file(tmp_path, "Q8_0", "wide-llama")
+    whole = (tmp_path / "model.gguf").read_bytes()
+    for content in (whole[:-1000], b"something else", b""):
+        (tmp_path / "other.gguf").write_bytes(content)
+        with pytest.raises(ConfigurationError, match=r"^'.*other\.gguf' is no GGUF file, or only a part of one: "):
+            load(tmp_path / "other.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigurationError, match=r"needs gguf; install it with: pip install 'foredraft\[gguf\]'"):
+        load(tmp_path / "model.gguf")
+
+
+def test_a_folder_with_gguf_files_alone_says_how_to_name_one(tmp_path):
+    gguf_file(tmp_path, "Q8_0")
+    with pytest.raises(ConfigurationError, match=r"it has no config\.json; name a GGUF file in it, such as '.*model\.gguf'"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_gguf_file_of_the_hub_is_asked_for_by_the_id_of_its_repository(tmp_path, monkeypatch):
+    asked = []
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+
+    def download(repository, name, **how):
+        asked.append((repository, name))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "unreachable", lambda endpoint: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert hub.config_of("owner/name/model.gguf") == {"model_type": "llama"} and asked == [("owner/name", "config.json")]

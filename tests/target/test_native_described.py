@@ -1,0 +1,284 @@
+"""Decoders that run on the kernels by a description of their layers, against their own classes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cover import by_turns, nightly_but
+from helpers import generate
+from kernel_cases import DESCRIBED, DTYPES, TOLERANCE, build, needs_kernels
+from kernel_cases import always as always  # a fixture
+from torch import nn
+from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+
+from foredraft import Speculator, TokenTree
+from foredraft.backends import described_pass, native
+from foredraft.backends.described_pass import DescribedModel
+from foredraft.backends.families import FAMILIES
+from foredraft.backends.native_growth import NativeGrowth
+from foredraft.drafters.draft_model import DraftModel
+from foredraft.models.page_stores import GONE
+from foredraft.quantization import quantize
+from foredraft.shapes import DynamicShape
+from foredraft.target import Target
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("always")]
+TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6)
+DEEP = (-1, 0, 0, *range(2, 19))  # deeper than narrow windows, and nodes are not in the slots of their positions
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+FIRST = ("phi3", "phi3-window-partial", "gemma", "gemma2", "gemma3", "gemma3-cap")
+EACH = [(name, dtype) for name in DESCRIBED for dtype in DTYPES]
+
+
+def target(name, dtype, **options):
+    found = Target(build(name, dtype), execution="native", owned=True, **options)
+    assert found.execution == "native" and isinstance(vars(found.model.get_decoder())["forward"], DescribedModel), found.reasons
+    assert "fused" not in found.reasons and found.backend.overrides.native == 3
+    return found
+
+
+def assert_close(got, wanted, dtype):
+    assert (got.float() - wanted.float()).abs().max() <= TOLERANCE[dtype] * wanted.float().abs().max()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("name", "dtype"), nightly_but({*((name, torch.float32) for name in DESCRIBED), *((n, d) for n in FIRST for d in DTYPES)}, EACH)
+)
+def test_ragged_prefills_chains_trees_and_commits(name, dtype):
+    """Behind texts on several pages, most of which windows have left, in rows of unequal lengths."""
+    texts = [[(7 * i * i + row) % 100 for i in range(length)] for row, length in enumerate((190, 3, 70))]
+    chain, nodes = (torch.randint(0, 100, (3, count), generator=torch.Generator().manual_seed(count)) for count in (4, len(TREE)))
+    valid = torch.ones_like(nodes, dtype=torch.bool)
+    valid[1, 5:] = False  # filler
+    found = []
+    for each in (Target(build(name, dtype), execution="eager"), target(name, dtype)):
+        each.open(texts)
+        steps = [each.prefill(texts, first=0), each.score(TokenTree.from_chain(chain))]
+        each.commit(None, [4, 2, 1])
+        steps.append(each.score(TokenTree(nodes, torch.tensor([TREE] * 3), valid))[valid])
+        each.commit(torch.tensor([[0, 2, 5], [0, 1, 3], [0, 1, 4]]), [3, 1, 2])
+        steps.append(each.advance(chain[:, 0]))
+        each.compact([0, 2])
+        steps += [each.score(TokenTree.from_chain(chain[:2, :1])), each.score(TokenTree.from_chain(chain[:2]))]
+        steps.append(each.score(TokenTree(torch.arange(40).view(2, 20), torch.tensor([DEEP] * 2))))
+        found.append(steps)
+    for wanted, got in zip(*found):
+        assert_close(got, wanted, dtype)
+    windows = each.cache.windows
+    assert all(GONE in store.tables[0] for store in windows if store.kind.window < 64)
+    assert bool(windows) == any(isinstance(store, int) for store in [DESCRIBED[name][1].get("sliding_window")])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    nightly_but({*((name, torch.float32) for name in FIRST), ("gemma3", torch.bfloat16), ("cohere2", torch.bfloat16)}, EACH),
+)
+def test_bits_depend_on_the_text_alone(name, dtype):
+    found = target(name, dtype)
+    assert found.batch_invariant, found.reasons
+
+
+@pytest.mark.parametrize("name", by_turns(list(DESCRIBED), 0, always=FIRST))
+def test_greedy_text_is_that_of_transformers(name):
+    model = build(name, torch.float32)
+    wanted = copy.deepcopy(model).generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False)[0, len(PROMPT) :].tolist()
+    speculator = Speculator(model, "several:prompt-lookup,ngram", shape="product(2,1,1)", execution="native")
+    assert speculator.target.backend.overrides.native == 3
+    assert generate(speculator, [PROMPT], max_new_tokens=24) == [wanted]
+
+
+SHAPES = ("product(3,2)", "chain(5)", "dynamic(depth=4,k=3,total=9)")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    nightly_but({(name, shape) for name, shape in zip(FIRST, SHAPES * 2)}, [(name, shape) for name in DESCRIBED for shape in SHAPES]),
+)
+def test_drafts_in_one_call_are_those_made_level_by_level(name, shape, monkeypatch):
+    """A wrong position, window or logit shows in the trees of the rounds that follow."""
+    made, seen, draft, ends = [], [], DraftModel.draft, NativeGrowth._end
+    monkeypatch.setattr(NativeGrowth, "_end", lambda self, *given: made.append(given) or ends(self, *given))
+    monkeypatch.setattr(DraftModel, "draft", lambda self, request: seen.append(draft(self, request)) or seen[-1])
+    trees, found = [], []
+    for alone in (False, True):
+        drafter = DraftModel(build(name, torch.float32), execution="native")
+        speculator = Speculator(build("llama", torch.float32), drafter, shape=shape)
+        drafter._loops = () if alone else drafter._loops
+        found.append(generate(speculator, [PROMPT * 4], max_new_tokens=24))
+        trees.append([(tree.tokens.tolist(), tree.parents.tolist()) for tree in seen])
+        assert bool(made) != alone
+        made.clear(), seen.clear()
+    assert trees[0] == trees[1] and len(trees[0]) >= 5
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", list(DESCRIBED))
+@torch.inference_mode()
+def test_numbers_are_rounded_where_the_class_rounds_them(name):
+    """Keys of the first layer, behind its norms and turned, but for those that another order of summation has moved."""
+    with torch.inference_mode(False):
+        found = target(name, torch.bfloat16, test=False)
+        cache = DynamicCache()
+        build(name, torch.bfloat16)(torch.tensor([PROMPT]), past_key_values=cache)
+    found.open([PROMPT])
+    found.prefill([PROMPT], first=0)
+    store = found.cache._store(0)
+    keys = found.cache.layers[0].keys[store.tables[0][0], :, : len(PROMPT)]
+    assert float((keys == cache.layers[0].keys[0]).float().mean()) > 0.98
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_neox"])
+@torch.inference_mode()
+def test_weights_of_eight_bits(name):
+    pytest.importorskip("torchao")
+    found = []
+    for execution in ("eager", "native"):
+        with torch.inference_mode(False):
+            model = build(name, torch.float32)
+            quantize(model)
+            each = Target(model, execution=execution, owned=True)
+        assert execution == "eager" or (each.execution == "native" and "fused" not in each.reasons)
+        each.open([PROMPT])
+        found.append([each.prefill([PROMPT], first=0), each.score(TokenTree(torch.arange(20)[None], torch.tensor([DEEP])))])
+    for wanted, got in zip(*found):
+        assert_close(got, wanted, torch.float32)
+
+
+def test_a_part_that_is_missing(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "Gemma", replace(FAMILIES["Gemma"], down="mlp.down"))
+    found = Target(build("gemma", torch.float32), execution="native", owned=True)
+    assert found.execution == "packed" and "lacks a part that its description names: 'mlp.down'" in found.reasons["fused"]
+
+
+def test_a_model_that_takes_images_as_well():
+    text = build("gemma3", torch.float32)
+    vision = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    ids = {"image_token_id": 99, "boi_token_index": 97, "eoi_token_index": 98, "mm_tokens_per_image": 4}
+    config = Gemma3Config(text_config=text.config, vision_config=vision, tie_word_embeddings=False, **ids)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    found = Target(model, execution="native", owned=True)
+    assert found.execution == "native" and found.batch_invariant, found.reasons
+    with torch.inference_mode():
+        logits = []
+        for each in (Target(text, execution="eager"), found):
+            each.open([PROMPT])
+            logits.append(each.prefill([PROMPT], first=0))
+        assert_close(logits[1], logits[0], torch.float32)
+
+
+def test_angles_that_depend_on_the_length():
+    """Beyond the length that a model was first trained for, all of its angles are others."""
+    factors = {"short_factor": [1.0] * 16, "long_factor": [1.0 + i / 4 for i in range(16)], "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 8.0, **factors}
+    found = []
+    for execution in ("eager", "native"):
+        each = Target(build("phi3", torch.float32, rope_parameters=rope), execution=execution, owned=True)
+        with torch.inference_mode():
+            each.open([PROMPT, PROMPT * 3])
+            steps = [each.prefill([PROMPT, PROMPT * 3], first=0), each.score(TokenTree.from_chain(torch.tensor([PROMPT[:10]] * 2)))]
+        found.append(steps)
+    for wanted, got in zip(*found):
+        assert_close(got, wanted, torch.float32)
+    assert not each.batch_invariant and "length of the text" in each.reasons["batch_invariant"]
+    each.reset()
+    with torch.inference_mode():
+        direct = each.backend.direct
+        each.open([PROMPT])
+        growth = NativeGrowth.of(direct, each.cache, None)
+        assert growth.grow(PROMPT[:3], DynamicShape(2, 2, 4), depth=2, vocab_size=100) is None
+
+
+def test_every_described_family_is_documented_and_tested():
+    table = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text().partition("## Families")[2].partition("[Decoders behind")[0]
+    documented = {kind for line in table.splitlines() if line.startswith("| `") for kind in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert documented == {kind for kind, _ in DESCRIBED.values()} | {"llama"}
+    models = [type(build(name, torch.float32)).__name__.removesuffix("ForCausalLM") for name in (*DESCRIBED, "llama")]
+    assert {*models} == FAMILIES.keys()
+
+
+# -- descriptions that are wrong -----------------------------------------------------------------------------------------
+
+
+WRONG = [  # the model, the family, what its description says instead, and what is said of it
+    ("gemma3", "Gemma3", {"attention_given": None}, r"layer 0 \(Gemma3DecoderLayer\) computes something else"),
+    ("gemma3", "Gemma3", {"after": "post_attention_layernorm"}, "layer 0 .* computes something else"),
+    ("gemma2", "Gemma2", {"layer_cap": None}, "layer 0 .* computes something else"),
+    ("phi3", "Phi3", {"interleaved": True}, "layer 0 .* computes something else"),
+    ("glm4", "Glm4", {"interleaved": False}, "layer 0 .* computes something else"),
+    ("smollm3", "SmolLM3", {"turns": lambda attention: True}, r"layer 1 \(SmolLM3DecoderLayer\) computes something else"),
+    ("hunyuan_v1_dense", "HunYuanDenseV1", {"turned_first": False}, "layer 0 .* computes something else"),
+    ("gpt_neox", "GPTNeoX", {"grouped": False}, "layer 0 .* computes something else"),
+    ("gpt_neox", "GPTNeoX", {"parallel": False}, "layer 0 .* computes something else"),
+    ("qwen3-window", "Qwen3", {"head_norms": ("none", "none")}, "layer 0 .* computes something else"),
+    ("gemma", "Gemma", {"wide": ("mlp.up_proj", "mlp.gate_proj")}, "linear layers for gate_up are not packed together"),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "instead", "said"), WRONG)
+def test_a_wrong_description_is_not_used(name, family, instead, said, monkeypatch):
+    monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], **instead))
+    plain, found = (Target(build(name, torch.float32), execution=execution, owned=True) for execution in ("eager", "native"))
+    if name in DESCRIBED:
+        assert found.execution == "packed" and "forward" not in vars(found.model.get_decoder())
+    assert re.search(said, found.reasons["fused"])
+    with torch.inference_mode():
+        logits = []
+        for each in (plain, found):
+            each.open([PROMPT])
+            logits.append(each.prefill([PROMPT], first=0))
+        assert_close(logits[1], logits[0], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("NORMS", (0, native.ONCE), "norm before, GemmaRMSNorm, is of no kind that the kernels know"),
+        ("ACTIVATIONS", {}, "its activation is GELUTanh"),
+        ("WIDEST", 32, None),
+    ],
+)
+def test_what_the_kernels_do_not_know(attribute, value, said, monkeypatch):
+    monkeypatch.setattr(described_pass, attribute, value)
+    name = "gemma" if said else "olmo2"
+    found = Target(build(name, torch.float32), execution="native", owned=True)
+    assert found.execution == "packed" and (said or "norms of queries and keys are of another shape") in found.reasons["fused"]
+
+
+def test_layers_of_others_run_as_they_are():
+    """A subclass, as adapters put one in."""
+
+    class Other(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = build("gemma3", torch.float32)
+    model.model.layers[1].mlp.down_proj.__class__ = Other
+    found = Target(model, execution="native", owned=True)
+    assert found.execution == "packed" and "linear layers for down are not packed" in found.reasons["fused"]
+
+
+def test_whoever_watches_the_model_is_called():
+    found, calls = target("gemma3", torch.float32), []
+    with torch.inference_mode():
+        assert found.backend.direct is not None
+        handle = found.model.model.layers[1].register_forward_hook(lambda *given: calls.append(given))
+        assert found.backend.direct is None
+        found.open([PROMPT])
+        watched = found.prefill([PROMPT], first=0)
+        handle.remove()
+        found.reset()
+        found.open([PROMPT])
+        assert_close(found.prefill([PROMPT], first=0), watched, torch.float32)
+    assert len(calls) == 1
+    found.close()
+    assert "forward" not in vars(found.model.get_decoder())

@@ -1,0 +1,376 @@
+"""Mixtures of experts on the kernels against the model's own code: logits, who takes which expert, bits, and weights that change."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from helpers import alone, generate, random_tree
+from kernel_cases import DTYPES, MIXTURES, TOLERANCE, build, needs_kernels
+from kernel_cases import always as always  # a fixture
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from foredraft import ConfigurationError, Speculator, TokenTree
+from foredraft.backends import experts
+from foredraft.backends.base import Part
+from foredraft.backends.experts import Mixture
+from foredraft.backends.kernel_pass import NativeModel, Places
+from foredraft.models.cache import TreeCache, Window
+from foredraft.models.skips import SkipSet
+from foredraft.target import Target
+
+pytestmark = [needs_kernels, pytest.mark.usefixtures("always")]
+TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 6)
+SUMS = ["grouped_mm", "eager"]
+
+
+def made(name, dtype, sums="grouped_mm", **changes):
+    """A model, of a configuration with ``changes``."""
+    if not changes:
+        return build(name, dtype, experts_implementation=sums)
+    config = copy.deepcopy(MIXTURES[name])
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        options = {"attn_implementation": "sdpa", "experts_implementation": sums}
+        return AutoModelForCausalLM.from_config(config, **options).eval().to(dtype)
+
+
+def targets(*given, **changes):
+    plain = Target(made(*given, **changes), execution="eager")
+    kernels = Target(made(*given, **changes), execution="native", owned=True)
+    assert kernels.backend.overrides.native == 3, kernels.reasons
+    assert isinstance(vars(kernels.model.model)["forward"], NativeModel)
+    return plain, kernels
+
+
+def assert_close(got, wanted, dtype):
+    """In bfloat16 rounding may choose other experts for a token."""
+    errors = (got.float() - wanted.float()).abs().amax(-1).flatten() / wanted.float().abs().max()
+    assert errors.quantile(0.75 if dtype == torch.bfloat16 else 1.0, interpolation="lower") <= TOLERANCE[dtype]
+
+
+def steps(target):
+    """Ragged prompts, a chain, a tree with filler, what is kept of it, a step, rows that leave."""
+    texts = [[(7 * i + row) % 100 for i in range(length)] for row, length in enumerate((40, 3, 17))]
+    chain = torch.randint(0, 100, (3, 4), generator=torch.Generator().manual_seed(1))
+    nodes = torch.randint(0, 100, (3, len(TREE)), generator=torch.Generator().manual_seed(2))
+    valid = torch.ones_like(nodes, dtype=torch.bool)
+    valid[1, 5:] = False
+    target.open(texts)
+    found = [target.prefill(texts, first=0), target.score(TokenTree.from_chain(chain))]
+    target.commit(None, [4, 2, 1])
+    found.append(target.score(TokenTree(nodes, torch.tensor([TREE] * 3), valid))[valid])
+    target.commit(torch.tensor([[0, 2, 5], [0, 1, 3], [0, 1, 4]]), [3, 1, 2])
+    found.append(target.advance(chain[:, 0]))
+    target.compact([0, 2])
+    found.append(target.score(TokenTree.from_chain(chain[:2])))
+    target.reset()
+    return found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_are_those_of_the_model(name, dtype, sums):
+    for wanted, got in zip(*map(steps, targets(name, dtype, sums))):
+        assert_close(got, wanted, dtype)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_prompt(dtype):
+    """More tokens of an expert than are computed together."""
+    text = [(11 * i * i + 5 * i) % 100 for i in range(400)]
+    found = []
+    for target in targets("mixtral", dtype, num_local_experts=2, num_experts_per_tok=1):
+        target.open([text])
+        found.append(torch.stack([target.prefill([text], first=0), target.advance(torch.tensor([7]))]))
+    assert_close(found[1], found[0], dtype)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("changes", [{"num_experts_per_tok": 8}, {"num_experts_per_tok": 1}, {"num_experts": 60}, {"hidden_act": "gelu"}])
+def test_every_expert_one_and_many(changes, dtype):
+    for wanted, got in zip(*map(steps, targets("qwen3_moe", dtype, **changes))):
+        assert_close(got, wanted, dtype)
+
+
+# -- who takes which expert -------------------------------------------------------------------------------------------------
+
+
+def showing(dtype, count, chosen):
+    """A layer whose output says which experts were chosen: expert e writes into column e. Its router's logits of a one-hot token are
+    its weights."""
+    model = made("qwen3_moe", dtype, num_experts=count, num_experts_per_tok=chosen, hidden_size=128)
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        for each in model.model.layers:
+            each.mlp.experts.gate_up_proj.fill_(1.0)
+            each.mlp.experts.down_proj.zero_()
+            each.mlp.experts.down_proj[torch.arange(count), torch.arange(count), 0] = 1.0
+        layer.post_attention_layernorm.weight.fill_(128**-0.5)
+    return model, layer
+
+
+def mixed(model, x):
+    """``x`` ``[n, hidden]`` and what the MLP of the first layer adds to it, by the kernels."""
+    decoder, cache, window = vars(model.model)["forward"], TreeCache(), Window(0, 1, (0,), len(x))
+    cache.open([0])
+    cache.enter(window)
+    part, out = Part(0, 1, skip=SkipSet(attention=(0,))), x[None].clone()
+    decoder.run_over(out, torch.arange(len(x))[None], None, None, cache, Places(window, ragged=False), None, part)
+    return out[0]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "chosen"), [(4, 1), (4, 3), (8, 2), (8, 8), (16, 4), (60, 4), (64, 8), (128, 8)])
+def test_ties_are_broken_as_torch_breaks_them(count, chosen, dtype):
+    model, layer = showing(dtype, count, chosen)
+    layer.mlp.gate.weight.copy_(torch.randint(0, 4, (count, 128), generator=torch.Generator().manual_seed(count + chosen)))
+    target = Target(model, execution="native")
+    x = torch.eye(128, dtype=dtype)
+    wanted = type(layer.mlp).forward(layer.mlp, layer.post_attention_layernorm(x)[None])[0]
+    got = mixed(model, x) - x
+    assert torch.equal(got.abs() > 1e-3, (wanted.abs() > 1e-3)) and ((wanted.abs() > 1e-3).sum(1) == chosen).all()
+    assert torch.allclose(got, wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    target.close()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_expert_that_nobody_takes_is_not_read(dtype):
+    model, layer = showing(dtype, 8, 3)
+    layer.mlp.gate.weight.copy_(torch.randint(0, 4, (8, 128), generator=torch.Generator().manual_seed(5)))
+    layer.mlp.gate.weight[5] = -1.0
+    target = Target(model, execution="native")
+    mixture = vars(layer.mlp.experts)["forward"]
+    before = mixed(model, torch.eye(128, dtype=dtype))
+    mixture.gate_up[5], mixture.down[5] = torch.nan, torch.nan
+    assert torch.equal(mixed(model, torch.eye(128, dtype=dtype)), before)
+    mixture.down[0] = torch.nan
+    assert mixed(model, torch.eye(128, dtype=dtype)).isnan().any()
+    target.close()
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_target_says_that_it_is_invariant(name, dtype):
+    model = Target(made(name, dtype), execution="native", owned=True)
+    assert model.batch_invariant, model.reasons
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_every_node_of_a_tree_has_the_bits_of_plain_decoding(name, dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        target = Target(made(name, dtype), execution="native", owned=True, reuse_prefix=False)
+        prompts = [[(7 * i * i + row) % 100 for i in range(length)] for row, length in enumerate((62, 130))]
+        tree = random_tree(2, 18, 1)
+        tree = TokenTree(tree.tokens % 100, tree.parents)
+        target.open(prompts)
+        target.prefill(prompts, first=0)
+        found = target.score(tree)
+        target.reset()
+        for row, prompt in enumerate(prompts):
+            for leaf in set(range(18)).difference(tree.parents[row].tolist()):
+                path = tree.path(row, leaf)
+                target.open([prompt])
+                target.prefill([prompt], first=0)
+                expected = [target.advance(torch.tensor([token]))[0] for token in tree.tokens[row, path].tolist()]
+                target.reset()
+                assert torch.equal(found[row, path], torch.stack(expected))
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- texts, and weights that change -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe"])
+def test_text_is_that_of_the_plain_model(name):
+    rows = [[(3 * i + row) % 100 for i in range(length)] for row, length in enumerate((23, 9, 15))]
+    expected = [alone(made(name, torch.float32), row, max_new_tokens=12) for row in rows]
+    for drafter in ("none", "prompt-lookup", "draft-model"):
+        given = made(name, torch.float32) if drafter == "draft-model" else drafter
+        speculator = Speculator(made(name, torch.float32), given, execution="native", shape="chain(3)" if drafter != "none" else None)
+        assert generate(speculator, rows, max_new_tokens=12) == expected
+        speculator.close()
+        assert not any("forward" in vars(module) for module in speculator.model.modules())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_weights_are_given_back(dtype, owned):
+    model = made("qwen3_moe", dtype)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    held = sum(each.nbytes for each in model.parameters())
+    target = Target(model, execution="native", owned=owned)
+    assert [each.is_meta for each in (model.model.layers[0].mlp.experts.gate_up_proj, model.model.layers[0].mlp.gate.weight)] == [
+        owned,
+        False,
+    ]
+    if owned:
+        assert sum(each.nbytes for each in model.parameters() if not each.is_meta) < held / 4
+        weights = {id(each): name for name, each in model.named_parameters()}
+        named = {weights[id(each)]: numbers for each, numbers in target.backend.overrides.originals()}
+        assert {name for name in named if "experts" in name} == {name for name in before if "experts" in name}
+        assert all(torch.equal(numbers, before[name]) for name, numbers in named.items())
+    target.close()
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "gate.weight"])
+def test_changed_weights_are_followed(name):
+    model, plain = made("qwen3_moe", torch.float32), made("qwen3_moe", torch.float32)
+    speculator, rows = Speculator(model, "none", execution="native"), [[3, 4, 5, 6, 7]]
+    for _ in range(2):
+        assert generate(speculator, rows, max_new_tokens=8) == [alone(plain, rows[0], max_new_tokens=8)]
+        before = generate(speculator, rows, max_new_tokens=8)
+        with torch.no_grad():
+            for each in (model, plain):
+                weights = [weight for key, weight in each.named_parameters() if key.endswith(name)]
+                for weight in weights:
+                    weight.copy_(weight.flip(-1))
+        assert generate(speculator, rows, max_new_tokens=8) != before
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "gate.weight"])
+def test_a_model_that_is_called_itself_has_its_weights_as_they_are(name):
+    """And gradients."""
+    model, plain = made("qwen3_moe", torch.float32), made("qwen3_moe", torch.float32)
+    Target(model, execution="native")
+    ids, found = torch.tensor([[3, 4, 5, 6, 7]]), []
+    for each in (model, plain):
+        with torch.no_grad():
+            for weight in (weight for key, weight in each.named_parameters() if key.endswith(name)):
+                weight.copy_(weight.flip(-1))
+            found.append(each(input_ids=ids, use_cache=False).logits)
+        each(input_ids=ids, use_cache=False).logits.sum().backward()
+    assert torch.allclose(*found, atol=1e-4)
+    grads = [
+        dict(each.named_parameters())[f"model.layers.1.mlp.{'gate.weight' if 'gate.' in name else 'experts.gate_up_proj'}"].grad
+        for each in (model, plain)
+    ]
+    assert torch.allclose(*grads, atol=1e-4)
+
+
+def test_what_is_written_where_weights_were_is_named(tmp_path):
+    made("qwen3_moe", torch.float32).save_pretrained(tmp_path)
+    speculator = Speculator(str(tmp_path), "none", execution="native")
+    generate(speculator, [[3, 4, 5]], max_new_tokens=2)
+    with torch.no_grad():
+        speculator.model.model.layers[1].mlp.experts.down_proj.mul_(2.0)
+    with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.experts\.down_proj was changed"):
+        generate(speculator, [[3, 4, 5]], max_new_tokens=2)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_router_is_found_out_at_load(dtype, monkeypatch):
+    """Without renormalisation; the experts are then packed alone."""
+    known = experts.ROUTERS["Qwen3MoeTopKRouter"]
+    monkeypatch.setitem(experts.ROUTERS, "Qwen3MoeTopKRouter", replace(known, normed=False))
+    target = Target(made("qwen3_moe", dtype), execution="native", owned=True)
+    assert target.backend.overrides.native == 0
+    assert any(
+        why in target.reasons["fused"] for why in ("computes something else than its description", "the kernels gave logits that differ")
+    )
+    for wanted, got in zip(*map(steps, (Target(made("qwen3_moe", dtype), execution="eager"), target))):
+        assert_close(got, wanted, dtype)
+
+
+def swapped(self, rows, turns=Mixture._turns):
+    return turns(self, torch.cat(rows.chunk(2)[::-1]))
+
+
+def of_neighbours(count, matrix, lay=experts.laid_out):
+    return lay(count, lambda expert: matrix((expert + 1) % count))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", ["gate and up swapped", "weights of the neighbour"])
+def test_other_experts_are_found_out_at_load(fault, dtype, monkeypatch):
+    if fault == "gate and up swapped":
+        monkeypatch.setattr(Mixture, "_turns", swapped)
+    else:
+        monkeypatch.setattr(experts, "laid_out", of_neighbours)
+    with pytest.raises(ConfigurationError, match="packed weights gave logits that differ"):
+        Target(made("qwen3_moe", dtype), execution="native")
+    model = made("qwen3_moe", dtype)
+    assert Target(model, owned=True).execution == "eager"
+    assert not any(isinstance(vars(module).get("forward"), Mixture) for module in model.modules())
+
+
+OTHERS = ["deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "nemotron_h", "olmoe", "qwen3_next"]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_experts_of_other_families(name, dtype, sums):
+    """Their routers are the model's own. Those of nemotron_h have no gate, and stay as they are."""
+    make, how = ARCHITECTURES[name].build, ARCHITECTURES[name].implementations[0]
+    *shared, options = make.args
+    model = make.func(*shared, {**options, "hidden_size": 64}, how).to(dtype)
+    model.set_experts_implementation(sums)
+    modules = [module for module in model.modules() if hasattr(module, "down_proj") and type(module).__name__.endswith("Experts")]
+    generator = torch.Generator().manual_seed(1)
+    x = 9 * torch.randn(9, 64, generator=generator).to(dtype)
+    for module in modules:
+        for bias in (each for key, each in module.named_parameters() if key.endswith("bias")):
+            bias.add_(torch.randn(bias.shape, generator=generator))
+    chosen = torch.stack([torch.randperm(len(modules[0].down_proj), generator=generator)[:2] for _ in range(9)])
+    scores = torch.rand(9, 2, generator=generator).to(dtype)
+    wanted = [module(x, chosen, scores) for module in modules]
+    target = Target(model, execution="native", owned=True)
+    assert [isinstance(vars(module).get("forward"), Mixture) for module in modules] == [name != "nemotron_h"] * len(modules) != []
+    for module, expected in zip(modules, wanted):
+        assert_close(module(x, chosen, scores), expected, dtype)
+        assert_close(module(x[:1], chosen[:1], scores[:1].float()), expected[:1], dtype)
+    target.close()
+    assert all(torch.equal(module(x, chosen, scores), expected) for module, expected in zip(modules, wanted))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("scores_in", DTYPES)
+def test_sums_are_rounded_where_the_class_rounds_them(scores_in, sums):
+    """In bfloat16 nearly all numbers are the same to the last bit."""
+    model = made("qwen3_moe", torch.bfloat16, sums)
+    module, generator = model.model.layers[1].mlp.experts, torch.Generator().manual_seed(1)
+    x = torch.randn(50, 64, generator=generator).bfloat16()
+    chosen = torch.stack([torch.randperm(8, generator=generator)[:6] for _ in range(50)])
+    scores = torch.rand(50, 6, generator=generator).to(scores_in)
+    wanted = module(x, chosen, scores)
+    Target(model, execution="native")
+    assert (module(x, chosen, scores) == wanted).float().mean() > 0.99
+
+
+def test_others_keep_their_experts_and_say_why():
+    """A router that nobody knows: the experts are packed, the layers are no kernels."""
+    model = made("qwen3_moe", torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.extra = nn.Identity()
+    target = Target(model, execution="native")
+    assert target.backend.overrides.native == 0 and "it lacks a part that its description names" in target.reasons["fused"]
+    assert isinstance(vars(model.model.layers[0].mlp.experts)["forward"], Mixture)
