@@ -283,9 +283,10 @@ class Families(PeerSuite[Settings]):
             f"tokens and more are read {LONG_REPEATS} times at the end, without a warm-up.",
             "Random weights soon repeat one token; such text needs the same experts in every pass, and every lookup guesses it. So the "
             f"output embeddings of {families_shapes.WALK} tokens are set so that each is by far the likeliest behind the one before, and "
-            f"attention writes {families_shapes.SHARE:g} of what it would. Plain text begins with {PROMPT} random tokens and goes on with "
-            f"these: they differ, and no lookup can guess them. Text that copies has {COPIED} of them in its prompt, and goes on with them "
-            "again: every drafted token is kept by everybody, so it says how fast copying is at best. Rows of a batch write different "
+            f"attention writes {families_shapes.SHARE:g} of what it would, experts {families_shapes.OF_EXPERTS:g}. Plain text begins with "
+            f"{PROMPT} random tokens and goes on with these: they differ, and no lookup can guess them. Text that copies has {COPIED} of "
+            "them in its prompt, and goes on with them again: every drafted token is kept by everybody, so it says how fast copying is at "
+            "best. Rows of a batch write different "
             "tokens. The tables say whose text is not that of its own plain decoding.",
             "Ratios are medians over the turns of a run, with the smallest and the largest. The best peer has the best median; of lookups, "
             "the best of its settings. Peers' plain decoding is not repeated on text that copies. Bytes of a pass are those of the weights "

@@ -4,6 +4,9 @@ A model of random weights soon repeats one token. Such text goes through the sam
 output embeddings of some hundred tokens are set so that each is by far the likeliest behind the one before it: a walk. Attention writes
 little to the residual stream, so that this holds behind any text. Text then goes on with tokens that differ, which no lookup can guess
 unless they have been seen; where they have, it copies. All sides write the same. A pass reads and computes what it would with any weights.
+
+Routers of random weights choose between experts that are nearly as likely, so that rounding decides. Experts write little too, so that
+logits hardly depend on that.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from foredraft.loading import load_tokenizer
 TEST = "-test"
 TOKENIZER = "zoo:python-8m"
 SHARE = 0.001  # of what attention would write
+OF_EXPERTS = 0.1  # of what experts would write
 EMBEDDING = 0.02  # standard deviation
 WALK = 256  # tokens
 SPECIAL = 16  # tokens that are not in it
@@ -150,6 +154,8 @@ def made(shape: Shape) -> Any:
     for name, weight in model.named_parameters():
         if "o_proj" in name:
             weight.mul_(SHARE)
+        elif "experts.down_proj" in name:
+            weight.mul_(OF_EXPERTS)
         elif normed and "post_attention_layernorm" in name:
             weight.fill_(SHARE - 1)  # 1 is added to it
     return model
