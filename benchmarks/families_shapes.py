@@ -28,7 +28,7 @@ from foredraft.loading import load_tokenizer
 TEST = "-test"
 TOKENIZER = "zoo:python-8m"
 SHARE = 0.001  # of what attention would write
-OF_EXPERTS = 0.1  # of what experts would write
+OF_EXPERTS = 0.01  # of what experts would write
 EMBEDDING = 0.02  # standard deviation
 WALK = 256  # tokens
 SPECIAL = 16  # tokens that are not in it
