@@ -1070,7 +1070,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
         float *sums = own_scratch(w, l, p);
         const float *some = p->segments + i * needed;
         __builtin_memcpy(sums, some, n * (size + 2) * sizeof(float));
-        for (int s = 1; s < segments_of(l, p, a, row, &begin); s++) joined(sums, some + s * pieces * needed, n, size);
+        for (int s = 1, count = segments_of(l, p, a, row, &begin); s < count; s++) joined(sums, some + s * pieces * needed, n, size);
         attended(w, l, p, row, head, from, n, sums);
     })
 #undef EACH_PIECE
