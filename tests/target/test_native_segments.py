@@ -145,7 +145,7 @@ def test_any_threads_over_rows_of_unequal_lengths(kind, dtype):
     allowed = 1e-5 if dtype == torch.float32 else 2e-2
     for got, text in zip(found, texts):
         torch.testing.assert_close(got.double(), expected(dtype, text, **KINDS[kind]), rtol=0, atol=allowed)
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 11):
             same(attend(dtype, [text], threads, **KINDS[kind]), [got])
     for threads in (2, 3, 11):  # the last are so many that texts are divided
         same(attend(dtype, texts, threads, **KINDS[kind]), found)

@@ -1040,17 +1040,16 @@ static int segments_of(const Layer *l, const Pass *p, const Asked *a, int row, i
  * A query's sums over a segment are the same either way, and so is the order in which they are added up. */
 static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) {
     const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group, rows = p->rows, size = l->size;
-    int share = asked < QUERIES ? asked : QUERIES, parts = (asked + share - 1) / share; /* queries of a head of keys that a thread takes at a time */
+    int share = asked < QUERIES ? asked : QUERIES, parts = (asked + share - 1) / share; /* of the queries of a head of keys, at a time */
     int segments = 1, begin;
-    if (p->threads > 1 && parts * rows * heads < PIECES * p->threads)
-        for (int row = 0; row < rows; row++) {
-            const int count = segments_of(l, p, a, row, &begin);
-            if (count > segments) segments = count;
-        }
-    const size_t needed = (size_t)share * (size + 2);
-    if (needed * parts * rows * heads * segments > p->segments_room) segments = 1;
+    for (int row = 0; p->segments_room && row < rows && parts * rows * heads < PIECES * p->threads; row++) {
+        const int count = segments_of(l, p, a, row, &begin);
+        if (count > segments) segments = count;
+    }
     for (; parts * rows * heads * segments < p->threads && share > 1; parts = (asked + share - 1) / share) share = (share + 1) / 2;
     const int pieces = parts * rows * heads;
+    const size_t needed = (size_t)share * (size + 2);
+    if (needed * pieces * segments > p->segments_room) segments = 1;
 #define EACH_PIECE(count, action) /* of the queries, times `count` */ \
     for (int i = first(w, pieces * count); i >= 0; i = next(w)) { \
         const int piece = i % pieces, from = piece % parts * share, head = piece / parts % heads, row = piece / parts / heads; \
