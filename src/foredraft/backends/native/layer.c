@@ -959,7 +959,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
     for (int i = 1; i < n; i++)
         if (c.from[i] / KEY_SEGMENT < begin) begin = c.from[i] / KEY_SEGMENT;
     c.end = c.reach;
-    for (int s = begin; s * KEY_SEGMENT < c.reach; s++) {
+    for (int s = begin; s == begin || s * KEY_SEGMENT < c.reach; s++) {
         over_segment(&c, s, s == begin ? sums : more);
         if (s > begin) joined(sums, more, n, l->size);
     }
