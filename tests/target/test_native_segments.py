@@ -22,7 +22,7 @@ KINDS = {
     "window": {"window": KEY_SEGMENT - 100},  # its beginning and its end are in any segment
     "narrow window and sinks": {"window": 70, "sinks": True},
     "sinks and cap": {"sinks": True, "cap": 4.0},
-    "all": {"key_heads": 1, "pages": True, "window": KEY_SEGMENT + 50, "sinks": True, "cap": 6.0},
+    "all": {"key_heads": 1, "pages": True, "window": KEY_SEGMENT + 10, "sinks": True, "cap": 6.0},
 }
 TREE = (-1, 0, 0, 1, 1, 2, 5, 4, 6, 7, 9, 10, 11, 8, 13)  # parents; paths lie scattered
 
@@ -155,8 +155,8 @@ def test_any_threads_over_rows_of_unequal_lengths(kind, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_pass_over_many_tokens_and_one_for_each(kind, dtype):
-    """Across the end of a segment."""
-    last = KEY_SEGMENT + 20
+    """Across the end of a segment. The longest window is longer than one, and begins on either side of another end."""
+    last = 2 * KEY_SEGMENT + 20
     for threads in (1, 3):
         (together,) = attend(dtype, [Text(6, last, NODES)], threads, **KINDS[kind])
         for node in range(NODES):
