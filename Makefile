@@ -79,8 +79,8 @@ nightly: $(VENV)/.installed-test
 	$(MAKE) compat
 
 # Python's own allocator would hide overruns, and does not give its memory back at the end. Reports go to the terminal.
-SANITIZED := tests/target/test_native.py tests/target/test_packing.py tests/target/test_quantization.py tests/drafters/test_native_growth.py \
-  tests/drafters/test_eagle3_growth.py tests/drafters/test_medusa.py tests/heads/test_packed.py \
+SANITIZED := tests/target/test_native.py tests/target/test_native_segments.py tests/target/test_packing.py \
+  tests/target/test_quantization.py tests/drafters/test_native_growth.py tests/drafters/test_eagle3_growth.py tests/drafters/test_medusa.py tests/heads/test_packed.py \
   tests/heads/test_ngram_log_odds.py tests/test_threads.py
 sanitize: $(VENV)/.installed-test
 	CC=gcc FOREDRAFT_SANITIZE=address,undefined PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \

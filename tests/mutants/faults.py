@@ -52,6 +52,7 @@ COSTS = ("tests/planning/test_planner.py",)
 GROUPS = ("tests/target/test_groups.py",)
 PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
 SOURCED = ("tests/target/test_native_sourced.py",)
+SEGMENTS = ("tests/target/test_native_segments.py",)
 DESCRIBED = ("tests/target/test_native_described.py",)
 THREADS = ("tests/test_threads.py",)
 ATTACH = ("tests/test_attach.py",)
@@ -332,8 +333,18 @@ FAULTS = [
     Fault("layer.c", "(size_t)table[row * p->table_stride + start / KEYS]", "(size_t)table[start / KEYS]", PAGED),
     Fault("paged_cache.py", "if start < self._filled[row] else 0", "", PAGED),
     Fault("layer.c", "if (l->cap) each[b] = capped(each[b], l->cap);", "", PAGED_ATTENTION),
-    Fault("layer.c", "l->sinks ? l->sinks[which]", "l->sinks ? l->sinks[head]", PAGED_ATTENTION),
-    Fault("layer.c", "total[i] = l->sinks ? 1.0f : 0.0f", "total[i] = 0.0f", PAGED_ATTENTION),
+    Fault("layer.c", "l->sinks + c->head * group + (c->first + i) % group", "l->sinks + c->head", SEGMENTS),
+    Fault("layer.c", "total[i] = sink ? 1.0f : 0.0f", "total[i] = 0.0f", SEGMENTS),
+    Fault("layer.c", "share = exponential(f32_of(more[i] - now))", "share = f32_of(1.0f)", SEGMENTS),
+    Fault("layer.c", "joined(sums, some + s * pieces * needed", "joined(sums, some + (count - s) * pieces * needed", SEGMENTS),
+    Fault("layer.c", "l->sinks && c->from[i] / KEY_SEGMENT == segment ?", "l->sinks ?", SEGMENTS),
+    Fault(
+        "layer.c",
+        "begin = segment * KEY_SEGMENT, end",
+        "begin = segment * KEY_SEGMENT + c->from[0] / KEYS * KEYS % KEY_SEGMENT, end",
+        SEGMENTS,
+    ),
+    Fault("layer.c", "from, n, begin + number, p->segments", "from, n, number, p->segments", SEGMENTS),
     Fault("layer.c", "|| size % 32 ? 1 : 2", "? 1 : 2", PAGED_ATTENTION),
     Fault("layer.c", "row, h, p->slots[t] - slot, size)", "0, h, p->slots[t] - slot, size)", PAGED_ATTENTION),
     Fault("paged_attention.py", "None if mask is None else mask.data_ptr(), *stores", "None, *stores", PAGED_ATTENTION),

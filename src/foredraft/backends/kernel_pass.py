@@ -123,6 +123,7 @@ class NativePass:
         for name, tensor in zip(native.POINTERS, held, strict=True):
             setattr(about, name, None if tensor is None else tensor.data_ptr())
         self.make_room_for_experts(about, layer.library, int(layer.about.hidden), places.count)
+        native.make_room_for_segments(about, layer.about, window.rows * places.nodes, window.width)
         self._held, self._given = held, (angles, window)
         return about
 

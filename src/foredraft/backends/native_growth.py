@@ -160,6 +160,7 @@ class Grower:
         self._about.stride, self._pass.threads = capacity, wanted[3]
         scratch = self._scratch.room(self._layer, self._like, tokens, wanted[3])
         self._scratch.make_room_for_experts(self._pass, self._library, hidden, tokens)
+        native.make_room_for_segments(self._pass, self._layer, tokens, capacity)
         rows = torch.zeros(tokens, dtype=torch.int32)
         for name, tensor in zip(("row_of", "states", "projected", "attended", "wide", "thin", "scratch"), (rows, *scratch), strict=True):
             setattr(self._pass, name, tensor.data_ptr())

@@ -153,6 +153,7 @@ class PagedAttention:
         self.calls += 1
         offset = self._cache.place(about, layer_idx)
         layer.heads, layer.key_heads, layer.size = heads, key.shape[1], size
+        native.make_room_for_segments(about, layer, rows * nodes, int(about.width))
         layer.scaling, layer.cap = size**-0.5 if scaling is None else scaling, softcap or 0.0
         apart = None if sinks is None else sinks.detach().float().contiguous()
         layer.sinks = None if apart is None else apart.data_ptr()

@@ -36,7 +36,7 @@ NEEDED = ("avx2", "fma", "f16c")
 LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash behind the kernels in a file
 LOADING = threading.Lock()
-KEYS, QUERIES = 64, 24  # of ``layer.c``
+KEYS, QUERIES, KEY_SEGMENT, PIECES = 64, 24, 1024, 4  # of ``layer.c``
 LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # of Linux on x86-64
 POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
 
@@ -101,8 +101,10 @@ class Pass(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("mask_row_stride", "mask_stride")]
         + [(name, ctypes.c_void_p) for name in (*POINTERS, "positions", "ends", "cross_keys", "cross_values")]
         + [(name, ctypes.c_int64) for name in ("cross_row_stride", "cross_head_stride")]
-        + [(name, ctypes.c_void_p) for name in ("table", "kinds", "places", "experts")]
+        + [(name, ctypes.c_void_p) for name in ("table", "kinds", "places", "experts", "segments")]
+        + [("segments_room", ctypes.c_int64)]
     )
+    sums: Any = None  # what `segments` points to
     beside: Any = None  # what somebody points to with them
 
 
@@ -332,7 +334,19 @@ def largest(values: Tensor, k: int) -> Tensor | None:
 
 def scratch(size: int) -> int:
     """Numbers in float32 that attention over heads of ``size`` needs per thread, as ``layer.c`` divides them up."""
-    return QUERIES * KEYS + (KEYS + 2 * QUERIES) * size
+    return QUERIES * KEYS + (KEYS + 3 * QUERIES) * size + 4 * QUERIES
+
+
+def make_room_for_segments(about: Pass, layer: Layer, tokens: int, width: int) -> None:
+    """Scratch with which threads share the keys of a long text, of ``width`` slots, in passes over so many tokens, filler included."""
+    segments = -(-width // KEY_SEGMENT)
+    if segments == 1 or about.threads == 1:
+        return
+    queries = min(PIECES * int(about.threads) * QUERIES, 2 * tokens * int(layer.heads))
+    needed = segments * queries * (int(layer.size) + 2)
+    if about.segments_room < needed:
+        about.sums = torch.empty(needed)
+        about.segments, about.segments_room = about.sums.data_ptr(), needed
 
 
 def refusal(dtype: torch.dtype) -> str | None:

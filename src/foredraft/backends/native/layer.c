@@ -62,6 +62,8 @@
 #define BEHIND 2 /* or over one, once it was turned */
 #define KEYS 64 /* of one head taken together: BLOCKS * 16 */
 #define QUERIES 24 /* that share a reading of the keys */
+#define KEY_SEGMENT 1024 /* positions that are added up by themselves, from a multiple of it on; then segments are, in their order */
+#define PIECES 4 /* for each thread, from which on there is no need to divide attention by segments as well */
 #define KEPT 128 /* tokens that a draw is cut to, at most, where it is by their number */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
 #define MATCHES 32 /* the latest places of each length that count */
@@ -655,7 +657,7 @@ typedef struct {
     const int32_t *begins, *row_of;        /* [rows + 1] first token of each row, [tokens] */
     const int32_t *slots;                  /* [tokens] where each one's keys go */
     value *states, *projected, *attended, *wide, *thin; /* scratch: [T, hidden], [T, qkv], [T, heads * size], [T, 2 inner], [T, inner] */
-    float *scratch;                        /* [threads, QUERIES * KEYS + (KEYS + 2 * QUERIES) * size] */
+    float *scratch;                        /* [threads, QUERIES * KEYS + (KEYS + 3 * QUERIES) * size + 4 * QUERIES] */
     int32_t *positions;                    /* [rows, width] of what is in each slot; null: its number */
     const int32_t *ends;                   /* [rows] the last slot of each one's source, whose keys each layer has here */
     const value *const *cross_keys, *const *cross_values;
@@ -664,6 +666,8 @@ typedef struct {
     const Kind *kinds;                     /* of layers; null where all are alike, and as said here */
     const int64_t *places;                 /* [tokens] their lines in the kinds' tables */
     void *experts;                         /* scratch: as many bytes as `experts_room` of any of the layers says */
+    float *segments;                       /* scratch: sums over segments of keys, */
+    int64_t segments_room;                 /* so many numbers; threads divide attention by segments where it is enough */
 } Pass;
 
 /* What queries are asked about: the text so far, or the source */
@@ -698,7 +702,7 @@ INLINE lanes behind(int from, int first) { return from <= first ? 0xffff : from 
 INLINE int vector_of(const Layer *l, int head) { return l->grouped ? head % l->heads * 3 + head / l->heads : head; }
 
 INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
-    return p->scratch + (size_t)w->number * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * l->size);
+    return p->scratch + (size_t)w->number * (QUERIES * KEYS + (KEYS + 3 * QUERIES) * l->size + 4 * QUERIES);
 }
 
 /* What is added to the scores of the 16 positions from `first` on for a head of a query at `position` */
@@ -716,28 +720,32 @@ INLINE f32 capped(f32 x, float cap) {
 }
 
 /* Queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. With the largest
- * score so far, and sums. */
+ * score in this segment so far, and sums. */
 typedef struct {
     const Layer *layer;
     const Pass *pass;
     const Asked *asked;
     int row, head, first, n;
-    float *scores, *sums;       /* [n, KEYS], [n, size] */
+    float *scores;              /* [n, KEYS] */
+    float *most, *total, *sums; /* [n], [n], [n, size], behind one another */
     value *packed, *queries;    /* [KEYS, size], [n, size] */
-    float most[QUERIES], total[QUERIES];
     const uint8_t *seen[QUERIES];
     int slots[QUERIES], from[QUERIES]; /* of each query, and the first position that its window shows */
-    int reach;                  /* slots that anything may be seen in */
+    int reach, end;             /* slots that anything may be seen in, and those of them that are gone through */
     const int32_t *positions;   /* of the row's slots; null where slots are positions, */
     int moved, lowest;          /* as they are up to slot `moved`; the lowest position from there on */
 } Chunk;
+
+/* The slots of a row are at these positions; null where slots are positions */
+INLINE const int32_t *positions_of(const Pass *p, const Asked *a, int row) {
+    return a->mask && p->positions ? p->positions + (size_t)row * p->width : 0;
+}
 
 /* A tree's nodes lie in slots in their order. What its node k has above it is k nodes where these are a chain, and fewer in all that come
  * behind. So slots are positions up to some slot, and none is from there on. */
 static void find_moved(Chunk *c) {
     c->moved = c->lowest = c->reach;
-    if (!c->asked->mask || !c->pass->positions) return;
-    c->positions = c->pass->positions + (size_t)c->row * c->pass->width;
+    if (!(c->positions = positions_of(c->pass, c->asked, c->row))) return;
     for (; c->moved > 0 && c->positions[c->moved - 1] != c->moved - 1; c->moved--)
         if (c->positions[c->moved - 1] < c->lowest) c->lowest = c->positions[c->moved - 1];
 }
@@ -808,10 +816,10 @@ static void take_slots(Chunk *c, int start) {
             if (last > count) count = last;
         }
     if (count == 0) return;
-    const size_t behind = start + KEYS < c->reach ? slots_from(c, start + KEYS) : 0;
-    score_slots(c, start, count, c->scores, start + KEYS < c->reach ? c->asked->keys + behind : 0);
+    const size_t behind = start + KEYS < c->end ? slots_from(c, start + KEYS) : 0;
+    score_slots(c, start, count, c->scores, start + KEYS < c->end ? c->asked->keys + behind : 0);
     weigh(c, start, sees);
-    gather_slots(c, start, count, c->scores, start + KEYS < c->reach ? c->asked->values + behind : 0);
+    gather_slots(c, start, count, c->scores, start + KEYS < c->end ? c->asked->values + behind : 0);
 }
 
 /* The blocks of KEYS slots that hold positions from `start` on: the one of that number, and those with what is moved */
@@ -872,40 +880,99 @@ static void take_positions(Chunk *c, int start) {
 #undef EACH_MOVED
 }
 
-/* A chunk: keys are taken KEYS positions at a time */
-static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
+/* The first position that the window of a layer shows to the query in a slot */
+INLINE int first_seen(const Layer *l, const int32_t *positions, int slot) {
+    const int position = positions ? positions[slot] : slot;
+    return l->window && position >= l->window ? position - l->window + 1 : 0;
+}
+
+static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
-    float *scratch = own_scratch(w, l, p);
-    Chunk c = {l, p, a, row, head, first, n, scratch, scratch + QUERIES * KEYS};
-    c.packed = (value *)(c.sums + QUERIES * size), c.queries = c.packed + KEYS * size;
+    Chunk c = {l, p, a, row, head, first, n, own_scratch(w, l, p)};
+    c.packed = (value *)(c.scores + QUERIES * KEYS + 2 * QUERIES * (size + 2)), c.queries = c.packed + KEYS * size;
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
-        const value *q = p->projected + ((size_t)begin + node) * a->columns + (size_t)vector_of(l, which) * size;
-        for (int d = 0; d < size; d += 16) store(c.queries + i * size + d, load(q + d));
-        for (int d = 0; d < size; d += 16) f32_store(c.sums + i * size + d, f32_zero());
-        c.most[i] = l->sinks ? l->sinks[which] : -__builtin_inff(), c.total[i] = l->sinks ? 1.0f : 0.0f;
+        copied(p->projected + ((size_t)begin + node) * a->columns + (size_t)vector_of(l, which) * size, c.queries + i * size, size);
         c.seen[i] = a->mask ? a->mask + row * p->mask_row_stride + node * p->mask_stride : 0;
         c.slots[i] = a->slots[a->by_row ? row : begin + node];
         if (c.slots[i] >= c.reach) c.reach = c.slots[i] + 1;
     }
     find_moved(&c);
-    int from = c.reach;
-    for (int i = 0; i < n; i++) {
-        const int position = c.positions ? c.positions[c.slots[i]] : c.slots[i];
-        c.from[i] = l->window && position >= l->window ? position - l->window + 1 : 0;
-        if (c.from[i] < from) from = c.from[i];
+    for (int i = 0; i < n; i++) c.from[i] = first_seen(l, c.positions, c.slots[i]);
+    return c;
+}
+
+/* Sums at `sums` over the positions of one segment, KEYS at a time. A sink counts in the first segment that a query sees. */
+static void over_segment(Chunk *c, int segment, float *sums) {
+    const Layer *l = c->layer;
+    const int group = l->heads / l->key_heads, begin = segment * KEY_SEGMENT, end = begin + KEY_SEGMENT;
+    int from = end;
+    c->most = sums, c->total = sums + c->n, c->sums = sums + 2 * c->n;
+    for (int i = 0; i < c->n; i++) {
+        const float *sink = l->sinks && c->from[i] / KEY_SEGMENT == segment ? l->sinks + c->head * group + (c->first + i) % group : 0;
+        c->most[i] = sink ? *sink : -__builtin_inff(), c->total[i] = sink ? 1.0f : 0.0f;
+        for (int d = 0; d < l->size; d += 16) f32_store(c->sums + i * l->size + d, f32_zero());
+        if (c->from[i] < from) from = c->from[i];
     }
-    for (int start = from / KEYS * KEYS; start < c.reach; start += KEYS)
-        if (start + KEYS <= c.lowest || c.moved == c.reach)
-            take_slots(&c, start);
+    for (int start = from > begin ? from / KEYS * KEYS : begin; start < c->reach && start < end; start += KEYS)
+        if (start + KEYS <= c->lowest || c->moved == c->reach)
+            take_slots(c, start);
         else
-            take_positions(&c, start);
+            take_positions(c, start);
+}
+
+/* Sums of n queries go on with those over the next segment, as over_segment has them */
+static void joined(float *sums, const float *more, int n, int size) {
+    for (int i = 0; i < n; i++) {
+        float *all = sums + 2 * n + i * size, *most = sums + i, *total = sums + n + i;
+        const float *some = more + 2 * n + i * size;
+        if (more[i] == -__builtin_inff()) continue; /* sees nothing there */
+        if (*most == -__builtin_inff()) {
+            __builtin_memcpy(all, some, size * sizeof(float));
+            *most = more[i], *total = more[n + i];
+            continue;
+        }
+        const float now = more[i] > *most ? more[i] : *most;
+        const f32 less = exponential(f32_of(*most - now)), share = exponential(f32_of(more[i] - now));
+        for (int d = 0; d < size; d += 16) f32_store(all + d, f32_fma(share, f32_load(some + d), f32_mul(less, f32_load(all + d))));
+        *total = *total * f32_first(less) + more[n + i] * f32_first(share), *most = now;
+    }
+}
+
+/* What n queries make of their sums, which are as over_segment has them */
+static void attended(Worker *w, const Layer *l, const Pass *p, int row, int head, int first, int n, const float *sums) {
+    const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         value *out = p->attended + ((size_t)begin + node) * l->heads * size + (size_t)which * size;
-        const f32 scale = f32_of(c.total[i] > 0.0f ? 1.0f / c.total[i] : 0.0f); /* filler may see nothing */
-        for (int d = 0; d < size; d += 16) store(out + d, f32_mul(f32_load(c.sums + i * size + d), scale));
+        const float total = sums[n + i];
+        const f32 scale = f32_of(total > 0.0f ? 1.0f / total : 0.0f); /* filler may see nothing */
+        for (int d = 0; d < size; d += 16) store(out + d, f32_mul(f32_load(sums + 2 * n + i * size + d), scale));
     }
+}
+
+/* A chunk: some queries over all that they see */
+static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
+    Chunk c = chunk_of(w, l, p, a, row, head, first, n);
+    float *sums = c.scores + QUERIES * KEYS, *more = sums + QUERIES * (l->size + 2);
+    int begin = c.from[0] / KEY_SEGMENT;
+    for (int i = 1; i < n; i++)
+        if (c.from[i] / KEY_SEGMENT < begin) begin = c.from[i] / KEY_SEGMENT;
+    c.end = c.reach;
+    for (int s = begin; s == begin || s * KEY_SEGMENT < c.reach; s++) {
+        over_segment(&c, s, s == begin ? sums : more);
+        if (s > begin) joined(sums, more, n, l->size);
+    }
+    attended(w, l, p, row, head, first, n, sums);
+}
+
+/* A chunk: likewise over one segment alone, whose sums go to `out` */
+static void attend_segment(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n, int segment, float *out) {
+    Chunk c = chunk_of(w, l, p, a, row, head, first, n);
+    float *sums = c.scores + QUERIES * KEYS;
+    c.end = (segment + 1) * KEY_SEGMENT < c.reach ? (segment + 1) * KEY_SEGMENT : c.reach;
+    over_segment(&c, segment, sums);
+    if (mine(w)) __builtin_memcpy(out, sums, n * (l->size + 2) * sizeof(float));
 }
 
 /* A phase: queries and keys turned by their positions, keys and values put into the cache */
@@ -957,18 +1024,55 @@ static void whole_heads(Worker *w, const Layer *l, const Pass *p) {
     }
 }
 
-/* A phase: every query over the keys that it sees */
-static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) {
-    const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group;
-    int share = QUERIES, parts; /* of the queries of a head of keys that a thread takes at a time */
-    while ((parts = (asked + share - 1) / share) * p->rows * heads < p->threads && share > 1) share /= 2;
-    for (int i = first(w, p->rows * heads * parts); i >= 0; i = next(w)) {
-        const int begin = i % parts * share, row = i / parts / heads, left = (p->begins[row + 1] - p->begins[row]) * group - begin;
-        if (left > 0)
-            attend(w, l, p, a, row, i / parts % heads, begin, left < share ? left : share);
-        else
-            mine(w);
+/* How many segments the tokens of a row see some of, from number `begin` on */
+static int segments_of(const Layer *l, const Pass *p, const Asked *a, int row, int *begin) {
+    int end = 0;
+    *begin = INT_MAX;
+    for (int t = p->begins[row]; t < p->begins[row + 1]; t++) {
+        const int slot = a->slots[a->by_row ? row : t], first = first_seen(l, positions_of(p, a, row), slot) / KEY_SEGMENT;
+        if (first < *begin) *begin = first;
+        if (slot / KEY_SEGMENT >= end) end = slot / KEY_SEGMENT + 1;
     }
+    return end > *begin ? end - *begin : 0;
+}
+
+/* Every query over the keys that it sees. A phase, or where there are few queries over long texts two: over segments, and these together.
+ * A query's sums over a segment are the same either way, and so is the order in which they are added up. */
+static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) {
+    const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group, rows = p->rows, size = l->size;
+    int share = asked < QUERIES ? asked : QUERIES, parts = (asked + share - 1) / share; /* of the queries of a head of keys, at a time */
+    int segments = 1, begin;
+    for (int row = 0; p->segments_room && row < rows && parts * rows * heads < PIECES * p->threads; row++) {
+        const int count = segments_of(l, p, a, row, &begin);
+        if (count > segments) segments = count;
+    }
+    for (; parts * rows * heads * segments < p->threads && share > 1; parts = (asked + share - 1) / share) share = (share + 1) / 2;
+    const int pieces = parts * rows * heads;
+    const size_t needed = (size_t)share * (size + 2);
+    if (needed * pieces * segments > p->segments_room) segments = 1;
+#define EACH_PIECE(count, action) /* of the queries, times `count` */ \
+    for (int i = first(w, pieces * count); i >= 0; i = next(w)) { \
+        const int piece = i % pieces, from = piece % parts * share, head = piece / parts % heads, row = piece / parts / heads; \
+        const int left = (p->begins[row + 1] - p->begins[row]) * group - from, n = left < share ? left : share; \
+        if (left > 0) action; \
+        mine(w); \
+    }
+    if (segments == 1) {
+        EACH_PIECE(1, attend(w, l, p, a, row, head, from, n))
+        return;
+    }
+    EACH_PIECE(segments, {
+        const int number = i / pieces; /* those who read the same keys come one after the other */
+        if (number < segments_of(l, p, a, row, &begin)) attend_segment(w, l, p, a, row, head, from, n, begin + number, p->segments + i * needed);
+    })
+    EACH_PIECE(1, {
+        float *sums = own_scratch(w, l, p);
+        const float *some = p->segments + i * needed;
+        __builtin_memcpy(sums, some, n * (size + 2) * sizeof(float));
+        for (int s = 1, count = segments_of(l, p, a, row, &begin); s < count; s++) joined(sums, some + s * pieces * needed, n, size);
+        attended(w, l, p, row, head, from, n, sums);
+    })
+#undef EACH_PIECE
 }
 
 /* A phase: the gate's outputs beside those of `up` become one */

@@ -104,6 +104,7 @@ class Eagle3Step:
         if mask is not None:
             about.mask_row_stride, about.mask_stride = mask.stride(0), mask.stride(2)
         scratch = self._scratch.room(self._about, x, rows * count, int(about.threads))
+        native.make_room_for_segments(about, self._about, rows * count, window.width)
         for name, tensor in zip(native.POINTERS, (cosines, sines, firsts, row_of, slots, *scratch), strict=True):
             setattr(about, name, tensor.data_ptr())
         seen = None if mask is None else mask.data_ptr()
