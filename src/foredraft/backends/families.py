@@ -124,10 +124,10 @@ FAMILIES = {
     ),
     "StableLm": Family(head_norms=("q_layernorm", "k_layernorm"), parallel="use_parallel_residual"),
     **dict.fromkeys(("Nemotron", "Arcee"), Family(wide=("mlp.up_proj",))),
-    "Ernie4_5": Family(interleaved=True),
+    **dict.fromkeys(("Ernie4_5", "Ernie4_5_Moe"), Family(interleaved=True)),
     "HunYuanDenseV1": Family(head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
     "Ministral3": Family(tempered=tempered),
-    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe"), PLAIN),
+    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe"), PLAIN),
     "Olmoe": Family(refused=clipped),
     "GptOss": Family(halves=True),
 }

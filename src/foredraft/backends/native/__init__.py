@@ -114,6 +114,9 @@ class Experts(ctypes.Structure):
         + [("router", Matrix), *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))]
         + [(name, ctypes.c_int64) for name in ("routing", "normed", "exact", "by_number", "activation", "shared")]
         + [(name, ctypes.c_double) for name in ("alpha", "limit")]
+        + [(name, ctypes.c_void_p) for name in ("router32", "correction")]
+        + [(name, ctypes.c_int64) for name in ("groups", "open", "unsorted")]
+        + [(name, ctypes.c_double) for name in ("least", "factor")]
     )
     beside: Any = None  # what somebody points to with them
 
@@ -313,7 +316,7 @@ SQUARED = 8
 CENTRED, PLUS_ONE, ONCE = 1, 2, 4  # kinds of norms
 INTERLEAVED, TURNED_ONCE = 1, 2  # kinds of rotation
 WHOLE_HEADS, BEHIND = 1, 2  # how norms of queries and keys are special
-OF_ALL, OF_CHOSEN, CLAMPED, UNGATED, GATED = 0, 1, 16, 1, 2  # of ``experts.h``
+OF_ALL, OF_CHOSEN, OF_EACH, CLAMPED, UNGATED, GATED = 0, 1, 2, 16, 1, 2  # of ``experts.h``
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # likewise
 MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
 

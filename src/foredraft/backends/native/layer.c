@@ -1027,7 +1027,10 @@ static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
     const Experts *e = l->experts;
     const Routed r = divided(e, T, H, p->threads, p->experts);
     const value *inputs = entered(w, l, p, l->after, x);
-    product(w, &e->router, inputs, r.logits, T, H, routes(e), 0);
+    if (e->router32)
+        logits32(w, e, &r, inputs, T, H);
+    else
+        product(w, &e->router, inputs, r.logits, T, H, routes(e), 0);
     route(w, e, &r, T, 0, 0);
     if (e->shared) {
         product(w, &l->gate_up, inputs, p->wide, T, H, 2 * l->inner, 0);
