@@ -50,6 +50,9 @@ BY_SIGMOID = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
 }
+LATENT = {
+    "head_dim": 64, "num_key_value_heads": 4, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
 ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48, "moe_num_shared_experts": 2, "moe_norm_min": 0.4}
 MIXTURES = {
     "qwen3_moe": Qwen3MoeConfig(**{**SIZES, **ROUTED, "norm_topk_prob": True}),
@@ -106,6 +109,8 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
     "qwen2_moe-window": ("qwen2_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "layer_types": MIXED}),
     "glm4_moe": ("glm4_moe", {**BY_SIGMOID, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF}),
     "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "moe_layer_interval": 2}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
+    "deepseek_v3-halves": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": None, "rope_interleave": False}),
     "ministral3": ("ministral3", {"sliding_window": 12, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
     }}),

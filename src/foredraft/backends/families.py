@@ -25,8 +25,9 @@ class Family:
         activation: of the MLP.
         layer_cap: what the attention calls the cap of its scores; None for none.
         turns: whether an attention turns anything by its position.
-        interleaved, once: turned pairs are neighbours; what is turned is rounded once.
+        interleaved, once: turned pairs are neighbours, or what says so of the configuration; what is turned is rounded once.
         grouped: query, key and value of a head lie together in ``qkv``.
+        latent: keys and values are made of a latent, as in DeepSeek-V2; ``qkv`` is then not there.
         parallel: attention and MLP read the same; or what says so of a layer.
         halves: angles are those of one half of what is turned.
         tempered: what queries at some positions are multiplied by, of the configuration; None for nothing.
@@ -50,9 +51,10 @@ class Family:
     activation: str = "mlp.act_fn"
     layer_cap: str | None = None
     turns: Callable[[Any], bool] = lambda attention: True
-    interleaved: bool = False
+    interleaved: bool | str = False
     once: bool = False
     grouped: bool = False
+    latent: bool = False
     parallel: bool | str = False
     halves: bool = False
     tempered: Callable[[Any, Tensor], Tensor | None] = lambda config, positions: None
@@ -130,7 +132,12 @@ FAMILIES = {
     **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe"), PLAIN),
     "Olmoe": Family(refused=clipped),
     "GptOss": Family(halves=True),
+    "DeepseekV3": Family(qkv=(), head_norms=("q_a_layernorm", "kv_a_layernorm"), interleaved="rope_interleave", latent=True),
 }
+
+
+def interleaves(family: Family, config: Any) -> bool:
+    return family.interleaved if isinstance(family.interleaved, bool) else bool(getattr(config, family.interleaved))
 
 
 def family_of(model: Any, base: Any) -> str | None:

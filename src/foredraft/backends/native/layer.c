@@ -540,8 +540,9 @@ INLINE void gated(const value *gate, const value *up, value *out, int size, int 
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
 
-/* The first `count` of KEYS keys as a packed matrix, zeros behind them. Those at `next`, unless it is null, are on their way. */
-static void packed_keys(const value *keys, int count, int size, value *out, const value *next) {
+/* The first `count` of KEYS keys, or a part of them, as a packed matrix of `whole` keys, zeros behind them. Those at `next`, unless it is
+ * null, are on their way. */
+static void packed_keys(const value *keys, int count, int size, int whole, value *out, const value *next) {
     const int words = size / DEPTH;
     for (int b = 0; b < KEYS && b < count; b += 16)
         for (int w = 0; w < words; w += 16) {
@@ -553,7 +554,7 @@ static void packed_keys(const value *keys, int count, int size, value *out, cons
                 r[j] = b + j >= count ? i32_zero() : some == 16 ? i32_load(from) : i32_load_some((1u << some) - 1, from);
             }
             turned(r);
-            for (int j = 0; j < some; j++) i32_store(out + (size_t)b * size + (w + j) * 16 * DEPTH, r[j]);
+            for (int j = 0; j < some; j++) i32_store(out + (size_t)b * whole + (w + j) * 16 * DEPTH, r[j]);
         }
 }
 
@@ -613,6 +614,13 @@ static void some_gathered(const float *probabilities, const value *values, float
     FOR_KNOWN(n, gathered_all(probabilities, values, sums, count, size, COUNT, next))
 }
 
+/* Latent attention, see latent.h */
+typedef struct Latent {
+    int64_t rank, turned, plain, values, query_rank; /* of a head: numbers of a query that are turned, the others, and of a value */
+    Matrix kept, query_in, query;                    /* [rank + turned, hidden]; [query_rank, hidden] or without values; of all heads */
+    const value *to_latents, *to_values;             /* packed, for each head [rank, plain] and [values, rank] */
+} Latent;
+
 typedef struct {
     int64_t hidden, inner, heads, key_heads, size; /* of the model, of the MLP, query heads, key heads, of a head */
     double eps, head_eps, scaling;
@@ -634,6 +642,7 @@ typedef struct {
     int64_t parallel;                      /* the MLP reads what the attention reads, behind `after` or, without one, `before` */
     int64_t grouped;                       /* query, key and value of a head lie together, rather than all queries first */
     const struct Experts *experts;         /* in place of the MLP, of which gate_up and down are then a shared expert; or null */
+    const struct Latent *latent;           /* in place of qkv: keys are latents and what is turned of them, and values latents; or null */
 } Layer;
 
 /* What layers of one kind share in a pass: where their keys are, and tables of what turns by position, or null */
@@ -675,6 +684,7 @@ typedef struct {
     const uint8_t *mask;
     const float *bias;
     const int32_t *table;                     /* as in Pass */
+    const value *turned;                      /* of latent attention, what keys have behind their latents; or null */
 } Asked;
 
 /* Where the keys of a head in the KEYS slots from `start` on, a multiple of KEYS, begin in a cache */
@@ -721,8 +731,8 @@ typedef struct {
     const Layer *layer;
     const Pass *pass;
     const Asked *asked;
-    int row, head, first, n;
-    float *scores, *sums;       /* [n, KEYS], [n, size] */
+    int row, head, first, n, wide; /* the last the size of a value */
+    float *scores, *sums;       /* [n, KEYS], [n, wide] */
     value *packed, *queries;    /* [KEYS, size], [n, size] */
     float most[QUERIES], total[QUERIES];
     const uint8_t *seen[QUERIES];
@@ -743,19 +753,21 @@ static void find_moved(Chunk *c) {
 }
 
 INLINE size_t slots_from(const Chunk *c, int start) {
-    return block(c->pass, c->asked->table, c->asked->row_stride, c->asked->head_stride, c->row, c->head, start, c->layer->size);
+    return block(c->pass, c->asked->table, c->asked->row_stride, c->asked->head_stride, c->row, c->head, start, c->wide);
 }
 
 /* Raw scores of the first `count` slots from `start` on; those at `behind`, unless it is null, are on their way */
 static void score_slots(const Chunk *c, int start, int count, float *scores, const value *behind) {
-    const int size = c->layer->size;
-    packed_keys(c->asked->keys + slots_from(c, start), count, size, c->packed, behind);
+    const int size = c->layer->size, rest = size - c->wide;
+    const size_t at = slots_from(c, start);
+    packed_keys(c->asked->keys + at, count, c->wide, size, c->packed, behind);
+    if (rest) packed_keys(c->asked->turned + at / c->wide * rest, count, rest, size, c->packed + c->wide * 16, 0);
     for (int t = 0; t < c->n; t += TOKENS)
         some_scored(c->packed, c->queries + t * size, scores + t * KEYS, size, c->n - t < TOKENS ? c->n - t : TOKENS);
 }
 
 static void gather_slots(const Chunk *c, int start, int count, const float *probabilities, const value *behind) {
-    const int size = c->layer->size;
+    const int size = c->wide;
     for (int t = 0; t < c->n; t += TOKENS)
         some_gathered(probabilities + t * KEYS, c->asked->values + slots_from(c, start), c->sums + t * size, count, size,
                       c->n - t < TOKENS ? c->n - t : TOKENS, t == 0 ? behind : 0);
@@ -764,7 +776,7 @@ static void gather_slots(const Chunk *c, int start, int count, const float *prob
 /* The raw scores of KEYS positions from `start` on, of which queries see some, become probabilities relative to the largest score so far */
 static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
     const Layer *l = c->layer;
-    const int size = l->size, group = l->heads / l->key_heads;
+    const int size = c->wide, group = l->heads / l->key_heads;
     const f32 none = f32_of(-__builtin_inff());
     for (int i = 0; i < c->n; i++) {
         float *s = c->scores + i * KEYS;
@@ -874,15 +886,15 @@ static void take_positions(Chunk *c, int start) {
 
 /* A chunk: keys are taken KEYS positions at a time */
 static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
-    const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
+    const int size = l->size, wide = a->turned ? l->latent->rank : size, begin = p->begins[row], group = l->heads / l->key_heads;
     float *scratch = own_scratch(w, l, p);
-    Chunk c = {l, p, a, row, head, first, n, scratch, scratch + QUERIES * KEYS};
+    Chunk c = {l, p, a, row, head, first, n, wide, scratch, scratch + QUERIES * KEYS};
     c.packed = (value *)(c.sums + QUERIES * size), c.queries = c.packed + KEYS * size;
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         const value *q = p->projected + ((size_t)begin + node) * a->columns + (size_t)vector_of(l, which) * size;
         for (int d = 0; d < size; d += 16) store(c.queries + i * size + d, load(q + d));
-        for (int d = 0; d < size; d += 16) f32_store(c.sums + i * size + d, f32_zero());
+        for (int d = 0; d < wide; d += 16) f32_store(c.sums + i * wide + d, f32_zero());
         c.most[i] = l->sinks ? l->sinks[which] : -__builtin_inff(), c.total[i] = l->sinks ? 1.0f : 0.0f;
         c.seen[i] = a->mask ? a->mask + row * p->mask_row_stride + node * p->mask_stride : 0;
         c.slots[i] = a->slots[a->by_row ? row : begin + node];
@@ -902,9 +914,9 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
             take_positions(&c, start);
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
-        value *out = p->attended + ((size_t)begin + node) * l->heads * size + (size_t)which * size;
+        value *out = p->attended + ((size_t)begin + node) * l->heads * wide + (size_t)which * wide;
         const f32 scale = f32_of(c.total[i] > 0.0f ? 1.0f / c.total[i] : 0.0f); /* filler may see nothing */
-        for (int d = 0; d < size; d += 16) store(out + d, f32_mul(f32_load(c.sums + i * size + d), scale));
+        for (int d = 0; d < wide; d += 16) store(out + d, f32_mul(f32_load(c.sums + i * wide + d), scale));
     }
 }
 
@@ -1041,6 +1053,8 @@ static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
     left(w, l, p, l->after, x);
 }
 
+#include "latent.h"
+
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
  * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own, as far as the layer's window shows it.
  * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. Only the sublayers `parts` are run;
@@ -1049,6 +1063,10 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
                     value *values, int parts, int number) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, heads = l->heads * size, all = heads + 2 * l->key_heads * size;
     const int widened = l->activation & ALONE ? I : 2 * I;
+    if (l->latent && parts & ATTENTION) {
+        latent_attention(w, l, p, mask, x, keys, values);
+        parts &= ~ATTENTION;
+    }
     if (parts & ATTENTION) product(w, &l->qkv, inputs ? inputs : entered(w, l, p, l->before, x), p->projected, T, inputs ? K : H, all, 0);
     if (l->parallel && parts & MLP) {
         const value *read = parts & ATTENTION && !l->after.weight ? p->states : entered(w, l, p, l->after.weight ? l->after : l->before, x);
@@ -1174,7 +1192,8 @@ static void do_model(Worker *w, const void *job) {
             p.page_stride = k->page_stride, p.table = k->table;
         }
         hand_out(w, m->states, i, m->x, T, H);
-        through(w, l, &p, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + m->offset,
+        const int64_t to_values = l->latent ? m->offset / l->latent->rank * l->latent->turned : m->offset;
+        through(w, l, &p, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + to_values,
                 m->parts ? m->parts[i] : ATTENTION | MLP, i);
     }
     norms(w, m->x, m->norm, m->out, T, H, m->eps);
