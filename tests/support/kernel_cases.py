@@ -107,8 +107,8 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
     "mixtral-window": ("mixtral", {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe-window": ("qwen3_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "mlp_only_layers": [1]}),
     "qwen2_moe-window": ("qwen2_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "layer_types": MIXED}),
-    "glm4_moe": ("glm4_moe", {**BY_SIGMOID, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF}),
-    "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "moe_layer_interval": 2}),
+    "glm4_moe-partial": ("glm4_moe", {**BY_SIGMOID, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF}),
+    "ernie4_5_moe-some-layers": ("ernie4_5_moe", {**ERNIE, "moe_layer_interval": 2}),
     "deepseek_v3": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
     "deepseek_v3-halves": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": None, "rope_interleave": False}),
     "ministral3": ("ministral3", {"sliding_window": 12, "rope_parameters": {

@@ -221,7 +221,7 @@ def test_a_target_says_that_it_is_invariant(name, dtype):
 @torch.inference_mode()
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_every_node_of_a_tree_has_the_bits_of_plain_decoding(name, dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -249,7 +249,7 @@ def test_every_node_of_a_tree_has_the_bits_of_plain_decoding(name, dtype, thread
 # -- texts, and weights that change -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v3"])
 def test_text_is_that_of_the_plain_model(name):
     rows = [[(3 * i + row) % 100 for i in range(length)] for row, length in enumerate((23, 9, 15))]
     expected = [alone(made(name, torch.float32), row, max_new_tokens=12) for row in rows]
