@@ -111,6 +111,12 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
     "ernie4_5_moe-some-layers": ("ernie4_5_moe", {**ERNIE, "moe_layer_interval": 2}),
     "deepseek_v3": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
     "deepseek_v3-halves": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": None, "rope_interleave": False}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
+    "dots1": ("dots1", {**BY_SIGMOID, "sliding_window": 12, "layer_types": MIXED}),
+    "solar_open": ("solar_open", {**BY_SIGMOID, "attention_bias": True}),
+    "exaone_moe": ("exaone_moe", {
+        **BY_SIGMOID, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 12, "sliding_window_pattern": 2, "layer_types": MIXED,
+    }),
     "ministral3": ("ministral3", {"sliding_window": 12, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
     }}),

@@ -223,7 +223,9 @@ ROUTERS = {
     "OlmoeTopKRouter": Router(),
     "MixtralTopKRouter": Router(normed=True, exact=True),
     "GptOssTopKRouter": Router("router", native.OF_CHOSEN, normed=False),
-    **dict.fromkeys(("Glm4MoeTopkRouter", "DeepseekV3TopkRouter"), BY_SIGMOID),
+    **dict.fromkeys(
+        (f"{each}TopkRouter" for each in ("Glm4Moe", "Glm4MoeLite", "DeepseekV3", "Dots1", "SolarOpen", "ExaoneMoe")), BY_SIGMOID
+    ),
     "Ernie4_5_MoeTopKRouter": Router(normed=True, float32=True, correction="moe_statics.e_score_correction_bias"),
 }
 SHARED = ("shared_expert", "shared_experts")  # what an expert that every token takes is called

@@ -80,6 +80,10 @@ def windowed_only(attention: Any) -> bool:
     return attention.sliding_window is not None
 
 
+def where_windows_are(attention: Any) -> bool:
+    return attention.sliding_window is None or bool(attention.is_sliding)
+
+
 PLAIN = Family()
 JOINED = Family(wide=("mlp.gate_up_proj",), activation="mlp.activation_fn")
 SANDWICH = Family(
@@ -90,6 +94,7 @@ SANDWICH = Family(
 )
 GIVEN = Family(before=None, after=None, attention_given="post_attention_layernorm", mlp_given="post_feedforward_layernorm")
 COHERE = Family(after=None, parallel=True, interleaved=True, once=True)
+LATENT = Family(qkv=(), head_norms=("q_a_layernorm", "kv_a_layernorm"), interleaved="rope_interleave", latent=True)
 FAMILIES = {
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Granite", "SeedOss"), PLAIN),
     "Phi3": replace(JOINED, qkv=("qkv_proj",)),
@@ -97,7 +102,8 @@ FAMILIES = {
     "Gemma3": replace(SANDWICH, model="TextModel"),
     "SmolLM3": Family(turns=lambda attention: bool(attention.use_rope)),
     **dict.fromkeys(("Olmo2", "Olmo3"), GIVEN),
-    "Exaone4": replace(GIVEN, turns=lambda attention: attention.sliding_window is None or attention.is_sliding),
+    "Exaone4": replace(GIVEN, turns=where_windows_are),
+    "ExaoneMoe": Family(turns=where_windows_are),
     "Glm": replace(JOINED, interleaved=True),
     "Glm4": replace(JOINED, interleaved=True, attention_given="post_self_attn_layernorm", mlp_given="post_mlp_layernorm"),
     "Cohere": COHERE,
@@ -129,10 +135,10 @@ FAMILIES = {
     **dict.fromkeys(("Ernie4_5", "Ernie4_5_Moe"), Family(interleaved=True)),
     "HunYuanDenseV1": Family(head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
     "Ministral3": Family(tempered=tempered),
-    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe"), PLAIN),
+    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "SolarOpen", "Dots1"), PLAIN),
     "Olmoe": Family(refused=clipped),
     "GptOss": Family(halves=True),
-    "DeepseekV3": Family(qkv=(), head_norms=("q_a_layernorm", "kv_a_layernorm"), interleaved="rope_interleave", latent=True),
+    **dict.fromkeys(("DeepseekV3", "Glm4MoeLite"), LATENT),
 }
 
 
