@@ -9,6 +9,8 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -38,12 +40,29 @@ MODELS = {
     "qwen3": Qwen3Config(**SIZES),
 }
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+BY_SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
+LATENT = {
+    "head_dim": 64, "num_key_value_heads": 4, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
+ERNIE = {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48, "moe_num_shared_experts": 2, "moe_norm_min": 0.4}
 MIXTURES = {
     "qwen3_moe": Qwen3MoeConfig(**{**SIZES, **ROUTED, "norm_topk_prob": True}),
     "qwen3_moe-not-normed": Qwen3MoeConfig(**{**SIZES, **ROUTED, "norm_topk_prob": False}),
     "qwen3_moe-some-layers": Qwen3MoeConfig(**{**SIZES, **ROUTED, "mlp_only_layers": [0]}),
     "mixtral": MixtralConfig(**{**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2_moe": Qwen2MoeConfig(**{**SIZES, **ROUTED, "shared_expert_intermediate_size": 96}),
+    "glm4_moe": Glm4MoeConfig(**{**SIZES, **BY_SIGMOID, "use_qk_norm": True}),
+    "glm4_moe-not-normed": Glm4MoeConfig(**{**SIZES, **BY_SIGMOID, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+    "ernie4_5_moe": Ernie4_5_MoeConfig(**{**SIZES, **ERNIE, "pad_token_id": None}),
 }
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 WIDER = {"intermediate_size": 128}  # a multiple of 64 also where nothing lies beside it
@@ -88,6 +107,16 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
     "mixtral-window": ("mixtral", {"sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe-window": ("qwen3_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "mlp_only_layers": [1]}),
     "qwen2_moe-window": ("qwen2_moe", {**ROUTED, "sliding_window": 12, "use_sliding_window": True, "layer_types": MIXED}),
+    "glm4_moe-partial": ("glm4_moe", {**BY_SIGMOID, "use_qk_norm": True, "attention_bias": True, "rope_parameters": HALF}),
+    "ernie4_5_moe-some-layers": ("ernie4_5_moe", {**ERNIE, "moe_layer_interval": 2}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
+    "deepseek_v3-halves": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": None, "rope_interleave": False}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
+    "dots1": ("dots1", {**BY_SIGMOID, "sliding_window": 12, "layer_types": MIXED}),
+    "solar_open": ("solar_open", {**BY_SIGMOID, "attention_bias": True}),
+    "exaone_moe": ("exaone_moe", {
+        **BY_SIGMOID, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 12, "sliding_window_pattern": 2, "layer_types": MIXED,
+    }),
     "ministral3": ("ministral3", {"sliding_window": 12, "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16,
     }}),
@@ -114,7 +143,19 @@ def build(name, dtype, experts_implementation=None, **others):
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.3 * torch.randn_like(parameter)  # biases and norms that matter
-    return model.to(dtype)
+    return rounded(model, dtype)
+
+
+def rounded(model, dtype):
+    """``model`` in ``dtype``, but for what transformers keeps in float32 when it loads one; corrections of routers matter."""
+    names = model._keep_in_fp32_modules_strict or ()
+    kept = {name: each for name, each in model.state_dict().items() if any(part in name for part in names)}
+    model.to(dtype)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, numbers in kept.items():
+        correction = 0.3 * torch.randn(numbers.shape, generator=torch.Generator().manual_seed(5))
+        held[name].data = numbers + correction if "correction" in name else numbers
+    return model
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from helpers import alone, generate, random_tree
-from kernel_cases import DTYPES, MIXTURES, TOLERANCE, build, needs_kernels
+from kernel_cases import DTYPES, MIXTURES, TOLERANCE, build, needs_kernels, rounded
 from kernel_cases import always as always  # a fixture
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from foredraft import ConfigurationError, Speculator, TokenTree
-from foredraft.backends import experts
+from foredraft.backends import experts, native
 from foredraft.backends.base import Part
 from foredraft.backends.experts import Mixture
 from foredraft.backends.kernel_pass import NativeModel, Places
@@ -38,7 +38,7 @@ def made(name, dtype, sums="grouped_mm", **changes):
     with torch.random.fork_rng():
         torch.manual_seed(4)
         options = {"attn_implementation": "sdpa", "experts_implementation": sums}
-        return AutoModelForCausalLM.from_config(config, **options).eval().to(dtype)
+        return rounded(AutoModelForCausalLM.from_config(config, **options).eval(), dtype)
 
 
 def targets(*given, **changes):
@@ -106,13 +106,23 @@ def test_every_expert_one_and_many(changes, dtype):
 # -- who takes which expert -------------------------------------------------------------------------------------------------
 
 
-def showing(dtype, count, chosen):
+NAMED = {  # what a configuration calls the number of experts, those chosen, and the first layer that has some
+    "qwen3_moe": ("num_experts", "num_experts_per_tok", "decoder_sparse_step"),
+    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "first_k_dense_replace"),
+    "ernie4_5_moe": ("moe_num_experts", "moe_k", "moe_layer_start_index"),
+}
+
+
+def showing(dtype, count, chosen, name="qwen3_moe", **changes):
     """A layer whose output says which experts were chosen: expert e writes into column e. Its router's logits of a one-hot token are
     its weights."""
-    model = made("qwen3_moe", dtype, num_experts=count, num_experts_per_tok=chosen, hidden_size=128)
+    numbers = zip(NAMED[name], (count, chosen, int(name == "qwen3_moe")))
+    model = made(name, dtype, hidden_size=128, **dict(numbers), **changes)
     layer = model.model.layers[0]
     with torch.no_grad():
         for each in model.model.layers:
+            if name != "qwen3_moe":
+                each.mlp.shared_experts.down_proj.weight.zero_()
             each.mlp.experts.gate_up_proj.fill_(1.0)
             each.mlp.experts.down_proj.zero_()
             each.mlp.experts.down_proj[torch.arange(count), torch.arange(count), 0] = 1.0
@@ -147,6 +157,43 @@ def test_ties_are_broken_as_torch_breaks_them(count, chosen, dtype):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize(("count", "chosen"), [(16, 4), (64, 6), (128, 8)])
+def test_ties_of_scores_and_of_groups(count, chosen, groups, dtype):
+    """Corrections are added to the scores, and groups are ordered by their best two."""
+    model, layer = showing(dtype, count, chosen, "glm4_moe", n_group=groups[0], topk_group=groups[1])
+    generator, gate = torch.Generator().manual_seed(count + groups[0]), layer.mlp.gate
+    gate.weight.copy_(torch.randint(0, 3, (count, 128), generator=generator))
+    gate.e_score_correction_bias.copy_(torch.randint(0, 2, (count,), generator=generator) * 0.5)
+    target = Target(model, execution="native")
+    x = torch.eye(128, dtype=dtype)
+    wanted = type(layer.mlp).forward(layer.mlp, layer.post_attention_layernorm(x)[None])[0]
+    got = mixed(model, x) - x
+    assert torch.equal(got.abs() > 1e-3, (wanted.abs() > 1e-3)) and ((wanted.abs() > 1e-3).sum(1) == chosen).all()
+    assert torch.allclose(got, wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+    target.close()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe"])
+def test_logits_of_routers_in_float32_are_not_rounded(name):
+    """Rounded to bfloat16, many of them would be equal."""
+    model, layer = showing(torch.bfloat16, 128, 4, name)
+    generator, gate = torch.Generator().manual_seed(3), layer.mlp.gate
+    assert gate.weight.dtype == (torch.float32 if name == "ernie4_5_moe" else torch.bfloat16)
+    gate.weight.copy_(1.0 + 0.01 * torch.randn(128, 128, generator=generator))
+    for each in (*gate.buffers(), *gate.moe_statics.parameters()) if name == "ernie4_5_moe" else gate.buffers():
+        each.zero_()
+    target = Target(model, execution="native")
+    x = (0.1 * torch.randn(300, 128, generator=generator) + 1.0).bfloat16()
+    chosen = gate(layer.post_attention_layernorm(x))[2].sort(-1).values
+    written = (mixed(model, x) - x).abs().topk(4).indices.sort(-1).values
+    assert (chosen == written).float().mean() > 0.98
+    target.close()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_expert_that_nobody_takes_is_not_read(dtype):
     model, layer = showing(dtype, 8, 3)
     layer.mlp.gate.weight.copy_(torch.randint(0, 4, (8, 128), generator=torch.Generator().manual_seed(5)))
@@ -174,7 +221,7 @@ def test_a_target_says_that_it_is_invariant(name, dtype):
 @torch.inference_mode()
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_every_node_of_a_tree_has_the_bits_of_plain_decoding(name, dtype, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -202,7 +249,7 @@ def test_every_node_of_a_tree_has_the_bits_of_plain_decoding(name, dtype, thread
 # -- texts, and weights that change -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v3"])
 def test_text_is_that_of_the_plain_model(name):
     rows = [[(3 * i + row) % 100 for i in range(length)] for row, length in enumerate((23, 9, 15))]
     expected = [alone(made(name, torch.float32), row, max_new_tokens=12) for row in rows]
@@ -251,6 +298,18 @@ def test_changed_weights_are_followed(name):
         assert generate(speculator, rows, max_new_tokens=8) != before
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "ernie4_5_moe"])
+def test_changed_corrections_are_followed(name):
+    model, plain = made(name, torch.float32), made(name, torch.float32)
+    speculator, rows = Speculator(model, "none", execution="native"), [[3, 4, 5, 6, 7]]
+    before = generate(speculator, rows, max_new_tokens=8)
+    with torch.no_grad():
+        for each in (model, plain):
+            for correction in (held for key, held in each.state_dict().items() if "correction" in key):
+                correction.copy_(correction.flip(-1))
+    assert generate(speculator, rows, max_new_tokens=8) == [alone(plain, rows[0], max_new_tokens=8)] != before
+
+
 @pytest.mark.parametrize("name", ["gate_up_proj", "gate.weight"])
 def test_a_model_that_is_called_itself_has_its_weights_as_they_are(name):
     """And gradients."""
@@ -285,16 +344,26 @@ def test_what_is_written_where_weights_were_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_another_router_is_found_out_at_load(dtype, monkeypatch):
-    """Without renormalisation; the experts are then packed alone."""
-    known = experts.ROUTERS["Qwen3MoeTopKRouter"]
-    monkeypatch.setitem(experts.ROUTERS, "Qwen3MoeTopKRouter", replace(known, normed=False))
-    target = Target(made("qwen3_moe", dtype), execution="native", owned=True)
+@pytest.mark.parametrize(
+    ("name", "router", "instead"),
+    [
+        ("qwen3_moe", "Qwen3MoeTopKRouter", {"normed": False}),
+        ("glm4_moe", "Glm4MoeTopkRouter", {"normed": False}),
+        ("glm4_moe", "Glm4MoeTopkRouter", {"correction": None}),
+        ("glm4_moe", "Glm4MoeTopkRouter", {"routing": native.OF_ALL}),
+        ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", {"normed": False}),
+        ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", {"correction": None}),
+    ],
+)
+def test_another_router_is_found_out_at_load(name, router, instead, dtype, monkeypatch):
+    """The experts are then packed alone."""
+    monkeypatch.setitem(experts.ROUTERS, router, replace(experts.ROUTERS[router], **instead))
+    target = Target(made(name, dtype), execution="native", owned=True)
     assert target.backend.overrides.native == 0
     assert any(
         why in target.reasons["fused"] for why in ("computes something else than its description", "the kernels gave logits that differ")
     )
-    for wanted, got in zip(*map(steps, (Target(made("qwen3_moe", dtype), execution="eager"), target))):
+    for wanted, got in zip(*map(steps, (Target(made(name, dtype), execution="eager"), target))):
         assert_close(got, wanted, dtype)
 
 

@@ -19,12 +19,12 @@ from torch.nn import functional
 
 from foredraft.backends import native
 from foredraft.backends.base import Part
-from foredraft.backends.experts import Experts, Mixture, worst
-from foredraft.backends.families import FAMILIES, Family, family_of
+from foredraft.backends.experts import Experts, Mixture, laid_out, worst
+from foredraft.backends.families import FAMILIES, Family, family_of, interleaves
 from foredraft.backends.kernel_pass import BY_POSITION, Direct, NativeModel, NativePass, Places
 from foredraft.backends.narrow import UNIT
 from foredraft.backends.packing import Packing
-from foredraft.backends.products import NATIVE, Product
+from foredraft.backends.products import BLOCK, NATIVE, Product
 from foredraft.models.cache import TreeCache, Window
 from foredraft.models.features import first_tensor
 from foredraft.models.masks import MaskInputs
@@ -124,7 +124,8 @@ class DescribedModel(NativeModel):
             number = self.kinds.index(kind)
             about, held = described(layer, config, family, angles[number], packing)
             about.kind, about.window = number, kind.window or 0
-            shared.inner = max(shared.inner, int(about.inner))
+            latents = [part for part in held if isinstance(part, Latents)]
+            shared.inner = max(shared.inner, int(about.inner), *(part.scratch for part in latents))
             shared.experts += [part.about for part in held if isinstance(part, Experts)]
             kernels.append(DescribedLayer(about, index, native.library(held[0].dtype), shared, held))
         if (
@@ -135,6 +136,7 @@ class DescribedModel(NativeModel):
             raise Unfit("its layers have different sizes or formats")
         last = getattr(base, family.last)
         norm, held = described_norm(last, family.last, like.dtype)
+        self._sizes = latents[0].sizes if latents else None
         super().__init__(base, layers, kernels, (), eps_of(last))
         self.norm, self._norm_held = norm, held
         self._lines: dict[int, Angles] = {}  # by kind
@@ -156,6 +158,10 @@ class DescribedModel(NativeModel):
         for kernel in self.kernels:
             found.setdefault(self.kinds[int(kernel.about.kind)].window, []).append(kernel)
         return [Kind(self.page_bytes(some), window, frozenset(each.index for each in some)) for window, some in found.items()]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self._sizes or super().sizes
 
     @property
     def by_position(self) -> bool:
@@ -221,7 +227,7 @@ class DescribedModel(NativeModel):
         if given is None:
             return None
         *angles, factor = given
-        if self.family.interleaved and torch.equal(*angles[0].chunk(2, -1)):  # halves, where pairs are neighbours
+        if interleaves(self.family, self.base.config) and torch.equal(*angles[0].chunk(2, -1)):  # halves, where pairs are neighbours
             angles = [each.chunk(2, -1)[0].repeat_interleave(2, -1) for each in angles]
         cos, sin = (each.float().contiguous() for each in angles)
         return cos, sin, factor
@@ -275,6 +281,45 @@ class DescribedModel(NativeModel):
         return None if bool(off <= ROUNDING[dtype]) else f"the kernels gave logits that differ by {float(off):.1e} of their scale"
 
 
+class Latents:
+    """The latent attention of a layer, as the kernel of the layer sees it.
+
+    Attributes:
+        sizes: numbers that are kept of a token: of its latent, and those turned by its position.
+        scratch: numbers for a token that the kernel needs, half of them.
+        dtype, inputs: of its products.
+
+    Raises:
+        Unfit: its sizes or layouts are not those that the kernel is made for.
+    """
+
+    def __init__(self, attention: Any, heads: int, packing: Packing):
+        names = {
+            "kept": "kv_a_proj_with_mqa",
+            **({"query": "q_proj"} if attention.q_lora_rank is None else {"query_in": "q_a_proj", "query": "q_b_proj"}),
+        }
+        layers = {name: getattr(attention, each) for name, each in names.items()}
+        matrices = {name: packing.matrix(layer) for name, layer in layers.items()}
+        expand = packing.product(attention.kv_b_proj)
+        if expand is None or expand.quantised or None in matrices.values():
+            raise Unfit("its products for latents are not packed in the kernels' layout, or quantised")
+        rank, turned, plain, values = (
+            int(getattr(attention, name)) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        )
+        if rank % BLOCK or values % BLOCK or plain % UNIT or turned % VECTOR or max(rank, int(attention.q_lora_rank or 0)) > WIDEST:
+            raise Unfit(
+                f"it has latents of {rank} numbers, values of {values} and keys of {plain} and {turned}, which the kernels do not take"
+            )
+        (weight,) = expand.weights()
+        to_keys, to_values = torch.split(weight.view(heads, plain + values, rank), (plain, values), 1)
+        self._held = laid_out(heads, lambda head: to_keys[head].T), laid_out(heads, lambda head: to_values[head])
+        self.sizes, self.dtype, self.inputs = (rank, turned), expand.dtype, int(layers["kept"].in_features)
+        low = int(attention.q_lora_rank or 0)
+        self.scratch = max(rank + turned, low, heads * max(plain + turned, values) // 2)
+        about = {"rank": rank, "turned": turned, "plain": plain, "values": values, "query_rank": low, **matrices}
+        self.about = native.Latent(**about, to_latents=self._held[0].data_ptr(), to_values=self._held[1].data_ptr())
+
+
 def described(layer: Any, config: Any, family: Family, angles: Angles | None, packing: Packing) -> tuple[native.Layer, tuple[Any, ...]]:
     """``layer`` as the kernels see it, and what their pointers point to, products first. ``angles`` are those of some positions, as the
     decoder has them.
@@ -284,13 +329,13 @@ def described(layer: Any, config: Any, family: Family, angles: Angles | None, pa
     """
     inside, attention = dict(layer.named_modules()), getattr(layer, family.attention)
     own = [f"{family.attention}.{name}" for name in (*family.qkv, family.output)]
-    groups = {"qkv": own[:-1], "output": own[-1:], "gate_up": family.wide, "down": (family.down,)}
+    groups = {"output": own[-1:], "gate_up": family.wide, "down": (family.down,)} | ({} if family.latent else {"qkv": own[:-1]})
     experts = Experts.of(layer.mlp, packing) if isinstance(getattr(inside.get("mlp.experts"), "down_proj", None), Tensor) else None
-    groups = groups if experts is None else {name: groups[name] for name in ("qkv", "output")}
+    groups = groups if experts is None else {name: names for name, names in groups.items() if name in ("qkv", "output")}
     products = {name: taken(packing, name, [inside[each] for each in names]) for name, names in groups.items()}
     products |= {} if experts is None or experts.shared is None else dict(zip(("gate_up", "down"), experts.shared))
-    qkv, down = products["qkv"], products.get("down")
-    if experts is not None and qkv.dtype != experts.mixture.dtype:
+    qkv, down, output = products.get("qkv"), products.get("down"), products["output"]
+    if experts is not None and output.dtype != experts.mixture.dtype:
         raise Unfit("its experts have another format than its linear layers")
     if experts is not None and (family.mlp_given or family.parallel or getattr(layer, "residual_multiplier", 1.0) != 1.0):
         raise Unfit("something is done with what its experts give that the kernels do not do")
@@ -299,9 +344,10 @@ def described(layer: Any, config: Any, family: Family, angles: Angles | None, pa
         raise Unfit("its linear layers have different formats")
     parallel = family.parallel if isinstance(family.parallel, bool) else bool(getattr(layer, family.parallel))
     heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    size: int = getattr(attention, "head_dim", None) or attention.head_size
-    if qkv.outputs != (heads + 2 * key_heads) * size or size % VECTOR or heads * size % UNIT or inner % UNIT:
+    latents = Latents(attention, heads, packing) if family.latent else None
+    key_heads = 1 if latents else getattr(config, "num_key_value_heads", None) or heads
+    size: int = sum(latents.sizes) if latents else getattr(attention, "head_dim", None) or attention.head_size
+    if (qkv is not None and qkv.outputs != (heads + 2 * key_heads) * size) or size % VECTOR or heads * size % UNIT or inner % UNIT:
         sizes = f"heads of {size} numbers and an MLP of {inner}"
         raise Unfit(f"it has {sizes}; the kernels take multiples of {VECTOR} and {UNIT}, and keys and values of one size")
     places = {
@@ -309,25 +355,25 @@ def described(layer: Any, config: Any, family: Family, angles: Angles | None, pa
         **{name: f"{family.attention}.{each}" for name, each in zip(("query_norm", "key_norm"), family.head_norms)},
     }
     found: dict[str, Any] = {name: inside[each] for name, each in places.items() if each is not None and each in inside}
-    norms = {name: described_norm(norm, name, qkv.dtype) for name, norm in found.items()}
+    norms = {name: described_norm(norm, name, output.dtype) for name, norm in found.items()}
     eps = {name: eps_of(norm) for name, norm in found.items()}
     of_heads = {value for name, value in eps.items() if name in ("query_norm", "key_norm")}
     around = {value for name, value in eps.items() if name not in ("query_norm", "key_norm")}
     if len(around) != 1 or len(of_heads) > 1:
         raise Unfit("its norms have different epsilons")
     head_norms = native.BEHIND if family.turned_first else 0
-    if "query_norm" in norms and (width := found["query_norm"].weight.numel()) != size:
+    if latents is None and "query_norm" in norms and (width := found["query_norm"].weight.numel()) != size:
         if width != heads * size or width > WIDEST:
             raise Unfit("its norms of queries and keys are of another shape")
         head_norms = native.WHOLE_HEADS
     activation = native.SILU if experts is not None else activation_of(inside[family.activation])
     gated = down is None or products["gate_up"].outputs == 2 * inner
     sinks = None if getattr(attention, "sinks", None) is None else attention.sinks.detach().float().contiguous()
-    rotation = native.INTERLEAVED if family.interleaved else 0
-    if family.once or (angles is not None and angles[0].dtype != qkv.dtype):
+    rotation = native.INTERLEAVED if interleaves(family, config) else 0
+    if family.once or (angles is not None and angles[0].dtype != output.dtype):
         rotation |= native.TURNED_ONCE
     about = native.Layer(
-        hidden=qkv.inputs,
+        hidden=output.outputs,
         inner=inner,
         heads=heads,
         key_heads=key_heads,
@@ -345,10 +391,11 @@ def described(layer: Any, config: Any, family: Family, angles: Angles | None, pa
         grouped=family.grouped,
         sinks=None if sinks is None else sinks.data_ptr(),
         experts=None if experts is None else ctypes.addressof(experts.about),
+        latent=None if latents is None else ctypes.addressof(latents.about),
         **{name: product.matrix for name, product in products.items()},
         **{name: norm for name, (norm, _) in norms.items()},
     )
-    return about, (*products.values(), *norms.values(), sinks, experts)
+    return about, (*products.values(), *norms.values(), sinks, experts, latents)
 
 
 def angles_of(base: Any, family: Family, kind: Turning, like: Tensor, positions: Tensor) -> Angles | None:

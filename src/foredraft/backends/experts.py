@@ -10,6 +10,7 @@ Only the experts that a pass touches are read, each of them once.
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -198,24 +199,36 @@ class Router:
 
     Attributes:
         name: of the router in the mixture.
-        routing: whether probabilities are those of all experts or of those that were chosen.
+        routing: whether scores are the probabilities of all experts, those of the chosen, or the sigmoid of each logit.
         normed: whether those of the chosen are made to sum to 1; None where an attribute ``norm_topk_prob`` says so.
         exact: they stay in float32.
+        float32: logits are computed in float32, also in models of another dtype.
+        correction: the attribute with what is added to scores to choose by; None for nothing.
+        unsorted: those chosen stay in the order in which ``torch.topk`` found them.
     """
 
     name: str = "gate"
     routing: int = native.OF_ALL
     normed: bool | None = None
     exact: bool = False
+    float32: bool = False
+    correction: str | None = None
+    unsorted: bool = False
 
 
+BY_SIGMOID = Router(routing=native.OF_EACH, exact=True, float32=True, correction="e_score_correction_bias", unsorted=True)
 ROUTERS = {
     "Qwen3MoeTopKRouter": Router(),
     "Qwen2MoeTopKRouter": Router(),
     "OlmoeTopKRouter": Router(),
     "MixtralTopKRouter": Router(normed=True, exact=True),
     "GptOssTopKRouter": Router("router", native.OF_CHOSEN, normed=False),
+    **dict.fromkeys(
+        (f"{each}TopkRouter" for each in ("Glm4Moe", "Glm4MoeLite", "DeepseekV3", "Dots1", "SolarOpen", "ExaoneMoe")), BY_SIGMOID
+    ),
+    "Ernie4_5_MoeTopKRouter": Router(normed=True, float32=True, correction="moe_statics.e_score_correction_bias"),
 }
+SHARED = ("shared_expert", "shared_experts")  # what an expert that every token takes is called
 
 
 class Experts:
@@ -230,10 +243,18 @@ class Experts:
         self.mixture, self.shared = mixture, shared
         weights = [router.weight.detach(), *(() if gate is None else gate.weights())]
         weight, bias = torch.cat(weights), getattr(router, "bias", None)
+        weight = weight.float() if known.float32 else weight
         self.router = Product([Rows(weight, None if bias is None else bias.detach(), *weight.shape)], NATIVE)
-        self.router.sources = sources_of(router) + ([] if gate is None else gate.sources)
+        self.router.sources = [source for module in router.modules() for source in sources_of(module)]
+        self.router.sources += [] if gate is None else gate.sources
+        self.correction = known.correction and operator.attrgetter(known.correction)(router).detach().float().flatten().contiguous()
         self.about = native.Experts.from_buffer_copy(mixture.about)
         self.about.router, self.about.chosen = self.router.matrix, router.top_k
+        self.about.router32 = self.router.matrix.values if known.float32 else None
+        self.about.correction = self.correction.data_ptr() if isinstance(self.correction, Tensor) else None
+        self.about.groups, self.about.open = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
+        self.about.unsorted, self.about.least = int(known.unsorted), getattr(router, "norm_min", 0.0)
+        self.about.factor = getattr(router, "routed_scaling_factor", 1.0)
         self.about.routing, self.about.exact = known.routing, int(known.exact)
         self.about.normed = int(router.norm_topk_prob if known.normed is None else known.normed)
         self.about.shared = native.GATED if gate is not None else native.UNGATED if shared is not None else 0
@@ -248,14 +269,18 @@ class Experts:
         known = ROUTERS[type(router).__name__]
         names = {"experts", known.name}
         shared, gate = None, None
-        if (expert := getattr(mlp, "shared_expert", None)) is not None:
-            names |= {"shared_expert", "shared_expert_gate"}
+        for name in [each for each in SHARED if each in mlp._modules]:
+            expert = getattr(mlp, name)
             gate_up, down = packing.product(expert.gate_proj, expert.up_proj), packing.product(expert.down_proj)
-            gate = packing.product(mlp.shared_expert_gate)
-            if gate_up is None or down is None or gate is None or gate.quantised:
+            if gate_up is None or down is None:
                 return None
-            shared = gate_up, down
-        if mlp._modules.keys() != names or router.weight.dtype != mixture.dtype:
+            shared, names = (gate_up, down), {*names, name}
+        if "shared_expert_gate" in mlp._modules:
+            gate = packing.product(mlp.shared_expert_gate)
+            if gate is None or gate.quantised:
+                return None
+            names.add("shared_expert_gate")
+        if mlp._modules.keys() != names or (router.weight.dtype != mixture.dtype and not known.float32):
             return None
         return Experts(mixture, router, known, shared, gate)
 

@@ -25,8 +25,9 @@ class Family:
         activation: of the MLP.
         layer_cap: what the attention calls the cap of its scores; None for none.
         turns: whether an attention turns anything by its position.
-        interleaved, once: turned pairs are neighbours; what is turned is rounded once.
+        interleaved, once: turned pairs are neighbours, or what says so of the configuration; what is turned is rounded once.
         grouped: query, key and value of a head lie together in ``qkv``.
+        latent: keys and values are made of a latent, as in DeepSeek-V2; ``qkv`` is then not there.
         parallel: attention and MLP read the same; or what says so of a layer.
         halves: angles are those of one half of what is turned.
         tempered: what queries at some positions are multiplied by, of the configuration; None for nothing.
@@ -50,9 +51,10 @@ class Family:
     activation: str = "mlp.act_fn"
     layer_cap: str | None = None
     turns: Callable[[Any], bool] = lambda attention: True
-    interleaved: bool = False
+    interleaved: bool | str = False
     once: bool = False
     grouped: bool = False
+    latent: bool = False
     parallel: bool | str = False
     halves: bool = False
     tempered: Callable[[Any, Tensor], Tensor | None] = lambda config, positions: None
@@ -78,6 +80,10 @@ def windowed_only(attention: Any) -> bool:
     return attention.sliding_window is not None
 
 
+def where_windows_are(attention: Any) -> bool:
+    return attention.sliding_window is None or bool(attention.is_sliding)
+
+
 PLAIN = Family()
 JOINED = Family(wide=("mlp.gate_up_proj",), activation="mlp.activation_fn")
 SANDWICH = Family(
@@ -88,6 +94,7 @@ SANDWICH = Family(
 )
 GIVEN = Family(before=None, after=None, attention_given="post_attention_layernorm", mlp_given="post_feedforward_layernorm")
 COHERE = Family(after=None, parallel=True, interleaved=True, once=True)
+LATENT = Family(qkv=(), head_norms=("q_a_layernorm", "kv_a_layernorm"), interleaved="rope_interleave", latent=True)
 FAMILIES = {
     **dict.fromkeys(("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Granite", "SeedOss"), PLAIN),
     "Phi3": replace(JOINED, qkv=("qkv_proj",)),
@@ -95,7 +102,8 @@ FAMILIES = {
     "Gemma3": replace(SANDWICH, model="TextModel"),
     "SmolLM3": Family(turns=lambda attention: bool(attention.use_rope)),
     **dict.fromkeys(("Olmo2", "Olmo3"), GIVEN),
-    "Exaone4": replace(GIVEN, turns=lambda attention: attention.sliding_window is None or attention.is_sliding),
+    "Exaone4": replace(GIVEN, turns=where_windows_are),
+    "ExaoneMoe": Family(turns=where_windows_are),
     "Glm": replace(JOINED, interleaved=True),
     "Glm4": replace(JOINED, interleaved=True, attention_given="post_self_attn_layernorm", mlp_given="post_mlp_layernorm"),
     "Cohere": COHERE,
@@ -124,13 +132,18 @@ FAMILIES = {
     ),
     "StableLm": Family(head_norms=("q_layernorm", "k_layernorm"), parallel="use_parallel_residual"),
     **dict.fromkeys(("Nemotron", "Arcee"), Family(wide=("mlp.up_proj",))),
-    "Ernie4_5": Family(interleaved=True),
+    **dict.fromkeys(("Ernie4_5", "Ernie4_5_Moe"), Family(interleaved=True)),
     "HunYuanDenseV1": Family(head_norms=("query_layernorm", "key_layernorm"), turned_first=True),
     "Ministral3": Family(tempered=tempered),
-    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe"), PLAIN),
+    **dict.fromkeys(("Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "SolarOpen", "Dots1"), PLAIN),
     "Olmoe": Family(refused=clipped),
     "GptOss": Family(halves=True),
+    **dict.fromkeys(("DeepseekV3", "Glm4MoeLite"), LATENT),
 }
+
+
+def interleaves(family: Family, config: Any) -> bool:
+    return family.interleaved if isinstance(family.interleaved, bool) else bool(getattr(config, family.interleaved))
 
 
 def family_of(model: Any, base: Any) -> str | None:

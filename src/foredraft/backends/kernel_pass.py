@@ -271,8 +271,13 @@ class NativeModel(Override):
 
     def page_bytes(self, kernels: Sequence[Kernel]) -> int:
         """Of a page of a cache, some layers together."""
-        vectors = sum(2 * int(kernel.about.key_heads) for kernel in kernels)
-        return vectors * PAGE * int(self.kernels[0].about.size) * int(self.base.dtype.itemsize)
+        vectors = sum(int(kernel.about.key_heads) for kernel in kernels)
+        return vectors * PAGE * (self.sizes[0] + self.sizes[-1]) * int(self.base.dtype.itemsize)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of a head's key and value, or of both."""
+        return (int(self.kernels[0].about.size),)
 
     @property
     def by_position(self) -> bool:
@@ -363,7 +368,7 @@ class NativeModel(Override):
         about, mine = self.kernels[0].about, NativePass.over(cache, self.shared)
         if len(cache.layers) < len(self.kernels) or cache.outgrown or mine.buffers[0] != cache.allocations:
             for kernel in self.kernels:
-                cache.buffers(kernel.index, x, int(about.key_heads), int(about.size))
+                cache.buffers(kernel.index, x, int(about.key_heads), *self.sizes)
             held = [cache.layers[kernel.index] for kernel in self.kernels]
             keys, values = (pointers([getattr(layer, name).data_ptr() for layer in held]) for name in ("keys", "values"))
             mine.buffers = cache.allocations, keys, values

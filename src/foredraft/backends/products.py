@@ -45,10 +45,11 @@ class Source:
 def sources_of(layer: nn.Module) -> list[Source]:
     found = []
     each: Any
-    for name, each in layer._parameters.items():
-        if each is not None:
-            numbers = each.qdata if is_quantised(each) else each
-            found.append(Source(layer._parameters, name, each, numbers, None if numbers.is_inference() else numbers._version))
+    for held in (layer._parameters, layer._buffers):
+        for name, each in held.items():
+            if each is not None:
+                numbers = each.qdata if is_quantised(each) else each
+                found.append(Source(held, name, each, numbers, None if numbers.is_inference() else numbers._version))
     return found
 
 

@@ -157,11 +157,10 @@ class TreeCache(Cache):
         about.positions = None if self.positions is None else self.positions.data_ptr()
         return self._window.first * keys.stride(0)
 
-    def buffers(self, layer_idx: int, like: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
-        """The keys and values ``[rows of the pass, heads, capacity, size]`` of a layer, in the dtype of ``like``; the pass writes at
-        :attr:`slots` and reads up to the window's width."""
-        shaped = like.new_empty(0, heads, 0, size)
-        window, layer = self._window, self._layer(layer_idx, shaped, shaped)
+    def buffers(self, layer_idx: int, like: Tensor, heads: int, *sizes: int) -> tuple[Tensor, Tensor]:
+        """The keys and values ``[rows of the pass, heads, capacity, size]`` of a layer, of one size or of one ``sizes`` each, in the dtype
+        of ``like``; the pass writes at :attr:`slots` and reads up to the window's width."""
+        window, layer = self._window, self._layer(layer_idx, *(like.new_empty(0, heads, 0, size) for size in (sizes[0], sizes[-1])))
         return layer.keys[window.first : window.last], layer.values[window.first : window.last]
 
     # -- what the target asks between forward passes ----------------------------------------------------------------

@@ -288,9 +288,8 @@ class PagedCache(TreeCache):
         about.table = store.table.data_ptr() + self._window.first * store.lines.strides[0]
         return 0
 
-    def buffers(self, layer_idx: int, like: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
-        shaped = like.new_empty(0, heads, 0, size)
-        layer = self._layer(layer_idx, shaped, shaped)
+    def buffers(self, layer_idx: int, like: Tensor, heads: int, *sizes: int) -> tuple[Tensor, Tensor]:
+        layer = self._layer(layer_idx, *(like.new_empty(0, heads, 0, size) for size in (sizes[0], sizes[-1])))
         return layer.keys, layer.values
 
     # -- what transformers asks ---------------------------------------------------------------------------------------

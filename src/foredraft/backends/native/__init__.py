@@ -29,7 +29,7 @@ from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 
 SOURCE = Path(__file__).with_name("layer.c")
-SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "groups.h", "experts.h")))
+SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "groups.h", "experts.h", "latent.h")))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
 INSTRUCTIONS = {"avx512": (), "avx2": ("-mno-avx512f",)}  # what FOREDRAFT_INSTRUCTIONS may say, and what it tells the compiler
 NEEDED = ("avx2", "fma", "f16c")
@@ -80,7 +80,7 @@ class Layer(ctypes.Structure):
         + [("sinks", ctypes.c_void_p), ("cap", ctypes.c_double)]
         + [("attention_given", Norm), ("mlp_given", Norm), ("residual", ctypes.c_double)]
         + [(name, ctypes.c_int64) for name in ("kind", "window", "rotary", "rotation", "head_norms", "parallel", "grouped")]
-        + [("experts", ctypes.c_void_p)]
+        + [("experts", ctypes.c_void_p), ("latent", ctypes.c_void_p)]
     )
 
 
@@ -116,8 +116,21 @@ class Experts(ctypes.Structure):
         + [("router", Matrix), *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))]
         + [(name, ctypes.c_int64) for name in ("routing", "normed", "exact", "by_number", "activation", "shared")]
         + [(name, ctypes.c_double) for name in ("alpha", "limit")]
+        + [(name, ctypes.c_void_p) for name in ("router32", "correction")]
+        + [(name, ctypes.c_int64) for name in ("groups", "open", "unsorted")]
+        + [(name, ctypes.c_double) for name in ("least", "factor")]
     )
     beside: Any = None  # what somebody points to with them
+
+
+class Latent(ctypes.Structure):
+    """``Latent`` of ``latent.h``."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("rank", "turned", "plain", "values", "query_rank")]
+        + [(name, Matrix) for name in ("kept", "query_in", "query")]
+        + [(name, ctypes.c_void_p) for name in ("to_latents", "to_values")]
+    )
 
 
 class States(ctypes.Structure):
@@ -315,7 +328,7 @@ SQUARED = 8
 CENTRED, PLUS_ONE, ONCE = 1, 2, 4  # kinds of norms
 INTERLEAVED, TURNED_ONCE = 1, 2  # kinds of rotation
 WHOLE_HEADS, BEHIND = 1, 2  # how norms of queries and keys are special
-OF_ALL, OF_CHOSEN, CLAMPED, UNGATED, GATED = 0, 1, 16, 1, 2  # of ``experts.h``
+OF_ALL, OF_CHOSEN, OF_EACH, CLAMPED, UNGATED, GATED = 0, 1, 2, 16, 1, 2  # of ``experts.h``
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # likewise
 MOST_OF_LARGEST = 16  # ``MOST`` of ``layer.c``
 

@@ -11,6 +11,7 @@
 #define TILE (BLOCKS * 16)
 #define OF_ALL 0 /* probabilities of all experts, of which the largest are chosen */
 #define OF_CHOSEN 1 /* probabilities of those that were chosen by their logits */
+#define OF_EACH 2 /* the sigmoid of each logit, of which the largest are chosen */
 #define CLAMPED 16 /* an activation, of gpt_oss: (up + 1) gate sigmoid(alpha gate), both cut at the limit */
 #define UNGATED 1 /* a shared expert: added as it is, or times a sigmoid, whose input is one more output of the router */
 #define GATED 2
@@ -20,10 +21,15 @@ typedef struct Experts {
     Matrix router;                           /* of count outputs, and one more for a gated shared expert; or without values */
     const value *gate_up, *down;
     const value *gate_up_bias, *down_bias;   /* [count, 2 inner] in the order of the weights, [count, hidden]; or null */
-    int64_t routing, normed;                 /* OF_ALL or OF_CHOSEN; whether the probabilities of those chosen are made to sum to 1 */
+    int64_t routing, normed;                 /* OF_ALL, OF_CHOSEN or OF_EACH; whether the scores of those chosen are made to sum to 1 */
     int64_t exact, by_number;                /* weights of the sum are not rounded; it is made in the order of the experts, and rounded */
     int64_t activation, shared;              /* what the layer has besides: 0, UNGATED or GATED */
     double alpha, limit;
+    const float *router32;                   /* [outputs / 16][hidden][16] a router whose logits are not rounded; null: `router` is read */
+    const float *correction;                 /* [count] added to the scores to choose by, not to those that count; or null */
+    int64_t groups, open;                    /* of neighbours; experts are chosen in the `open` groups whose best two sum to most */
+    int64_t unsorted;                        /* those chosen are in the order of torch.topk(sorted=False) */
+    double least, factor;                    /* the sum that scores are divided by is at least; what they are multiplied by in the end */
 } Experts;
 
 /* Where the memory of a pass is divided up */
@@ -32,6 +38,7 @@ typedef struct {
     int32_t *tokens, *places;           /* [T * chosen] the token in each place; the places of each token, in the order of its sum */
     float *scores;                      /* [T * chosen] in that order */
     value *logits, *inputs, *thin;      /* [T, outputs of the router], [T * chosen, hidden], [T * chosen, inner] */
+    float *logits32;                    /* [T, outputs of the router], of `router32` */
     value *shared, *own;                /* [T, hidden]; [threads][T * (chosen + 1), TILE] */
     size_t bytes;
 } Routed;
@@ -42,12 +49,13 @@ static Routed divided(const Experts *e, int T, int H, int threads, char *memory)
     const size_t n = (size_t)T * e->chosen, numbers = n * sizeof(int32_t), own = (size_t)threads * (n + T) * TILE;
     const size_t sizes[] = {sizeof(int32_t), e->count * sizeof(int32_t), (e->count + 1) * sizeof(int32_t), numbers, numbers, numbers,
                             T * routes(e) * sizeof(value), n * H * sizeof(value), n * e->inner * sizeof(value),
-                            (e->shared ? T * (size_t)H : 0) * sizeof(value), own * sizeof(value)};
-    char *parts[11];
+                            (e->router32 ? T * routes(e) : 0) * sizeof(float), (e->shared ? T * (size_t)H : 0) * sizeof(value),
+                            own * sizeof(value)};
+    char *parts[12];
     size_t at = 0;
-    for (int i = 0; i < 11; i++) parts[i] = memory + at, at += (sizes[i] + LINE - 1) / LINE * LINE;
+    for (int i = 0; i < 12; i++) parts[i] = memory + at, at += (sizes[i] + LINE - 1) / LINE * LINE;
     return (Routed){(void *)parts[0], (void *)parts[1], (void *)parts[2], (void *)parts[3], (void *)parts[4], (void *)parts[5],
-                    (void *)parts[6], (void *)parts[7], (void *)parts[8], (void *)parts[9], (void *)parts[10], at};
+                    (void *)parts[6], (void *)parts[7], (void *)parts[8], (void *)parts[9], (void *)parts[10], (void *)parts[11], at};
 }
 
 /* Bytes that a pass over T tokens needs */
@@ -58,6 +66,29 @@ INLINE value *own_tiles(const Worker *w, const Experts *e, const Routed *r, int 
 }
 
 /* -- the router -------------------------------------------------------------------------------------------------------- */
+
+/* 16 outputs of a router in float32, of n inputs [n, H]; y begins with the first of them and has `columns` */
+INLINE void tile32(const float *weights, const value *x, float *y, int H, int columns, int n) {
+    f32 sums[TOKENS][2];
+    for (int t = 0; t < n; t++) sums[t][0] = sums[t][1] = f32_zero();
+    for (int k = 0; k < H; k += 2)
+        for (int odd = 0; odd < 2; odd++) {
+            const f32 w_k = f32_load(weights + (size_t)(k + odd) * 16);
+            for (int t = 0; t < n; t++) sums[t][odd] = f32_fma(w_k, f32_of(number(x + (size_t)t * H + k + odd)), sums[t][odd]);
+        }
+    for (int t = 0; t < n; t++) f32_store(y + (size_t)t * columns, f32_add(sums[t][0], sums[t][1]));
+}
+
+/* A phase: the logits of x [T, H] by `router32` */
+static void logits32(Worker *w, const Experts *e, const Routed *r, const value *x, int T, int H) {
+    const int columns = routes(e), parts = (T + TOKENS - 1) / TOKENS;
+    for (int i = first(w, columns / 16 * parts); i >= 0; i = next(w)) {
+        const int o = i / parts * 16, begin = i % parts * TOKENS, n = T - begin < TOKENS ? T - begin : TOKENS;
+        float out[TOKENS * 16];
+        FOR_KNOWN(n, tile32(e->router32 + (size_t)o * H, x + (size_t)begin * H, out, H, 16, COUNT))
+        for (int t = 0; mine(w) && t < n; t++) f32_store(r->logits32 + (size_t)(begin + t) * columns + o, f32_load(out + t * 16));
+    }
+}
 
 typedef struct {
     float score;
@@ -80,9 +111,9 @@ static void sorted(Choice *all, int count) {
     }
 }
 
-/* Brings the k largest to the front, largest first. Equals come as torch.topk has them, which is nth_element of C++'s library over all and
- * sort over the first k - 1, where k is more than a 64th of all. */
-static void largest_first(Choice *all, int count, int k) {
+/* Brings the k largest to the front, largest first unless `unsorted`. Equals come as torch.topk has them, which is nth_element of C++'s
+ * library over all and sort over the first k - 1, where k is more than a 64th of all. */
+static void largest_first(Choice *all, int count, int k, int unsorted) {
     int low = 0, high = count;
     while (high - low > 3) {
         Choice *first = all + low, *a = first + 1, *b = first + (high - low) / 2, *c = all + high - 1, *middle;
@@ -105,18 +136,38 @@ static void largest_first(Choice *all, int count, int k) {
             high = i;
     }
     sorted(all + low, high - low);
-    sorted(all, k - 1);
+    if (!unsorted || k * 64 <= count) sorted(all, k - 1);
 }
 
-/* The experts of one token, and what each counts, from `logits` */
-static void choose(const Experts *e, const value *logits, int32_t *experts, float *scores) {
+/* Nobody chooses the experts of closed groups */
+static void close_groups(const Experts *e, Choice *all) {
+    const int size = e->count / e->groups;
+    Choice groups[MOST_EXPERTS];
+    for (int g = 0; g < e->groups; g++) {
+        Choice best = {-__builtin_inff()}, second = best;
+        for (int i = g * size; i < (g + 1) * size; i++)
+            if (before(all[i], best))
+                second = best, best = all[i];
+            else if (before(all[i], second))
+                second = all[i];
+        groups[g] = (Choice){best.score + second.score, g};
+    }
+    largest_first(groups, e->groups, e->open, 1);
+    for (int g = e->open; g < e->groups; g++)
+        for (int i = 0; i < size; i++) all[groups[g].expert * size + i].score = -__builtin_inff();
+}
+
+/* The experts of token t, and what each counts, from its logits */
+static void choose(const Experts *e, const Routed *r, int t, int32_t *experts, float *scores) {
+    const size_t line = (size_t)t * routes(e);
     float numbers[MOST_EXPERTS + 16];
     Choice all[MOST_EXPERTS];
     const int count = e->count, k = e->chosen;
     f32 most = f32_of(-__builtin_inff()), sum = f32_zero();
     for (int i = 0; i < count; i += 16) {
         const lanes there = count - i >= 16 ? 0xffff : (1u << (count - i)) - 1;
-        const f32 x = f32_pick(there, f32_of(-__builtin_inff()), load(logits + i));
+        const f32 logits = e->router32 ? f32_load(r->logits32 + line + i) : load(r->logits + line + i);
+        const f32 x = f32_pick(there, f32_of(-__builtin_inff()), e->routing == OF_EACH ? sigmoid(logits) : logits);
         f32_store(numbers + i, x), most = f32_max(most, x);
     }
     if (e->routing == OF_ALL) {
@@ -129,24 +180,26 @@ static void choose(const Experts *e, const value *logits, int32_t *experts, floa
         sum = f32_of(f32_sum(sum));
         for (int i = 0; i < count; i += 16) f32_store(numbers + i, f32_div(f32_load(numbers + i), sum));
     }
-    for (int i = 0; i < count; i++) all[i] = (Choice){numbers[i], i};
-    largest_first(all, count, k);
+    for (int i = 0; i < count; i++) all[i] = (Choice){e->correction ? numbers[i] + e->correction[i] : numbers[i], i};
+    if (e->open < e->groups) close_groups(e, all);
+    largest_first(all, count, k, e->unsorted);
     float whole = 0.0f;
     for (int j = 0; j < k; j++) {
         if (e->routing == OF_CHOSEN) scores[j] = f32_first(exponential(f32_of(all[j].score - all[0].score)));
         experts[j] = all[j].expert;
-        scores[j] = e->routing == OF_CHOSEN ? scores[j] : all[j].score;
+        scores[j] = e->routing == OF_CHOSEN ? scores[j] : numbers[all[j].expert];
         whole += scores[j];
     }
+    if (whole < e->least) whole = e->least;
     for (int j = 0; j < k; j++) {
-        const f32 score = f32_of(e->routing == OF_CHOSEN || e->normed ? scores[j] / whole : scores[j]);
+        const f32 score = f32_of((e->routing == OF_CHOSEN || e->normed ? scores[j] / whole : scores[j]) * (float)e->factor);
         scores[j] = f32_first(e->exact ? score : rounded(score));
     }
 }
 
 /* A phase: who takes which expert, from the router's logits or as it is `given`, and which place each token has in the row of its expert */
 static void route(Worker *w, const Experts *e, const Routed *r, int T, const int64_t *given, const float *weights) {
-    const int k = e->chosen, n = T * k, columns = routes(e);
+    const int k = e->chosen, n = T * k;
     for (int i = first(w, 1); i >= 0; i = next(w)) {
         int32_t *chosen = (int32_t *)own_tiles(w, e, r, T), *tokens = chosen + n, *places = tokens + n, active = 0;
         float *scores = (float *)(places + n);
@@ -155,7 +208,7 @@ static void route(Worker *w, const Experts *e, const Routed *r, int T, const int
             int32_t *of = chosen + t * k;
             float *much = scores + t * k;
             for (int j = 0; given && j < k; j++) of[j] = given[t * k + j], much[j] = weights[t * k + j];
-            if (!given) choose(e, r->logits + (size_t)t * columns, of, much);
+            if (!given) choose(e, r, t, of, much);
             for (int j = 1; e->by_number && j < k; j++)
                 for (int b = j; b > 0 && of[b] < of[b - 1]; b--) {
                     const int32_t expert = of[b];

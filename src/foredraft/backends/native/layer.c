@@ -542,8 +542,9 @@ INLINE void gated(const value *gate, const value *up, value *out, int size, int 
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
 
-/* The first `count` of KEYS keys as a packed matrix, zeros behind them. Those at `next`, unless it is null, are on their way. */
-static void packed_keys(const value *keys, int count, int size, value *out, const value *next) {
+/* The first `count` of KEYS keys, or a part of them, as a packed matrix of `whole` keys, zeros behind them. Those at `next`, unless it is
+ * null, are on their way. */
+static void packed_keys(const value *keys, int count, int size, int whole, value *out, const value *next) {
     const int words = size / DEPTH;
     for (int b = 0; b < KEYS && b < count; b += 16)
         for (int w = 0; w < words; w += 16) {
@@ -555,7 +556,7 @@ static void packed_keys(const value *keys, int count, int size, value *out, cons
                 r[j] = b + j >= count ? i32_zero() : some == 16 ? i32_load(from) : i32_load_some((1u << some) - 1, from);
             }
             turned(r);
-            for (int j = 0; j < some; j++) i32_store(out + (size_t)b * size + (w + j) * 16 * DEPTH, r[j]);
+            for (int j = 0; j < some; j++) i32_store(out + (size_t)b * whole + (w + j) * 16 * DEPTH, r[j]);
         }
 }
 
@@ -615,6 +616,13 @@ static void some_gathered(const float *probabilities, const value *values, float
     FOR_KNOWN(n, gathered_all(probabilities, values, sums, count, size, COUNT, next))
 }
 
+/* Latent attention, see latent.h */
+typedef struct Latent {
+    int64_t rank, turned, plain, values, query_rank; /* of a head: numbers of a query that are turned, the others, and of a value */
+    Matrix kept, query_in, query;                    /* [rank + turned, hidden]; [query_rank, hidden] or without values; of all heads */
+    const value *to_latents, *to_values;             /* packed, for each head [rank, plain] and [values, rank] */
+} Latent;
+
 typedef struct {
     int64_t hidden, inner, heads, key_heads, size; /* of the model, of the MLP, query heads, key heads, of a head */
     double eps, head_eps, scaling;
@@ -636,6 +644,7 @@ typedef struct {
     int64_t parallel;                      /* the MLP reads what the attention reads, behind `after` or, without one, `before` */
     int64_t grouped;                       /* query, key and value of a head lie together, rather than all queries first */
     const struct Experts *experts;         /* in place of the MLP, of which gate_up and down are then a shared expert; or null */
+    const struct Latent *latent;           /* in place of qkv: keys are latents and what is turned of them, and values latents; or null */
 } Layer;
 
 /* What layers of one kind share in a pass: where their keys are, and tables of what turns by position, or null */
@@ -679,6 +688,7 @@ typedef struct {
     const uint8_t *mask;
     const float *bias;
     const int32_t *table;                     /* as in Pass */
+    const value *turned;                      /* of latent attention, what keys have behind their latents; or null */
 } Asked;
 
 /* Where the keys of a head in the KEYS slots from `start` on, a multiple of KEYS, begin in a cache */
@@ -725,9 +735,9 @@ typedef struct {
     const Layer *layer;
     const Pass *pass;
     const Asked *asked;
-    int row, head, first, n;
+    int row, head, first, n, wide; /* the last the size of a value */
     float *scores;              /* [n, KEYS] */
-    float *most, *total, *sums; /* [n], [n], [n, size], behind one another */
+    float *most, *total, *sums; /* [n], [n], [n, wide], behind one another */
     value *packed, *queries;    /* [KEYS, size], [n, size] */
     const uint8_t *seen[QUERIES];
     int slots[QUERIES], from[QUERIES]; /* of each query, and the first position that its window shows */
@@ -751,19 +761,21 @@ static void find_moved(Chunk *c) {
 }
 
 INLINE size_t slots_from(const Chunk *c, int start) {
-    return block(c->pass, c->asked->table, c->asked->row_stride, c->asked->head_stride, c->row, c->head, start, c->layer->size);
+    return block(c->pass, c->asked->table, c->asked->row_stride, c->asked->head_stride, c->row, c->head, start, c->wide);
 }
 
 /* Raw scores of the first `count` slots from `start` on; those at `behind`, unless it is null, are on their way */
 static void score_slots(const Chunk *c, int start, int count, float *scores, const value *behind) {
-    const int size = c->layer->size;
-    packed_keys(c->asked->keys + slots_from(c, start), count, size, c->packed, behind);
+    const int size = c->layer->size, rest = size - c->wide;
+    const size_t at = slots_from(c, start);
+    packed_keys(c->asked->keys + at, count, c->wide, size, c->packed, behind);
+    if (rest) packed_keys(c->asked->turned + at / c->wide * rest, count, rest, size, c->packed + c->wide * 16, 0);
     for (int t = 0; t < c->n; t += TOKENS)
         some_scored(c->packed, c->queries + t * size, scores + t * KEYS, size, c->n - t < TOKENS ? c->n - t : TOKENS);
 }
 
 static void gather_slots(const Chunk *c, int start, int count, const float *probabilities, const value *behind) {
-    const int size = c->layer->size;
+    const int size = c->wide;
     for (int t = 0; t < c->n; t += TOKENS)
         some_gathered(probabilities + t * KEYS, c->asked->values + slots_from(c, start), c->sums + t * size, count, size,
                       c->n - t < TOKENS ? c->n - t : TOKENS, t == 0 ? behind : 0);
@@ -772,7 +784,7 @@ static void gather_slots(const Chunk *c, int start, int count, const float *prob
 /* The raw scores of KEYS positions from `start` on, of which queries see some, become probabilities relative to the largest score so far */
 static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
     const Layer *l = c->layer;
-    const int size = l->size, group = l->heads / l->key_heads;
+    const int size = c->wide, group = l->heads / l->key_heads;
     const f32 none = f32_of(-__builtin_inff());
     for (int i = 0; i < c->n; i++) {
         float *s = c->scores + i * KEYS;
@@ -880,6 +892,9 @@ static void take_positions(Chunk *c, int start) {
 #undef EACH_MOVED
 }
 
+/* Numbers of a value; latents are a part of what is kept of a token */
+INLINE int wide_of(const Layer *l, const Asked *a) { return a->turned ? l->latent->rank : l->size; }
+
 /* The first position that the window of a layer shows to the query in a slot */
 INLINE int first_seen(const Layer *l, const int32_t *positions, int slot) {
     const int position = positions ? positions[slot] : slot;
@@ -888,7 +903,7 @@ INLINE int first_seen(const Layer *l, const int32_t *positions, int slot) {
 
 static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
-    Chunk c = {l, p, a, row, head, first, n, own_scratch(w, l, p)};
+    Chunk c = {l, p, a, row, head, first, n, wide_of(l, a), own_scratch(w, l, p)};
     c.packed = (value *)(c.scores + QUERIES * KEYS + 2 * QUERIES * (size + 2)), c.queries = c.packed + KEYS * size;
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
@@ -911,7 +926,7 @@ static void over_segment(Chunk *c, int segment, float *sums) {
     for (int i = 0; i < c->n; i++) {
         const float *sink = l->sinks && c->from[i] / KEY_SEGMENT == segment ? l->sinks + c->head * group + (c->first + i) % group : 0;
         c->most[i] = sink ? *sink : -__builtin_inff(), c->total[i] = sink ? 1.0f : 0.0f;
-        for (int d = 0; d < l->size; d += 16) f32_store(c->sums + i * l->size + d, f32_zero());
+        for (int d = 0; d < c->wide; d += 16) f32_store(c->sums + i * c->wide + d, f32_zero());
         if (c->from[i] < from) from = c->from[i];
     }
     for (int start = from > begin ? from / KEYS * KEYS : begin; start < c->reach && start < end; start += KEYS)
@@ -922,32 +937,32 @@ static void over_segment(Chunk *c, int segment, float *sums) {
 }
 
 /* Sums of n queries go on with those over the next segment, as over_segment has them */
-static void joined(float *sums, const float *more, int n, int size) {
+static void joined(float *sums, const float *more, int n, int wide) {
     for (int i = 0; i < n; i++) {
-        float *all = sums + 2 * n + i * size, *most = sums + i, *total = sums + n + i;
-        const float *some = more + 2 * n + i * size;
+        float *all = sums + 2 * n + i * wide, *most = sums + i, *total = sums + n + i;
+        const float *some = more + 2 * n + i * wide;
         if (more[i] == -__builtin_inff()) continue; /* sees nothing there */
         if (*most == -__builtin_inff()) {
-            __builtin_memcpy(all, some, size * sizeof(float));
+            __builtin_memcpy(all, some, wide * sizeof(float));
             *most = more[i], *total = more[n + i];
             continue;
         }
         const float now = more[i] > *most ? more[i] : *most;
         const f32 less = exponential(f32_of(*most - now)), share = exponential(f32_of(more[i] - now));
-        for (int d = 0; d < size; d += 16) f32_store(all + d, f32_fma(share, f32_load(some + d), f32_mul(less, f32_load(all + d))));
+        for (int d = 0; d < wide; d += 16) f32_store(all + d, f32_fma(share, f32_load(some + d), f32_mul(less, f32_load(all + d))));
         *total = *total * f32_first(less) + more[n + i] * f32_first(share), *most = now;
     }
 }
 
 /* What n queries make of their sums, which are as over_segment has them */
-static void attended(Worker *w, const Layer *l, const Pass *p, int row, int head, int first, int n, const float *sums) {
-    const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
+static void attended(Worker *w, const Layer *l, const Pass *p, int row, int head, int first, int n, int wide, const float *sums) {
+    const int begin = p->begins[row], group = l->heads / l->key_heads;
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
-        value *out = p->attended + ((size_t)begin + node) * l->heads * size + (size_t)which * size;
+        value *out = p->attended + ((size_t)begin + node) * l->heads * wide + (size_t)which * wide;
         const float total = sums[n + i];
         const f32 scale = f32_of(total > 0.0f ? 1.0f / total : 0.0f); /* filler may see nothing */
-        for (int d = 0; d < size; d += 16) store(out + d, f32_mul(f32_load(sums + 2 * n + i * size + d), scale));
+        for (int d = 0; d < wide; d += 16) store(out + d, f32_mul(f32_load(sums + 2 * n + i * wide + d), scale));
     }
 }
 
@@ -961,9 +976,9 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
     c.end = c.reach;
     for (int s = begin; s == begin || s * KEY_SEGMENT < c.reach; s++) {
         over_segment(&c, s, s == begin ? sums : more);
-        if (s > begin) joined(sums, more, n, l->size);
+        if (s > begin) joined(sums, more, n, c.wide);
     }
-    attended(w, l, p, row, head, first, n, sums);
+    attended(w, l, p, row, head, first, n, c.wide, sums);
 }
 
 /* A chunk: likewise over one segment alone, whose sums go to `out` */
@@ -972,7 +987,7 @@ static void attend_segment(Worker *w, const Layer *l, const Pass *p, const Asked
     float *sums = c.scores + QUERIES * KEYS;
     c.end = (segment + 1) * KEY_SEGMENT < c.reach ? (segment + 1) * KEY_SEGMENT : c.reach;
     over_segment(&c, segment, sums);
-    if (mine(w)) __builtin_memcpy(out, sums, n * (l->size + 2) * sizeof(float));
+    if (mine(w)) __builtin_memcpy(out, sums, n * (c.wide + 2) * sizeof(float));
 }
 
 /* A phase: queries and keys turned by their positions, keys and values put into the cache */
@@ -1039,7 +1054,7 @@ static int segments_of(const Layer *l, const Pass *p, const Asked *a, int row, i
 /* Every query over the keys that it sees. A phase, or where there are few queries over long texts two: over segments, and these together.
  * A query's sums over a segment are the same either way, and so is the order in which they are added up. */
 static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) {
-    const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group, rows = p->rows, size = l->size;
+    const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group, rows = p->rows, wide = wide_of(l, a);
     int share = asked < QUERIES ? asked : QUERIES, parts = (asked + share - 1) / share; /* of the queries of a head of keys, at a time */
     int segments = 1, begin;
     for (int row = 0; p->segments_room && row < rows && parts * rows * heads < PIECES * p->threads; row++) {
@@ -1048,7 +1063,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
     }
     for (; parts * rows * heads * segments < p->threads && share > 1; parts = (asked + share - 1) / share) share = (share + 1) / 2;
     const int pieces = parts * rows * heads;
-    const size_t needed = (size_t)share * (size + 2);
+    const size_t needed = (size_t)share * (wide + 2);
     if (needed * pieces * segments > p->segments_room) segments = 1;
 #define EACH_PIECE(count, action) /* of the queries, times `count` */ \
     for (int i = first(w, pieces * count); i >= 0; i = next(w)) { \
@@ -1068,9 +1083,9 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
     EACH_PIECE(1, {
         float *sums = own_scratch(w, l, p);
         const float *some = p->segments + i * needed;
-        __builtin_memcpy(sums, some, n * (size + 2) * sizeof(float));
-        for (int s = 1, count = segments_of(l, p, a, row, &begin); s < count; s++) joined(sums, some + s * pieces * needed, n, size);
-        attended(w, l, p, row, head, from, n, sums);
+        __builtin_memcpy(sums, some, n * (wide + 2) * sizeof(float));
+        for (int s = 1, count = segments_of(l, p, a, row, &begin); s < count; s++) joined(sums, some + s * pieces * needed, n, wide);
+        attended(w, l, p, row, head, from, n, wide, sums);
     })
 #undef EACH_PIECE
 }
@@ -1131,7 +1146,10 @@ static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
     const Experts *e = l->experts;
     const Routed r = divided(e, T, H, p->threads, p->experts);
     const value *inputs = entered(w, l, p, l->after, x);
-    product(w, &e->router, inputs, r.logits, T, H, routes(e), 0);
+    if (e->router32)
+        logits32(w, e, &r, inputs, T, H);
+    else
+        product(w, &e->router, inputs, r.logits, T, H, routes(e), 0);
     route(w, e, &r, T, 0, 0);
     if (e->shared) {
         product(w, &l->gate_up, inputs, p->wide, T, H, 2 * l->inner, 0);
@@ -1142,6 +1160,8 @@ static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
     left(w, l, p, l->after, x);
 }
 
+#include "latent.h"
+
 /* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
  * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own, as far as the layer's window shows it.
  * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. Only the sublayers `parts` are run;
@@ -1150,6 +1170,10 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
                     value *values, int parts, int number) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, heads = l->heads * size, all = heads + 2 * l->key_heads * size;
     const int widened = l->activation & ALONE ? I : 2 * I;
+    if (l->latent && parts & ATTENTION) {
+        latent_attention(w, l, p, mask, x, keys, values);
+        parts &= ~ATTENTION;
+    }
     if (parts & ATTENTION) product(w, &l->qkv, inputs ? inputs : entered(w, l, p, l->before, x), p->projected, T, inputs ? K : H, all, 0);
     if (l->parallel && parts & MLP) {
         const value *read = parts & ATTENTION && !l->after.weight ? p->states : entered(w, l, p, l->after.weight ? l->after : l->before, x);
@@ -1275,7 +1299,8 @@ static void do_model(Worker *w, const void *job) {
             p.page_stride = k->page_stride, p.table = k->table;
         }
         hand_out(w, m->states, i, m->x, T, H);
-        through(w, l, &p, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + m->offset,
+        const int64_t to_values = l->latent ? m->offset / l->latent->rank * l->latent->turned : m->offset;
+        through(w, l, &p, m->mask, m->x, 0, 0, m->keys[i] + m->offset, m->values[i] + to_values,
                 m->parts ? m->parts[i] : ATTENTION | MLP, i);
     }
     norms(w, m->x, m->norm, m->out, T, H, m->eps);

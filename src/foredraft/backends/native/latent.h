@@ -1,0 +1,100 @@
+/* Latent attention (DeepSeek-AI 2024, DeepSeek-V2): of each token a latent of `rank` numbers is kept, and `turned` numbers of a key that
+ * all heads share. The keys and values of a head are products of the latent.
+ *
+ * They are not made. A query times a key of W_k c is the query of W_k^T q times c, and a sum of values W_v c is W_v times the sum of c. So
+ * all heads attend over the same keys, [latent, turned], and over the latents as values, and a pass reads a fraction of what it would read
+ * of keys and values.
+ */
+/* `count` numbers of token t turned by its position; where pairs are neighbours, the first ones of all pairs lie in front then */
+static void turned_apart(const Layer *l, const Pass *p, int t, const value *x, value *out, int count) {
+    value y[TAKEN];
+    const Kind *k = p->kinds + l->kind;
+    turned_by(x, k->cos + p->places[t] * l->rotary, k->sin + p->places[t] * l->rotary, y, count, count, l->rotation);
+    for (int i = 0; i < count; i++) out[l->rotation & INTERLEAVED ? i % 2 * (count / 2) + i / 2 : i] = y[i];
+}
+
+/* A phase: what is kept of each token, from `found` [T, rank + turned] */
+static void keep_latents(Worker *w, const Layer *l, const Pass *p, const value *found, value *latents, value *turned) {
+    const int rank = l->latent->rank, rest = l->latent->turned;
+    for (int t = first(w, p->tokens); t >= 0; t = next(w)) {
+        const value *x = found + (size_t)t * (rank + rest);
+        value latent[TAKEN], key[TAKEN];
+        normed(x, l->key_norm, latent, rank, l->head_eps);
+        turned_apart(l, p, t, x + rank, key, rest);
+        if (!mine(w)) continue;
+        const int slot = p->slots[t] % KEYS;
+        const size_t place = block(p, p->table, p->row_stride, p->head_stride, p->row_of[t], 0, p->slots[t] - slot, rank) + (size_t)slot * rank;
+        copied(latent, latents + place, rank);
+        copied(key, turned + place / rank * rest, rest);
+    }
+}
+
+/* How the work on heads is divided: chunks of a head, some tokens, and TILE outputs; their inputs fit into TAKEN */
+typedef struct {
+    int head, tile, begin, n;
+} Share;
+
+INLINE int shares(const Layer *l, const Pass *p, int tiles, int inputs) {
+    const int most = TAKEN / inputs;
+    return l->heads * tiles * ((p->tokens + most - 1) / most);
+}
+
+INLINE Share share_of(const Pass *p, int i, int tiles, int inputs) {
+    const int most = TAKEN / inputs, parts = (p->tokens + most - 1) / most, begin = i % parts * most;
+    return (Share){i / parts / tiles, i / parts % tiles, begin, p->tokens - begin < most ? p->tokens - begin : most};
+}
+
+/* A phase: queries [T, heads, plain + turned] become those of what is kept, p->projected [T, heads, rank + turned] */
+static void ask_latents(Worker *w, const Layer *l, const Pass *p, const value *queries) {
+    const int plain = l->latent->plain, rest = l->latent->turned, rank = l->latent->rank, tiles = rank / TILE + 1;
+    for (int i = first(w, shares(l, p, tiles, plain + rest)); i >= 0; i = next(w)) {
+        const Share s = share_of(p, i, tiles, plain + rest);
+        const int last = s.tile == tiles - 1, size = last ? rest : TILE;
+        value x[TAKEN], out[TAKEN * TILE / 32];
+        for (int t = 0; t < s.n; t++) {
+            const value *query = queries + ((size_t)(s.begin + t) * l->heads + s.head) * (plain + rest);
+            if (last)
+                turned_apart(l, p, s.begin + t, query + plain, out + t * rest, rest);
+            else
+                copied(query, x + t * plain, plain);
+        }
+        const Matrix m = {l->latent->to_latents + (size_t)s.head * rank * plain};
+        if (!last) outputs(&m, s.tile * TILE, x, out, s.n, plain, 0);
+        for (int t = 0; mine(w) && t < s.n; t++)
+            copied(out + t * size, p->projected + ((size_t)(s.begin + t) * l->heads + s.head) * (rank + rest) + s.tile * TILE, size);
+    }
+}
+
+/* A phase: sums of latents p->attended [T, heads, rank] become those of values, out [T, heads, values] */
+static void sum_values(Worker *w, const Layer *l, const Pass *p, value *out) {
+    const int rank = l->latent->rank, values = l->latent->values, tiles = values / TILE;
+    for (int i = first(w, shares(l, p, tiles, rank)); i >= 0; i = next(w)) {
+        const Share s = share_of(p, i, tiles, rank);
+        value x[TAKEN], some[TAKEN * TILE / 32];
+        for (int t = 0; t < s.n; t++) copied(p->attended + ((size_t)(s.begin + t) * l->heads + s.head) * rank, x + t * rank, rank);
+        const Matrix m = {l->latent->to_values + (size_t)s.head * values * rank};
+        outputs(&m, s.tile * TILE, x, some, s.n, rank, 0);
+        for (int t = 0; mine(w) && t < s.n; t++)
+            copied(some + t * TILE, out + ((size_t)(s.begin + t) * l->heads + s.head) * values + s.tile * TILE, TILE);
+    }
+}
+
+/* The attention of a layer. What is kept of the tokens goes to their slots; scratch of the MLP holds what the products give. */
+static void latent_attention(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *latents, value *turned) {
+    const Latent *m = l->latent;
+    const int T = p->tokens, H = l->hidden, kept = m->rank + m->turned, heads = l->heads * (m->plain + m->turned);
+    const value *inputs = entered(w, l, p, l->before, x);
+    value *found = p->thin, *queries = p->wide;
+    product(w, &m->kept, inputs, found, T, H, kept, 0);
+    keep_latents(w, l, p, found, latents, turned);
+    if (m->query_rank) {
+        product(w, &m->query_in, inputs, found, T, H, m->query_rank, 0);
+        norms(w, found, l->query_norm, found, T, m->query_rank, l->head_eps);
+    }
+    product(w, &m->query, m->query_rank ? found : inputs, queries, T, m->query_rank ? m->query_rank : H, heads, 0);
+    ask_latents(w, l, p, queries);
+    attention(w, l, p, &(Asked){latents, latents, p->row_stride, p->head_stride, l->heads * kept, p->slots, 0, mask, 0, p->table, turned});
+    sum_values(w, l, p, queries);
+    give(w, l, p, &l->output, queries, l->heads * m->values, l->attention_given, x);
+    left(w, l, p, l->before, x);
+}
