@@ -335,7 +335,7 @@ FAULTS = [
     Fault("layer.c", "if (l->cap) each[b] = capped(each[b], l->cap);", "", PAGED_ATTENTION),
     Fault("layer.c", "l->sinks + c->head * group + (c->first + i) % group", "l->sinks + c->head", SEGMENTS),
     Fault("layer.c", "total[i] = sink ? 1.0f : 0.0f", "total[i] = 0.0f", SEGMENTS),
-    Fault("layer.c", "share = exponential(f32_of(more[i] - now))", "share = f32_of(1.0f)", SEGMENTS),
+    Fault("layer.c", "share = exponential(f32_of(largest - now))", "share = f32_of(1.0f)", SEGMENTS),
     Fault("layer.c", "joined(sums, some + s * pieces * needed", "joined(sums, some + (count - s) * pieces * needed", SEGMENTS),
     Fault("layer.c", "l->sinks && c->from[i] / KEY_SEGMENT == segment ?", "l->sinks ?", SEGMENTS),
     Fault(

@@ -737,7 +737,7 @@ typedef struct {
     const Asked *asked;
     int row, head, first, n, wide; /* the last the size of a value */
     float *scores;              /* [n, KEYS] */
-    float *most, *total, *sums; /* [n], [n], [n, wide], behind one another */
+    float *sums, *most, *total; /* [n, wide], [n], [n], behind one another */
     value *packed, *queries;    /* [KEYS, size], [n, size] */
     const uint8_t *seen[QUERIES];
     int slots[QUERIES], from[QUERIES]; /* of each query, and the first position that its window shows */
@@ -922,7 +922,7 @@ static void over_segment(Chunk *c, int segment, float *sums) {
     const Layer *l = c->layer;
     const int group = l->heads / l->key_heads, begin = segment * KEY_SEGMENT, end = begin + KEY_SEGMENT;
     int from = end;
-    c->most = sums, c->total = sums + c->n, c->sums = sums + 2 * c->n;
+    c->sums = sums, c->most = sums + c->n * l->size, c->total = c->most + c->n;
     for (int i = 0; i < c->n; i++) {
         const float *sink = l->sinks && c->from[i] / KEY_SEGMENT == segment ? l->sinks + c->head * group + (c->first + i) % group : 0;
         c->most[i] = sink ? *sink : -__builtin_inff(), c->total[i] = sink ? 1.0f : 0.0f;
@@ -939,18 +939,18 @@ static void over_segment(Chunk *c, int segment, float *sums) {
 /* Sums of n queries go on with those over the next segment, as over_segment has them */
 static void joined(float *sums, const float *more, int n, int wide) {
     for (int i = 0; i < n; i++) {
-        float *all = sums + 2 * n + i * wide, *most = sums + i, *total = sums + n + i;
-        const float *some = more + 2 * n + i * wide;
-        if (more[i] == -__builtin_inff()) continue; /* sees nothing there */
+        float *all = sums + i * wide, *most = sums + n * wide + i, *total = most + n;
+        const float *some = more + i * wide, largest = more[n * wide + i], sum = more[n * wide + n + i];
+        if (largest == -__builtin_inff()) continue; /* sees nothing there */
         if (*most == -__builtin_inff()) {
             __builtin_memcpy(all, some, wide * sizeof(float));
-            *most = more[i], *total = more[n + i];
+            *most = largest, *total = sum;
             continue;
         }
-        const float now = more[i] > *most ? more[i] : *most;
-        const f32 less = exponential(f32_of(*most - now)), share = exponential(f32_of(more[i] - now));
+        const float now = largest > *most ? largest : *most;
+        const f32 less = exponential(f32_of(*most - now)), share = exponential(f32_of(largest - now));
         for (int d = 0; d < wide; d += 16) f32_store(all + d, f32_fma(share, f32_load(some + d), f32_mul(less, f32_load(all + d))));
-        *total = *total * f32_first(less) + more[n + i] * f32_first(share), *most = now;
+        *total = *total * f32_first(less) + sum * f32_first(share), *most = now;
     }
 }
 
@@ -960,9 +960,9 @@ static void attended(Worker *w, const Layer *l, const Pass *p, int row, int head
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         value *out = p->attended + ((size_t)begin + node) * l->heads * wide + (size_t)which * wide;
-        const float total = sums[n + i];
+        const float total = sums[n * wide + n + i];
         const f32 scale = f32_of(total > 0.0f ? 1.0f / total : 0.0f); /* filler may see nothing */
-        for (int d = 0; d < wide; d += 16) store(out + d, f32_mul(f32_load(sums + 2 * n + i * wide + d), scale));
+        for (int d = 0; d < wide; d += 16) store(out + d, f32_mul(f32_load(sums + i * wide + d), scale));
     }
 }
 
