@@ -29,7 +29,7 @@ from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 
 SOURCE = Path(__file__).with_name("layer.c")
-SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "groups.h", "experts.h")))
+SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "x86.h", "neon.h", "groups.h", "experts.h")))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
 INSTRUCTIONS = {"avx512": (), "avx2": ("-mno-avx512f",)}  # what FOREDRAFT_INSTRUCTIONS may say, and what it tells the compiler
 NEEDED = ("avx2", "fma", "f16c")
