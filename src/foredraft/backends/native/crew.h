@@ -105,7 +105,8 @@ Crew *share(Crew *with) { return crew = with ? with : crew; }
 static long wait_while(_Atomic uint32_t *at, uint32_t value) { return syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, 0, 0, 0); }
 static long wake(_Atomic uint32_t *at) { return syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0); }
 
-/* Whether the chunk at hand is to be put in place by this thread, before the phase can end */
+/* Whether the chunk at hand is to be put in place by this thread, before the phase can end. Everything that was read for it was read before
+ * the exchange, also on processors that reorder reads: so a thread that wins read nothing that a later phase had changed. */
 INLINE int mine(Worker *w) {
     if (!w->crew || w->won) return 1;
     _Atomic uint64_t *at = &w->crew->phases[w->item];

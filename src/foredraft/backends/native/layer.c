@@ -1,4 +1,4 @@
-/* Decoder layers of language models, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512 or AVX2.
+/* Decoder layers of language models, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512, AVX2 or NEON.
  *
  * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
  * cache line, used for all tokens at once while it is in a register. The threads are those of crew.h. Sums are in float32; results are rounded to the model's dtype at the
@@ -7,7 +7,7 @@
  * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. Each matrix says of what kind its weights are; those of eight and
  * of four bits are widened in registers, exactly. All sizes are multiples of 32; of heads that only attend, of 16.
  *
- * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS) and [N/16][K][16] in float32, N padded to 64;
+ * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS and BFDOT) and [N/16][K][16] in float32, N padded to 64;
  * one of eight bits with a scale per output has the order of the dtype that it is multiplied in. groups.h has that of groups.
  */
 #define _GNU_SOURCE
