@@ -78,7 +78,7 @@ static void vectors(void) {
     float floats[64];
     int32_t whole[64];
     int16_t halves[64];
-    for (int i = 0; i < 64; i++) floats[i] = i < 16 ? special[i] : between(-9.0f, 9.0f), whole[i] = any() * 2654435761u, halves[i] = any();
+    for (int i = 0; i < 64; i++) floats[i] = i < 16 ? special[i] : between(-27.0f, 27.0f) / 3.0f, whole[i] = any() * 2654435761u, halves[i] = any();
     for (int i = 0; i < 4; i++) {
         const f32 x = f32_load(floats + 16 * i), y = f32_load(floats + 16 * ((i + 1) % 4)), z = f32_load(floats + 16 * ((i + 2) % 4));
         const i32 a = i32_load(whole + 16 * i), b = i32_load(whole + 16 * ((i + 1) % 4));
