@@ -104,7 +104,7 @@ static void vectors(void) {
         print_whole("i32_right_signed", i32_right_signed(a, 7)), print_whole("i32_halves_right", i32_halves_right(a, 12));
         print_whole("i32_add_pairs", i32_add_pairs(a, i32_and(b, i32_of(0x00ff00ff)), halves + 2 * i));
         print_whole("i32_add_pairs", i32_add_pairs(i32_zero(), i32_and(b, i32_of(0xff7fff7f)), halves + 2 * i));
-        print_word("i32_sum", i32_sum(a)), print_word("i32_most", i32_most(a)), print_word("i32_least_of", i32_least_of(m, a));
+        print_word("i32_sum", i32_sum(i32_right_signed(a, 4))), print_word("i32_most", i32_most(a)), print_word("i32_least_of", i32_least_of(m, a));
         print_vector("i32_to_f32", i32_to_f32(a)), print_whole("f32_to_i32", f32_to_i32(f32_load(floats + 16 + 16 * (i % 3))));
         print_whole("i32_from_8", i32_from_8((int8_t *)(whole + i))), print_whole("i32_from_16", i32_from_16((uint16_t *)(whole + i)));
         print_word("bytes_set", bytes_set(0xffff, bytes(16, 1))), print_word("bytes_set", bytes_set(0x1fff, bytes(13, 1)));

@@ -101,9 +101,13 @@ INLINE void i32_store(void *p, i32 x) {
     char *bytes = p;
     store_four(bytes, x.a), store_four(bytes + 16, x.b), store_four(bytes + 32, x.c), store_four(bytes + 48, x.d);
 }
-INLINE i32 i32_add(i32 x, i32 y) { return PAIRS(i32, vaddq_s32, x, y); }
-INLINE i32 i32_sub(i32 x, i32 y) { return PAIRS(i32, vsubq_s32, x, y); }
-INLINE i32 i32_mul(i32 x, i32 y) { return PAIRS(i32, vmulq_s32, x, y); }
+/* Without signs, since overflows are wanted, and C leaves open what those with signs give */
+INLINE int32x4_t sum_of_four(int32x4_t x, int32x4_t y) { return (int32x4_t)vaddq_u32((uint32x4_t)x, (uint32x4_t)y); }
+INLINE int32x4_t difference_of_four(int32x4_t x, int32x4_t y) { return (int32x4_t)vsubq_u32((uint32x4_t)x, (uint32x4_t)y); }
+INLINE int32x4_t product_of_four(int32x4_t x, int32x4_t y) { return (int32x4_t)vmulq_u32((uint32x4_t)x, (uint32x4_t)y); }
+INLINE i32 i32_add(i32 x, i32 y) { return PAIRS(i32, sum_of_four, x, y); }
+INLINE i32 i32_sub(i32 x, i32 y) { return PAIRS(i32, difference_of_four, x, y); }
+INLINE i32 i32_mul(i32 x, i32 y) { return PAIRS(i32, product_of_four, x, y); }
 INLINE i32 i32_and(i32 x, i32 y) { return PAIRS(i32, vandq_s32, x, y); }
 INLINE i32 i32_xor(i32 x, i32 y) { return PAIRS(i32, veorq_s32, x, y); }
 INLINE i32 i32_min(i32 x, i32 y) { return PAIRS(i32, vminq_s32, x, y); }
