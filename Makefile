@@ -1,5 +1,5 @@
 # make demo   the main job on the embedded models, in an environment of its own
-# make test   what tests need, and the tests
+# make test   what tests need, and the tests; those of the kernels on ARM where a cross compiler and qemu are (CONTRIBUTING.md)
 # make golden compare what every drafter, rule and execution does with the committed record (tests/golden)
 # make nightly  the combinations that make test leaves out, make sanitize, make mutants and make compat
 # make sanitize  the tests that run the C kernels, on builds with AddressSanitizer and UndefinedBehaviorSanitizer. Needs gcc

@@ -1,9 +1,9 @@
-"""Kernels of our own for CPUs with AVX-512 or AVX2, compiled on the machine that runs them.
+"""Kernels of our own for CPUs with AVX-512, AVX2 or NEON, compiled on the machine that runs them.
 
 ``layer.c`` is compiled once per dtype with the C compiler at hand, in a few seconds, for the instructions that the machine has
 (``vectors.h``). The result is kept in the cache folder together with its hash; where that folder cannot be used, every process compiles
-anew. Where there is no compiler, or no AVX2, :func:`library` says so and other layouts are used. The kernels have threads of their own, as
-many as torch is told to use, which do not wait for each other on a busy machine (``crew.h``).
+anew. Where there is no compiler, or an x86-64 without AVX2, :func:`library` says so and other layouts are used. The kernels have threads of
+their own, as many as torch is told to use, which do not wait for each other on a busy machine (``crew.h``).
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 
 SOURCE = Path(__file__).with_name("layer.c")
-SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "groups.h", "experts.h", "latent.h")))
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
-INSTRUCTIONS = {"avx512": (), "avx2": ("-mno-avx512f",)}  # what FOREDRAFT_INSTRUCTIONS may say, and what it tells the compiler
-NEEDED = ("avx2", "fma", "f16c")
+SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "x86.h", "neon.h", "groups.h", "experts.h", "latent.h")))
+FLAGS = ("-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
+ALL = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}  # of each kind of machine: compile for all that the CPU has
+NEEDED = {"x86_64": ("avx2", "fma", "f16c"), "aarch64": ("asimd",)}
+INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # what FOREDRAFT_INSTRUCTIONS may say, and what it tells the compiler
+    "x86_64": {"avx512": (), "avx2": ("-mno-avx512f",)},
+    "aarch64": {"bf16": (), "neon": ("-march=armv8-a",)},
+}
+ASKED = {"avx512": "avx512f", "bf16": "bf16"}  # what a CPU needs for these, as Linux calls it
+CPUS = Path("/proc/cpuinfo")
 LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash behind the kernels in a file
 LOADING = threading.Lock()
 KEYS, QUERIES, KEY_SEGMENT, PIECES = 64, 24, 1024, 4  # of ``layer.c``
-LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # of Linux on x86-64
+LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14  # of Linux with small pages of 4 KB; no harm is done where there are others
 POINTERS = ("cos", "sin", "begins", "row_of", "slots", "states", "projected", "attended", "wide", "thin", "scratch")  # of its ``Pass``
 
 
@@ -236,8 +242,9 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("there is no C compiler (gcc, cc or clang)")
-    asked = INSTRUCTIONS.get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ())
-    flags = [*FLAGS, *asked, *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    machine = platform.machine()
+    asked = INSTRUCTIONS[machine].get(os.environ.get("FOREDRAFT_INSTRUCTIONS", ""), ())
+    flags = [*FLAGS, ALL[machine], *asked, *(["-DBF16"] if dtype == torch.bfloat16 else [])]
     folder = private_folder("kernels")
     kept = None if folder is None else folder / f"kernels-{_key(compiler, flags)}.so"
     if kept is not None and _whole(kept):
@@ -372,25 +379,26 @@ def refusal(dtype: torch.dtype) -> str | None:
 
 
 def _check_machine(dtype: torch.dtype) -> None:
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        raise Unavailable(f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine not in INSTRUCTIONS:
+        raise Unavailable(f"they are for Linux on x86-64 or ARM (aarch64), and this is {platform.system()} on {machine}")
     if dtype not in (torch.float32, torch.bfloat16):
         raise Unavailable(f"they are for float32 and bfloat16, not {dtype}")
-    has = cpu_flags()
-    if missing := [name.upper() for name in NEEDED if name not in has]:
+    has, known = cpu_flags(), INSTRUCTIONS[machine]
+    if missing := [name.upper() for name in NEEDED[machine] if name not in has]:
         raise Unavailable(f"this CPU has no {' and no '.join(missing)}")
     asked = os.environ.get("FOREDRAFT_INSTRUCTIONS", "")
-    if asked and asked not in INSTRUCTIONS:
-        raise Unavailable(f"FOREDRAFT_INSTRUCTIONS is {asked!r}; set it to {' or '.join(INSTRUCTIONS)}, or leave it out")
-    if asked == "avx512" and "avx512f" not in has:
-        raise Unavailable("FOREDRAFT_INSTRUCTIONS asks for avx512, which this CPU does not have; leave it out")
+    if asked and asked not in known:
+        raise Unavailable(f"FOREDRAFT_INSTRUCTIONS is {asked!r}; set it to {' or '.join(known)}, or leave it out")
+    if asked in ASKED and ASKED[asked] not in has:
+        raise Unavailable(f"FOREDRAFT_INSTRUCTIONS asks for {asked}, which this CPU does not have; leave it out")
 
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
     """The names of the instruction sets that the CPU has, as Linux lists them."""
-    about = Path("/proc/cpuinfo")
-    line = next((line for line in about.read_text().splitlines() if line.startswith("flags")), "") if about.exists() else ""
+    lines = CPUS.read_text().splitlines() if CPUS.exists() else []
+    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return frozenset(line.split())
 
 

@@ -25,7 +25,9 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __x86_64__
 #include <x86intrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define APART _Alignas(128)
@@ -33,7 +35,11 @@
 #define CHUNKS (1 << 20) /* that are told apart; each stands for those whole multiples of that further on as well */
 #define CLOSED (1u << 31) /* nobody may join any more */
 #define ASLEEP (1u << 30) /* the caller waits for the others to leave */
-#define MICROSECOND 2500ull /* in cycles, about */
+#ifdef __aarch64__
+#define MICROSECOND ticks_of_microsecond()
+#else
+#define MICROSECOND 2500ull /* in ticks, about */
+#endif
 #define SHORT (20 * MICROSECOND) /* that a helper looks out for work before it sleeps, on a busy machine */
 #define LONG (1000 * MICROSECOND) /* and on a quiet one */
 #define BETWEEN (200 * MICROSECOND) /* two times of work that are measured: short work, such as a draft's, is not slowed down */
@@ -41,6 +47,24 @@
 #define WINDOW (30 * MILLISECOND) /* of work that is judged together */
 #define TRIAL (500 * MILLISECOND) /* from one trial of the other way to the next, where it may be better */
 #define WORTH 1.1 /* times as much processor time as one thread alone that all together have to get */
+
+/* A clock that costs little to read, and what a thread does between two looks at what it waits for */
+#ifdef __aarch64__
+INLINE uint64_t ticks(void) {
+    uint64_t now;
+    __asm__ volatile("mrs %0, cntvct_el0" : "=r"(now));
+    return now;
+}
+INLINE uint64_t ticks_of_microsecond(void) {
+    uint64_t of_second;
+    __asm__("mrs %0, cntfrq_el0" : "=r"(of_second));
+    return of_second / 1000000;
+}
+INLINE void relax(void) { __asm__ volatile("isb"); } /* `yield` does nothing on most processors */
+#else
+INLINE uint64_t ticks(void) { return __rdtsc(); }
+INLINE void relax(void) { _mm_pause(); }
+#endif
 
 typedef struct Worker Worker;
 typedef void Work(Worker *w, const void *job);
@@ -59,7 +83,7 @@ typedef struct {
     int alone, measured;  /* whether the caller works alone at present; whether this work is measured */
     _Atomic uint64_t helped;              /* processor time of helpers in this work; this and the following in nanoseconds */
     uint64_t clock, processor, trial;     /* time in this window, and processor time; when the other way is tried next */
-    uint64_t looked;                      /* when work was measured last, in cycles */
+    uint64_t looked;                      /* when work was measured last, in ticks */
     double got[2];                        /* cores that all together got lately, and the caller alone */
     _Atomic uint64_t phases[CHUNKS]; /* in which each chunk was last put in place */
 } Crew;
@@ -69,7 +93,7 @@ struct Worker {
     int number, threads;
     uint64_t phase;
     int count, item, won, looked; /* chunks of the phase, the one at hand, whether it is this thread's, the next one to compute again */
-    uint64_t since, span;         /* when the chunk was taken; what the last one took, in cycles */
+    uint64_t since, span;         /* when the chunk was taken; what the last one took, in ticks */
 };
 
 static Crew of_this_library = {.next = 1 << BITS, .done = 1 << BITS, .inside = CLOSED, .begin = 1, .got = {2.0, 1.0}};
@@ -81,7 +105,8 @@ Crew *share(Crew *with) { return crew = with ? with : crew; }
 static long wait_while(_Atomic uint32_t *at, uint32_t value) { return syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, 0, 0, 0); }
 static long wake(_Atomic uint32_t *at) { return syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0); }
 
-/* Whether the chunk at hand is to be put in place by this thread, before the phase can end */
+/* Whether the chunk at hand is to be put in place by this thread, before the phase can end. Everything that was read for it was read before
+ * the exchange, also on processors that reorder reads: so a thread that wins read nothing that a later phase had changed. */
 INLINE int mine(Worker *w) {
     if (!w->crew || w->won) return 1;
     _Atomic uint64_t *at = &w->crew->phases[w->item];
@@ -92,16 +117,16 @@ INLINE int mine(Worker *w) {
 /* One of the chunks that others have taken and not put in place, to be computed again when waiting takes too long; -1 when the phase is over */
 static int wait_for_others(Worker *w, int chunks) {
     const uint64_t patience = 2 * w->span + 2 * MICROSECOND;
-    uint64_t since = __rdtsc();
+    uint64_t since = ticks();
     while (atomic_load_explicit(&w->crew->next, memory_order_acquire) >> BITS == w->phase) {
-        if (w->looked < chunks || __rdtsc() - since > patience) {
+        if (w->looked < chunks || ticks() - since > patience) {
             if (w->looked >= chunks) w->looked = 0;
             for (; w->looked < chunks; w->looked++)
                 if (atomic_load_explicit(&w->crew->phases[w->looked], memory_order_relaxed) < w->phase) return w->item = w->looked++;
             sched_yield(); /* the last ones are being put in place */
-            since = __rdtsc();
+            since = ticks();
         }
-        _mm_pause();
+        relax();
     }
     w->phase++;
     return -1;
@@ -122,12 +147,12 @@ static int next(Worker *w) {
     uint64_t at = atomic_load_explicit(&c->next, memory_order_acquire);
     while (at >> BITS == w->phase && (int)(at & ((1 << BITS) - 1)) < chunks)
         if (atomic_compare_exchange_weak(&c->next, &at, at + 1)) {
-            const uint64_t now = __rdtsc();
+            const uint64_t now = ticks();
             if (w->since) w->span = now - w->since;
             w->since = now;
             return w->item = at & ((1 << BITS) - 1);
         }
-    if (w->since) w->span = __rdtsc() - w->since, w->since = 0;
+    if (w->since) w->span = ticks() - w->since, w->since = 0;
     return wait_for_others(w, chunks);
 }
 
@@ -138,14 +163,14 @@ INLINE int first(Worker *w, int count) {
 
 /* Wait for work: awake for a while, which gets shorter where the core is somebody else's meanwhile, then asleep */
 static void await_work(Crew *c, uint32_t seen, uint64_t *patience) {
-    uint64_t now = __rdtsc(), before = now;
+    uint64_t now = ticks(), before = now;
     const uint64_t until = now + *patience;
-    for (; now < until && atomic_load_explicit(&c->rounds, memory_order_acquire) == seen; before = now, now = __rdtsc()) {
+    for (; now < until && atomic_load_explicit(&c->rounds, memory_order_acquire) == seen; before = now, now = ticks()) {
         if (now - before > 100 * MICROSECOND) {
             *patience = SHORT;
             break;
         }
-        _mm_pause();
+        relax();
     }
     if (now - before <= 100 * MICROSECOND && *patience < LONG) *patience += *patience / 4;
     atomic_fetch_add(&c->sleeping, 1);
@@ -220,7 +245,7 @@ static void with_helpers(Crew *c, int threads, Work *work, const void *job) {
     if (atomic_load(&c->sleeping)) wake(&c->rounds);
     work(&w, job);
     uint32_t inside = atomic_fetch_or(&c->inside, CLOSED) | CLOSED;
-    for (const uint64_t since = __rdtsc(); inside != CLOSED && __rdtsc() - since < SHORT; inside = atomic_load(&c->inside)) _mm_pause();
+    for (const uint64_t since = ticks(); inside != CLOSED && ticks() - since < SHORT; inside = atomic_load(&c->inside)) relax();
     while ((inside & ~ASLEEP) != CLOSED) { /* the last chunk of somebody who is away; it reads what may be gone after this */
         inside = atomic_fetch_or(&c->inside, ASLEEP) | ASLEEP;
         if (inside != (CLOSED | ASLEEP)) wait_while(&c->inside, inside);
@@ -237,8 +262,8 @@ static void together(int threads, Work *work, const void *job) {
         work(&alone, job);
         return;
     }
-    uint64_t clock, processor;
-    c->measured = __rdtsc() - c->looked > BETWEEN, c->helped = 0;
+    uint64_t clock = 0, processor = 0;
+    c->measured = ticks() - c->looked > BETWEEN, c->helped = 0;
     if (c->measured) clock = nanoseconds(CLOCK_MONOTONIC), processor = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
     if (c->alone)
         work(&alone, job);
@@ -248,7 +273,7 @@ static void together(int threads, Work *work, const void *job) {
         const uint64_t now = nanoseconds(CLOCK_MONOTONIC);
         c->clock += now - clock, c->processor += nanoseconds(CLOCK_THREAD_CPUTIME_ID) - processor + c->helped;
         judge(c, now);
-        c->looked = __rdtsc();
+        c->looked = ticks();
     }
     atomic_store(&c->taken, 0);
 }

@@ -29,15 +29,6 @@
 /* What p points to is read from the first cache where it is used: kept in registers, it would push sums out of them */
 #define READ_AGAIN(p) __asm__ volatile("" : "+r"(p))
 
-/* Sixteen numbers of float16 */
-INLINE f32 f32_from_half(const uint16_t *p) {
-#ifdef __AVX512F__
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#else
-    return BOTH(f32, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
-#endif
-}
-
 /* Of 16 outputs the scales, from number `at` on, and of `over` from number `above` on; and what stands for 0 */
 INLINE f32 scales(const Matrix *m, size_t at, size_t above) {
     if (m->scales == BYTE) return f32_mul(i32_to_f32(i32_from_8((const int8_t *)m->scale + at)), f32_from_half(m->over + above));
@@ -78,7 +69,7 @@ INLINE digit digits(i32 words, int j, int bits) {
     if (j == 32 / bits - PAIR) return i32_halves_right(words, 16 - bits);
     return i32_and(j ? i32_right(words, bits * j / PAIR) : words, i32_of(((1 << bits) - 1) * 0x10001));
 }
-INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return i32_add_pairs(so_far, w, i32_of(*(const int32_t *)x)); }
+INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return i32_add_pairs(so_far, w, x); }
 INLINE sum begun_sum(i32 zero, whole inputs) { return i32_mul(zero, i32_of(-inputs)); }
 INLINE f32 ended_sum(sum s) { return i32_to_f32(s); }
 #else
@@ -107,9 +98,6 @@ typedef struct {
 /* Inputs as integers, of those that meet the weights of a word the first half alternating with the second one; x becomes what is left of
  * them. Returns of how many something is. */
 INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Part *part) {
-    const __m128i of_four = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
-    const __m128i of_eight = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
-    const __m256i order = _mm256_broadcastsi128_si256(bits == 4 ? of_four : of_eight);
     const f32 unit = i32_as_f32(i32_of(place << 23)), inverse = i32_as_f32(i32_of((254 - place) << 23));
     i32 all = i32_zero();
     int left = 0;
@@ -118,7 +106,7 @@ INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Par
         x[i / 16] = f32_fnma(i32_to_f32(integers), unit, x[i / 16]);
         left += 16 - __builtin_popcount(f32_equal(x[i / 16], f32_zero()));
         all = i32_add(all, integers);
-        _mm256_storeu_si256((__m256i *)(out + i), _mm256_shuffle_epi8(i32_narrowed(integers), order));
+        i32_to_alternating(out + i, integers, 16 / bits);
     }
     *part = (Part){i32_sum(all), f32_first(unit)};
     return left;
@@ -144,6 +132,7 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, int bits, g
     float factors[16]; /* 2^-(place of the weight in its word); the last one of a word is shifted down instead */
     const int count = 32 / bits;
     f32 all = f32_zero();
+    (void)rest, (void)rest_part;
     for (int i = 0; i < 16; i++) factors[i] = i % count == count - 1 ? 1.0f : 1.0f / (1 << bits * (i % count));
     for (; k < end; k += 16, out += 16) {
         const f32 inputs = in_order(m, x, k);
@@ -204,7 +193,7 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
             for (int t = 0; t < n; t++) sums[b][t] = begun_sum(m->mins ? i32_zero() : zeros(m, at + (c + b) * 16), parts[t].sum);
         for (int k = 0; k < steps; k += count) {
             const uint32_t *w = words + (size_t)k / count * OUTPUTS + c * 16;
-            for (int i = 0; asking && c == 0 && i < OUTPUTS * 4; i += LINE) _mm_prefetch((const char *)w + i + SOON, _MM_HINT_T0);
+            for (int i = 0; asking && c == 0 && i < OUTPUTS * 4; i += LINE) __builtin_prefetch((const char *)w + i + SOON);
 #pragma GCC unroll 8
             for (int j = 0; j < count; j += PAIR) {
                 const given *x_j = x + k + j;

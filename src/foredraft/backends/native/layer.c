@@ -1,4 +1,4 @@
-/* Decoder layers of language models, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512 or AVX2.
+/* Decoder layers of language models, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512, AVX2 or NEON.
  *
  * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
  * cache line, used for all tokens at once while it is in a register. The threads are those of crew.h. Sums are in float32; results are rounded to the model's dtype at the
@@ -7,7 +7,7 @@
  * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. Each matrix says of what kind its weights are; those of eight and
  * of four bits are widened in registers, exactly. All sizes are multiples of 32; of heads that only attend, of 16.
  *
- * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS) and [N/16][K][16] in float32, N padded to 64;
+ * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS and BFDOT) and [N/16][K][16] in float32, N padded to 64;
  * one of eight bits with a scale per output has the order of the dtype that it is multiplied in. groups.h has that of groups.
  */
 #define _GNU_SOURCE
@@ -169,7 +169,7 @@ INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, i
         for (int t = 0; t < n; t++) sums[b][t] = begun(m, o + b * 16, kind);
     for (int k = 0; k < K; k += DEPTH) {
         operand w_k[ASIDE];
-        for (int b = 0; asking && b < ASIDE; b++) _mm_prefetch(w + b * block + (size_t)k * 16 * SIZE(kind) + AHEAD, _MM_HINT_T0);
+        for (int b = 0; asking && b < ASIDE; b++) __builtin_prefetch(w + b * block + (size_t)k * 16 * SIZE(kind) + AHEAD);
         for (int b = 0; b < ASIDE; b++) w_k[b] = read_weights(w + b * block + (size_t)k * 16 * SIZE(kind), kind);
         for (int t = 0; t < n; t++) {
             operand x_k = input(x + (size_t)t * K + k);
@@ -218,7 +218,7 @@ INLINE void part(const char *w, size_t block, const value *x, float *sums_so_far
         for (int b = 0; b < TOGETHER(n); b++)
             for (int t = 0; t < n; t++) sums[b][t] = f32_load(sums_so_far + (t * BLOCKS + b) * 16);
         for (int k = 0; k < steps; k += GROUP * DEPTH) {
-            for (int i = 0; c == 0 && i < lines; i++, from++) _mm_prefetch(next + from % BLOCKS * block + from / BLOCKS * LINE, _MM_HINT_T0);
+            for (int i = 0; c == 0 && i < lines; i++, from++) __builtin_prefetch(next + from % BLOCKS * block + from / BLOCKS * LINE);
             for (int j = k; j < k + GROUP * DEPTH; j += DEPTH) {
                 operand w_k[BLOCKS];
                 for (int b = 0; b < TOGETHER(n); b++) w_k[b] = read_weights(w + b * block + (size_t)j * 16 * SIZE(kind), kind);
@@ -242,7 +242,7 @@ INLINE void halved_part(const char *w, size_t block, const float *x, float *sums
         f32 sums[TOKENS];
         for (int t = 0; t < n; t++) sums[t] = f32_load(sums_so_far + t * BLOCKS * 16);
         for (int k = 0; k < steps; k += GROUP * DEPTH) {
-            for (int i = 0; b == 0 && i < lines; i++, from++) _mm_prefetch(next + from % BLOCKS * block + from / BLOCKS * LINE, _MM_HINT_T0);
+            for (int i = 0; b == 0 && i < lines; i++, from++) __builtin_prefetch(next + from % BLOCKS * block + from / BLOCKS * LINE);
             for (int j = k; j < k + GROUP * DEPTH; j += DEPTH)
                 for (int odd = 0; odd < DEPTH; odd++) {
                     const f32 w_k = half_of(w + (size_t)j * 16 * SIZE(kind), odd, kind);
@@ -550,7 +550,7 @@ static void packed_keys(const value *keys, int count, int size, int whole, value
         for (int w = 0; w < words; w += 16) {
             const int some = words - w < 16 ? words - w : 16;
             i32 r[16];
-            for (int j = 0; next && j < 16; j++) _mm_prefetch((const char *)(next + (size_t)(b + j) * size + w * DEPTH), _MM_HINT_T0);
+            for (int j = 0; next && j < 16; j++) __builtin_prefetch((const char *)(next + (size_t)(b + j) * size + w * DEPTH));
             for (int j = 0; j < 16; j++) {
                 const void *from = keys + (size_t)(b + j) * size + w * DEPTH;
                 r[j] = b + j >= count ? i32_zero() : some == 16 ? i32_load(from) : i32_load_some((1u << some) - 1, from);
@@ -589,7 +589,7 @@ INLINE void gathered(const float *probabilities, const value *values, float *sum
         for (int j = 0; j < count; j++) {
             f32 v[4];
             for (int i = 0; next && i < vectors * 16; i += LINE / (int)sizeof(value))
-                _mm_prefetch((const char *)(next + (size_t)j * size + d + i), _MM_HINT_T0);
+                __builtin_prefetch((const char *)(next + (size_t)j * size + d + i));
             for (int i = 0; i < vectors; i++) v[i] = load(values + (size_t)j * size + d + i * 16);
             for (int t = 0; t < n; t++) {
                 const f32 p = f32_of(probabilities[t * KEYS + j]);
@@ -922,7 +922,7 @@ static void over_segment(Chunk *c, int segment, float *sums) {
     const Layer *l = c->layer;
     const int group = l->heads / l->key_heads, begin = segment * KEY_SEGMENT, end = begin + KEY_SEGMENT;
     int from = end;
-    c->sums = sums, c->most = sums + c->n * l->size, c->total = c->most + c->n;
+    c->sums = sums, c->most = sums + c->n * c->wide, c->total = c->most + c->n;
     for (int i = 0; i < c->n; i++) {
         const float *sink = l->sinks && c->from[i] / KEY_SEGMENT == segment ? l->sinks + c->head * group + (c->first + i) % group : 0;
         c->most[i] = sink ? *sink : -__builtin_inff(), c->total[i] = sink ? 1.0f : 0.0f;
