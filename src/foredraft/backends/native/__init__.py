@@ -111,7 +111,8 @@ class Experts(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("count", "chosen", "inner")]
-        + [("router", Matrix), *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))]
+        + [("router", Matrix), ("gate_up", Matrix), ("down", Matrix), ("width", ctypes.c_int64)]
+        + [(name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias")]
         + [(name, ctypes.c_int64) for name in ("routing", "normed", "exact", "by_number", "activation", "shared")]
         + [(name, ctypes.c_double) for name in ("alpha", "limit")]
     )

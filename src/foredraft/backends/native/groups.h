@@ -168,13 +168,19 @@ typedef struct {
     size_t rest; /* inputs between the first ones and the second ones */
 } Prepared;
 
+INLINE int in_groups(const Matrix *m) { return m->kind >= GROUPS_OF_FOUR; }
+
+/* Of K inputs, with what fills the last segment */
+INLINE size_t segments(int K) { return (size_t)(K + SEGMENT - 1) / SEGMENT * SEGMENT; }
+
 /* Tokens that are prepared together */
 INLINE int crowd_of(int K) {
     const int fit = ROOM / (ROUNDS * K * (int)sizeof(given));
     return fit < 1 ? 1 : fit < CROWD ? fit : CROWD;
 }
 
-static void prepare(const Matrix *m, const value *x, int n, int K, const Prepared *p) {
+/* Inputs x [.., stride] of n tokens: the rows of these numbers, or without them the first ones */
+static void prepare(const Matrix *m, const value *x, const int32_t *rows, int stride, int n, int K, const Prepared *p) {
     const int bits = m->kind == GROUPS_OF_FOUR ? 4 : 8;
     Part *parts = p->parts;
     for (int k = 0, end, number = 0; k < K; k = end, number++, parts += 2 * n) {
@@ -182,7 +188,7 @@ static void prepare(const Matrix *m, const value *x, int n, int K, const Prepare
         end = part_end(m, k, K);
         for (int t = 0; t < n; t++) {
             given *out = p->inputs + ((size_t)k / SEGMENT * n + t) * SEGMENT + k % SEGMENT;
-            any |= again[t] = prepared(m, x + (size_t)t * K, k, end, bits, out, parts + t, out + p->rest, parts + n + t);
+            any |= again[t] = prepared(m, x + (size_t)(rows ? rows[t] : t) * stride, k, end, bits, out, parts + t, out + p->rest, parts + n + t);
         }
         p->twice[number] = any;
         for (int t = 0; any && t < n; t++) {
@@ -250,7 +256,7 @@ static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n
         const size_t at = (size_t)o * groups + k / m->group * OUTPUTS, above = shared ? (size_t)o * shared + k / m->group / m->nested * OUTPUTS : 0;
         const given *x = p->inputs + (size_t)k / SEGMENT * n * SEGMENT + k % SEGMENT;
         end = part_end(m, k, K);
-        for (int i = 0; i <= p->twice[number]; i++)
+        for (int i = 0; i <= (p->twice[number] & 1); i++) /* of what somebody writes to meanwhile as well */
             for (int t = 0; t < n; t += each)
                 of_known_part(m, at, above, words + (size_t)k / count * OUTPUTS, x + i * p->rest + t * SEGMENT, parts + i * n + t,
                               totals + t * OUTPUTS, end - k, n - t < each ? n - t : each, i == 0 && t == 0);

@@ -328,8 +328,8 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
 /* A phase: y [T, N] = x [T, K] W^T + bias, or that added to y; N is padded to 64 */
 static void product(Worker *w, const Matrix *m, const value *x, value *y, int T, int K, int N, int adding) {
     enum { WIDTH = BLOCKS * 16 };
-    const int grouped = m->kind >= GROUPS_OF_FOUR, most = grouped ? crowd_of(K) : WHOLE, parts = (T + most - 1) / most;
-    const int tiles = N / WIDTH, ahead = w->threads * WIDTH, crowd = grouped ? T < most ? T : most : 0, rest = crowd * (K + SEGMENT);
+    const int grouped = in_groups(m), most = grouped ? crowd_of(K) : WHOLE, parts = (T + most - 1) / most;
+    const int tiles = N / WIDTH, ahead = w->threads * WIDTH, crowd = grouped ? T < most ? T : most : 0, rest = crowd * segments(K);
     given inputs[ROUNDS * rest + 1];
     Part numbers[2 * crowd * (K / 16) + 1];
     uint8_t twice[grouped ? K / 16 : 1];
@@ -345,7 +345,7 @@ static void product(Worker *w, const Matrix *m, const value *x, value *y, int T,
             const Matrix *here = m;
             int row = o;
             for (; here->next && row >= here->outputs; here = here->next) row -= here->outputs;
-            if (here != before || from != tokens) prepare(here, x + (size_t)from * K, n, K, &prepared);
+            if (here != before || from != tokens) prepare(here, x + (size_t)from * K, 0, K, n, K, &prepared);
             of_groups(here, row, &prepared, out, n, K);
             before = here, tokens = from;
         } else

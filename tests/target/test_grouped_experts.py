@@ -1,0 +1,233 @@
+"""Mixtures of experts with weights of four and eight bits: what the kernels make of them, and what is read of checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import alone, generate
+from kernel_cases import DTYPES, config_of, needs_kernels
+from kernel_cases import always as always  # a fixture
+from transformers import AutoModelForCausalLM
+
+from foredraft import ConfigurationError, Speculator
+from foredraft.backends.experts import Mixture
+from foredraft.backends.narrow import is_held, parts_of
+from foredraft.loading import load_model
+from foredraft.quantization import quantize, quantized
+from foredraft.quantization.grouped import GroupedTensor, bytes_from
+from foredraft.target import Target
+
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest number
+
+
+def grouped(like, *, bits=4, group=32, kind="zeros", transposed=False, seed=0):
+    """A weight of the shape of ``like`` with random integers, scales that differ, and extreme zero points."""
+    random, limit = torch.Generator().manual_seed(seed), (1 << bits) - 1
+    count, outputs, inputs = like.shape if not transposed else like.transpose(1, 2).shape
+    codes = torch.randint(0, limit + 1, (count, outputs, inputs), generator=random).to(torch.uint8)
+    groups = -(-inputs // group)
+    scale = (0.3 / limit * 10 ** (torch.rand(count, outputs, groups, generator=random) - 0.5)).half()
+    zeros, others = limit // 2 + 1, {}
+    if kind != "one zero":
+        zeros = torch.randint(0, limit + 1, scale.shape, generator=random).to(torch.uint8)
+    if kind == "nested":
+        numbers = (3e-3 / limit * (1 + torch.rand(count, outputs, groups // 2, generator=random))).half()
+        scale, zeros = torch.randint(1, 64, scale.shape, generator=random).to(torch.int8), zeros & 63
+        others = {"over": numbers, "mins": numbers.flip(-1).contiguous()}
+    how = {"bits": bits, "group": group, "dtype": like.dtype, "transposed": transposed}
+    return GroupedTensor(bytes_from(codes, bits), scale, zeros, **others, **how)
+
+
+def made(name, dtype, **changes):
+    config = config_of(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)  # biases and norms that matter
+    return model.to(dtype)
+
+
+def with_groups(model, **how):
+    """``model`` with the weights of all experts in groups."""
+    for seed, module in enumerate(each for each in model.modules() if hasattr(each, "is_transposed")):
+        for name in ("gate_up_proj", "down_proj"):
+            made = grouped(getattr(module, name), transposed=module.is_transposed, seed=seed, **how)
+            setattr(module, name, torch.nn.Parameter(made, requires_grad=False))
+    return model
+
+
+def experts_of(model):
+    return [module for module in model.modules() if hasattr(module, "is_transposed")]
+
+
+def in_double(module, x, chosen, scores):
+    """What the experts make of ``x``, from the weights that their integers stand for."""
+    gate_up, down = (getattr(module, name).dequantize(torch.float32).double() for name in ("gate_up_proj", "down_proj"))
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, score in zip(chosen[token].tolist(), scores[token].double()):
+            both = gate_up[expert] @ x[token].double()
+            if module.has_bias:
+                both += module.gate_up_proj_bias[expert].double()
+            thin = down[expert] @ module._apply_gate(both[None])[0]
+            if module.has_bias:
+                thin += module.down_proj_bias[expert].double()
+            out[token] += score * thin
+    return out
+
+
+FORMATS = [
+    {"bits": 4, "group": 32},
+    {"bits": 4, "group": 64, "kind": "one zero"},  # the last group of the inner inputs is shorter
+    {"bits": 8, "group": 32},
+    {"bits": 8, "group": 16, "kind": "nested"},
+    {"bits": 4, "group": 4096},
+]
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_at_their_bits(name, how, dtype, always):
+    """For some tokens, one, many that share an expert, and an expert that nobody takes."""
+    inner = {"moe_intermediate_size": 96 if how.get("kind") == "nested" else 112} if name == "qwen3_moe" else {"intermediate_size": 96}
+    model = with_groups(made(name, dtype, **inner), **how)
+    wanted, generator = experts_of(model)[0], torch.Generator().manual_seed(1)
+    x = torch.randn(61, 64, generator=generator).to(dtype)
+    count = wanted.down_proj.shape[0]
+    chosen = torch.stack([torch.randperm(count - 1, generator=generator)[:2] for _ in range(61)])
+    chosen[:40, 0], chosen[:40, 1] = count - 2, torch.randint(0, count - 2, (40,), generator=generator)
+    scores = torch.rand(61, 2, generator=generator)
+    exact, theirs = in_double(wanted, x, chosen, scores), wanted(x, chosen, scores)
+    target = Target(model, execution="native")
+    module = experts_of(target.model)[0]
+    assert isinstance(vars(module)["forward"], Mixture)
+    found = module(x, chosen, scores)
+    assert (found.double() - exact).abs().max() <= LIMIT[dtype] * exact.abs().max()
+    assert (theirs.double() - exact).abs().max() <= 4 * LIMIT[dtype] * exact.abs().max()
+    for begin, end in ((0, 1), (3, 4), (0, 6), (30, 61), (60, 61)):
+        alone = module(x[begin:end].contiguous(), chosen[begin:end].contiguous(), scores[begin:end].contiguous())
+        assert torch.equal(alone, found[begin:end]), "bits that depend on who else takes an expert"
+
+
+# -- int4 and int8 ---------------------------------------------------------------------------------------------------------
+
+INNER = {"qwen3_moe": "moe_intermediate_size", "qwen2_moe": "moe_intermediate_size", "mixtral": "intermediate_size", "gpt_oss": "intermediate_size"}
+
+
+def unquantised(name="qwen3_moe", dtype=torch.float32):
+    return made(name, dtype, **{INNER[name]: 96})
+
+
+def widened(model, name, dtype):
+    """A plain model with the weights that those of ``model`` stand for."""
+    found, state = unquantised(name, dtype), {}
+    for key, each in model.named_parameters():
+        state[key] = each.dequantize() if hasattr(each, "dequantize") and type(each) is not torch.nn.Parameter else each
+    found.load_state_dict(state)
+    return found
+
+
+@torch.inference_mode()
+def logits(model, tokens=7):
+    return model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_get_the_integers_of_linear_layers(name, kind):
+    pytest.importorskip("torchao.quantization")
+    model, before = unquantised(name), unquantised(name)
+    held = sum(each.nbytes for each in before.parameters() if each.ndim == 3)
+    quantize(model, kind)
+    bits, kept = {"int4": 4, "int8": 8}[kind], 0
+    for module, plain in zip(experts_of(model), experts_of(before), strict=True):
+        for key in ("gate_up_proj", "down_proj"):
+            weight, original = getattr(module, key), getattr(plain, key).detach()
+            assert isinstance(weight, GroupedTensor) and weight.shape == original.shape and weight.bits == bits
+            kept += sum(part.nbytes for part in parts_of(weight))
+            for expert in range(len(original)):
+                rows = original[expert].T.contiguous() if module.is_transposed else original[expert]
+                theirs, mine = quantized(rows, kind), weight.mapped(lambda each, e=expert: each[e], transposed=False)
+                assert torch.equal(mine.dequantize(), theirs.dequantize()) and torch.equal(mine.scale, theirs.scale)
+                assert torch.equal(weight[expert], mine.dequantize().T if module.is_transposed else mine.dequantize())
+    assert kept <= held * (bits / 32 + 1 / 16)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sums", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_without_kernels_experts_are_what_their_integers_stand_for(name, sums):
+    pytest.importorskip("torchao.quantization")
+    model = unquantised(name)
+    quantize(model, "int4")
+    expected = widened(model, name, torch.float32)
+    for each in (model, expected):
+        each.set_experts_implementation(sums)
+    assert torch.equal(logits(model), logits(expected))
+    assert not torch.allclose(logits(model), logits(unquantised(name)), atol=1e-3)
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("name", INNER)
+def test_whole_models(name, kind, dtype, always):
+    pytest.importorskip("torchao.quantization")
+    model = unquantised(name, dtype)
+    quantize(model, kind)
+    exact, theirs = widened(model, name, torch.float32), widened(model, name, dtype)
+    fresh = logits(model)
+    target = Target(model, execution="native", owned=True)
+    one_call = 0 if name == "qwen2_moe" else 3  # its shared expert has a gate of one output, which is quantised too
+    assert target.backend.overrides.native == one_call, target.reasons
+    assert all(isinstance(vars(module)["forward"], Mixture) for module in experts_of(model))
+    assert not any(is_held(module.down_proj) for module in experts_of(model))
+    text = [[(7 * i * i) % 100 for i in range(60)]]
+    found = []
+    for each in (Target(exact, execution="eager"), Target(theirs, execution="eager"), target):
+        each.open(text)
+        found.append(torch.stack([each.prefill(text, first=0), each.advance(torch.tensor([7]))]).float())
+    wanted, theirs, ours = found
+    if dtype == torch.float32:
+        assert (ours - wanted).abs().max() <= 5e-5 * wanted.abs().max()
+    else:
+        assert (ours - wanted).std() <= 1.5 * (theirs - wanted).std() <= 0.15 * wanted.std()
+    assert target.batch_invariant, target.reasons
+    target.close()
+    assert torch.equal(logits(model), fresh)
+
+
+@needs_kernels
+def test_texts_of_a_model_by_name(tmp_path, always):
+    pytest.importorskip("torchao.quantization")
+    unquantised().save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), quantization="int4")
+    assert all(isinstance(module.down_proj, GroupedTensor) for module in experts_of(model))
+    rows = [[(3 * i + row) % 100 for i in range(length)] for row, length in enumerate((23, 9, 15))]
+    texts = [alone(widened(model, "qwen3_moe", torch.float32), row, max_new_tokens=12) for row in rows]
+    for drafter, shape in (("none", None), (f"draft-model:{tmp_path}", "product(2,1)")):
+        speculator = Speculator(str(tmp_path), drafter, shape=shape, quantization="int4", execution="native")
+        assert speculator.target.execution == "native"
+        assert generate(speculator, rows, max_new_tokens=12) == texts
+        speculator.close()
+
+
+def test_experts_of_sizes_that_make_no_groups_are_refused(tmp_path):
+    pytest.importorskip("torchao.quantization")
+    model = made("qwen3_moe", torch.float32)
+    message = r"int4' makes groups of 32 weights, and rows of model\.layers\.0\.mlp\.experts\.down_proj have 48; int8 takes"
+    with pytest.raises(ConfigurationError, match=message):
+        quantize(model, "int4")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path), quantization="int4")
