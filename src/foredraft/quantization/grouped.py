@@ -123,7 +123,7 @@ class GroupedTensor(Tensor):
             return functional.linear(x, weight.dequantize(x.dtype), *bias, **(kwargs or {}))
         if function is GROUPED_MM and len(args) > 1 and isinstance(args[1], GroupedTensor):
             return by_expert(args[0], args[1], **(kwargs or {}))
-        if (self := args[0] if args else None) is not None and isinstance(self, GroupedTensor) and self.ndim == 3:
+        if args and isinstance(self := args[0], GroupedTensor) and self.qdata.ndim == 3:
             if function is Tensor.__getitem__ and isinstance(args[1], (int, Tensor)):
                 return self.expert(args[1]).dequantize()
             if function is Tensor.transpose and {each % 3 for each in args[1:]} == {1, 2}:
