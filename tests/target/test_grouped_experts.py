@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 import torch
 from helpers import alone, generate
 from kernel_cases import DTYPES, config_of, needs_kernels
 from kernel_cases import always as always  # a fixture
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from foredraft import ConfigurationError, Speculator
 from foredraft.backends.experts import Mixture
@@ -28,7 +33,9 @@ def grouped(like, *, bits=4, group=32, kind="zeros", transposed=False, seed=0):
     groups = -(-inputs // group)
     scale = (0.3 / limit * 10 ** (torch.rand(count, outputs, groups, generator=random) - 0.5)).half()
     zeros, others = limit // 2 + 1, {}
-    if kind != "one zero":
+    if kind == "floats":
+        scale, zeros, others = torch.pow(2.0, (scale.float() * 3).log2().round()).bfloat16(), 0, {"floats": True}
+    elif kind != "one zero":
         zeros = torch.randint(0, limit + 1, scale.shape, generator=random).to(torch.uint8)
     if kind == "nested":
         numbers = (3e-3 / limit * (1 + torch.rand(count, outputs, groups // 2, generator=random))).half()
@@ -88,6 +95,7 @@ FORMATS = [
     {"bits": 8, "group": 32},
     {"bits": 8, "group": 16, "kind": "nested"},
     {"bits": 4, "group": 4096},
+    {"bits": 4, "group": 32, "kind": "floats"},
 ]
 
 
@@ -230,4 +238,82 @@ def test_experts_of_sizes_that_make_no_groups_are_refused(tmp_path):
         quantize(model, "int4")
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path), quantization="int4")
+
+
+# -- MXFP4 -----------------------------------------------------------------------------------------------------------------
+
+
+def mxfp4_checkpoint(folder, dtype=torch.bfloat16, change=None):
+    """A folder with a gpt_oss whose experts are stored in MXFP4, and the model with the weights that transformers unpacks from it."""
+    model, random = unquantised("gpt_oss", dtype), torch.Generator().manual_seed(5)
+    state = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    for path, module in model.named_modules():
+        for name in ("gate_up_proj", "down_proj") if hasattr(module, "is_transposed") else ():
+            count, inputs, outputs = getattr(module, name).shape
+            blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=random).to(torch.uint8)
+            scales = torch.randint(121, 126, blocks.shape[:-1], generator=random).to(torch.uint8)
+            scales[0, :3, 0] = torch.tensor([0, 1, 60])
+            getattr(module, name).data = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+            del state[f"{path}.{name}"]
+            state |= {f"{path}.{name}_blocks": blocks, f"{path}.{name}_scales": scales}
+    model.config.save_pretrained(folder)
+    about = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    if change is not None:
+        change(about, state)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": about, "dtype": str(dtype)[6:]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checkpoint_in_mxfp4_is_read_at_its_bits(dtype, tmp_path):
+    """Weight for weight as transformers unpacks it, without its packages for GPUs."""
+    expected = mxfp4_checkpoint(tmp_path, dtype)
+    model = load_model(str(tmp_path))
+    weights = dict(expected.named_parameters())
+    for name, each in model.named_parameters():
+        assert torch.equal(each.dequantize() if isinstance(each, GroupedTensor) else each, weights[name]), name
+        if isinstance(each, GroupedTensor):
+            assert sum(part.nbytes for part in parts_of(each)) == each.numel() * 4.5 / 8
+    assert sum(isinstance(each, GroupedTensor) for each in model.parameters()) == 2 * 3
+    assert model.config.quantization_config.quant_method != "mxfp4" and not list(experts_of(model)[0].buffers())
+    assert (logits(model) - logits(expected)).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05) * logits(expected).abs().max()
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4_by_the_kernels(dtype, tmp_path, always):
+    expected = mxfp4_checkpoint(tmp_path, dtype)
+    target = Target(load_model(str(tmp_path)), execution="native", owned=True)
+    assert target.backend.overrides.native == 3 and target.batch_invariant, target.reasons
+    text, found = [[(7 * i * i) % 100 for i in range(60)]], []
+    for each in (Target(copy.deepcopy(expected).float(), execution="eager"), Target(expected, execution="eager"), target):
+        each.open(text)
+        found.append(torch.stack([each.prefill(text, first=0), each.advance(torch.tensor([7]))]).float())
+    wanted, theirs, ours = found
+    if dtype == torch.float32:
+        assert (ours - wanted).abs().max() <= 5e-5 * wanted.abs().max()
+    else:
+        assert (ours - wanted).std() <= 1.5 * (theirs - wanted).std() <= 0.5 * wanted.std()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about, state: state.pop("model.layers.1.mlp.experts.down_proj_scales"), r"by half: .*1.mlp.experts.down_proj has blocks, but no"),
+        (
+            lambda about, state: state.update({"model.layers.1.mlp.experts.down_proj_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}),
+            r"contradicts its configuration: .*layers.1.mlp.experts.down_proj has scales of shape \(4, 64, 2\) where 4 experts of 64 x 96",
+        ),
+        (lambda about, state: [state.pop(key) for key in list(state) if "_proj_" in key and "bias" not in key], "no linear layer or experts with blocks"),
+    ],
+)  # fmt: skip
+def test_mxfp4_that_contradicts_itself_is_refused(change, message, tmp_path):
+    mxfp4_checkpoint(tmp_path, change=change)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path))
+    with pytest.raises(ConfigurationError, match="is already quantized"):
         load_model(str(tmp_path), quantization="int4")

@@ -581,7 +581,7 @@ def turned(part):
         (
             "awq",
             lambda about, state: [without(part)(about, state) for part in ("qweight", "qzeros", "scales")],
-            "has no linear layer with qweight",
+            "has no linear layer or experts with qweight",
         ),
     ],
 )

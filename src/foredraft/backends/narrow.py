@@ -52,12 +52,12 @@ class Format:
 
     @property
     def grouped(self) -> bool:
-        return self.kind in (native.GROUPS_OF_FOUR, native.GROUPS_OF_EIGHT)
+        return self.kind in (native.GROUPS_OF_FOUR, native.GROUPS_OF_EIGHT, native.GROUPS_OF_E2M1)
 
     @property
     def bits(self) -> int:
         """Of a weight; 0 where they are the model's dtype's."""
-        return {native.EIGHTS: 8, native.GROUPS_OF_FOUR: 4, native.GROUPS_OF_EIGHT: 8}.get(self.kind, 0)
+        return {native.EIGHTS: 8, native.GROUPS_OF_FOUR: 4, native.GROUPS_OF_EIGHT: 8, native.GROUPS_OF_E2M1: 4}.get(self.kind, 0)
 
     @property
     def told(self) -> dict[str, int]:
@@ -78,7 +78,8 @@ def format_of(weight: Any, unit: int | None = None) -> Format | None:
         zero, unit = None if weight.zeros is not None else weight.zero, unit or (UNIT if weight.ndim == 2 else LEAST)
         found = grouped(weight.bits, weight.group, weight.inputs, weight.scale, zero, unit)
         nested = 0 if weight.over is None and weight.mins is None else weight.nested
-        return found and replace(found, order=order, nested=nested, mins=weight.mins is not None)
+        kind = native.GROUPS_OF_E2M1 if weight.floats else native.GROUPS_OF_EIGHT if weight.bits == 8 else native.GROUPS_OF_FOUR
+        return found and replace(found, kind=kind, order=order, nested=nested, mins=weight.mins is not None)
     if is_intx(weight):
         bits, inputs = bits_of(weight), weight.shape[1]
         return grouped(bits, weight.block_size[1], inputs, weight.scale, None if weight.zero_point.any() else 1 << (bits - 1))

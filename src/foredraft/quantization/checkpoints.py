@@ -1,14 +1,16 @@
-"""Checkpoints whose linear layers are stored in four or eight bits: AWQ, GPTQ, and compressed-tensors' W4A16 and W8A16.
+"""Checkpoints whose linear layers are stored in four or eight bits: AWQ, GPTQ, and compressed-tensors' W4A16 and W8A16; and those whose
+experts are, in MXFP4, as of gpt_oss.
 
 transformers loads them through libraries that are made for GPUs. Here the tensors of the files are read as they are, and become weights of
-plain linear layers at the same number of bits (:class:`~foredraft.quantization.grouped.GroupedTensor`). transformers does the loading,
+plain linear layers and experts at the same number of bits (:class:`~foredraft.quantization.grouped.GroupedTensor`). transformers does the loading,
 through the interface that it has for such methods; nothing of it is changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foredraft.errors import ConfigurationError
-from foredraft.quantization import gguf
+from foredraft.quantization import EXPERTS, experts_in, gguf
 from foredraft.quantization.grouped import GroupedTensor, bytes_from
 
-METHODS = ("awq", "gptq", "compressed-tensors")
+METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
 NAME = "foredraft-groups"  # of this way to load, for transformers
+BLOCK = 32  # inputs of MXFP4 that share a scale
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ keeps outputs 0, 1, .. of eight in a word
 PARTS = {  # what a layer has in the files: always, and sometimes
     "awq": (("qweight", "qzeros", "scales"), ()),
@@ -34,6 +37,7 @@ PARTS = {  # what a layer has in the files: always, and sometimes
     "pack-quantized": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
     "int-quantized": (("weight", "weight_scale"), ("weight_zero_point",)),
     "gguf": (("qdata", "scale", "zeros"), ("over", "mins")),
+    "mxfp4": (("blocks", "scales"), ()),
 }
 DTYPES = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -90,8 +94,8 @@ class Stored:
     def of(about: Mapping[str, Any], source: str) -> Stored:
         """As the ``quantization_config`` of a checkpoint says."""
         method = str(about["quant_method"])
-        if method == "gguf":
-            return Stored("gguf", None)
+        if method in ("gguf", "mxfp4"):
+            return Stored(method, None if method == "gguf" else BLOCK)
 
         def refuse(why: str) -> ConfigurationError:
             return ConfigurationError(
@@ -157,6 +161,23 @@ class Stored:
                 raise ValueError("zero points above 255")
             stands = least if least == most else zeros.to(torch.uint8).contiguous()
         return GroupedTensor(bytes_from(codes, bits), scale.contiguous(), stands, order, bits=bits, group=size, dtype=dtype)
+
+    def experts(self, parts: Mapping[str, Tensor], plain: Any, transposed: bool) -> GroupedTensor:
+        """The weights of all experts, in place of the ``plain`` ones, of what the files have for them.
+
+        Raises:
+            ValueError: these contradict each other; the message says how.
+        """
+        count, *sizes = plain.shape
+        inputs, outputs = sizes if transposed else sizes[::-1]
+        blocks, scales = parts["blocks"], parts["scales"]
+        expected = {"blocks": (blocks, (count, outputs, inputs // BLOCK, BLOCK // 2)), "scales": (scales, (count, outputs, inputs // BLOCK))}
+        for what, (found, wanted) in expected.items():
+            if tuple(found.shape) != wanted:
+                raise ValueError(f"{what} of shape {tuple(found.shape)} where {count} experts of {outputs} x {inputs} weights need {wanted}")
+        scale = torch.pow(2.0, scales.double() - 128).to(torch.bfloat16)  # half of 2^(e - 127), since integers are twice the floats
+        how: dict[str, Any] = {"bits": 4, "group": BLOCK, "dtype": plain.dtype, "transposed": transposed, "floats": True}
+        return GroupedTensor(blocks.flatten(2), scale, 0, **how)
 
     @staticmethod
     def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> GroupedTensor:
@@ -274,24 +295,41 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         needed, possible = PARTS[config.form]
         there = headers(checkpoint_files or ()) if config.there is None else config.there
         config.there = None
-        found = 0
+        found = self._make_room_for_experts(model, there)
         for name, module in list(model.named_modules()):
             parts = {part: there[f"{name}.{part}"] for part in (*needed, *possible) if f"{name}.{part}" in there}
             if not isinstance(module, nn.Linear) or not parts or (set(parts) == {"weight"} and there[f"{name}.weight"][0] != torch.int8):
                 continue
             missing = [part for part in needed if part not in parts]
             if missing:
-                raise ConfigurationError(
-                    f"the checkpoint {config.source!r} is quantized by half: {name} has {', '.join(parts)}, but no {', '.join(missing)}"
-                )
+                raise self._by_half(name, parts, missing)
             found += 1
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, Layer(module, parts))
         if not found:
             raise ConfigurationError(
                 f"the checkpoint {config.source!r} says that it is quantized with {config.original['quant_method']}, but has no linear "
-                f"layer with {', '.join(needed)}"
+                f"layer or experts with {', '.join(needed)}"
             )
+
+    def _make_room_for_experts(self, model: nn.Module, there: Mapping[str, Any]) -> int:
+        """Buffers for what the files have for weights of experts, and of how many weights."""
+        found, (needed, possible) = 0, PARTS[self.quantization_config.form]
+        for path, experts, name in list(experts_in(model)):
+            parts = {part: there[f"{path}.{name}_{part}"] for part in (*needed, *possible) if f"{path}.{name}_{part}" in there}
+            if not parts:
+                continue
+            if missing := [part for part in needed if part not in parts]:
+                raise self._by_half(f"{path}.{name}", parts, missing)
+            vars(experts)[name] = experts._parameters.pop(name)  # still there where transformers initialises what is missing
+            for part, (dtype, shape) in parts.items():
+                experts.register_buffer(f"{name}_{part}", torch.empty(tuple(shape), dtype=dtype, device="meta"))
+            found += 1
+        return found
+
+    def _by_half(self, name: str, there: Iterable[str], missing: Iterable[str]) -> ConfigurationError:
+        source = self.quantization_config.source
+        return ConfigurationError(f"the checkpoint {source!r} is quantized by half: {name} has {', '.join(there)}, but no {', '.join(missing)}")
 
     def _process_model_after_weight_loading(self, model: nn.Module, **others: Any) -> nn.Module:
         config = self.quantization_config
@@ -299,13 +337,25 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, module in list(model.named_modules()):
             if isinstance(module, Layer):
                 parent, _, last = name.rpartition(".")
-                try:
+                with self._naming(name):
                     setattr(model.get_submodule(parent), last, module.loaded(stored, dtype))
-                except (ValueError, RuntimeError) as error:
-                    raise ConfigurationError(
-                        f"the checkpoint {config.source!r} contradicts its configuration: {name} has {error}"
-                    ) from error
+        for path, module in model.named_modules():
+            experts: Any = module
+            for name in [each for each in EXPERTS if each in vars(experts)]:
+                plain = vars(experts).pop(name)
+                kept = [each for each in experts._buffers if each.startswith(f"{name}_")]
+                parts = {each.removeprefix(f"{name}_"): experts._buffers.pop(each) for each in kept}
+                with self._naming(f"{path}.{name}"):
+                    setattr(experts, name, nn.Parameter(stored.experts(parts, plain, experts.is_transposed), requires_grad=False))
         return model
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            source = self.quantization_config.source
+            raise ConfigurationError(f"the checkpoint {source!r} contradicts its configuration: {name} has {error}") from error
 
 
 def headers(files: Sequence[str]) -> dict[str, tuple[torch.dtype, list[int]]]:

@@ -1,7 +1,7 @@
 """Weights of four or eight bits with a scale, and a zero point, for each output and group of inputs.
 
 Whatever a checkpoint has them packed as, here they have one form: q, the integers, and ``(q - zero) * scale``, the weights, or
-``q * scale - zero * mins``. Scales may be integers of eight bits themselves, times a number that some groups share.
+``q * scale - zero * mins``. Or q stands for a float of four bits, and is twice its value in these. Scales may be integers of eight bits themselves, times a number that some groups share.
 :meth:`GroupedTensor.dequantize` is the reference: what kernels make of the same integers is compared with it. It stands for a weight in a
 plain linear layer, where torch's own products widen it as a whole, or for those of all experts of a mixture, of which torch's widen one
 after the other.
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+
+TWICE_E2M1 = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12])  # the floats of four bits, times two
 
 
 class GroupedTensor(Tensor):
@@ -32,6 +34,7 @@ class GroupedTensor(Tensor):
         bits: of a weight, 4 or 8.
         group: columns that share a scale; the last group may be shorter.
         nested: groups that share a number of ``over`` and of ``mins``.
+        floats: the integers of ``qdata`` are places in :data:`TWICE_E2M1`, where q is; nothing else stands for 0 then.
         transposed: the last two dimensions of the weight are the other way round.
         inputs: K.
     """
@@ -64,10 +67,11 @@ class GroupedTensor(Tensor):
         group: int,
         dtype: torch.dtype,
         transposed: bool = False,
+        floats: bool = False,
     ):
         self.qdata, self.scale, self.order, self.over, self.mins, self.bits, self.group = qdata, scale, order, over, mins, bits, group
         self.nested = next((scale.shape[-1] // each.shape[-1] for each in (over, mins) if each is not None), 1)
-        self.transposed, self.inputs = transposed, qdata.shape[-1] * 8 // bits
+        self.transposed, self.floats, self.inputs = transposed, floats, qdata.shape[-1] * 8 // bits
         self.zeros, self.zero = (zeros, 0) if isinstance(zeros, Tensor) else (None, zeros)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
@@ -75,7 +79,8 @@ class GroupedTensor(Tensor):
         scale, zeros = self.scale.float(), self._zeros.float()
         if self.over is not None:
             scale = scale * self._by_group(self.over)
-        codes = codes_from(self.qdata, self.bits).float()
+        codes = codes_from(self.qdata, self.bits)
+        codes = TWICE_E2M1.to(codes.device)[codes.int()] if self.floats else codes.float()
         if self.mins is None:
             found = (codes - self._by_input(zeros)) * self._by_input(scale)
         else:
@@ -108,7 +113,7 @@ class GroupedTensor(Tensor):
         zeros = self.zero if self.zeros is None else change(self.zeros)
         others = (None if each is None else change(each) for each in (self.order, self.over, self.mins))
         how: dict[str, Any] = {"bits": self.bits, "group": self.group, "dtype": dtype or self.dtype}
-        how["transposed"] = self.transposed if transposed is None else transposed
+        how |= {"transposed": self.transposed if transposed is None else transposed, "floats": self.floats}
         return GroupedTensor(change(self.qdata), change(self.scale), zeros, *others, **how)
 
     def __repr__(self) -> str:  # type: ignore[override]

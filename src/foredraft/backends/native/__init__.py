@@ -307,7 +307,7 @@ def _advise() -> Callable[[int, int, int], int]:
 
 
 ATTENTION, MLP = 1, 2  # of ``layer.c``
-VALUES, EIGHTS, GROUPS_OF_FOUR, GROUPS_OF_EIGHT = range(4)  # kinds of weights, likewise
+VALUES, EIGHTS, GROUPS_OF_FOUR, GROUPS_OF_EIGHT, GROUPS_OF_E2M1 = range(5)  # kinds of weights, likewise
 SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)  # dtypes of the scales of groups, likewise
 SILU, GELU, RELU, EXACT, ALONE = range(5)  # likewise
 SQUARED = 8

@@ -37,6 +37,7 @@
 #define EIGHTS 1
 #define GROUPS_OF_FOUR 2
 #define GROUPS_OF_EIGHT 3
+#define GROUPS_OF_E2M1 4 /* floats of four bits in groups */
 #define SOME 32 /* tokens up to which weights are read from memory once, and from the second cache for each further WIDE of them */
 #define AHEAD 4096 /* bytes of each block of weights that are asked for before their turn: a page */
 #define MANY 48 /* tokens that weights are kept in the first cache for, at most */
