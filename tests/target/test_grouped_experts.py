@@ -8,13 +8,14 @@ import json
 import pytest
 import torch
 from helpers import alone, generate
-from kernel_cases import DTYPES, config_of, needs_kernels
+from kernel_cases import DTYPES, config_of, in_blocks, needs_kernels
 from kernel_cases import always as always  # a fixture
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from foredraft import ConfigurationError, Speculator
+from foredraft.backends import native
 from foredraft.backends.experts import Mixture
 from foredraft.backends.narrow import is_held, parts_of
 from foredraft.loading import load_model
@@ -317,3 +318,78 @@ def test_mxfp4_that_contradicts_itself_is_refused(change, message, tmp_path):
         load_model(str(tmp_path))
     with pytest.raises(ConfigurationError, match="is already quantized"):
         load_model(str(tmp_path), quantization="int4")
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------------
+
+
+def gguf_file(folder, kinds, change=lambda name: True):
+    """A qwen3moe as llama.cpp's converter makes it, with experts of ``kinds`` for gate, up and down; and the model it stands for."""
+    gguf = pytest.importorskip("gguf")
+    model = made("qwen3_moe", torch.float32, hidden_size=256, moe_intermediate_size=256, num_hidden_layers=2)
+    config, writer = model.config, gguf.GGUFWriter(folder / "model.gguf", "qwen3moe")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
+
+    def stored(target, tensor, kind):
+        """``tensor`` becomes what is written for it."""
+        if kind is None or tensor.ndim == 1:
+            writer.add_tensor(target, tensor.numpy())
+            return
+        sort = getattr(gguf.GGMLQuantizationType, kind)
+        packed = in_blocks(tensor.flatten(0, -2), kind).reshape(*tensor.shape[:-1], -1)
+        if change(target):
+            writer.add_tensor(target, packed, raw_dtype=sort)
+        tensor.copy_(torch.from_numpy(gguf.dequantize(packed, sort)))
+
+    for key, tensor in model.state_dict().items():
+        layer = f"{key}.".split(".")[2]
+        if key.endswith("gate_up_proj"):
+            for kind, which, part in zip(kinds, ("gate", "up"), tensor.chunk(2, 1)):
+                stored(f"blk.{layer}.ffn_{which}_exps.weight", part, kind)
+        elif key.endswith("experts.down_proj"):
+            stored(f"blk.{layer}.ffn_down_exps.weight", tensor, kinds[2])
+        else:
+            target = f"{names.get_name(key.rpartition('.')[0])}.{key.rpartition('.')[2]}"
+            stored(target, tensor, "Q8_0" if "_proj" in key else None)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    return model
+
+
+@pytest.mark.parametrize("kinds", [("Q4_0",) * 3, ("Q4_K", "Q4_K", "Q6_K"), ("Q5_1", "Q5_1", "Q8_0"), ("Q4_0", "Q8_0", "Q4_1")])
+def test_the_experts_of_a_gguf_file_keep_their_bits(kinds, tmp_path, always):
+    expected = gguf_file(tmp_path, kinds)
+    model = load_model(str(tmp_path), gguf_file="model.gguf", dtype="float32")
+    weights = dict(expected.named_parameters())
+    for name, each in model.named_parameters():
+        assert torch.equal(each.dequantize() if isinstance(each, GroupedTensor) else each, weights[name]), name
+    for module in experts_of(model):
+        assert isinstance(module.gate_up_proj, GroupedTensor) == (kinds[0] == kinds[1])  # or they are widened
+        assert module.down_proj.bits == (4 if kinds[2].startswith("Q4") else 8)
+    assert model.config.moe_intermediate_size == 256 and model.config.norm_topk_prob
+    assert (logits(model) - logits(expected)).abs().max() <= 1e-5 * logits(expected).abs().max()
+    if all(native.refusal(dtype) is None for dtype in DTYPES):
+        target, wanted = Target(model, execution="native", owned=True), logits(expected)
+        assert target.backend.overrides.native == 2, target.reasons
+        assert (logits(model) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+def test_a_gguf_file_that_lacks_experts_is_refused(tmp_path):
+    gguf_file(tmp_path, ("Q4_0",) * 3, lambda name: name != "blk.1.ffn_up_exps.weight")
+    with pytest.raises(ConfigurationError, match=r"has experts, but no tensor 'blk\.1\.ffn_up_exps\.weight'; load a file with all"):
+        load_model(str(tmp_path), gguf_file="model.gguf")

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from helpers import alone, generate, repetitive
-from kernel_cases import DTYPES, needs_kernels
+from kernel_cases import DTYPES, in_blocks, needs_kernels
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -614,21 +614,6 @@ def test_what_the_files_have_is_what_the_test_wrote(tmp_path):
 
 
 # -- GGUF ------------------------------------------------------------------------------------------------------------------
-
-
-def in_blocks(weight, kind):
-    """``weight`` as blocks of a ``kind``; numbers of its size in those that gguf does not make."""
-    gguf = pytest.importorskip("gguf")
-    sort = getattr(gguf.GGMLQuantizationType, kind)
-    if not kind.endswith("_K"):
-        return gguf.quantize(weight.numpy(), sort)
-    size, at = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}[kind]
-    random = torch.Generator().manual_seed(weight.numel())
-    blocks = torch.randint(0, 256, (len(weight), weight.shape[1] // 256, size), generator=random).to(torch.uint8)
-    for begin in at:
-        numbers = 1e-4 * (1 + torch.rand(*blocks.shape[:2], 1, generator=random))
-        blocks[:, :, begin : begin + 2] = numbers.half().view(torch.uint8)
-    return blocks.flatten(1).numpy()
 
 
 def gguf_file(folder, kind, name="llama", rotary=None):

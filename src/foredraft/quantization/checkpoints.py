@@ -66,7 +66,7 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
     config = AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only)
     state = gguf.read(path, reader, config)
     config.tie_word_embeddings = "lm_head.weight" not in state and "lm_head.qdata" not in state
-    if any(each.endswith(".qdata") for each in state):
+    if any(each.endswith("qdata") for each in state):
         there = {each: (tensor.dtype, list(tensor.shape)) for each, tensor in state.items()}
         about = {"quant_method": "gguf"}
         config.quantization_config = {"quant_method": NAME, "original": about, "form": "gguf", "source": f"{source}/{name}", "there": there}
@@ -170,6 +170,8 @@ class Stored:
         """
         count, *sizes = plain.shape
         inputs, outputs = sizes if transposed else sizes[::-1]
+        if self.form == "gguf":
+            return self._of_gguf(parts, (count, outputs, inputs), plain.dtype)
         blocks, scales = parts["blocks"], parts["scales"]
         expected = {"blocks": (blocks, (count, outputs, inputs // BLOCK, BLOCK // 2)), "scales": (scales, (count, outputs, inputs // BLOCK))}
         for what, (found, wanted) in expected.items():
@@ -180,14 +182,14 @@ class Stored:
         return GroupedTensor(blocks.flatten(2), scale, 0, **how)
 
     @staticmethod
-    def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> GroupedTensor:
-        (outputs, inputs), qdata, scale, zeros = shape, parts["qdata"], parts["scale"], parts["zeros"]
-        if len(qdata) != outputs or qdata.shape[1] not in (inputs // 2, inputs):
-            raise ValueError(
-                f"weights of {len(qdata)} outputs in {qdata.shape[1]} bytes each where {outputs} of {inputs} weights are needed"
-            )
+    def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> GroupedTensor:
+        (*outputs, inputs), qdata, scale, zeros = shape, parts["qdata"], parts["scale"], parts["zeros"]
+        (*found, width) = qdata.shape
+        if found != outputs or width not in (inputs // 2, inputs):
+            given, wanted = (" x ".join(map(str, each)) for each in (found, outputs))
+            raise ValueError(f"weights of {given} outputs in {width} bytes each where {wanted} of {inputs} weights are needed")
         stands = int(zeros) if zeros.ndim == 1 else zeros
-        bits, group = qdata.shape[1] * 8 // inputs, inputs // scale.shape[1]
+        bits, group = width * 8 // inputs, inputs // scale.shape[-1]
         return GroupedTensor(qdata, scale, stands, over=parts.get("over"), mins=parts.get("mins"), bits=bits, group=group, dtype=dtype)
 
     def _unpacked(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> tuple[int, Tensor, Tensor, Tensor | int, Tensor | None]:
