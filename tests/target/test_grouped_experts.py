@@ -129,7 +129,12 @@ def test_experts_at_their_bits(name, how, dtype, always):
 
 # -- int4 and int8 ---------------------------------------------------------------------------------------------------------
 
-INNER = {"qwen3_moe": "moe_intermediate_size", "qwen2_moe": "moe_intermediate_size", "mixtral": "intermediate_size", "gpt_oss": "intermediate_size"}
+INNER = {
+    "qwen3_moe": "moe_intermediate_size",
+    "qwen2_moe": "moe_intermediate_size",
+    "mixtral": "intermediate_size",
+    "gpt_oss": "intermediate_size",
+}
 
 
 def unquantised(name="qwen3_moe", dtype=torch.float32):
@@ -268,6 +273,9 @@ def mxfp4_checkpoint(folder, dtype=torch.bfloat16, change=None):
     return model
 
 
+DOWN = "model.layers.1.mlp.experts.down_proj"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_checkpoint_in_mxfp4_is_read_at_its_bits(dtype, tmp_path):
     """Weight for weight as transformers unpacks it, without its packages for GPUs."""
@@ -304,14 +312,17 @@ def test_mxfp4_by_the_kernels(dtype, tmp_path, always):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda about, state: state.pop("model.layers.1.mlp.experts.down_proj_scales"), r"by half: .*1.mlp.experts.down_proj has blocks, but no"),
+        (lambda about, state: state.pop(f"{DOWN}_scales"), r"by half: .*1.mlp.experts.down_proj has blocks, but no scales"),
         (
-            lambda about, state: state.update({"model.layers.1.mlp.experts.down_proj_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}),
+            lambda about, state: state.update({f"{DOWN}_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}),
             r"contradicts its configuration: .*layers.1.mlp.experts.down_proj has scales of shape \(4, 64, 2\) where 4 experts of 64 x 96",
         ),
-        (lambda about, state: [state.pop(key) for key in list(state) if "_proj_" in key and "bias" not in key], "no linear layer or experts with blocks"),
+        (
+            lambda about, state: [state.pop(key) for key in list(state) if "_proj_" in key and "bias" not in key],
+            "layer or experts with blocks",
+        ),
     ],
-)  # fmt: skip
+)
 def test_mxfp4_that_contradicts_itself_is_refused(change, message, tmp_path):
     mxfp4_checkpoint(tmp_path, change=change)
     with pytest.raises(ConfigurationError, match=message):

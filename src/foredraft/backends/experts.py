@@ -2,8 +2,8 @@
 
 transformers keeps the weights of all experts of a layer in two tensors of three dimensions. They are laid out once, expert by expert, as
 linear layers are in :mod:`foredraft.backends.packing`; those of four and eight bits
-(:class:`~foredraft.quantization.grouped.GroupedTensor`) at their bits. ``forward`` of such a module then takes what the model's own router chose. In the
-families of :data:`ROUTERS` the router is known too, and a whole layer is one call of a kernel.
+(:class:`~foredraft.quantization.grouped.GroupedTensor`) at their bits. ``forward`` of such a module then takes what the model's own router
+chose. In the families of :data:`ROUTERS` the router is known too, and a whole layer is one call of a kernel.
 
 Only the experts that a pass touches are read, each of them once.
 """
@@ -192,11 +192,10 @@ def laid_out(count: int, matrix: Callable[[int], Tensor]) -> Stack:
     packed, parts = None, list[dict[str, Tensor]]()
     for expert in range(count):
         weight = matrix(expert)
-        grouped = isinstance(weight, GroupedTensor)
-        words = narrow.words_of([weight.qdata]) if grouped else blocked(weight)
+        words = narrow.words_of([weight.qdata]) if isinstance(weight, GroupedTensor) else blocked(weight)
         packed = native.room((count, *words.shape), words.dtype) if packed is None else packed
         packed[expert] = words
-        parts.append(narrow.by_group([weight]) if grouped else {})
+        parts.append(narrow.by_group([weight]) if isinstance(weight, GroupedTensor) else {})
     assert packed is not None
     together = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
     return Stack(format_of(weight, LEAST) or Format(), len(weight), packed, together)

@@ -2,8 +2,8 @@
 experts are, in MXFP4, as of gpt_oss.
 
 transformers loads them through libraries that are made for GPUs. Here the tensors of the files are read as they are, and become weights of
-plain linear layers and experts at the same number of bits (:class:`~foredraft.quantization.grouped.GroupedTensor`). transformers does the loading,
-through the interface that it has for such methods; nothing of it is changed.
+plain linear layers and experts at the same number of bits (:class:`~foredraft.quantization.grouped.GroupedTensor`). transformers does the
+loading, through the interface that it has for such methods; nothing of it is changed.
 """
 
 from __future__ import annotations
@@ -173,10 +173,15 @@ class Stored:
         if self.form == "gguf":
             return self._of_gguf(parts, (count, outputs, inputs), plain.dtype)
         blocks, scales = parts["blocks"], parts["scales"]
-        expected = {"blocks": (blocks, (count, outputs, inputs // BLOCK, BLOCK // 2)), "scales": (scales, (count, outputs, inputs // BLOCK))}
+        expected = {
+            "blocks": (blocks, (count, outputs, inputs // BLOCK, BLOCK // 2)),
+            "scales": (scales, (count, outputs, inputs // BLOCK)),
+        }
         for what, (found, wanted) in expected.items():
             if tuple(found.shape) != wanted:
-                raise ValueError(f"{what} of shape {tuple(found.shape)} where {count} experts of {outputs} x {inputs} weights need {wanted}")
+                raise ValueError(
+                    f"{what} of shape {tuple(found.shape)} where {count} experts of {outputs} x {inputs} weights need {wanted}"
+                )
         scale = torch.pow(2.0, scales.double() - 128).to(torch.bfloat16)  # half of 2^(e - 127), since integers are twice the floats
         how: dict[str, Any] = {"bits": 4, "group": BLOCK, "dtype": plain.dtype, "transposed": transposed, "floats": True}
         return GroupedTensor(blocks.flatten(2), scale, 0, **how)
@@ -331,7 +336,9 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _by_half(self, name: str, there: Iterable[str], missing: Iterable[str]) -> ConfigurationError:
         source = self.quantization_config.source
-        return ConfigurationError(f"the checkpoint {source!r} is quantized by half: {name} has {', '.join(there)}, but no {', '.join(missing)}")
+        return ConfigurationError(
+            f"the checkpoint {source!r} is quantized by half: {name} has {', '.join(there)}, but no {', '.join(missing)}"
+        )
 
     def _process_model_after_weight_loading(self, model: nn.Module, **others: Any) -> nn.Module:
         config = self.quantization_config

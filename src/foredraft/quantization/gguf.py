@@ -184,7 +184,7 @@ def of_experts(given: Mapping[str, Any], number: int, path: Path) -> dict[str, T
         if len(kinds) == 1 and kinds <= KINDS.keys():
             data = torch.cat([torch.from_numpy(np.array(tensor.data)) for tensor in tensors], 1)
             for part, each in blocks_of(data.flatten(0, 1), kinds.pop()).items():
-                state[f"{target}_{part}"] = each if len(each) == 1 else each.unflatten(0, data.shape[:2]).contiguous()
+                state[f"{target}_{part}"] = each if len(each) == 1 else each.view(*data.shape[:2], -1).contiguous()
         else:
             found = [np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32) for tensor in tensors]
             state[target] = torch.cat([torch.from_numpy(each) for each in found], 1)

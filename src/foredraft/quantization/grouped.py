@@ -1,10 +1,10 @@
 """Weights of four or eight bits with a scale, and a zero point, for each output and group of inputs.
 
 Whatever a checkpoint has them packed as, here they have one form: q, the integers, and ``(q - zero) * scale``, the weights, or
-``q * scale - zero * mins``. Or q stands for a float of four bits, and is twice its value in these. Scales may be integers of eight bits themselves, times a number that some groups share.
-:meth:`GroupedTensor.dequantize` is the reference: what kernels make of the same integers is compared with it. It stands for a weight in a
-plain linear layer, where torch's own products widen it as a whole, or for those of all experts of a mixture, of which torch's widen one
-after the other.
+``q * scale - zero * mins``. Of floats of four bits (e2m1) q is twice the float. Scales may be integers of eight bits themselves, times a
+number that some groups share. :meth:`GroupedTensor.dequantize` is the reference: what kernels make of the same integers is compared with
+it. It stands for a weight in a plain linear layer, where torch's own products widen it as a whole, or for those of all experts of a
+mixture, of which torch's widen one after the other.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class GroupedTensor(Tensor):
     mins: Tensor | None
 
     @staticmethod
-    def __new__(
-        cls, qdata: Tensor, *others: Any, bits: int, dtype: torch.dtype, transposed: bool = False, **named: Any
-    ) -> GroupedTensor:
+    def __new__(cls, qdata: Tensor, *others: Any, bits: int, dtype: torch.dtype, transposed: bool = False, **named: Any) -> GroupedTensor:
         *experts, outputs, inputs = *qdata.shape[:-1], qdata.shape[-1] * 8 // bits
         shape = (*experts, inputs, outputs) if transposed else (*experts, outputs, inputs)
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)  # type: ignore[attr-defined,no-any-return]
@@ -106,9 +104,7 @@ class GroupedTensor(Tensor):
         """The weight ``[N, K]`` of an expert; of several ``[n, N, K]``. They are transposed as all are."""
         return self.mapped(lambda each: each[number])
 
-    def mapped(
-        self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, transposed: bool | None = None
-    ) -> GroupedTensor:
+    def mapped(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, transposed: bool | None = None) -> GroupedTensor:
         """With ``change`` made to each tensor that it is made of; ``dtype`` is that of the weights."""
         zeros = self.zero if self.zeros is None else change(self.zeros)
         others = (None if each is None else change(each) for each in (self.order, self.over, self.mins))
