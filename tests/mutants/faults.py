@@ -367,6 +367,7 @@ FAULTS = [
     Fault("experts.h", "tokens ? tokens + from : 0, stride", "tokens, stride", GROUPED_EXPERTS),
     Fault("groups.h", "shifted || i % count == count - 1", "i % count == count - 1", GROUPED_EXPERTS),
     Fault("vectors.h", "12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1", "12, 0, -1, -2, -3, -4, -6, -8, -10, 0, 1", GROUPED_EXPERTS),
+    Fault("checkpoints.py", '"gate_up_proj": ("gate_proj", "up_proj")', '"gate_up_proj": ("up_proj", "gate_proj")', GROUPED_EXPERTS),
     Fault("checkpoints.py", "scales.double() - 128", "scales.double() - 127", GROUPED_EXPERTS),
     Fault(
         "grouped.py",

@@ -121,18 +121,3 @@ def build(name, dtype, experts_implementation=None, **others):
 def always(monkeypatch):
     """Tiny layers are not worth it; here every one of them is laid out for the kernels."""
     monkeypatch.setattr(packing_module, "preferred_hint", lambda groups, hints: hints[-1])
-
-
-def in_blocks(weight, kind):
-    """``weight`` as blocks of a ``kind``; numbers of its size in those that gguf does not make."""
-    gguf = pytest.importorskip("gguf")
-    sort = getattr(gguf.GGMLQuantizationType, kind)
-    if not kind.endswith("_K"):
-        return gguf.quantize(weight.numpy(), sort)
-    size, at = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}[kind]
-    random = torch.Generator().manual_seed(weight.numel())
-    blocks = torch.randint(0, 256, (len(weight), weight.shape[1] // 256, size), generator=random).to(torch.uint8)
-    for begin in at:
-        numbers = 1e-4 * (1 + torch.rand(*blocks.shape[:2], 1, generator=random))
-        blocks[:, :, begin : begin + 2] = numbers.half().view(torch.uint8)
-    return blocks.flatten(1).numpy()

@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 from helpers import alone, generate
-from kernel_cases import DTYPES, config_of, in_blocks, needs_kernels
+from kernel_cases import DTYPES, config_of, needs_kernels
 from kernel_cases import always as always  # a fixture
 from safetensors.torch import save_file
+from stored import ABOUT, in_blocks, stored
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -356,7 +357,7 @@ def gguf_file(folder, kinds, change=lambda name: True):
     writer.add_vocab_size(config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
 
-    def stored(target, tensor, kind):
+    def keep(target, tensor, kind):
         """``tensor`` becomes what is written for it."""
         if kind is None or tensor.ndim == 1:
             writer.add_tensor(target, tensor.numpy())
@@ -371,12 +372,12 @@ def gguf_file(folder, kinds, change=lambda name: True):
         layer = f"{key}.".split(".")[2]
         if key.endswith("gate_up_proj"):
             for kind, which, part in zip(kinds, ("gate", "up"), tensor.chunk(2, 1)):
-                stored(f"blk.{layer}.ffn_{which}_exps.weight", part, kind)
+                keep(f"blk.{layer}.ffn_{which}_exps.weight", part, kind)
         elif key.endswith("experts.down_proj"):
-            stored(f"blk.{layer}.ffn_down_exps.weight", tensor, kinds[2])
+            keep(f"blk.{layer}.ffn_down_exps.weight", tensor, kinds[2])
         else:
             target = f"{names.get_name(key.rpartition('.')[0])}.{key.rpartition('.')[2]}"
-            stored(target, tensor, "Q8_0" if "_proj" in key else None)
+            keep(target, tensor, "Q8_0" if "_proj" in key else None)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
     return model
@@ -404,3 +405,79 @@ def test_a_gguf_file_that_lacks_experts_is_refused(tmp_path):
     gguf_file(tmp_path, ("Q4_0",) * 3, lambda name: name != "blk.1.ffn_up_exps.weight")
     with pytest.raises(ConfigurationError, match=r"has experts, but no tensor 'blk\.1\.ffn_up_exps\.weight'; load a file with all"):
         load_model(str(tmp_path), gguf_file="model.gguf")
+
+
+# -- AWQ, GPTQ and compressed-tensors --------------------------------------------------------------------------------------
+
+
+def listed_checkpoint(folder, method, change=None):
+    """A folder with a model whose linear layers and experts, one by one, are stored by ``method``; and the model it stands for."""
+    model, number = unquantised(), 0
+    state = {name: each for name, each in model.state_dict().items() if not name.endswith(("gate_up_proj", "experts.down_proj"))}
+
+    def keep(prefix, tensor):
+        nonlocal number
+        parts, weight = stored(method, *tensor.shape, number := number + 1)
+        state.pop(f"{prefix}.weight", None)
+        state.update({f"{prefix}.{part}": each.contiguous() for part, each in parts.items()})
+        tensor.data.copy_(weight)
+
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and path != "lm_head":
+            keep(path, module.weight)
+        for expert in range(len(module.down_proj)) if hasattr(module, "is_transposed") else ():
+            for name, rows in zip(("gate_proj", "up_proj"), module.gate_up_proj[expert].chunk(2)):
+                keep(f"{path}.{expert}.{name}", rows)
+            keep(f"{path}.{expert}.down_proj", module.down_proj[expert])
+    model.config.save_pretrained(folder)
+    if change is not None:
+        change(state)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": ABOUT[method], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("method", [name for name in ABOUT if name != "gptq-ordered"])
+def test_experts_that_files_list_one_by_one(method, tmp_path, always):
+    with torch.no_grad():
+        expected = listed_checkpoint(tmp_path, method)
+    model = load_model(str(tmp_path))
+    weights = dict(expected.named_parameters())
+    for name, each in model.named_parameters():
+        assert torch.equal(each.dequantize() if isinstance(each, GroupedTensor) else each, weights[name]), name
+    for each in experts_of(model):
+        assert isinstance(each.gate_up_proj, GroupedTensor) and not any(name.isdigit() for name, _ in each.named_children())
+    assert (logits(model) - logits(expected)).abs().max() <= 1e-5 * logits(expected).abs().max()
+    if all(native.refusal(dtype) is None for dtype in DTYPES):
+        target, wanted = Target(model, execution="native", owned=True), logits(expected)
+        assert target.backend.overrides.native == 3, target.reasons
+        assert (logits(model) - wanted).abs().max() <= 3e-5 * wanted.abs().max()
+
+
+EXPERT = "model.layers.1.mlp.experts.3"
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("gptq-ordered", lambda state: None, r"contradicts its configuration: .*experts has groups of inputs in an order of their own"),
+        ("awq", lambda state: state.pop(f"{EXPERT}.up_proj.scales"), r"by half: .*experts\.3 has gate_proj, down_proj, but no up_proj"),
+        ("awq", lambda state: state.pop(f"{EXPERT}.up_proj.qzeros"), r"by half: .*experts\.3\.up_proj has qweight, scales, but no qzeros"),
+        (
+            "awq",
+            lambda state: state.update({"model.layers.0.mlp.gate.scales": torch.ones(2, 8)}),
+            r"has model\.layers\.0\.mlp\.gate quantized with awq, which is not read .*with quantization='int4'",
+        ),
+        (
+            "gptq",
+            lambda state: state.update({"model.layers.0.block.experts.0.w1.scales": torch.ones(2, 8)}),
+            r"has model\.layers\.0\.block\.experts\.0\.w1 quantized with gptq, which is not read",
+        ),
+    ],
+)
+@torch.no_grad()
+def test_listed_experts_that_are_not_read_are_refused(method, change, message, tmp_path):
+    listed_checkpoint(tmp_path, method, change)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path))

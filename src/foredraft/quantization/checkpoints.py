@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foredraft.errors import ConfigurationError
 from foredraft.quantization import EXPERTS, experts_in, gguf
-from foredraft.quantization.grouped import GroupedTensor, bytes_from
+from foredraft.quantization.grouped import GroupedTensor, bytes_from, stacked
 
 METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
 NAME = "foredraft-groups"  # of this way to load, for transformers
@@ -39,6 +39,7 @@ PARTS = {  # what a layer has in the files: always, and sometimes
     "gguf": (("qdata", "scale", "zeros"), ("over", "mins")),
     "mxfp4": (("blocks", "scales"), ()),
 }
+SEVERAL = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # a weight of experts, and what files list for each
 DTYPES = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -303,6 +304,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         there = headers(checkpoint_files or ()) if config.there is None else config.there
         config.there = None
         found = self._make_room_for_experts(model, there)
+        self._list_experts(model, there)
         for name, module in list(model.named_modules()):
             parts = {part: there[f"{name}.{part}"] for part in (*needed, *possible) if f"{name}.{part}" in there}
             if not isinstance(module, nn.Linear) or not parts or (set(parts) == {"weight"} and there[f"{name}.weight"][0] != torch.int8):
@@ -313,6 +315,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
             found += 1
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, Layer(module, parts))
+        self._check_nothing_is_left(model, there)
         if not found:
             raise ConfigurationError(
                 f"the checkpoint {config.source!r} says that it is quantized with {config.original['quant_method']}, but has no linear "
@@ -334,6 +337,36 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
             found += 1
         return found
 
+    def _list_experts(self, model: nn.Module, there: Mapping[str, Any]) -> None:
+        """Linear layers inside of experts whose weights the files have one by one."""
+        mark = PARTS[self.quantization_config.form][0][-1]
+        for path, module in list(model.named_modules()):
+            experts: Any = module
+            if f"{path}.0.down_proj.{mark}" not in there or not SEVERAL.keys() <= experts._parameters.keys() or experts.is_transposed:
+                continue
+            count, hidden, inner = experts.down_proj.shape
+            sizes = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+            for number in range(count):
+                layers = {name: nn.Linear(*size, bias=False, device="meta") for name, size in sizes.items()}
+                if lacking := [name for name in layers if f"{path}.{number}.{name}.{mark}" not in there]:
+                    raise self._by_half(f"{path}.{number}", [name for name in layers if name not in lacking], lacking)
+                experts.add_module(str(number), nn.ModuleDict(layers))
+            vars(experts).update({name: experts._parameters.pop(name) for name in SEVERAL})
+
+    def _check_nothing_is_left(self, model: nn.Module, there: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigurationError: the files have quantised weights of a part of the model that nothing above reads.
+        """
+        config, modules = self.quantization_config, dict(model.named_modules())
+        mark = f".{PARTS[config.form][0][-1]}"
+        for name in (each.removesuffix(mark) for each in there if each.endswith(mark)):
+            if not isinstance(modules.get(name), Layer) and (name in modules or ".experts." in name):
+                raise ConfigurationError(
+                    f"the checkpoint {config.source!r} has {name} quantized with {config.original['quant_method']}, which is not read for "
+                    "this part of the model; load the checkpoint that it was made from, with quantization='int4'"
+                )
+
     def _by_half(self, name: str, there: Iterable[str], missing: Iterable[str]) -> ConfigurationError:
         source = self.quantization_config.source
         return ConfigurationError(
@@ -350,6 +383,9 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
                     setattr(model.get_submodule(parent), last, module.loaded(stored, dtype))
         for path, module in model.named_modules():
             experts: Any = module
+            if "0" in experts._modules and SEVERAL.keys() <= vars(experts).keys():
+                with self._naming(path):
+                    self._join(experts)
             for name in [each for each in EXPERTS if each in vars(experts)]:
                 plain = vars(experts).pop(name)
                 kept = [each for each in experts._buffers if each.startswith(f"{name}_")]
@@ -357,6 +393,15 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
                 with self._naming(f"{path}.{name}"):
                     setattr(experts, name, nn.Parameter(stored.experts(parts, plain, experts.is_transposed), requires_grad=False))
         return model
+
+    @staticmethod
+    def _join(experts: Any) -> None:
+        """What :meth:`_list_experts` has listed becomes one weight again."""
+        listed = [experts._modules.pop(str(number)) for number in range(len(experts.down_proj))]
+        for name, parts in SEVERAL.items():
+            del vars(experts)[name]
+            weight = stacked([[each[part].weight for part in parts] for each in listed])
+            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:

@@ -151,6 +151,28 @@ class GroupedTensor(Tensor):
         return function(*plain[0], **plain[1])
 
 
+def stacked(experts: Sequence[Sequence[GroupedTensor]]) -> GroupedTensor:
+    """``[E, N, K]`` of the matrices of each expert, one below the other.
+
+    Raises:
+        ValueError: they are of several formats, or have inputs in an order of their own.
+    """
+    every = [each for matrices in experts for each in matrices]
+    first = every[0]
+    if any(each.order is not None for each in every):
+        raise ValueError("groups of inputs in an order of their own (act-order), which are not read for experts")
+    if len({(each.bits, each.group, each.scale.dtype, each.inputs) for each in every}) > 1:
+        raise ValueError("weights of several formats")
+    alike = all(each.zeros is None and each.zero == first.zero for each in every)
+
+    def of(part: Callable[[GroupedTensor], Tensor]) -> Tensor:
+        return torch.stack([torch.cat([part(each) for each in matrices]) for matrices in experts])
+
+    zeros = first.zero if alike else of(lambda each: each._zeros)
+    how: dict[str, Any] = {"bits": first.bits, "group": first.group, "dtype": first.dtype}
+    return GroupedTensor(of(lambda each: each.qdata), of(lambda each: each.scale), zeros, **how)
+
+
 GROUPED_MM = getattr(functional, "grouped_mm", None)
 
 
