@@ -11,7 +11,15 @@ import torch
 
 from foredraft import hub, zoo
 from foredraft.errors import ConfigurationError, first_line
-from foredraft.quantization import already_quantized, check_groups, check_quantization, check_quantized, config_for_loading, quantize
+from foredraft.quantization import (
+    already_quantized,
+    check_groups,
+    check_quantization,
+    check_quantized,
+    config_for_loading,
+    quantize,
+    quantize_experts,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +42,7 @@ def load_model(
         source: a path, a hub id or ``zoo:NAME``; or one of the first two, a slash, and the name of a GGUF file there.
         dtype: a torch dtype, its name, or None for the checkpoint's own.
         device: where to put it; ``"auto"`` spreads it over what there is (accelerate), None means the CPU.
-        quantization: ``"int8"`` makes the weights of linear layers eight bits wide, ``"int4"`` four (torchao); see
+        quantization: ``"int8"`` makes the weights of linear layers and experts eight bits wide, ``"int4"`` four (torchao); see
             :mod:`foredraft.quantization`.
         encoders: take models with an encoder as well.
         gguf_file: the name of that file, where ``source`` does not name it.
@@ -86,6 +94,7 @@ def load_model(
         raise ConfigurationError(f"{source!r} cannot be loaded as {kind}: {first_line(error)}") from error
     if quantization is not None:
         check_quantized(model, source)
+        quantize_experts(model, quantization)
     return model.eval() if device in (None, "auto") else model.to(device).eval()
 
 

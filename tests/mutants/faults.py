@@ -50,6 +50,7 @@ KERNELS = ("tests/target/test_native.py",)
 MIXTURES = ("tests/target/test_native_experts.py",)
 COSTS = ("tests/planning/test_planner.py",)
 GROUPS = ("tests/target/test_groups.py",)
+GROUPED_EXPERTS = ("tests/target/test_grouped_experts.py",)
 PAGED_ATTENTION = ("tests/target/test_paged_attention.py",)
 SOURCED = ("tests/target/test_native_sourced.py",)
 SEGMENTS = ("tests/target/test_native_segments.py",)
@@ -369,10 +370,23 @@ FAULTS = [
     # -- mixtures of experts
     Fault("experts.h", "|| e->normed ? scores[j] / whole", "? scores[j] / whole", MIXTURES),
     Fault("experts.h", "gated(gate, up, out, TILE, e->activation)", "gated(up, gate, out, TILE, e->activation)", MIXTURES),
-    Fault("experts.h", "{e->down + (size_t)expert * H * I}", "{e->down + (size_t)((expert + 1) % e->count) * H * I}", MIXTURES),
+    Fault("experts.h", "expert_outputs(&e->down, expert * H + o", "expert_outputs(&e->down, (expert + 1) % e->count * H + o", MIXTURES),
     Fault("experts.h", "*b = first + (high - low) / 2", "*b = first + (high - low) / 3", MIXTURES),
     Fault("experts.h", "for (int j = 1; e->by_number && j < k; j++)", "for (int j = 1; 0; j++)", MIXTURES),
-    Fault("experts.h", "if (T > 1) gather(w, e, r, x, T, H);", "if (T > 8) gather(w, e, r, x, T, H);", MIXTURES),
+    Fault("experts.h", "    else if (T > 1)\n        gather(", "    else if (T > 8)\n        gather(", MIXTURES),
+    Fault("experts.h", "ready_from(r, T == 1 ? 0 : begin + from, all, H)", "ready_from(r, T == 1 ? 0 : begin, all, H)", GROUPED_EXPERTS),
+    Fault("experts.h", "tokens ? tokens + from : 0, stride", "tokens, stride", GROUPED_EXPERTS),
+    Fault("groups.h", "shifted || i % count == count - 1", "i % count == count - 1", GROUPED_EXPERTS),
+    Fault("vectors.h", "12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1", "12, 0, -1, -2, -3, -4, -6, -8, -10, 0, 1", GROUPED_EXPERTS),
+    Fault("checkpoints.py", '"gate_up_proj": ("gate_proj", "up_proj")', '"gate_up_proj": ("up_proj", "gate_proj")', GROUPED_EXPERTS),
+    Fault("checkpoints.py", "scales.double() - 128", "scales.double() - 127", GROUPED_EXPERTS),
+    Fault(
+        "grouped.py",
+        '{"transposed": self.transposed if transposed is None else transposed,',
+        '{"transposed": self.transposed,',
+        GROUPED_EXPERTS,
+    ),
+    Fault("gguf.py", '"gate_up_proj": ("gate", "up")', '"gate_up_proj": ("up", "gate")', GROUPED_EXPERTS),
     Fault("experts.py", "return self.mixture.outdated or self.router.outdated", "return False", MIXTURES),
     Fault("latent.h", "i % 2 * (count / 2) + i / 2 : i", "i : i", DESCRIBED),
     Fault("latent.h", "to_latents + (size_t)s.head * rank", "to_latents + (size_t)(s.head ^ 1) * rank", DESCRIBED),

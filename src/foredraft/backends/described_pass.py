@@ -317,7 +317,7 @@ class Latents:
         low = int(attention.q_lora_rank or 0)
         self.scratch = max(rank + turned, low, heads * max(plain + turned, values) // 2)
         about = {"rank": rank, "turned": turned, "plain": plain, "values": values, "query_rank": low, **matrices}
-        self.about = native.Latent(**about, to_latents=self._held[0].data_ptr(), to_values=self._held[1].data_ptr())
+        self.about = native.Latent(**about, to_latents=self._held[0].packed.data_ptr(), to_values=self._held[1].packed.data_ptr())
 
 
 def described(layer: Any, config: Any, family: Family, angles: Angles | None, packing: Packing) -> tuple[native.Layer, tuple[Any, ...]]:

@@ -1,8 +1,9 @@
 """Mixtures of experts on the kernels in ``native``.
 
 transformers keeps the weights of all experts of a layer in two tensors of three dimensions. They are laid out once, expert by expert, as
-linear layers are in :mod:`foredraft.backends.packing`. ``forward`` of such a module then takes what the model's own router chose. In the
-families of :data:`ROUTERS` the router is known too, and a whole layer is one call of a kernel.
+linear layers are in :mod:`foredraft.backends.packing`; those of four and eight bits
+(:class:`~foredraft.quantization.grouped.GroupedTensor`) at their bits. ``forward`` of such a module then takes what the model's own router
+chose. In the families of :data:`ROUTERS` the router is known too, and a whole layer is one call of a kernel.
 
 Only the experts that a pass touches are read, each of them once.
 """
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.backends import native
+from foredraft.backends import narrow, native
+from foredraft.backends.narrow import LEAST, Format, format_of
 from foredraft.backends.packing import DTYPES, Packing, held_elsewhere, placeholder
 from foredraft.backends.products import BLOCK, NATIVE, Product, Rows, Source, blocked, padded_size, sources_of, unblocked
 from foredraft.models.changes import Override, take_back
+from foredraft.quantization.grouped import GroupedTensor
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 ACTIVATIONS = {
@@ -46,8 +49,8 @@ class Mixture(Override):
         self.count, self.hidden, self.inner = len(experts.down_proj), len(down(0)), down(0).shape[1]
         self.dtype, self.padded = experts.down_proj.dtype, padded_size(self.inner)
         self.interleaved = type(experts).__name__ in INTERLEAVED
-        self.gate_up = laid_out(self.count, lambda expert: self._turns(gate_up(expert)))
-        self.down = laid_out(self.count, lambda expert: nn.functional.pad(down(expert), (0, self.padded - self.inner)))
+        self.gate_up = laid_out(self.count, lambda expert: changed(gate_up(expert), self._turns))
+        self.down = laid_out(self.count, lambda expert: self._widened(down(expert)))
         self.biases: list[Tensor | None] = [None, None]
         if experts.has_bias:
             self.biases = [self._turns(experts.gate_up_proj_bias.detach().T).T.contiguous(), experts.down_proj_bias.detach().contiguous()]
@@ -56,8 +59,9 @@ class Mixture(Override):
         self.about = native.Experts(
             count=self.count,
             inner=self.padded,
-            gate_up=self.gate_up.data_ptr(),
-            down=self.down.data_ptr(),
+            gate_up=self.gate_up.matrix,
+            down=self.down.matrix,
+            width=self.inner if self.down.format.grouped else self.padded,
             gate_up_bias=None if self.biases[0] is None else self.biases[0].data_ptr(),
             down_bias=None if self.biases[1] is None else self.biases[1].data_ptr(),
             by_number=experts.config._experts_implementation == "eager",
@@ -72,6 +76,8 @@ class Mixture(Override):
     def _matrices(self, name: str) -> Callable[[int], Tensor]:
         """``[outputs, inputs]`` of each expert."""
         weight = getattr(self.layer, name).detach()
+        if isinstance(weight, GroupedTensor):
+            return lambda expert: weight.mapped(lambda each: each[expert], transposed=False)
         return lambda expert: weight[expert].T if self.layer.is_transposed else weight[expert]
 
     def _turns(self, rows: Tensor) -> Tensor:
@@ -82,26 +88,30 @@ class Mixture(Override):
             part[: self.inner] = each
         return torch.stack([part.view(-1, BLOCK, part.shape[1]) for part in parts], 1).flatten(0, 2)
 
+    def _widened(self, rows: Tensor) -> Tensor:
+        """``[hidden, inner]`` with zeros behind; weights in groups need none."""
+        return rows if isinstance(rows, GroupedTensor) else nn.functional.pad(rows, (0, self.padded - self.inner))
+
     def _in_order(self, rows: Tensor) -> Tensor:
         """What :meth:`_turns` was given."""
         parts = rows.view(-1, 2, BLOCK, rows.shape[1]).transpose(0, 1).flatten(1, 2)[:, : self.inner]
         return parts.transpose(0, 1).flatten(0, 1) if self.interleaved else parts.flatten(0, 1)
 
     def weights(self) -> Iterator[Tensor]:
-        """The weights as they were, one tensor after the other."""
-        for packed, rows, ordered in (
-            (self.gate_up, 2 * self.padded, self._in_order),
-            (self.down, self.hidden, lambda rows: rows[:, : self.inner]),
-        ):
-            found = [ordered(unblocked(each, rows)) for each in packed]
-            yield torch.stack([each.T if self.layer.is_transposed else each for each in found])
+        """The weights as they were, one tensor after the other; of those in groups the integers."""
+        for stack, ordered in ((self.gate_up, self._in_order), (self.down, lambda rows: rows[:, : self.inner])):
+            turned = self.layer.is_transposed and not stack.format.grouped
+            yield torch.stack([ordered(each).T if turned else ordered(each) for each in stack.weights()])
 
     def take(self, free: Callable[[nn.Parameter], bool]) -> None:
         """Replace those weights by placeholders that may be."""
         names = [name for name in WEIGHTS if free(getattr(self.layer, name))]
         self.sources = [source for source in self.sources if source.name not in names]
         for name in names:
-            setattr(self.layer, name, placeholder(getattr(self.layer, name)))
+            if isinstance(weight := getattr(self.layer, name), GroupedTensor):
+                narrow.take(weight)
+            else:
+                setattr(self.layer, name, placeholder(weight))
         self.taken = [source for source in sources_of(self.layer) if source.name in names]
 
     def originals(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -115,7 +125,9 @@ class Mixture(Override):
         take_back(self.layer, Mixture)
         placeholders = {source.name for source in self.taken if source.parameters.get(source.name) is source.parameter}
         for name, weight in zip(WEIGHTS, self.weights() if placeholders else ()):
-            if name in placeholders:
+            if name in placeholders and isinstance(parameter := getattr(self.layer, name), GroupedTensor):
+                narrow.give_back(parameter, weight)
+            elif name in placeholders:
                 setattr(self.layer, name, nn.Parameter(weight, requires_grad=getattr(self.layer, name).requires_grad))
 
     @property
@@ -135,7 +147,7 @@ class Mixture(Override):
         """``[T, hidden]`` for inputs of that shape, and for each the numbers of its experts and what they count, ``[T, k]``."""
         chosen, scores = (router_indices, routing_weights) if top_k_index is None else (top_k_index, top_k_weights)
         assert chosen is not None and scores is not None
-        held = not any(getattr(self.layer, name).is_meta for name in WEIGHTS)
+        held = all(narrow.is_held(getattr(self.layer, name)) for name in WEIGHTS)
         if held and (self.outdated or chosen.shape[-1] > native.MOST_CHOSEN):
             original: Tensor = type(self.layer).forward(self.layer, hidden_states, chosen, scores)
             return original
@@ -149,14 +161,50 @@ class Mixture(Override):
         return out
 
 
-def laid_out(count: int, matrix: Callable[[int], Tensor]) -> Tensor:
-    """The matrices of all experts as ``layer.c`` reads them, one behind the other."""
-    first = blocked(matrix(0))
-    packed = native.room((count, *first.shape), first.dtype)
-    packed[0] = first
-    for expert in range(1, count):
-        packed[expert] = blocked(matrix(expert))
-    return packed
+@dataclass(frozen=True)
+class Stack:
+    """The matrices of all experts, one below the other, as ``layer.c`` reads them.
+
+    Attributes:
+        format: that of all.
+        outputs: of each, a multiple of 64.
+        packed: ``[E, ...]``.
+        parts: what is read beside the weights, as :class:`native.Matrix` names it.
+    """
+
+    format: Format
+    outputs: int
+    packed: Tensor
+    parts: dict[str, Tensor]
+
+    @property
+    def matrix(self) -> native.Matrix:
+        pointers = {name: part.data_ptr() for name, part in {"values": self.packed, **self.parts}.items()}
+        return native.Matrix(**pointers, **self.format.told, outputs=len(self.packed) * self.outputs)
+
+    def weights(self) -> Iterator[Tensor]:
+        """``[outputs, inputs]`` of each expert; of weights in groups the integers."""
+        for each in self.packed:
+            yield narrow.integers_from(each, self.outputs) if self.format.grouped else unblocked(each, self.outputs)
+
+
+def laid_out(count: int, matrix: Callable[[int], Tensor]) -> Stack:
+    """Of ``matrix(expert)`` of each expert."""
+    packed, parts = None, list[dict[str, Tensor]]()
+    for expert in range(count):
+        weight = matrix(expert)
+        words = narrow.words_of([weight.qdata]) if isinstance(weight, GroupedTensor) else blocked(weight)
+        packed = native.room((count, *words.shape), words.dtype) if packed is None else packed
+        packed[expert] = words
+        parts.append(narrow.by_group([weight]) if isinstance(weight, GroupedTensor) else {})
+    assert packed is not None
+    together = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+    return Stack(format_of(weight, LEAST) or Format(), len(weight), packed, together)
+
+
+def changed(weight: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """``weight`` with its rows changed."""
+    return weight.mapped(change) if isinstance(weight, GroupedTensor) else change(weight)
 
 
 def pack(packing: Packing) -> None:
@@ -176,7 +224,7 @@ def packable(module: Any) -> bool:
     if not all(hasattr(module, name) for name in (*WEIGHTS, "_apply_gate", "is_transposed", "has_bias")) or "forward" in vars(module):
         return False
     weights = [getattr(module, name) for name in WEIGHTS]
-    if any(type(each) is not nn.Parameter or each.dtype not in DTYPES or each.ndim != 3 or each.is_meta for each in weights):
+    if any(not readable(each) or each.ndim != 3 for each in weights):
         return False
     interleaved = type(module).__name__ in INTERLEAVED
     plain = type(module)._apply_gate.__name__ == "_default_apply_gate" and type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
@@ -191,6 +239,12 @@ def packable(module: Any) -> bool:
         and hidden % BLOCK == 0
         and weights[0].numel() == len(weights[1]) * 2 * inner * hidden
     )
+
+
+def readable(weight: Any) -> bool:
+    """In a dtype or format that the kernels multiply, and in memory."""
+    known = type(weight) is nn.Parameter or (isinstance(weight, GroupedTensor) and format_of(weight) is not None)
+    return known and weight.dtype in DTYPES and narrow.is_held(weight)
 
 
 @dataclass(frozen=True)

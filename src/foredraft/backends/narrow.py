@@ -21,7 +21,7 @@ from foredraft.backends import native
 from foredraft.quantization.grouped import GroupedTensor, bytes_from, codes_from
 
 UNIT = 32  # inputs of a matrix, or a multiple of them, that the kernels read
-LEAST = 16  # inputs of a group, likewise
+LEAST = 16  # inputs of a group, and of experts in groups, likewise
 READ = (
     "torchao's int8 with a scale per output, and weights of 4 or 8 bits in groups of a multiple of 16 inputs: torchao's Intx, AWQ, GPTQ, \
 compressed-tensors W4A16 and W8A16, and most of GGUF's"
@@ -52,34 +52,42 @@ class Format:
 
     @property
     def grouped(self) -> bool:
-        return self.kind in (native.GROUPS_OF_FOUR, native.GROUPS_OF_EIGHT)
+        return self.kind in (native.GROUPS_OF_FOUR, native.GROUPS_OF_EIGHT, native.GROUPS_OF_E2M1)
 
     @property
     def bits(self) -> int:
         """Of a weight; 0 where they are the model's dtype's."""
-        return {native.EIGHTS: 8, native.GROUPS_OF_FOUR: 4, native.GROUPS_OF_EIGHT: 8}.get(self.kind, 0)
+        return {native.EIGHTS: 8, native.GROUPS_OF_FOUR: 4, native.GROUPS_OF_EIGHT: 8, native.GROUPS_OF_E2M1: 4}.get(self.kind, 0)
+
+    @property
+    def told(self) -> dict[str, int]:
+        """What :class:`native.Matrix` says of it."""
+        scales = native.SCALES.index(self.scales) if self.scales is not None else 0
+        return {"kind": self.kind, "group": self.group, "zero": self.zero or 0, "scales": scales, "nested": self.nested}
 
 
 PLAIN = Format()
 
 
-def format_of(weight: Any) -> Format | None:
-    """That of ``weight``; None for a quantised weight that the kernels cannot read."""
+def format_of(weight: Any, unit: int | None = None) -> Format | None:
+    """That of ``weight``; None for a quantised weight that the kernels cannot read, as where its inputs are no multiple of ``unit``."""
     if is_int8(weight):
         return Format(native.EIGHTS)
     if isinstance(weight, GroupedTensor):
         order = "" if weight.order is None else hashlib.sha256(weight.order.numpy().tobytes()).hexdigest()[:16]
-        found = grouped(weight.bits, weight.group, weight.shape[1], weight.scale, None if weight.zeros is not None else weight.zero)
+        zero, unit = None if weight.zeros is not None else weight.zero, unit or (UNIT if weight.ndim == 2 else LEAST)
+        found = grouped(weight.bits, weight.group, weight.inputs, weight.scale, zero, unit)
         nested = 0 if weight.over is None and weight.mins is None else weight.nested
-        return found and replace(found, order=order, nested=nested, mins=weight.mins is not None)
+        kind = native.GROUPS_OF_E2M1 if weight.floats else native.GROUPS_OF_EIGHT if weight.bits == 8 else native.GROUPS_OF_FOUR
+        return found and replace(found, kind=kind, order=order, nested=nested, mins=weight.mins is not None)
     if is_intx(weight):
         bits, inputs = bits_of(weight), weight.shape[1]
         return grouped(bits, weight.block_size[1], inputs, weight.scale, None if weight.zero_point.any() else 1 << (bits - 1))
     return PLAIN if type(weight) in (Tensor, torch.nn.Parameter) else None
 
 
-def grouped(bits: int, group: int, inputs: int, scale: Tensor, zero: int | None) -> Format | None:
-    if inputs % UNIT or (group % LEAST and group < inputs) or scale.dtype not in native.SCALES:
+def grouped(bits: int, group: int, inputs: int, scale: Tensor, zero: int | None, unit: int = UNIT) -> Format | None:
+    if inputs % unit or (group % LEAST and group < inputs) or scale.dtype not in native.SCALES:
         return None
     return Format(native.GROUPS_OF_FOUR if bits == 4 else native.GROUPS_OF_EIGHT, min(group, inputs), scale.dtype, zero)
 

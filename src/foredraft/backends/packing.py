@@ -196,7 +196,8 @@ def refusal(model: nn.Module, hints: Sequence[int] = (*HINTS, NATIVE)) -> str | 
     if devices != {"cpu"}:
         return f"its weights are on {', '.join(sorted(devices))}, and only those in CPU memory are packed"
     packed = [module for module in model.modules() if packable(module)]
-    bits = sorted({format_of(module.weight).bits for module in packed if is_quantised(module.weight)})  # type: ignore[union-attr]
+    formats = (format_of(each) for each in (*(module.weight for module in packed), *model.parameters()))
+    bits = sorted({each.bits for each in formats if each is not None and each.bits})
     if getattr(model, "is_quantized", False) and not bits:
         return f"its weights are quantised in a way that the native kernels do not read; they read {READ}"
     if bits and NATIVE not in hints:

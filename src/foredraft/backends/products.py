@@ -78,10 +78,7 @@ class Piece:
             name: part.data_ptr() + (0 if name == "order" else first * (part.numel() // rows) * part.element_size())
             for name, part in {"values": self.packed, **self.parts}.items()
         }
-        about = self.format
-        scales = native.SCALES.index(about.scales) if about.scales is not None else 0
-        how = {"kind": about.kind, "group": about.group, "zero": about.zero or 0, "scales": scales, "nested": about.nested}
-        return native.Matrix(**found, **how, outputs=self.outputs - first)
+        return native.Matrix(**found, **self.format.told, outputs=self.outputs - first)
 
     def weights(self) -> Sequence[Tensor]:
         """As :meth:`Product.weights`."""

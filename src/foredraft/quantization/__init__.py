@@ -4,7 +4,9 @@ In eight bits every weight of a linear layer becomes an integer from -128 to 127
 -8 to 7 times a scale of its group of 32, 64 or 128 weights of a row. What is multiplied with it keeps its dtype. Embeddings and the output
 head stay as they are: in many models they are one tensor, and the head has the last word on every token. That is what transformers'
 ``TorchAoConfig`` makes of a checkpoint with torchao's ``Int8WeightOnlyConfig()``, or with its
-``IntxWeightOnlyConfig(torch.int4, PerGroup(32))``, weight for weight. Checkpoints that are quantised already are read by
+``IntxWeightOnlyConfig(torch.int4, PerGroup(32))``, weight for weight. Experts that a model keeps in tensors of three dimensions, which
+torchao leaves as they are, get the same integers and scales, expert by expert, in a
+:class:`~foredraft.quantization.grouped.GroupedTensor`. Checkpoints that are quantised already are read by
 :mod:`foredraft.quantization.checkpoints`.
 
 A quantized model is another model than the one it was made from, with its own output distribution. As a target it is *the* target:
@@ -13,18 +15,21 @@ speculation keeps its output distribution, not that of the original. As a draft 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigurationError
+from foredraft.quantization.grouped import GroupedTensor, bytes_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KINDS = ("int8", "int4", "int4-32", "int4-64", "int4-128")
 GROUP = 32  # weights that share a scale, where "int4" does not say
+EXPERTS = ("gate_up_proj", "up_proj", "down_proj")  # weights of all experts of a mixture
 
 
 def check_quantization(kind: str | None, model: object) -> None:
@@ -59,6 +64,7 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> None:
     head = model.get_output_embeddings()
     check_groups(model, kind)
     quantize_(model, _torchao_config(kind), filter_fn=lambda module, name: isinstance(module, nn.Linear) and module is not head)
+    quantize_experts(model, kind)
 
 
 def quantize_linear_layers(module: nn.Module, kind: str = "int8") -> None:
@@ -67,6 +73,36 @@ def quantize_linear_layers(module: nn.Module, kind: str = "int8") -> None:
 
     check_groups(module, kind)
     quantize_(module, _torchao_config(kind))
+    quantize_experts(module, kind)
+
+
+def quantize_experts(module: nn.Module, kind: str) -> None:
+    """The experts in ``module`` that are kept in tensors of three dimensions, in place, one expert after the other."""
+    for _, experts, name in experts_in(module):
+        weight = getattr(experts, name).detach()
+        setattr(experts, name, nn.Parameter(quantized_experts(weight, kind, experts.is_transposed), requires_grad=False))
+
+
+def quantized_experts(weight: Tensor, kind: str, transposed: bool) -> GroupedTensor:
+    """``weight`` ``[E, N, K]``, or ``[E, K, N]`` where it is ``transposed``, with the integers and scales that :func:`quantized` gives."""
+    bits, parts = 8 if kind == "int8" else 4, []
+    for each in weight:
+        made: Any = quantized((each.T if transposed else each).contiguous(), kind)
+        parts.append((bytes_from((made.qdata.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8), bits), made.scale))
+    qdata, scale = (torch.stack(each) for each in zip(*parts))
+    inputs = weight.shape[1 if transposed else 2]
+    how: dict[str, Any] = {"bits": bits, "group": group_of(kind) or inputs, "dtype": weight.dtype, "transposed": transposed}
+    return GroupedTensor(qdata, scale, 1 << (bits - 1), **how)
+
+
+def experts_in(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """The weights of experts in ``module`` that transformers computes in ways of its own (``experts_implementation``): the name of their
+    module, it, and the name of the weight in it."""
+    for path, experts in module.named_modules():
+        for name in EXPERTS:
+            weight = getattr(experts, name, None)
+            if hasattr(experts, "is_transposed") and type(weight) is nn.Parameter and weight.ndim == 3 and weight.is_floating_point():
+                yield path, experts, name
 
 
 def quantized(weight: Tensor, kind: str = "int8") -> Tensor:
@@ -83,18 +119,21 @@ def group_of(kind: str) -> int | None:
 
 
 def check_groups(module: nn.Module, kind: str) -> None:
-    """Refuse linear layers, an output head aside, whose rows are no whole number of groups.
+    """Refuse linear layers, an output head aside, and experts whose rows are no whole number of groups.
 
     Raises:
-        ConfigurationError: it names the first such layer.
+        ConfigurationError: it names the first of them.
     """
     group, head = group_of(kind), getattr(module, "get_output_embeddings", lambda: None)()
-    for name, layer in module.named_modules():
-        if group is not None and isinstance(layer, nn.Linear) and layer is not head and layer.in_features % group:
-            smaller = [each for each in KINDS[2:] if layer.in_features % (group_of(each) or 1) == 0]
-            instead = f"; choose {' or '.join(smaller)}" if smaller else ""
+    inputs = {name: layer.in_features for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
+    for path, experts, name in experts_in(module):
+        inputs[f"{path}.{name}"] = getattr(experts, name).shape[1 if experts.is_transposed else 2]
+    for name, size in inputs.items():
+        if group is not None and size % group:
+            smaller = [each for each in KINDS[2:] if size % (group_of(each) or 1) == 0]
+            instead = f"; choose {' or '.join(smaller)}" if smaller else "; int8 takes rows of any size"
             raise ConfigurationError(
-                f"quantization={kind!r} makes groups of {group} weights, and rows of {name or 'a layer'} have {layer.in_features}{instead}"
+                f"quantization={kind!r} makes groups of {group} weights, and rows of {name or 'a layer'} have {size}{instead}"
             )
 
 

@@ -1,14 +1,16 @@
-"""Checkpoints whose linear layers are stored in four or eight bits: AWQ, GPTQ, and compressed-tensors' W4A16 and W8A16.
+"""Checkpoints whose linear layers are stored in four or eight bits: AWQ, GPTQ, and compressed-tensors' W4A16 and W8A16; and those whose
+experts are, in MXFP4, as of gpt_oss.
 
 transformers loads them through libraries that are made for GPUs. Here the tensors of the files are read as they are, and become weights of
-plain linear layers at the same number of bits (:class:`~foredraft.quantization.grouped.GroupedTensor`). transformers does the loading,
-through the interface that it has for such methods; nothing of it is changed.
+plain linear layers and experts at the same number of bits (:class:`~foredraft.quantization.grouped.GroupedTensor`). transformers does the
+loading, through the interface that it has for such methods; nothing of it is changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from foredraft.errors import ConfigurationError
-from foredraft.quantization import gguf
-from foredraft.quantization.grouped import GroupedTensor, bytes_from
+from foredraft.quantization import EXPERTS, experts_in, gguf
+from foredraft.quantization.grouped import GroupedTensor, bytes_from, stacked
 
-METHODS = ("awq", "gptq", "compressed-tensors")
+METHODS = ("awq", "gptq", "compressed-tensors", "mxfp4")
 NAME = "foredraft-groups"  # of this way to load, for transformers
+BLOCK = 32  # inputs of MXFP4 that share a scale
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where AWQ keeps outputs 0, 1, .. of eight in a word
 PARTS = {  # what a layer has in the files: always, and sometimes
     "awq": (("qweight", "qzeros", "scales"), ()),
@@ -34,7 +37,9 @@ PARTS = {  # what a layer has in the files: always, and sometimes
     "pack-quantized": (("weight_packed", "weight_scale"), ("weight_shape", "weight_zero_point", "weight_g_idx")),
     "int-quantized": (("weight", "weight_scale"), ("weight_zero_point",)),
     "gguf": (("qdata", "scale", "zeros"), ("over", "mins")),
+    "mxfp4": (("blocks", "scales"), ()),
 }
+SEVERAL = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # a weight of experts, and what files list for each
 DTYPES = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -62,7 +67,7 @@ def load_gguf(loader: Any, source: str, name: str, dtype: torch.dtype | None, *,
     config = AutoConfig.from_pretrained(source, gguf_file=name, local_files_only=local_files_only)
     state = gguf.read(path, reader, config)
     config.tie_word_embeddings = "lm_head.weight" not in state and "lm_head.qdata" not in state
-    if any(each.endswith(".qdata") for each in state):
+    if any(each.endswith("qdata") for each in state):
         there = {each: (tensor.dtype, list(tensor.shape)) for each, tensor in state.items()}
         about = {"quant_method": "gguf"}
         config.quantization_config = {"quant_method": NAME, "original": about, "form": "gguf", "source": f"{source}/{name}", "there": there}
@@ -90,8 +95,8 @@ class Stored:
     def of(about: Mapping[str, Any], source: str) -> Stored:
         """As the ``quantization_config`` of a checkpoint says."""
         method = str(about["quant_method"])
-        if method == "gguf":
-            return Stored("gguf", None)
+        if method in ("gguf", "mxfp4"):
+            return Stored(method, None if method == "gguf" else BLOCK)
 
         def refuse(why: str) -> ConfigurationError:
             return ConfigurationError(
@@ -158,15 +163,39 @@ class Stored:
             stands = least if least == most else zeros.to(torch.uint8).contiguous()
         return GroupedTensor(bytes_from(codes, bits), scale.contiguous(), stands, order, bits=bits, group=size, dtype=dtype)
 
+    def experts(self, parts: Mapping[str, Tensor], plain: Any, transposed: bool) -> GroupedTensor:
+        """The weights of all experts, in place of the ``plain`` ones, of what the files have for them.
+
+        Raises:
+            ValueError: these contradict each other; the message says how.
+        """
+        count, *sizes = plain.shape
+        inputs, outputs = sizes if transposed else sizes[::-1]
+        if self.form == "gguf":
+            return self._of_gguf(parts, (count, outputs, inputs), plain.dtype)
+        blocks, scales = parts["blocks"], parts["scales"]
+        expected = {
+            "blocks": (blocks, (count, outputs, inputs // BLOCK, BLOCK // 2)),
+            "scales": (scales, (count, outputs, inputs // BLOCK)),
+        }
+        for what, (found, wanted) in expected.items():
+            if tuple(found.shape) != wanted:
+                raise ValueError(
+                    f"{what} of shape {tuple(found.shape)} where {count} experts of {outputs} x {inputs} weights need {wanted}"
+                )
+        scale = torch.pow(2.0, scales.double() - 128).to(torch.bfloat16)  # half of 2^(e - 127), since integers are twice the floats
+        how: dict[str, Any] = {"bits": 4, "group": BLOCK, "dtype": plain.dtype, "transposed": transposed, "floats": True}
+        return GroupedTensor(blocks.flatten(2), scale, 0, **how)
+
     @staticmethod
-    def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> GroupedTensor:
-        (outputs, inputs), qdata, scale, zeros = shape, parts["qdata"], parts["scale"], parts["zeros"]
-        if len(qdata) != outputs or qdata.shape[1] not in (inputs // 2, inputs):
-            raise ValueError(
-                f"weights of {len(qdata)} outputs in {qdata.shape[1]} bytes each where {outputs} of {inputs} weights are needed"
-            )
+    def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> GroupedTensor:
+        (*outputs, inputs), qdata, scale, zeros = shape, parts["qdata"], parts["scale"], parts["zeros"]
+        (*found, width) = qdata.shape
+        if found != outputs or width not in (inputs // 2, inputs):
+            given, wanted = (" x ".join(map(str, each)) for each in (found, outputs))
+            raise ValueError(f"weights of {given} outputs in {width} bytes each where {wanted} of {inputs} weights are needed")
         stands = int(zeros) if zeros.ndim == 1 else zeros
-        bits, group = qdata.shape[1] * 8 // inputs, inputs // scale.shape[1]
+        bits, group = width * 8 // inputs, inputs // scale.shape[-1]
         return GroupedTensor(qdata, scale, stands, over=parts.get("over"), mins=parts.get("mins"), bits=bits, group=group, dtype=dtype)
 
     def _unpacked(self, parts: Mapping[str, Tensor], outputs: int, inputs: int) -> tuple[int, Tensor, Tensor, Tensor | int, Tensor | None]:
@@ -274,24 +303,75 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         needed, possible = PARTS[config.form]
         there = headers(checkpoint_files or ()) if config.there is None else config.there
         config.there = None
-        found = 0
+        found = self._make_room_for_experts(model, there)
+        self._list_experts(model, there)
         for name, module in list(model.named_modules()):
             parts = {part: there[f"{name}.{part}"] for part in (*needed, *possible) if f"{name}.{part}" in there}
             if not isinstance(module, nn.Linear) or not parts or (set(parts) == {"weight"} and there[f"{name}.weight"][0] != torch.int8):
                 continue
             missing = [part for part in needed if part not in parts]
             if missing:
-                raise ConfigurationError(
-                    f"the checkpoint {config.source!r} is quantized by half: {name} has {', '.join(parts)}, but no {', '.join(missing)}"
-                )
+                raise self._by_half(name, parts, missing)
             found += 1
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, Layer(module, parts))
+        self._check_nothing_is_left(model, there)
         if not found:
             raise ConfigurationError(
                 f"the checkpoint {config.source!r} says that it is quantized with {config.original['quant_method']}, but has no linear "
-                f"layer with {', '.join(needed)}"
+                f"layer or experts with {', '.join(needed)}"
             )
+
+    def _make_room_for_experts(self, model: nn.Module, there: Mapping[str, Any]) -> int:
+        """Buffers for what the files have for weights of experts, and of how many weights."""
+        found, (needed, possible) = 0, PARTS[self.quantization_config.form]
+        for path, experts, name in list(experts_in(model)):
+            parts = {part: there[f"{path}.{name}_{part}"] for part in (*needed, *possible) if f"{path}.{name}_{part}" in there}
+            if not parts:
+                continue
+            if missing := [part for part in needed if part not in parts]:
+                raise self._by_half(f"{path}.{name}", parts, missing)
+            vars(experts)[name] = experts._parameters.pop(name)  # still there where transformers initialises what is missing
+            for part, (dtype, shape) in parts.items():
+                experts.register_buffer(f"{name}_{part}", torch.empty(tuple(shape), dtype=dtype, device="meta"))
+            found += 1
+        return found
+
+    def _list_experts(self, model: nn.Module, there: Mapping[str, Any]) -> None:
+        """Linear layers inside of experts whose weights the files have one by one."""
+        mark = PARTS[self.quantization_config.form][0][-1]
+        for path, module in list(model.named_modules()):
+            experts: Any = module
+            if f"{path}.0.down_proj.{mark}" not in there or not SEVERAL.keys() <= experts._parameters.keys() or experts.is_transposed:
+                continue
+            count, hidden, inner = experts.down_proj.shape
+            sizes = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+            for number in range(count):
+                layers = {name: nn.Linear(*size, bias=False, device="meta") for name, size in sizes.items()}
+                if lacking := [name for name in layers if f"{path}.{number}.{name}.{mark}" not in there]:
+                    raise self._by_half(f"{path}.{number}", [name for name in layers if name not in lacking], lacking)
+                experts.add_module(str(number), nn.ModuleDict(layers))
+            vars(experts).update({name: experts._parameters.pop(name) for name in SEVERAL})
+
+    def _check_nothing_is_left(self, model: nn.Module, there: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigurationError: the files have quantised weights of a part of the model that nothing above reads.
+        """
+        config, modules = self.quantization_config, dict(model.named_modules())
+        mark = f".{PARTS[config.form][0][-1]}"
+        for name in (each.removesuffix(mark) for each in there if each.endswith(mark)):
+            if not isinstance(modules.get(name), Layer) and (name in modules or ".experts." in name):
+                raise ConfigurationError(
+                    f"the checkpoint {config.source!r} has {name} quantized with {config.original['quant_method']}, which is not read for "
+                    "this part of the model; load the checkpoint that it was made from, with quantization='int4'"
+                )
+
+    def _by_half(self, name: str, there: Iterable[str], missing: Iterable[str]) -> ConfigurationError:
+        source = self.quantization_config.source
+        return ConfigurationError(
+            f"the checkpoint {source!r} is quantized by half: {name} has {', '.join(there)}, but no {', '.join(missing)}"
+        )
 
     def _process_model_after_weight_loading(self, model: nn.Module, **others: Any) -> nn.Module:
         config = self.quantization_config
@@ -299,13 +379,37 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         for name, module in list(model.named_modules()):
             if isinstance(module, Layer):
                 parent, _, last = name.rpartition(".")
-                try:
+                with self._naming(name):
                     setattr(model.get_submodule(parent), last, module.loaded(stored, dtype))
-                except (ValueError, RuntimeError) as error:
-                    raise ConfigurationError(
-                        f"the checkpoint {config.source!r} contradicts its configuration: {name} has {error}"
-                    ) from error
+        for path, module in model.named_modules():
+            experts: Any = module
+            if "0" in experts._modules and SEVERAL.keys() <= vars(experts).keys():
+                with self._naming(path):
+                    self._join(experts)
+            for name in [each for each in EXPERTS if each in vars(experts)]:
+                plain = vars(experts).pop(name)
+                kept = [each for each in experts._buffers if each.startswith(f"{name}_")]
+                parts = {each.removeprefix(f"{name}_"): experts._buffers.pop(each) for each in kept}
+                with self._naming(f"{path}.{name}"):
+                    setattr(experts, name, nn.Parameter(stored.experts(parts, plain, experts.is_transposed), requires_grad=False))
         return model
+
+    @staticmethod
+    def _join(experts: Any) -> None:
+        """What :meth:`_list_experts` has listed becomes one weight again."""
+        listed = [experts._modules.pop(str(number)) for number in range(len(experts.down_proj))]
+        for name, parts in SEVERAL.items():
+            del vars(experts)[name]
+            weight = stacked([[each[part].weight for part in parts] for each in listed])
+            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, RuntimeError) as error:
+            source = self.quantization_config.source
+            raise ConfigurationError(f"the checkpoint {source!r} contradicts its configuration: {name} has {error}") from error
 
 
 def headers(files: Sequence[str]) -> dict[str, tuple[torch.dtype, list[int]]]:

@@ -1,4 +1,4 @@
-"""GGUF files: linear layers keep their integers, in groups; other tensors are widened to the model's dtype.
+"""GGUF files: linear layers and experts keep their integers, in groups; other tensors are widened to the model's dtype.
 
 Weights of 32 inputs, or of 256 in the kinds whose name ends in K, are a block: scales, and integers of four to eight bits, of which those
 of five and six bits take eight here. llama.cpp turns neighbours of a head against each other where transformers turns its two halves: rows
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from foredraft.errors import ConfigurationError, first_line
 from foredraft.quantization.grouped import bytes_from
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 KINDS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
 ROTARY = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NAMES = {
@@ -37,7 +38,9 @@ NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # one weight in transformers, of these in a file
 
 
 def blocks_of(data: Tensor, kind: str) -> dict[str, Tensor]:
@@ -130,9 +133,16 @@ def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
         )
     if (size := reader.fields.get(f"{architecture}.attention.key_length")) is not None:
         config.head_dim = size.contents()  # transformers does not ask, in every family
+    if (size := reader.fields.get(f"{architecture}.expert_feed_forward_length")) is not None:
+        config.moe_intermediate_size = size.contents()  # nor of this
     state: dict[str, Tensor] = {}
     names = {tensor.name for tensor in reader.tensors}
+    experts = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith("_exps.weight")}
+    for number in range(config.num_hidden_layers if experts else 0):
+        state |= of_experts(experts, number, path)
     for tensor in reader.tensors:
+        if tensor.name in experts:
+            continue
         name, kind = name_of(tensor.name), tensor.tensor_type.name
         if tensor.name == "rope_freqs.weight":
             config.rope_parameters = {**config.rope_parameters, **rotary(torch.from_numpy(np.array(tensor.data)), config, path)}
@@ -153,6 +163,31 @@ def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
         if not keeps or tied:
             found = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
             state[name] = found if order is None else found[order]
+    return state
+
+
+def of_experts(given: Mapping[str, Any], number: int, path: Path) -> dict[str, Tensor]:
+    """The experts of layer ``number``. Those of a kind that is not kept, and gates of another kind than what they are for, are widened.
+
+    Raises:
+        ConfigurationError: the file lacks some.
+    """
+    import gguf
+
+    state: dict[str, Tensor] = {}
+    for name, parts in EXPERTS.items():
+        wanted = [f"blk.{number}.ffn_{part}_exps.weight" for part in parts]
+        if missing := [each for each in wanted if each not in given]:
+            raise ConfigurationError(f"{str(path)!r} has experts, but no tensor {missing[0]!r}; load a file with all layers and experts")
+        tensors, target = [given[each] for each in wanted], f"model.layers.{number}.mlp.experts.{name}"
+        kinds = {tensor.tensor_type.name for tensor in tensors}
+        if len(kinds) == 1 and kinds <= KINDS.keys():
+            data = torch.cat([torch.from_numpy(np.array(tensor.data)) for tensor in tensors], 1)
+            for part, each in blocks_of(data.flatten(0, 1), kinds.pop()).items():
+                state[f"{target}_{part}"] = each if len(each) == 1 else each.view(*data.shape[:2], -1).contiguous()
+        else:
+            found = [np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32) for tensor in tensors]
+            state[target] = torch.cat([torch.from_numpy(each) for each in found], 1)
     return state
 
 

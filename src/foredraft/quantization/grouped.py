@@ -1,9 +1,10 @@
 """Weights of four or eight bits with a scale, and a zero point, for each output and group of inputs.
 
 Whatever a checkpoint has them packed as, here they have one form: q, the integers, and ``(q - zero) * scale``, the weights, or
-``q * scale - zero * mins``. Scales may be integers of eight bits themselves, times a number that some groups share.
-:meth:`GroupedTensor.dequantize` is the reference: what kernels make of the same integers is compared with it. It stands for a weight in a
-plain linear layer, where torch's own products widen it as a whole.
+``q * scale - zero * mins``. Of floats of four bits (e2m1) q is twice the float. Scales may be integers of eight bits themselves, times a
+number that some groups share. :meth:`GroupedTensor.dequantize` is the reference: what kernels make of the same integers is compared with
+it. It stands for a weight in a plain linear layer, where torch's own products widen it as a whole, or for those of all experts of a
+mixture, of which torch's widen one after the other.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+TWICE_E2M1 = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12])  # the floats of four bits, times two
+
 
 class GroupedTensor(Tensor):
-    """A weight ``[N, K]``.
+    """A weight ``[N, K]``; or those of E experts, ``[E, N, K]``, or ``[E, K, N]`` where they are ``transposed``. Everything but ``order``
+    then has E in front of the shape below.
 
     Attributes:
         qdata: ``[N, K * bits / 8]`` uint8, the first weight in the lowest bits.
@@ -30,6 +34,9 @@ class GroupedTensor(Tensor):
         bits: of a weight, 4 or 8.
         group: columns that share a scale; the last group may be shorter.
         nested: groups that share a number of ``over`` and of ``mins``.
+        floats: the integers of ``qdata`` are places in :data:`TWICE_E2M1`, where q is; nothing else stands for 0 then.
+        transposed: the last two dimensions of the weight are the other way round.
+        inputs: K.
     """
 
     qdata: Tensor
@@ -40,8 +47,9 @@ class GroupedTensor(Tensor):
     mins: Tensor | None
 
     @staticmethod
-    def __new__(cls, qdata: Tensor, *others: Any, bits: int, dtype: torch.dtype, **named: Any) -> GroupedTensor:
-        shape = qdata.shape[0], qdata.shape[1] * 8 // bits
+    def __new__(cls, qdata: Tensor, *others: Any, bits: int, dtype: torch.dtype, transposed: bool = False, **named: Any) -> GroupedTensor:
+        *experts, outputs, inputs = *qdata.shape[:-1], qdata.shape[-1] * 8 // bits
+        shape = (*experts, inputs, outputs) if transposed else (*experts, outputs, inputs)
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=qdata.device)  # type: ignore[attr-defined,no-any-return]
 
     def __init__(
@@ -56,22 +64,28 @@ class GroupedTensor(Tensor):
         bits: int,
         group: int,
         dtype: torch.dtype,
+        transposed: bool = False,
+        floats: bool = False,
     ):
         self.qdata, self.scale, self.order, self.over, self.mins, self.bits, self.group = qdata, scale, order, over, mins, bits, group
-        self.nested = next((scale.shape[1] // each.shape[1] for each in (over, mins) if each is not None), 1)
+        self.nested = next((scale.shape[-1] // each.shape[-1] for each in (over, mins) if each is not None), 1)
+        self.transposed, self.floats, self.inputs = transposed, floats, qdata.shape[-1] * 8 // bits
         self.zeros, self.zero = (zeros, 0) if isinstance(zeros, Tensor) else (None, zeros)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The weights ``[N, K]``, computed in float32 and rounded once."""
+        """The weights, computed in float32 and rounded once."""
         scale, zeros = self.scale.float(), self._zeros.float()
         if self.over is not None:
             scale = scale * self._by_group(self.over)
-        codes = codes_from(self.qdata, self.bits).float()
+        codes = codes_from(self.qdata, self.bits)
+        codes = TWICE_E2M1.to(codes.device)[codes.int()] if self.floats else codes.float()
         if self.mins is None:
             found = (codes - self._by_input(zeros)) * self._by_input(scale)
         else:
             found = codes * self._by_input(scale) - self._by_input(zeros * self._by_group(self.mins))
         found = found.to(dtype or self.dtype)
+        if self.transposed:
+            return found.transpose(-2, -1)
         if self.order is None:
             return found
         return torch.empty_like(found).index_copy_(1, self.order.long(), found)
@@ -81,16 +95,21 @@ class GroupedTensor(Tensor):
         return self.scale.new_full(self.scale.shape, self.zero, dtype=torch.uint8) if self.zeros is None else self.zeros
 
     def _by_group(self, shared: Tensor) -> Tensor:
-        return shared.float().repeat_interleave(self.nested, 1)
+        return shared.float().repeat_interleave(self.nested, -1)
 
     def _by_input(self, groups: Tensor) -> Tensor:
-        return groups.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+        return groups.repeat_interleave(self.group, -1)[..., : self.inputs]
 
-    def mapped(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
+    def expert(self, number: int | Tensor) -> GroupedTensor:
+        """The weight ``[N, K]`` of an expert; of several ``[n, N, K]``. They are transposed as all are."""
+        return self.mapped(lambda each: each[number])
+
+    def mapped(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, transposed: bool | None = None) -> GroupedTensor:
         """With ``change`` made to each tensor that it is made of; ``dtype`` is that of the weights."""
         zeros = self.zero if self.zeros is None else change(self.zeros)
         others = (None if each is None else change(each) for each in (self.order, self.over, self.mins))
         how: dict[str, Any] = {"bits": self.bits, "group": self.group, "dtype": dtype or self.dtype}
+        how |= {"transposed": self.transposed if transposed is None else transposed, "floats": self.floats}
         return GroupedTensor(change(self.qdata), change(self.scale), zeros, *others, **how)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -103,6 +122,13 @@ class GroupedTensor(Tensor):
         if function is functional.linear and len(args) > 1 and isinstance(args[1], GroupedTensor):
             x, weight, *bias = args
             return functional.linear(x, weight.dequantize(x.dtype), *bias, **(kwargs or {}))
+        if function is GROUPED_MM and len(args) > 1 and isinstance(args[1], GroupedTensor):
+            return by_expert(args[0], args[1], **(kwargs or {}))
+        if args and isinstance(self := args[0], GroupedTensor) and self.qdata.ndim == 3:
+            if function is Tensor.__getitem__ and isinstance(args[1], (int, Tensor)):
+                return self.expert(args[1]).dequantize()
+            if function is Tensor.transpose and {each % 3 for each in args[1:]} == {1, 2}:
+                return self.mapped(lambda each: each, transposed=not self.transposed)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -125,11 +151,46 @@ class GroupedTensor(Tensor):
         return function(*plain[0], **plain[1])
 
 
+def stacked(experts: Sequence[Sequence[GroupedTensor]]) -> GroupedTensor:
+    """``[E, N, K]`` of the matrices of each expert, one below the other.
+
+    Raises:
+        ValueError: they are of several formats, or have inputs in an order of their own.
+    """
+    every = [each for matrices in experts for each in matrices]
+    first = every[0]
+    if any(each.order is not None for each in every):
+        raise ValueError("groups of inputs in an order of their own (act-order), which are not read for experts")
+    if len({(each.bits, each.group, each.scale.dtype, each.inputs) for each in every}) > 1:
+        raise ValueError("weights of several formats")
+    alike = all(each.zeros is None and each.zero == first.zero for each in every)
+
+    def of(part: Callable[[GroupedTensor], Tensor]) -> Tensor:
+        return torch.stack([torch.cat([part(each) for each in matrices]) for matrices in experts])
+
+    zeros = first.zero if alike else of(lambda each: each._zeros)
+    how: dict[str, Any] = {"bits": first.bits, "group": first.group, "dtype": first.dtype}
+    return GroupedTensor(of(lambda each: each.qdata), of(lambda each: each.scale), zeros, **how)
+
+
+GROUPED_MM = getattr(functional, "grouped_mm", None)
+
+
+def by_expert(x: Tensor, weight: GroupedTensor, *, offs: Tensor) -> Tensor:
+    """What ``grouped_mm`` gives: ``[S, N]`` of ``x`` ``[S, K]``, whose rows up to ``offs[e]`` are those of the experts up to e."""
+    out, begin = x.new_zeros(len(x), weight.shape[-1]), 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > begin:
+            out[begin:end] = x[begin:end] @ weight[expert]
+        begin = end
+    return out
+
+
 def codes_from(packed: Tensor, bits: int) -> Tensor:
-    """``[N, K]`` uint8 integers, one each, of ``[N, K * bits / 8]``."""
-    return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+    """``[..., K]`` uint8 integers, one each, of ``[..., K * bits / 8]``."""
+    return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def bytes_from(codes: Tensor, bits: int) -> Tensor:
     """The opposite."""
-    return codes.contiguous() if bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
+    return codes.contiguous() if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4

@@ -119,7 +119,8 @@ class Experts(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("count", "chosen", "inner")]
-        + [("router", Matrix), *((name, ctypes.c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias"))]
+        + [("router", Matrix), ("gate_up", Matrix), ("down", Matrix), ("width", ctypes.c_int64)]
+        + [(name, ctypes.c_void_p) for name in ("gate_up_bias", "down_bias")]
         + [(name, ctypes.c_int64) for name in ("routing", "normed", "exact", "by_number", "activation", "shared")]
         + [(name, ctypes.c_double) for name in ("alpha", "limit")]
         + [(name, ctypes.c_void_p) for name in ("router32", "correction")]
@@ -328,7 +329,7 @@ def _advise() -> Callable[[int, int, int], int]:
 
 
 ATTENTION, MLP = 1, 2  # of ``layer.c``
-VALUES, EIGHTS, GROUPS_OF_FOUR, GROUPS_OF_EIGHT = range(4)  # kinds of weights, likewise
+VALUES, EIGHTS, GROUPS_OF_FOUR, GROUPS_OF_EIGHT, GROUPS_OF_E2M1 = range(5)  # kinds of weights, likewise
 SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)  # dtypes of the scales of groups, likewise
 SILU, GELU, RELU, EXACT, ALONE = range(5)  # likewise
 SQUARED = 8

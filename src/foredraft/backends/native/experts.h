@@ -3,8 +3,8 @@
  * Tokens are grouped by expert, so a pass reads the weights of an expert once, whoever takes it, and those of other experts not at all.
  * Every sum is made for one token alone, in an order that depends on nothing else: who shares an expert does not change a bit.
  *
- * `gate_up` holds for each expert [inner / 64][64 outputs of the gate, 64 of `up`][hidden], packed, and `down` [hidden][inner]; inner is
- * padded to 64 with zeros.
+ * `gate_up` is one matrix with the outputs of all experts, of each [inner / 64][64 outputs of the gate, 64 of `up`], and `down` one with
+ * `hidden` outputs of each. inner is padded to 64 with zeros. Inputs of weights in groups are prepared for all outputs of an expert at once.
  */
 #define MOST_EXPERTS 1024
 #define MOST_CHOSEN 32
@@ -19,7 +19,8 @@
 typedef struct Experts {
     int64_t count, chosen, inner;
     Matrix router;                           /* of count outputs, and one more for a gated shared expert; or without values */
-    const value *gate_up, *down;
+    Matrix gate_up, down;                    /* without biases; of `width` inputs the latter: inner, or less where it is of groups */
+    int64_t width;
     const value *gate_up_bias, *down_bias;   /* [count, 2 inner] in the order of the weights, [count, hidden]; or null */
     int64_t routing, normed;                 /* OF_ALL, OF_CHOSEN or OF_EACH; whether the scores of those chosen are made to sum to 1 */
     int64_t exact, by_number;                /* weights of the sum are not rounded; it is made in the order of the experts, and rounded */
@@ -40,6 +41,9 @@ typedef struct {
     value *logits, *inputs, *thin;      /* [T, outputs of the router], [T * chosen, hidden], [T * chosen, inner] */
     float *logits32;                    /* [T, outputs of the router], of `router32` */
     value *shared, *own;                /* [T, hidden]; [threads][T * (chosen + 1), TILE] */
+    given *ready;                       /* inputs of weights in groups in the order of their places, as `prepare` makes them; */
+    Part *parts;                        /* and what belongs to them: each crowd of an expert begins with its first place */
+    uint8_t *twice;
     size_t bytes;
 } Routed;
 
@@ -47,15 +51,18 @@ INLINE int routes(const Experts *e) { return (e->count + (e->shared == GATED) + 
 
 static Routed divided(const Experts *e, int T, int H, int threads, char *memory) {
     const size_t n = (size_t)T * e->chosen, numbers = n * sizeof(int32_t), own = (size_t)threads * (n + T) * TILE;
+    const int most = H > e->width ? H : e->width, inputs = in_groups(&e->gate_up) || in_groups(&e->down) ? most : 0;
     const size_t sizes[] = {sizeof(int32_t), e->count * sizeof(int32_t), (e->count + 1) * sizeof(int32_t), numbers, numbers, numbers,
                             T * routes(e) * sizeof(value), n * H * sizeof(value), n * e->inner * sizeof(value),
                             (e->router32 ? T * routes(e) : 0) * sizeof(float), (e->shared ? T * (size_t)H : 0) * sizeof(value),
-                            own * sizeof(value)};
-    char *parts[12];
+                            own * sizeof(value), n * ROUNDS * segments(inputs) * sizeof(given), n * 2 * (inputs / 16) * sizeof(Part),
+                            n * (inputs / 16)};
+    char *parts[15];
     size_t at = 0;
-    for (int i = 0; i < 12; i++) parts[i] = memory + at, at += (sizes[i] + LINE - 1) / LINE * LINE;
+    for (int i = 0; i < 15; i++) parts[i] = memory + at, at += (sizes[i] + LINE - 1) / LINE * LINE;
     return (Routed){(void *)parts[0], (void *)parts[1], (void *)parts[2], (void *)parts[3], (void *)parts[4], (void *)parts[5],
-                    (void *)parts[6], (void *)parts[7], (void *)parts[8], (void *)parts[9], (void *)parts[10], (void *)parts[11], at};
+                    (void *)parts[6], (void *)parts[7], (void *)parts[8], (void *)parts[9], (void *)parts[10], (void *)parts[11],
+                    (void *)parts[12], (void *)parts[13], (void *)parts[14], at};
 }
 
 /* Bytes that a pass over T tokens needs */
@@ -275,19 +282,47 @@ static void expert_gated(const Experts *e, value *gate, value *up, const value *
         gated(gate, up, out, TILE, e->activation);
 }
 
+/* Where the inputs [K] of the place `begin` and those behind it are, as they were prepared */
+INLINE Prepared ready_from(const Routed *r, int begin, int all, int K) {
+    return (Prepared){r->ready + (size_t)begin * segments(K), r->parts + (size_t)begin * 2 * (K / 16), r->twice + (size_t)begin * (K / 16),
+                      (size_t)all * segments(K)};
+}
+
+/* A phase: inputs x of weights in groups, rows of `stride` values, are prepared crowd by crowd: those of `tokens` in the order of their
+ * places, without these rows in that order, or the one that all experts read. Preparing takes about as long as putting in place what was
+ * prepared elsewhere would. */
+static void ready(Worker *w, const Matrix *m, const Routed *r, const value *x, const int32_t *tokens, int one, int all, int stride, int K) {
+    const int most = crowd_of(K), active = one ? 1 : *r->active, crowds = one ? 1 : (r->begins[1] + most - 1) / most;
+    for (int i = first(w, active * crowds); i >= 0; i = next(w)) {
+        if (!mine(w)) continue;
+        const int a = i % active, from = one ? 0 : r->begins[a] + i / active * most, left = one ? 1 : r->begins[a + 1] - from;
+        const Prepared to = ready_from(r, from, all, K);
+        if (left > 0) prepare(m, tokens ? x : x + (size_t)from * stride, tokens ? tokens + from : 0, stride, left < most ? left : most, K, &to);
+    }
+}
+
+/* TILE outputs from o on of n tokens: of what was prepared for weights in groups, or else of inputs x [n, K] */
+static void expert_outputs(const Matrix *m, int o, const value *x, const Prepared *prepared, value *out, int n, int K, const char *after) {
+    if (in_groups(m))
+        of_groups(m, o, prepared, out, n, K);
+    else
+        outputs(m, o, x, out, n, K, after);
+}
+
 /* A phase: for every expert and TILE of its inner columns */
 static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, int T, int H) {
-    const int I = e->inner, tiles = I / TILE, all = T * e->chosen;
+    const int I = e->inner, tiles = I / TILE, all = T * e->chosen, most = in_groups(&e->gate_up) ? crowd_of(H) : WHOLE;
     for (int i = first(w, *r->active * tiles); i >= 0; i = next(w)) {
         const int begin = r->begins[i / tiles], count = taken_by(r, i / tiles, begin, all), o = i % tiles * TILE;
-        const size_t row = ((size_t)r->experts[i / tiles] * I + o) * 2;
-        const Matrix m = {e->gate_up + row * H};
-        for (int from = 0; from < count; from += WHOLE) {
-            const int n = count - from < WHOLE ? count - from : WHOLE;
+        const int row = (r->experts[i / tiles] * I + o) * 2;
+        const char *values_of_up = (const char *)e->gate_up.values + (size_t)(row + TILE) * H * SIZE(e->gate_up.kind);
+        for (int from = 0; from < count; from += most) {
+            const int n = count - from < most ? count - from : most;
             const value *inputs = T == 1 ? x : r->inputs + (size_t)(begin + from) * H;
+            const Prepared prepared = ready_from(r, T == 1 ? 0 : begin + from, all, H);
             value gate[WHOLE * TILE], up[WHOLE * TILE];
-            outputs(&m, 0, inputs, gate, n, H, (const char *)(e->gate_up + (row + TILE) * H));
-            outputs(&m, TILE, inputs, up, n, H, 0);
+            expert_outputs(&e->gate_up, row, inputs, &prepared, gate, n, H, values_of_up);
+            expert_outputs(&e->gate_up, row + TILE, inputs, &prepared, up, n, H, 0);
             for (int t = 0; t < n; t++)
                 expert_gated(e, gate + t * TILE, up + t * TILE, e->gate_up_bias ? e->gate_up_bias + row : 0, gate + t * TILE);
             for (int t = 0; mine(w) && t < n; t++) copied(gate + t * TILE, r->thin + (size_t)(begin + from + t) * I + o, TILE);
@@ -316,14 +351,17 @@ static void summed(const Experts *e, const Routed *r, int t, const value *tiles,
 
 /* A phase: for TILE columns what all experts make of them, added to y */
 static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T, int H) {
-    const int I = e->inner, all = T * e->chosen;
+    const int I = e->inner, all = T * e->chosen, most = in_groups(&e->down) ? crowd_of(e->width) : all;
     for (int i = first(w, H / TILE); i >= 0; i = next(w)) {
         value *tiles = own_tiles(w, e, r, T), *out = tiles + (size_t)all * TILE;
         const int o = i * TILE, active = *r->active;
         for (int a = 0; a < active; a++) {
             const int begin = r->begins[a], count = taken_by(r, a, begin, all), expert = r->experts[a];
-            const Matrix m = {e->down + (size_t)expert * H * I};
-            if (count > 0) outputs(&m, o, r->thin + (size_t)begin * I, tiles + (size_t)begin * TILE, count, I, 0);
+            for (int p = begin; p < begin + count; p += most) {
+                const Prepared prepared = ready_from(r, p, all, e->width);
+                const int n = begin + count - p < most ? begin + count - p : most;
+                expert_outputs(&e->down, expert * H + o, r->thin + (size_t)p * I, &prepared, tiles + (size_t)p * TILE, n, e->width, 0);
+            }
             for (int p = begin; e->down_bias && p < begin + count; p++) add(tiles + (size_t)p * TILE, e->down_bias + (size_t)expert * H + o, TILE);
         }
         for (int t = 0; t < T; t++) summed(e, r, t, tiles, o, H, out + (size_t)t * TILE);
@@ -333,8 +371,13 @@ static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T
 
 /* What the experts make of x [T, H], which are routed by now, is added to y */
 static void by_experts(Worker *w, const Experts *e, const Routed *r, const value *x, value *y, int T, int H) {
-    if (T > 1) gather(w, e, r, x, T, H);
+    const int all = T * e->chosen;
+    if (in_groups(&e->gate_up))
+        ready(w, &e->gate_up, r, x, T > 1 ? r->tokens : 0, T == 1, all, H, H);
+    else if (T > 1)
+        gather(w, e, r, x, T, H);
     widen(w, e, r, x, T, H);
+    if (in_groups(&e->down)) ready(w, &e->down, r, r->thin, 0, 0, all, e->inner, e->width);
     narrow(w, e, r, y, T, H);
 }
 

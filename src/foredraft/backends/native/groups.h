@@ -1,6 +1,7 @@
 /* Weights of four or eight bits with a scale for each output and group of inputs. Included by layer.c.
  *
- * A weight is (q - zero) * scale, or q * scale - zero * mins. A packed matrix [N, K] is [N/64][K/8][64] words of eight weights of one
+ * A weight is (q - zero) * scale, or q * scale - zero * mins. Of floats of four bits (e2m1), q is twice what they stand for, from a table, and
+ * zero is 0. A packed matrix [N, K] is [N/64][K/8][64] words of eight weights of one
  * output, of four bits each, the first input in the lowest ones; or [N/64][K/4][64] words of four weights of eight bits. N is padded to 64.
  * Behind one another the words of 64 outputs are one stream.
  *
@@ -23,6 +24,7 @@
 #define SOON 4096 /* bytes of weights that are asked for before their turn */
 #define HALF 0 /* dtypes of scales: float16, bfloat16, float32; int8, times a number of `over` */
 #define BRAIN 1
+#define WIDTH_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 8 : 4) /* bits of a weight */
 #define SINGLE 2
 #define BYTE 3
 #define OUTPUTS (BLOCKS * 16)
@@ -65,7 +67,9 @@ typedef int32_t whole;
 #define PAIR 2
 
 /* Those of the lower half of a word and of its upper one */
-INLINE digit digits(i32 words, int j, int bits) {
+INLINE digit digits(i32 words, int j, int kind) {
+    const int bits = WIDTH_OF(kind);
+    if (kind == GROUPS_OF_E2M1) return i32_twice_e2m1(j ? i32_right(words, bits * j / PAIR) : words);
     if (j == 32 / bits - PAIR) return i32_halves_right(words, 16 - bits);
     return i32_and(j ? i32_right(words, bits * j / PAIR) : words, i32_of(((1 << bits) - 1) * 0x10001));
 }
@@ -79,7 +83,9 @@ typedef f32 sum;
 typedef float whole;
 #define PAIR 1
 
-INLINE digit digits(i32 words, int j, int bits) {
+INLINE digit digits(i32 words, int j, int kind) {
+    const int bits = WIDTH_OF(kind);
+    if (kind == GROUPS_OF_E2M1) return f32_twice_e2m1(j ? i32_right(words, bits * j) : words);
     unsigned mask = ((1u << bits) - 1) << bits * j;
     READ_AGAIN(mask);
     return i32_to_f32(j + 1 < 32 / bits ? i32_and(words, i32_of(mask)) : i32_right(words, bits * j));
@@ -113,7 +119,8 @@ INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Par
 }
 
 /* Inputs k to `end` of a token; returns whether there are more of them, in `rest` */
-INLINE int prepared(const Matrix *m, const value *x, int k, int end, int bits, given *out, Part *part, given *rest, Part *rest_part) {
+INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part) {
+    const int bits = WIDTH_OF(m->kind);
     f32 all[SEGMENT / 16];
     i32 most = i32_zero();
     for (int i = 0; i < end - k; i += 16) {
@@ -128,12 +135,12 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, int bits, g
     return 1;
 }
 #else
-INLINE int prepared(const Matrix *m, const value *x, int k, int end, int bits, given *out, Part *part, given *rest, Part *rest_part) {
-    float factors[16]; /* 2^-(place of the weight in its word); the last one of a word is shifted down instead */
-    const int count = 32 / bits;
+INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part) {
+    float factors[16]; /* 2^-(place of the weight in its word); the last one of a word is shifted down instead, and what is looked up */
+    const int bits = WIDTH_OF(m->kind), count = 32 / bits, shifted = m->kind == GROUPS_OF_E2M1;
     f32 all = f32_zero();
     (void)rest, (void)rest_part;
-    for (int i = 0; i < 16; i++) factors[i] = i % count == count - 1 ? 1.0f : 1.0f / (1 << bits * (i % count));
+    for (int i = 0; i < 16; i++) factors[i] = shifted || i % count == count - 1 ? 1.0f : 1.0f / (1 << bits * (i % count));
     for (; k < end; k += 16, out += 16) {
         const f32 inputs = in_order(m, x, k);
         all = f32_add(all, inputs);
@@ -157,21 +164,26 @@ typedef struct {
     size_t rest; /* inputs between the first ones and the second ones */
 } Prepared;
 
+INLINE int in_groups(const Matrix *m) { return m->kind >= GROUPS_OF_FOUR; }
+
+/* Of K inputs, with what fills the last segment */
+INLINE size_t segments(int K) { return (size_t)(K + SEGMENT - 1) / SEGMENT * SEGMENT; }
+
 /* Tokens that are prepared together */
 INLINE int crowd_of(int K) {
     const int fit = ROOM / (ROUNDS * K * (int)sizeof(given));
     return fit < 1 ? 1 : fit < CROWD ? fit : CROWD;
 }
 
-static void prepare(const Matrix *m, const value *x, int n, int K, const Prepared *p) {
-    const int bits = m->kind == GROUPS_OF_FOUR ? 4 : 8;
+/* Inputs x [.., stride] of n tokens: the rows of these numbers, or without them the first ones */
+static void prepare(const Matrix *m, const value *x, const int32_t *rows, int stride, int n, int K, const Prepared *p) {
     Part *parts = p->parts;
     for (int k = 0, end, number = 0; k < K; k = end, number++, parts += 2 * n) {
         uint8_t again[CROWD], any = 0;
         end = part_end(m, k, K);
         for (int t = 0; t < n; t++) {
             given *out = p->inputs + ((size_t)k / SEGMENT * n + t) * SEGMENT + k % SEGMENT;
-            any |= again[t] = prepared(m, x + (size_t)t * K, k, end, bits, out, parts + t, out + p->rest, parts + n + t);
+            any |= again[t] = prepared(m, x + (size_t)(rows ? rows[t] : t) * stride, k, end, out, parts + t, out + p->rest, parts + n + t);
         }
         p->twice[number] = any;
         for (int t = 0; any && t < n; t++) {
@@ -185,8 +197,8 @@ static void prepare(const Matrix *m, const value *x, int n, int K, const Prepare
 /* totals [n, OUTPUTS] go on over a part of `steps` inputs x [n, SEGMENT]; with `asking` the words behind these are on their way. The numbers
  * of the group begin at `at`, and those that it shares at `above`. */
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
-                    int n, int bits, int asking) {
-    const int count = 32 / bits;
+                    int n, int kind, int asking) {
+    const int count = 32 / WIDTH_OF(kind);
     for (int c = 0; c < BLOCKS; c += TOGETHER(n)) {
         sum sums[BLOCKS][TOKENS];
         for (int b = 0; b < TOGETHER(n); b++)
@@ -200,7 +212,7 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
                 for (int b = 0; b < TOGETHER(n); b++) {
                     READ_AGAIN(w);
                     if (b && n > 1) READ_AGAIN(x_j);
-                    const digit w_j = digits(i32_load(w + b * 16), j, bits);
+                    const digit w_j = digits(i32_load(w + b * 16), j, kind);
                     for (int t = 0; t < n; t++) sums[b][t] = gathered_digit(sums[b][t], w_j, x_j + t * SEGMENT);
                 }
             }
@@ -221,14 +233,16 @@ INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *wo
 static void of_known_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals,
                           int steps, int n, int asking) {
     if (m->kind == GROUPS_OF_FOUR)
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, 4, asking))
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_FOUR, asking))
+    else if (m->kind == GROUPS_OF_EIGHT)
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_EIGHT, asking))
     else
-        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, 8, asking))
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_E2M1, asking))
 }
 
 /* OUTPUTS from o on, of n <= CROWD tokens as they were prepared, into y [n, OUTPUTS] */
 static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K) {
-    const int count = m->kind == GROUPS_OF_FOUR ? 8 : 4, groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
+    const int count = 32 / WIDTH_OF(m->kind), groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
     const int rounds = (n + TOKENS - 1) / TOKENS, each = (n + rounds - 1) / rounds;
     const uint32_t *words = (const uint32_t *)m->values + (size_t)o * K / count;
     const Part *parts = p->parts;
@@ -239,7 +253,7 @@ static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n
         const size_t at = (size_t)o * groups + k / m->group * OUTPUTS, above = shared ? (size_t)o * shared + k / m->group / m->nested * OUTPUTS : 0;
         const given *x = p->inputs + (size_t)k / SEGMENT * n * SEGMENT + k % SEGMENT;
         end = part_end(m, k, K);
-        for (int i = 0; i <= p->twice[number]; i++)
+        for (int i = 0; i <= (p->twice[number] & 1); i++) /* of what somebody writes to meanwhile as well */
             for (int t = 0; t < n; t += each)
                 of_known_part(m, at, above, words + (size_t)k / count * OUTPUTS, x + i * p->rest + t * SEGMENT, parts + i * n + t,
                               totals + t * OUTPUTS, end - k, n - t < each ? n - t : each, i == 0 && t == 0);

@@ -37,6 +37,7 @@
 #define EIGHTS 1
 #define GROUPS_OF_FOUR 2
 #define GROUPS_OF_EIGHT 3
+#define GROUPS_OF_E2M1 4 /* floats of four bits in groups */
 #define SOME 32 /* tokens up to which weights are read from memory once, and from the second cache for each further WIDE of them */
 #define AHEAD 4096 /* bytes of each block of weights that are asked for before their turn: a page */
 #define MANY 48 /* tokens that weights are kept in the first cache for, at most */
@@ -330,8 +331,8 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
 /* A phase: y [T, N] = x [T, K] W^T + bias, or that added to y; N is padded to 64 */
 static void product(Worker *w, const Matrix *m, const value *x, value *y, int T, int K, int N, int adding) {
     enum { WIDTH = BLOCKS * 16 };
-    const int grouped = m->kind >= GROUPS_OF_FOUR, most = grouped ? crowd_of(K) : WHOLE, parts = (T + most - 1) / most;
-    const int tiles = N / WIDTH, ahead = w->threads * WIDTH, crowd = grouped ? T < most ? T : most : 0, rest = crowd * (K + SEGMENT);
+    const int grouped = in_groups(m), most = grouped ? crowd_of(K) : WHOLE, parts = (T + most - 1) / most;
+    const int tiles = N / WIDTH, ahead = w->threads * WIDTH, crowd = grouped ? T < most ? T : most : 0, rest = crowd * segments(K);
     given inputs[ROUNDS * rest + 1];
     Part numbers[2 * crowd * (K / 16) + 1];
     uint8_t twice[grouped ? K / 16 : 1];
@@ -347,7 +348,7 @@ static void product(Worker *w, const Matrix *m, const value *x, value *y, int T,
             const Matrix *here = m;
             int row = o;
             for (; here->next && row >= here->outputs; here = here->next) row -= here->outputs;
-            if (here != before || from != tokens) prepare(here, x + (size_t)from * K, n, K, &prepared);
+            if (here != before || from != tokens) prepare(here, x + (size_t)from * K, 0, K, n, K, &prepared);
             of_groups(here, row, &prepared, out, n, K);
             before = here, tokens = from;
         } else
@@ -903,7 +904,8 @@ INLINE int first_seen(const Layer *l, const int32_t *positions, int slot) {
 
 static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     const int size = l->size, begin = p->begins[row], group = l->heads / l->key_heads;
-    Chunk c = {l, p, a, row, head, first, n, wide_of(l, a), own_scratch(w, l, p)};
+    Chunk c = {.layer = l, .pass = p, .asked = a, .row = row, .head = head, .first = first, .n = n, .wide = wide_of(l, a)};
+    c.scores = own_scratch(w, l, p);
     c.packed = (value *)(c.scores + QUERIES * KEYS + 2 * QUERIES * (size + 2)), c.queries = c.packed + KEYS * size;
     for (int i = 0; i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
@@ -1064,7 +1066,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
     for (; parts * rows * heads * segments < p->threads && share > 1; parts = (asked + share - 1) / share) share = (share + 1) / 2;
     const int pieces = parts * rows * heads;
     const size_t needed = (size_t)share * (wide + 2);
-    if (needed * pieces * segments > p->segments_room) segments = 1;
+    if ((int64_t)needed * pieces * segments > p->segments_room) segments = 1;
 #define EACH_PIECE(count, action) /* of the queries, times `count` */ \
     for (int i = first(w, pieces * count); i >= 0; i = next(w)) { \
         const int piece = i % pieces, from = piece % parts * share, head = piece / parts % heads, row = piece / parts / heads; \

@@ -125,6 +125,22 @@ INLINE i32 i32_halves_right(i32 x, int by) { /* shifts the two 16-bit halves of 
     return (i32){(int32x4_t)((uint16x8_t)x.a >> by), (int32x4_t)((uint16x8_t)x.b >> by), (int32x4_t)((uint16x8_t)x.c >> by), (int32x4_t)((uint16x8_t)x.d >> by)};
 }
 
+/* Twice the float of four bits (e2m1) in the lowest bits of each 16-bit half, as an integer; and of each word, as a float. Other bits are
+ * not heeded. */
+INLINE int32x4_t four_twice_e2m1(int32x4_t x) { /* its byte is looked up for both bytes of a half, of which the upper one then has the sign */
+    const int8x16_t numbers = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const uint8x16_t lower = vreinterpretq_u8_s32(vandq_s32(x, vdupq_n_s32(0x000f000f)));
+    const uint8x16_t both = vorrq_u8(lower, vreinterpretq_u8_u16(vshlq_n_u16(vreinterpretq_u16_u8(lower), 8)));
+    return vreinterpretq_s32_s16(vshrq_n_s16(vreinterpretq_s16_s8(vqtbl1q_s8(numbers, both)), 8));
+}
+INLINE i32 i32_twice_e2m1(i32 x) { return EACH(i32, four_twice_e2m1, x); }
+INLINE float32x4_t four_of_twice_e2m1(int32x4_t x) {
+    const float32x4_t size = vcvtq_f32_s32(vandq_s32(four_twice_e2m1(vandq_s32(x, vdupq_n_s32(7))), vdupq_n_s32(15)));
+    const uint32x4_t sign = vshlq_n_u32(vshrq_n_u32(vreinterpretq_u32_s32(vshlq_n_s32(x, 28)), 31), 31);
+    return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(size), sign));
+}
+INLINE f32 f32_twice_e2m1(i32 x) { return EACH(f32, four_of_twice_e2m1, x); }
+
 /* The products of both 16-bit halves with two numbers, with signs, are added. The lower halves of eight words come first, then the upper ones:
  * that is done once for all tokens. */
 INLINE i32 i32_add_pairs(i32 sum, i32 x, const int16_t *p) {

@@ -69,6 +69,16 @@ INLINE i32 f32_as_i32(f32 x) { return _mm512_castps_si512(x); }
 INLINE i32 i32_from_8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE i32 i32_from_16(const uint16_t *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE void i32_to_16(uint16_t *p, i32 x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); } /* the lower halves */
+/* Twice the float of four bits (e2m1) in the lowest bits of each 16-bit half, as an integer; and of each word, as a float. Other bits are
+ * not heeded. */
+INLINE i32 i32_twice_e2m1(i32 x) {
+    static const int16_t numbers[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    return _mm512_permutexvar_epi16(x, i32_load(numbers));
+}
+INLINE f32 f32_twice_e2m1(i32 x) {
+    static const float numbers[] = {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
+    return _mm512_permutexvar_ps(x, f32_load(numbers));
+}
 
 /* 16 rows of 16 words, each row becoming a column */
 INLINE void turned(i32 r[16]) {
@@ -225,6 +235,18 @@ INLINE i32 i32_from_16(const uint16_t *p) {
 }
 INLINE void i32_to_16(uint16_t *p, i32 x) { /* the lower halves, where the upper ones are zero */
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(x.low, x.high), 0xd8));
+}
+INLINE i32 i32_twice_e2m1(i32 x) { /* its byte is looked up for both bytes of a half, of which the upper one then has the sign */
+    const __m256i numbers = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    x = i32_and(x, i32_of(0x000f000f)), x = i32_add(x, i32_left(x, 8));
+    x = BOTH(i32, _mm256_shuffle_epi8(numbers, x.low), _mm256_shuffle_epi8(numbers, x.high));
+    return BOTH(i32, _mm256_srai_epi16(x.low, 8), _mm256_srai_epi16(x.high, 8));
+}
+INLINE f32 f32_twice_e2m1(i32 x) {
+    const __m256 sizes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+    const i32 sign = i32_and(i32_left(x, 28), i32_of(0x80000000));
+    const f32 size = BOTH(f32, _mm256_permutevar8x32_ps(sizes, x.low), _mm256_permutevar8x32_ps(sizes, x.high));
+    return i32_as_f32(i32_xor(f32_as_i32(size), sign));
 }
 INLINE f32 f32_power_of_two(f32 x, f32 n) { return f32_mul(x, i32_as_f32(i32_left(i32_add(f32_to_i32(n), i32_of(127)), 23))); }
 

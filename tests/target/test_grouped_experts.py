@@ -1,0 +1,483 @@
+"""Mixtures of experts with weights of four and eight bits: what the kernels make of them, and what is read of checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from helpers import alone, generate
+from kernel_cases import DTYPES, config_of, needs_kernels
+from kernel_cases import always as always  # a fixture
+from safetensors.torch import save_file
+from stored import ABOUT, in_blocks, stored
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from foredraft import ConfigurationError, Speculator
+from foredraft.backends import native
+from foredraft.backends.experts import Mixture
+from foredraft.backends.narrow import is_held, parts_of
+from foredraft.loading import load_model
+from foredraft.quantization import quantize, quantized
+from foredraft.quantization.grouped import GroupedTensor, bytes_from
+from foredraft.target import Target
+
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}  # of the largest number
+
+
+def grouped(like, *, bits=4, group=32, kind="zeros", transposed=False, seed=0):
+    """A weight of the shape of ``like`` with random integers, scales that differ, and extreme zero points."""
+    random, limit = torch.Generator().manual_seed(seed), (1 << bits) - 1
+    count, outputs, inputs = like.shape if not transposed else like.transpose(1, 2).shape
+    codes = torch.randint(0, limit + 1, (count, outputs, inputs), generator=random).to(torch.uint8)
+    groups = -(-inputs // group)
+    scale = (0.3 / limit * 10 ** (torch.rand(count, outputs, groups, generator=random) - 0.5)).half()
+    zeros, others = limit // 2 + 1, {}
+    if kind == "floats":
+        scale, zeros, others = torch.pow(2.0, (scale.float() * 3).log2().round()).bfloat16(), 0, {"floats": True}
+    elif kind != "one zero":
+        zeros = torch.randint(0, limit + 1, scale.shape, generator=random).to(torch.uint8)
+    if kind == "nested":
+        numbers = (3e-3 / limit * (1 + torch.rand(count, outputs, groups // 2, generator=random))).half()
+        scale, zeros = torch.randint(1, 64, scale.shape, generator=random).to(torch.int8), zeros & 63
+        others = {"over": numbers, "mins": numbers.flip(-1).contiguous()}
+    how = {"bits": bits, "group": group, "dtype": like.dtype, "transposed": transposed}
+    return GroupedTensor(bytes_from(codes, bits), scale, zeros, **others, **how)
+
+
+def made(name, dtype, **changes):
+    config = config_of(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.data += 0.3 * torch.randn_like(parameter)  # biases and norms that matter
+    return model.to(dtype)
+
+
+def with_groups(model, **how):
+    """``model`` with the weights of all experts in groups."""
+    for seed, module in enumerate(each for each in model.modules() if hasattr(each, "is_transposed")):
+        for name in ("gate_up_proj", "down_proj"):
+            made = grouped(getattr(module, name), transposed=module.is_transposed, seed=seed, **how)
+            setattr(module, name, torch.nn.Parameter(made, requires_grad=False))
+    return model
+
+
+def experts_of(model):
+    return [module for module in model.modules() if hasattr(module, "is_transposed")]
+
+
+def in_double(module, x, chosen, scores):
+    """What the experts make of ``x``, from the weights that their integers stand for."""
+    gate_up, down = (getattr(module, name).dequantize(torch.float32).double() for name in ("gate_up_proj", "down_proj"))
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, score in zip(chosen[token].tolist(), scores[token].double()):
+            both = gate_up[expert] @ x[token].double()
+            if module.has_bias:
+                both += module.gate_up_proj_bias[expert].double()
+            thin = down[expert] @ module._apply_gate(both[None])[0]
+            if module.has_bias:
+                thin += module.down_proj_bias[expert].double()
+            out[token] += score * thin
+    return out
+
+
+FORMATS = [
+    {"bits": 4, "group": 32},
+    {"bits": 4, "group": 64, "kind": "one zero"},  # the last group of the inner inputs is shorter
+    {"bits": 8, "group": 32},
+    {"bits": 8, "group": 16, "kind": "nested"},
+    {"bits": 4, "group": 4096},
+    {"bits": 4, "group": 32, "kind": "floats"},
+]
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", FORMATS, ids=str)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_at_their_bits(name, how, dtype, always):
+    """For some tokens, one, many that share an expert, and an expert that nobody takes."""
+    inner = {"moe_intermediate_size": 96 if how.get("kind") == "nested" else 112} if name == "qwen3_moe" else {"intermediate_size": 96}
+    model = with_groups(made(name, dtype, **inner), **how)
+    wanted, generator = experts_of(model)[0], torch.Generator().manual_seed(1)
+    x = torch.randn(61, 64, generator=generator).to(dtype)
+    count = wanted.down_proj.shape[0]
+    chosen = torch.stack([torch.randperm(count - 1, generator=generator)[:2] for _ in range(61)])
+    chosen[:40, 0], chosen[:40, 1] = count - 2, torch.randint(0, count - 2, (40,), generator=generator)
+    scores = torch.rand(61, 2, generator=generator)
+    exact, theirs = in_double(wanted, x, chosen, scores), wanted(x, chosen, scores)
+    target = Target(model, execution="native")
+    module = experts_of(target.model)[0]
+    assert isinstance(vars(module)["forward"], Mixture)
+    found = module(x, chosen, scores)
+    assert (found.double() - exact).abs().max() <= LIMIT[dtype] * exact.abs().max()
+    assert (theirs.double() - exact).abs().max() <= 4 * LIMIT[dtype] * exact.abs().max()
+    for begin, end in ((0, 1), (3, 4), (0, 6), (30, 61), (60, 61)):
+        alone = module(x[begin:end].contiguous(), chosen[begin:end].contiguous(), scores[begin:end].contiguous())
+        assert torch.equal(alone, found[begin:end]), "bits that depend on who else takes an expert"
+
+
+# -- int4 and int8 ---------------------------------------------------------------------------------------------------------
+
+INNER = {
+    "qwen3_moe": "moe_intermediate_size",
+    "qwen2_moe": "moe_intermediate_size",
+    "mixtral": "intermediate_size",
+    "gpt_oss": "intermediate_size",
+}
+
+
+def unquantised(name="qwen3_moe", dtype=torch.float32):
+    return made(name, dtype, **{INNER[name]: 96})
+
+
+def widened(model, name, dtype):
+    """A plain model with the weights that those of ``model`` stand for."""
+    found, state = unquantised(name, dtype), {}
+    for key, each in model.named_parameters():
+        state[key] = each.dequantize() if hasattr(each, "dequantize") and type(each) is not torch.nn.Parameter else each
+    found.load_state_dict(state)
+    return found
+
+
+@torch.inference_mode()
+def logits(model, tokens=7):
+    return model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_get_the_integers_of_linear_layers(name, kind):
+    pytest.importorskip("torchao.quantization")
+    model, before = unquantised(name), unquantised(name)
+    held = sum(each.nbytes for each in before.parameters() if each.ndim == 3)
+    quantize(model, kind)
+    bits, kept = {"int4": 4, "int8": 8}[kind], 0
+    for module, plain in zip(experts_of(model), experts_of(before), strict=True):
+        for key in ("gate_up_proj", "down_proj"):
+            weight, original = getattr(module, key), getattr(plain, key).detach()
+            assert isinstance(weight, GroupedTensor) and weight.shape == original.shape and weight.bits == bits
+            kept += sum(part.nbytes for part in parts_of(weight))
+            for expert in range(len(original)):
+                rows = original[expert].T.contiguous() if module.is_transposed else original[expert]
+                theirs, mine = quantized(rows, kind), weight.mapped(lambda each, e=expert: each[e], transposed=False)
+                assert torch.equal(mine.dequantize(), theirs.dequantize()) and torch.equal(mine.scale, theirs.scale)
+                assert torch.equal(weight[expert], mine.dequantize().T if module.is_transposed else mine.dequantize())
+    assert kept <= held * (bits / 32 + 1 / 16)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("sums", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_without_kernels_experts_are_what_their_integers_stand_for(name, sums):
+    pytest.importorskip("torchao.quantization")
+    model = unquantised(name)
+    quantize(model, "int4")
+    expected = widened(model, name, torch.float32)
+    for each in (model, expected):
+        each.set_experts_implementation(sums)
+    assert (logits(model) - logits(expected)).abs().max() <= 1e-5 * logits(expected).abs().max()
+    assert not torch.allclose(logits(model), logits(unquantised(name)), atol=1e-3)
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("name", INNER)
+def test_whole_models(name, kind, dtype, always):
+    pytest.importorskip("torchao.quantization")
+    model = unquantised(name, dtype)
+    quantize(model, kind)
+    exact, theirs = widened(model, name, torch.float32), widened(model, name, dtype)
+    fresh = logits(model)
+    target = Target(model, execution="native", owned=True)
+    one_call = 0 if name == "qwen2_moe" else 3  # its shared expert has a gate of one output, which is quantised too
+    assert target.backend.overrides.native == one_call, target.reasons
+    assert all(isinstance(vars(module)["forward"], Mixture) for module in experts_of(model))
+    assert not any(is_held(module.down_proj) for module in experts_of(model))
+    text = [[(7 * i * i) % 100 for i in range(60)]]
+    found = []
+    for each in (Target(exact, execution="eager"), Target(theirs, execution="eager"), target):
+        each.open(text)
+        found.append(torch.stack([each.prefill(text, first=0), each.advance(torch.tensor([7]))]).float())
+    wanted, theirs, ours = found
+    if dtype == torch.float32:
+        assert (ours - wanted).abs().max() <= 5e-5 * wanted.abs().max()
+    else:
+        assert (ours - wanted).std() <= 1.5 * (theirs - wanted).std() <= 0.5 * wanted.std()
+    assert target.batch_invariant or not one_call, target.reasons
+    target.close()
+    assert torch.equal(logits(model), fresh)
+
+
+@needs_kernels
+def test_texts_of_a_model_by_name(tmp_path, always):
+    pytest.importorskip("torchao.quantization")
+    unquantised().save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), quantization="int4")
+    assert all(isinstance(module.down_proj, GroupedTensor) for module in experts_of(model))
+    rows = [[(3 * i + row) % 100 for i in range(length)] for row, length in enumerate((23, 9, 15))]
+    texts = [alone(widened(model, "qwen3_moe", torch.float32), row, max_new_tokens=12) for row in rows]
+    for drafter, shape in (("none", None), (f"draft-model:{tmp_path}", "product(2,1)")):
+        speculator = Speculator(str(tmp_path), drafter, shape=shape, quantization="int4", execution="native")
+        assert speculator.target.execution == "native"
+        assert generate(speculator, rows, max_new_tokens=12) == texts
+        speculator.close()
+
+
+def test_experts_of_sizes_that_make_no_groups_are_refused(tmp_path):
+    pytest.importorskip("torchao.quantization")
+    model = made("qwen3_moe", torch.float32)
+    message = r"int4' makes groups of 32 weights, and rows of model\.layers\.0\.mlp\.experts\.down_proj have 48; int8 takes"
+    with pytest.raises(ConfigurationError, match=message):
+        quantize(model, "int4")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path), quantization="int4")
+
+
+# -- MXFP4 -----------------------------------------------------------------------------------------------------------------
+
+
+def mxfp4_checkpoint(folder, dtype=torch.bfloat16, change=None):
+    """A folder with a gpt_oss whose experts are stored in MXFP4, and the model with the weights that transformers unpacks from it."""
+    model, random = unquantised("gpt_oss", dtype), torch.Generator().manual_seed(5)
+    state = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    for path, module in model.named_modules():
+        for name in ("gate_up_proj", "down_proj") if hasattr(module, "is_transposed") else ():
+            count, inputs, outputs = getattr(module, name).shape
+            blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), generator=random).to(torch.uint8)
+            scales = torch.randint(121, 126, blocks.shape[:-1], generator=random).to(torch.uint8)
+            scales[0, :3, 0] = torch.tensor([0, 1, 60])
+            getattr(module, name).data = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+            del state[f"{path}.{name}"]
+            state |= {f"{path}.{name}_blocks": blocks, f"{path}.{name}_scales": scales}
+    model.config.save_pretrained(folder)
+    about = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    if change is not None:
+        change(about, state)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": about, "dtype": str(dtype)[6:]}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+DOWN = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checkpoint_in_mxfp4_is_read_at_its_bits(dtype, tmp_path):
+    """Weight for weight as transformers unpacks it, without its packages for GPUs."""
+    expected = mxfp4_checkpoint(tmp_path, dtype)
+    model = load_model(str(tmp_path))
+    weights = dict(expected.named_parameters())
+    for name, each in model.named_parameters():
+        assert torch.equal(each.dequantize() if isinstance(each, GroupedTensor) else each, weights[name]), name
+        if isinstance(each, GroupedTensor):
+            assert sum(part.nbytes for part in parts_of(each)) == each.numel() * 4.5 / 8
+    assert sum(isinstance(each, GroupedTensor) for each in model.parameters()) == 2 * 3
+    assert model.config.quantization_config.quant_method != "mxfp4" and not list(experts_of(model)[0].buffers())
+    assert (logits(model) - logits(expected)).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05) * logits(expected).abs().max()
+
+
+@needs_kernels
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4_by_the_kernels(dtype, tmp_path, always):
+    expected = mxfp4_checkpoint(tmp_path, dtype)
+    target = Target(load_model(str(tmp_path)), execution="native", owned=True)
+    assert target.backend.overrides.native == 3 and target.batch_invariant, target.reasons
+    text, found = [[(7 * i * i) % 100 for i in range(60)]], []
+    for each in (Target(copy.deepcopy(expected).float(), execution="eager"), Target(expected, execution="eager"), target):
+        each.open(text)
+        found.append(torch.stack([each.prefill(text, first=0), each.advance(torch.tensor([7]))]).float())
+    wanted, theirs, ours = found
+    if dtype == torch.float32:
+        assert (ours - wanted).abs().max() <= 5e-5 * wanted.abs().max()
+    else:
+        assert (ours - wanted).std() <= 1.5 * (theirs - wanted).std() <= 0.5 * wanted.std()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about, state: state.pop(f"{DOWN}_scales"), r"by half: .*1.mlp.experts.down_proj has blocks, but no scales"),
+        (
+            lambda about, state: state.update({f"{DOWN}_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}),
+            r"contradicts its configuration: .*layers.1.mlp.experts.down_proj has scales of shape \(4, 64, 2\) where 4 experts of 64 x 96",
+        ),
+        (
+            lambda about, state: [state.pop(key) for key in list(state) if "_proj_" in key and "bias" not in key],
+            "layer or experts with blocks",
+        ),
+    ],
+)
+def test_mxfp4_that_contradicts_itself_is_refused(change, message, tmp_path):
+    mxfp4_checkpoint(tmp_path, change=change)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path))
+    with pytest.raises(ConfigurationError, match="is already quantized"):
+        load_model(str(tmp_path), quantization="int4")
+
+
+# -- GGUF ------------------------------------------------------------------------------------------------------------------
+
+
+def gguf_file(folder, kinds, change=lambda name: True):
+    """A qwen3moe as llama.cpp's converter makes it, with experts of ``kinds`` for gate, up and down; and the model it stands for."""
+    gguf = pytest.importorskip("gguf")
+    model = made("qwen3_moe", torch.float32, hidden_size=256, moe_intermediate_size=256, num_hidden_layers=2)
+    config, writer = model.config, gguf.GGUFWriter(folder / "model.gguf", "qwen3moe")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
+
+    def keep(target, tensor, kind):
+        """``tensor`` becomes what is written for it."""
+        if kind is None or tensor.ndim == 1:
+            writer.add_tensor(target, tensor.numpy())
+            return
+        sort = getattr(gguf.GGMLQuantizationType, kind)
+        packed = in_blocks(tensor.flatten(0, -2), kind).reshape(*tensor.shape[:-1], -1)
+        if change(target):
+            writer.add_tensor(target, packed, raw_dtype=sort)
+        tensor.copy_(torch.from_numpy(gguf.dequantize(packed, sort)))
+
+    for key, tensor in model.state_dict().items():
+        layer = f"{key}.".split(".")[2]
+        if key.endswith("gate_up_proj"):
+            for kind, which, part in zip(kinds, ("gate", "up"), tensor.chunk(2, 1)):
+                keep(f"blk.{layer}.ffn_{which}_exps.weight", part, kind)
+        elif key.endswith("experts.down_proj"):
+            keep(f"blk.{layer}.ffn_down_exps.weight", tensor, kinds[2])
+        else:
+            target = f"{names.get_name(key.rpartition('.')[0])}.{key.rpartition('.')[2]}"
+            keep(target, tensor, "Q8_0" if "_proj" in key else None)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+    return model
+
+
+@pytest.mark.parametrize("kinds", [("Q4_0",) * 3, ("Q4_K", "Q4_K", "Q6_K"), ("Q5_1", "Q5_1", "Q8_0"), ("Q4_0", "Q8_0", "Q4_1")])
+def test_the_experts_of_a_gguf_file_keep_their_bits(kinds, tmp_path, always):
+    expected = gguf_file(tmp_path, kinds)
+    model = load_model(str(tmp_path), gguf_file="model.gguf", dtype="float32")
+    weights = dict(expected.named_parameters())
+    for name, each in model.named_parameters():
+        assert torch.equal(each.dequantize() if isinstance(each, GroupedTensor) else each, weights[name]), name
+    for module in experts_of(model):
+        assert isinstance(module.gate_up_proj, GroupedTensor) == (kinds[0] == kinds[1])  # or they are widened
+        assert module.down_proj.bits == (4 if kinds[2].startswith("Q4") else 8)
+    assert model.config.moe_intermediate_size == 256 and model.config.norm_topk_prob
+    assert (logits(model) - logits(expected)).abs().max() <= 1e-5 * logits(expected).abs().max()
+    if all(native.refusal(dtype) is None for dtype in DTYPES):
+        target, wanted = Target(model, execution="native", owned=True), logits(expected)
+        assert target.backend.overrides.native == 2, target.reasons
+        assert (logits(model) - wanted).abs().max() <= 2e-5 * wanted.abs().max()
+
+
+def test_a_gguf_file_that_lacks_experts_is_refused(tmp_path):
+    gguf_file(tmp_path, ("Q4_0",) * 3, lambda name: name != "blk.1.ffn_up_exps.weight")
+    with pytest.raises(ConfigurationError, match=r"has experts, but no tensor 'blk\.1\.ffn_up_exps\.weight'; load a file with all"):
+        load_model(str(tmp_path), gguf_file="model.gguf")
+
+
+# -- AWQ, GPTQ and compressed-tensors --------------------------------------------------------------------------------------
+
+
+def listed_checkpoint(folder, method, change=None):
+    """A folder with a model whose linear layers and experts, one by one, are stored by ``method``; and the model it stands for."""
+    model, number = unquantised(), 0
+    state = {name: each for name, each in model.state_dict().items() if not name.endswith(("gate_up_proj", "experts.down_proj"))}
+
+    def keep(prefix, tensor):
+        nonlocal number
+        parts, weight = stored(method, *tensor.shape, number := number + 1)
+        state.pop(f"{prefix}.weight", None)
+        state.update({f"{prefix}.{part}": each.contiguous() for part, each in parts.items()})
+        tensor.data.copy_(weight)
+
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and path != "lm_head":
+            keep(path, module.weight)
+        for expert in range(len(module.down_proj)) if hasattr(module, "is_transposed") else ():
+            for name, rows in zip(("gate_proj", "up_proj"), module.gate_up_proj[expert].chunk(2)):
+                keep(f"{path}.{expert}.{name}", rows)
+            keep(f"{path}.{expert}.down_proj", module.down_proj[expert])
+    model.config.save_pretrained(folder)
+    if change is not None:
+        change(state)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": ABOUT[method], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("method", [name for name in ABOUT if name != "gptq-ordered"])
+def test_experts_that_files_list_one_by_one(method, tmp_path, always):
+    with torch.no_grad():
+        expected = listed_checkpoint(tmp_path, method)
+    model = load_model(str(tmp_path))
+    weights = dict(expected.named_parameters())
+    for name, each in model.named_parameters():
+        assert torch.equal(each.dequantize() if isinstance(each, GroupedTensor) else each, weights[name]), name
+    for each in experts_of(model):
+        assert isinstance(each.gate_up_proj, GroupedTensor) and not any(name.isdigit() for name, _ in each.named_children())
+    assert (logits(model) - logits(expected)).abs().max() <= 1e-5 * logits(expected).abs().max()
+    if all(native.refusal(dtype) is None for dtype in DTYPES):
+        target, wanted = Target(model, execution="native", owned=True), logits(expected)
+        assert target.backend.overrides.native == 3, target.reasons
+        assert (logits(model) - wanted).abs().max() <= 3e-5 * wanted.abs().max()
+
+
+EXPERT = "model.layers.1.mlp.experts.3"
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("gptq-ordered", lambda state: None, r"contradicts its configuration: .*experts has groups of inputs in an order of their own"),
+        ("awq", lambda state: state.pop(f"{EXPERT}.up_proj.scales"), r"by half: .*experts\.3 has gate_proj, down_proj, but no up_proj"),
+        ("awq", lambda state: state.pop(f"{EXPERT}.up_proj.qzeros"), r"by half: .*experts\.3\.up_proj has qweight, scales, but no qzeros"),
+        (
+            "awq",
+            lambda state: state.update({"model.layers.0.mlp.gate.scales": torch.ones(2, 8)}),
+            r"has model\.layers\.0\.mlp\.gate quantized with awq, which is not read .*with quantization='int4'",
+        ),
+        (
+            "gptq",
+            lambda state: state.update({"model.layers.0.block.experts.0.w1.scales": torch.ones(2, 8)}),
+            r"has model\.layers\.0\.block\.experts\.0\.w1 quantized with gptq, which is not read",
+        ),
+    ],
+)
+@torch.no_grad()
+def test_listed_experts_that_are_not_read_are_refused(method, change, message, tmp_path):
+    listed_checkpoint(tmp_path, method, change)
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(str(tmp_path))
