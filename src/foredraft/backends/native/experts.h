@@ -151,7 +151,7 @@ static void close_groups(const Experts *e, Choice *all) {
     const int size = e->count / e->groups;
     Choice groups[MOST_EXPERTS];
     for (int g = 0; g < e->groups; g++) {
-        Choice best = {-__builtin_inff()}, second = best;
+        Choice best = {-__builtin_inff(), 0}, second = best;
         for (int i = g * size; i < (g + 1) * size; i++)
             if (before(all[i], best))
                 second = best, best = all[i];
