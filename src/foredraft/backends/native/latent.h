@@ -58,7 +58,7 @@ static void ask_latents(Worker *w, const Layer *l, const Pass *p, const value *q
             else
                 copied(query, x + t * plain, plain);
         }
-        const Matrix m = {l->latent->to_latents + (size_t)s.head * rank * plain};
+        const Matrix m = {.values = l->latent->to_latents + (size_t)s.head * rank * plain};
         if (!last) outputs(&m, s.tile * TILE, x, out, s.n, plain, 0);
         for (int t = 0; mine(w) && t < s.n; t++)
             copied(out + t * size, p->projected + ((size_t)(s.begin + t) * l->heads + s.head) * (rank + rest) + s.tile * TILE, size);
@@ -72,7 +72,7 @@ static void sum_values(Worker *w, const Layer *l, const Pass *p, value *out) {
         const Share s = share_of(p, i, tiles, rank);
         value x[TAKEN], some[TAKEN * TILE / 32];
         for (int t = 0; t < s.n; t++) copied(p->attended + ((size_t)(s.begin + t) * l->heads + s.head) * rank, x + t * rank, rank);
-        const Matrix m = {l->latent->to_values + (size_t)s.head * values * rank};
+        const Matrix m = {.values = l->latent->to_values + (size_t)s.head * values * rank};
         outputs(&m, s.tile * TILE, x, some, s.n, rank, 0);
         for (int t = 0; mine(w) && t < s.n; t++)
             copied(some + t * TILE, out + ((size_t)(s.begin + t) * l->heads + s.head) * values + s.tile * TILE, TILE);
