@@ -1184,7 +1184,7 @@ static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mas
     if (parts & ATTENTION) {
         if (l->head_norms == WHOLE_HEADS) whole_heads(w, l, p);
         turn(w, l, p, keys, values);
-        attention(w, l, p, &(Asked){keys, values, p->row_stride, p->head_stride, all, p->slots, 0, mask, l->bias, p->table});
+        attention(w, l, p, &(Asked){keys, values, p->row_stride, p->head_stride, all, p->slots, 0, mask, l->bias, p->table, 0});
         give(w, l, p, &l->output, p->attended, heads, l->attention_given, x);
         left(w, l, p, l->before, x);
     }
@@ -1243,7 +1243,7 @@ static void do_attention(Worker *w, const void *job) {
 /* The attention of a layer alone: of p->projected [tokens, heads * size] over keys and values into p->attended of that shape. Of the layer
  * only heads and their size, scaling, sinks and cap are read. */
 void attend_over(const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values) {
-    const Asked asked = {keys, values, p->row_stride, p->head_stride, l->heads * l->size, p->slots, 0, mask, 0, p->table};
+    const Asked asked = {keys, values, p->row_stride, p->head_stride, l->heads * l->size, p->slots, 0, mask, 0, p->table, 0};
     together(p->threads, do_attention, &(Attention){l, p, asked});
 }
 
