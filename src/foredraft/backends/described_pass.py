@@ -311,7 +311,7 @@ class Latents:
                 f"it has latents of {rank} numbers, values of {values} and keys of {plain} and {turned}, which the kernels do not take"
             )
         (weight,) = expand.weights()
-        to_keys, to_values = torch.split(weight.view(heads, plain + values, rank), (plain, values), 1)
+        to_keys, to_values = torch.split(weight.view(heads, plain + values, rank), [plain, values], 1)
         self._held = laid_out(heads, lambda head: to_keys[head].T), laid_out(heads, lambda head: to_values[head])
         self.sizes, self.dtype, self.inputs = (rank, turned), expand.dtype, int(layers["kept"].in_features)
         low = int(attention.q_lora_rank or 0)
