@@ -24,7 +24,7 @@ UNIT = 32  # inputs of a matrix, or a multiple of them, that the kernels read
 LEAST = 16  # inputs of a group, and of experts in groups, likewise
 READ = (
     "torchao's int8 with a scale per output, and weights of 4 or 8 bits in groups of a multiple of 16 inputs: torchao's Intx, AWQ, GPTQ, \
-compressed-tensors W4A16 and W8A16, and most of GGUF's"
+compressed-tensors W4A16 and W8A16, MXFP4, and most of GGUF's"
 )
 
 
