@@ -101,6 +101,7 @@ static void vectors(void) {
         print_whole("i32_mul", i32_mul(a, b)), print_whole("i32_and", i32_and(a, b)), print_whole("i32_xor", i32_xor(a, b));
         print_whole("i32_min", i32_min(a, b)), print_whole("i32_max", i32_max(a, b)), print_whole("i32_pick", i32_pick(m, a, b));
         print_word("i32_more", i32_more(a, b)), print_whole("i32_right", i32_right(a, 7)), print_whole("i32_left", i32_left(a, 7));
+        print_whole("i32_twice_e2m1", i32_twice_e2m1(a)), print_vector("f32_twice_e2m1", f32_twice_e2m1(a));
         print_whole("i32_right_signed", i32_right_signed(a, 7)), print_whole("i32_halves_right", i32_halves_right(a, 12));
         print_whole("i32_add_pairs", i32_add_pairs(a, i32_and(b, i32_of(0x00ff00ff)), halves + 2 * i));
         print_whole("i32_add_pairs", i32_add_pairs(i32_zero(), i32_and(b, i32_of(0xff7fff7f)), halves + 2 * i));
@@ -168,6 +169,7 @@ static void products(void) {
     product_of("four_order", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_FOUR, .group = 64, .scale = brain, .scales = BRAIN,
                                        .zeros = bytes(N * 3, 15), .order = order, .bias = bias}, x);
     product_of("eight", &(Matrix){.values = bytes(N * K, 255), .kind = GROUPS_OF_EIGHT, .group = K, .scale = single, .scales = SINGLE, .zero = 128}, x);
+    product_of("floats", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_E2M1, .group = 64, .scale = brain, .scales = BRAIN}, x);
     product_of("four_mins", &(Matrix){.values = bytes(N * K / 2, 255), .kind = GROUPS_OF_FOUR, .group = 32, .scale = bytes(N * 6, 63), .scales = BYTE,
                                       .over = float16s(N * 3), .mins = float16s(N * 3), .nested = 2, .zeros = bytes(N * 6, 63)}, x);
 }
@@ -189,7 +191,7 @@ static void attentions(void) {
     Pass p = {.threads = THREADS, .rows = ROWS, .tokens = tokens, .nodes = NODES, .width = WIDTH, .head_stride = WIDTH * SIZE_OF_HEAD,
               .row_stride = HEADS_OF_KEYS * WIDTH * SIZE_OF_HEAD, .mask_row_stride = NODES * WIDTH, .mask_stride = WIDTH, .begins = begins,
               .row_of = row_of, .slots = slots, .projected = values(tokens * ALL * SIZE_OF_HEAD, -2.0f, 2.0f), .attended = attended,
-              .scratch = room(THREADS * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * SIZE_OF_HEAD) * sizeof(float))};
+              .scratch = room(THREADS * SCRATCH(SIZE_OF_HEAD) * sizeof(float))};
     Layer l = {.heads = ALL, .key_heads = HEADS_OF_KEYS, .size = SIZE_OF_HEAD, .scaling = 0.3};
     attend_over(&l, &p, 0, keys, v), print_values("attend_causal", attended, tokens * ALL * SIZE_OF_HEAD);
     attend_over(&l, &p, mask, keys, v), print_values("attend_mask", attended, tokens * ALL * SIZE_OF_HEAD);
@@ -197,10 +199,12 @@ static void attentions(void) {
     attend_over(&l, &p, mask, keys, v), print_values("attend_moved", attended, tokens * ALL * SIZE_OF_HEAD);
 }
 
+static Matrix matrix(int outputs, int inputs) { return (Matrix){.values = values((size_t)outputs * inputs, -0.1f, 0.1f)}; }
+
 static void mixtures(void) {
     enum { COUNT = 8, CHOSEN = 2, INNER = 128, T = 7 };
-    Experts e = {.count = COUNT, .chosen = CHOSEN, .inner = INNER, .gate_up = values(COUNT * 2 * INNER * H, -0.1f, 0.1f),
-                 .down = values(COUNT * H * INNER, -0.1f, 0.1f), .gate_up_bias = values(COUNT * 2 * INNER, -0.1f, 0.1f),
+    Experts e = {.count = COUNT, .chosen = CHOSEN, .inner = INNER, .width = INNER, .gate_up = matrix(COUNT * 2 * INNER, H),
+                 .down = matrix(COUNT * H, INNER), .gate_up_bias = values(COUNT * 2 * INNER, -0.1f, 0.1f),
                  .down_bias = values(COUNT * H, -0.1f, 0.1f)};
     const value *x = values(T * H, -1.0f, 1.0f);
     value *y = room(T * H * sizeof(value));
@@ -214,7 +218,6 @@ static void mixtures(void) {
     print_values("experts_clamped", y, T * H);
 }
 
-static Matrix matrix(int outputs, int inputs) { return (Matrix){.values = values((size_t)outputs * inputs, -0.1f, 0.1f)}; }
 static Norm norm(int size) { return (Norm){.weight = values(size, 0.5f, 1.5f)}; }
 
 static void models(void) {
@@ -224,8 +227,8 @@ static void models(void) {
     first.qkv = matrix(COLUMNS, H), first.output = matrix(H, ALL * SIZE_OF_HEAD), first.gate_up = matrix(2 * INNER, H), first.down = matrix(H, INNER);
     Layer second = first;
     second.query_norm = second.key_norm = norm(SIZE_OF_HEAD), second.before.bias = second.after.bias = values(H, -0.1f, 0.1f), second.activation = GELU;
-    Experts e = {.count = 8, .chosen = 2, .inner = 64, .router = matrix(64, H), .gate_up = values(8 * 128 * H, -0.1f, 0.1f),
-                 .down = values(8 * H * 64, -0.1f, 0.1f), .normed = 1};
+    Experts e = {.count = 8, .chosen = 2, .inner = 64, .width = 64, .router = matrix(64, H), .gate_up = matrix(8 * 128, H),
+                 .down = matrix(8 * H, 64), .normed = 1};
     Layer third = first;
     third.experts = &e, third.cap = 4.0;
     const Layer *layers[] = {&first, &second, &third};
@@ -238,7 +241,7 @@ static void models(void) {
                     .sin = values(T * SIZE_OF_HEAD, -1.0f, 1.0f), .begins = begins, .row_of = row_of, .slots = slots, .states = room(T * H * sizeof(value)),
                     .projected = room(T * COLUMNS * sizeof(value)), .attended = room(T * ALL * SIZE_OF_HEAD * sizeof(value)),
                     .wide = room(T * 2 * INNER * sizeof(value)), .thin = room(T * INNER * sizeof(value)), .experts = room(experts_room(&e, T, H, THREADS)),
-                    .scratch = room(THREADS * (QUERIES * KEYS + (KEYS + 2 * QUERIES) * SIZE_OF_HEAD) * sizeof(float))};
+                    .scratch = room(THREADS * SCRATCH(SIZE_OF_HEAD) * sizeof(float))};
     const Norm last = norm(H);
     model(layers, 3, &p, 0, x, keys, v, 0, &last, 1e-5, out, 0, 0);
     print_values("model", out, T * H);

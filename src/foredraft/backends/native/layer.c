@@ -65,6 +65,7 @@
 #define QUERIES 24 /* that share a reading of the keys */
 #define KEY_SEGMENT 1024 /* positions that are added up by themselves, from a multiple of it on; then segments are, in their order */
 #define PIECES 4 /* for each thread, from which on there is no need to divide attention by segments as well */
+#define SCRATCH(size) (QUERIES * KEYS + (KEYS + 3 * QUERIES) * (size) + 4 * QUERIES) /* numbers that a thread needs to attend */
 #define KEPT 128 /* tokens that a draw is cut to, at most, where it is by their number */
 #define PATH 4 /* tokens of the longest context that a draft looks for in its text */
 #define MATCHES 32 /* the latest places of each length that count */
@@ -667,7 +668,7 @@ typedef struct {
     const int32_t *begins, *row_of;        /* [rows + 1] first token of each row, [tokens] */
     const int32_t *slots;                  /* [tokens] where each one's keys go */
     value *states, *projected, *attended, *wide, *thin; /* scratch: [T, hidden], [T, qkv], [T, heads * size], [T, 2 inner], [T, inner] */
-    float *scratch;                        /* [threads, QUERIES * KEYS + (KEYS + 3 * QUERIES) * size + 4 * QUERIES] */
+    float *scratch;                        /* [threads, SCRATCH(size)] */
     int32_t *positions;                    /* [rows, width] of what is in each slot; null: its number */
     const int32_t *ends;                   /* [rows] the last slot of each one's source, whose keys each layer has here */
     const value *const *cross_keys, *const *cross_values;
@@ -713,7 +714,7 @@ INLINE lanes behind(int from, int first) { return from <= first ? 0xffff : from 
 INLINE int vector_of(const Layer *l, int head) { return l->grouped ? head % l->heads * 3 + head / l->heads : head; }
 
 INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
-    return p->scratch + (size_t)w->number * (QUERIES * KEYS + (KEYS + 3 * QUERIES) * l->size + 4 * QUERIES);
+    return p->scratch + (size_t)w->number * SCRATCH(l->size);
 }
 
 /* What is added to the scores of the 16 positions from `first` on for a head of a query at `position` */
