@@ -389,10 +389,14 @@ def _check_machine(dtype: torch.dtype) -> None:
     if missing := [name.upper() for name in NEEDED[machine] if name not in has]:
         raise Unavailable(f"this CPU has no {' and no '.join(missing)}")
     asked = os.environ.get("FOREDRAFT_INSTRUCTIONS", "")
+    why = None
     if asked and asked not in known:
-        raise Unavailable(f"FOREDRAFT_INSTRUCTIONS is {asked!r}; set it to {' or '.join(known)}, or leave it out")
-    if asked in ASKED and ASKED[asked] not in has:
-        raise Unavailable(f"FOREDRAFT_INSTRUCTIONS asks for {asked}, which this CPU does not have; leave it out")
+        why = f"FOREDRAFT_INSTRUCTIONS is {asked!r}; set it to {' or '.join(known)}, or leave it out"
+    elif asked in ASKED and ASKED[asked] not in has:
+        why = f"FOREDRAFT_INSTRUCTIONS asks for {asked}, which this CPU does not have; leave it out"
+    if why is not None:
+        warn_once(f"the native kernels are not used, which is slower: {why}")
+        raise Unavailable(why)
 
 
 @lru_cache(maxsize=1)
