@@ -1,4 +1,5 @@
-"""The kernels suite: what a pass takes in each execution and kind of weights, by rows, nodes and context.
+"""The kernels suite: what a pass takes in each execution and kind of weights, by rows, nodes and context; and what one product takes
+beside libraries.
 
 Every configuration is a target of its own, loaded by name; they take turns, pass by pass, in an order that turns from repeat to
 repeat. Large reads beside them say how fast memory was at the time.
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import suite
+from benchmarks import libraries, suite
+from benchmarks.libraries import Timing
 from benchmarks.passes import synchroniser
 from benchmarks.report import Table
 from benchmarks.suite import Suite, option
@@ -36,19 +38,31 @@ class Settings(suite.Settings):
     configurations: str = option(CONFIGURATIONS, "WEIGHTS/EXECUTION, separated by spaces; int8,DTYPE for weights of eight bits.")
     passes: str = option("1x1 1x6 1x17 1x64 4x1 4x4 16x1 16x3", "ROWSxNODES, separated by spaces: chains.")
     contexts: str = option("64 400", "Tokens in front, separated by spaces.")
+    products: str = option("2048x2048 8192x2048 2048x8192", "OUTPUTSxINPUTS of products, which libraries compute as well; none: left out.")
+    tokens: str = option("1 4 8 16 64 256", "Tokens of these products, separated by spaces.")
     repeats: int = option(7, "Measured repeats, after the warm-up.", least=1)
 
     def __post_init__(self) -> None:
         try:
-            given = self.sizes, self.lengths
+            given = self.sizes, self.lengths, self.counts if self.matrices else [1]
         except ValueError as error:
-            raise ConfigurationError(f"passes are ROWSxNODES such as 16x3, and contexts numbers of tokens: {error}") from None
+            raise ConfigurationError(
+                f"passes are ROWSxNODES such as 16x3, products OUTPUTSxINPUTS, contexts and tokens numbers of tokens: {error}"
+            ) from None
         if not (all(given) and self.parsed):
-            raise ConfigurationError("--passes, --contexts and --configurations name one each at least")
+            raise ConfigurationError("--passes, --contexts, --configurations and --tokens name one each at least")
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        return [(int(rows), int(nodes)) for rows, nodes in (each.split("x") for each in self.passes.split())]
+        return pairs(self.passes)
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        return pairs(self.products)
+
+    @property
+    def counts(self) -> list[int]:
+        return [int(each) for each in self.tokens.split()]
 
     @property
     def lengths(self) -> list[int]:
@@ -57,6 +71,11 @@ class Settings(suite.Settings):
     @property
     def parsed(self) -> dict[str, Configuration]:
         return {text: Configuration.parse(text) for text in self.configurations.split()}
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    """Those of ``"1x2 3x4"``."""
+    return [(int(one), int(other)) for one, other in (each.split("x") for each in text.split())]
 
 
 @dataclass(frozen=True)
@@ -98,13 +117,18 @@ class Kernels(Suite[Settings]):
     title = "Passes by execution and kind of weights"
     settings_type = Settings
     measurements: list[Measurement]
+    timings: list[Timing]  # of products
     reads: list[float]  # bytes per second
     executions: dict[str, str]  # in use, by configuration
 
     @property
     def steps(self) -> int:
         settings = self.settings
-        return len(settings.parsed) + len(settings.lengths) * len({rows for rows, _ in settings.sizes})
+        return (
+            len(settings.parsed)
+            + len(settings.lengths) * len({rows for rows, _ in settings.sizes})
+            + len(settings.matrices) * len(libraries.KINDS)
+        )
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -121,6 +145,9 @@ class Kernels(Suite[Settings]):
                 self.advance()
         for target in targets.values():
             target.close()
+        for found in libraries.timings(settings.matrices, settings.counts, settings.repeats):
+            self.timings += found
+            self.advance()
 
     def _measure(self, targets: dict[str, Target], context: int, rows: int) -> None:
         """All passes of so many rows behind one context."""
@@ -176,7 +203,7 @@ class Kernels(Suite[Settings]):
                 reading = self.of(name, most, 0, context).median / (most * context)
                 lines.append((name, execution, *cells, f"{reading * 1e3:.2f}"))
             made.append(Table(f"Milliseconds per pass, rows × nodes, behind {context} tokens", columns, lines))
-        return made
+        return made + libraries.tables(self.timings)
 
     def notes(self, environment: Mapping[str, Any]) -> list[str]:
         settings, reads = self.settings, sorted(self.reads)
@@ -185,4 +212,5 @@ class Kernels(Suite[Settings]):
             "Reading a context was timed once, in the largest batch.",
             f"Large reads beside the passes: {reads[len(reads) // 2] / 1e9:.0f} GB/s ({reads[0] / 1e9:.0f}–{reads[-1] / 1e9:.0f}). "
             "The machine is shared: compare within a column.",
+            *([libraries.NOTE] if self.timings else []),
         ]

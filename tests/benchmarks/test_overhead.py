@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases import needs_kernels
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from benchmarks import drafters_plan, environment, hosts, kernels, overhead, prompts, report, verification
+from benchmarks import drafters_plan, environment, hosts, kernels, libraries, overhead, prompts, report, verification
 from benchmarks.cli import app
 from benchmarks.figures import Figure
 from benchmarks.overhead import Measurement, Overhead, Settings, measurement
 from benchmarks.overhead_methods import Method, methods, of_transformers
 from benchmarks.passes import Pass, PassRecorder
 from benchmarks.report import Table
+from foredraft.backends import native
 from foredraft.errors import ConfigurationError
 from foredraft.estimates import Spread, turned
 from foredraft.tree import TokenTree
@@ -295,6 +298,7 @@ def test_it_claims_for_gpus_alone():
 
 def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "READ", 1 << 20)
+    monkeypatch.setattr(libraries, "COPIES", 1 << 17)
     options = [
         "--target",
         "zoo:python-1m",
@@ -304,6 +308,10 @@ def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path, monkeypa
         "1x1 2x3",
         "--contexts",
         "8 20",
+        "--products",
+        "128x256" if native.refusal(torch.bfloat16) is None else "",
+        "--tokens",
+        "1 9",
     ]
     result = CliRunner().invoke(app, ["kernels", *options, "--repeats", "2", "--threads", "1", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -321,6 +329,20 @@ def test_the_kernels_suite_times_every_configuration_and_pass(tmp_path, monkeypa
     assert sorted(timed) == sorted(passes + readings)
     assert found["executions"] == {"float32/eager": "eager", "bfloat16/packed": "packed"} and len(found["reads"]) == 4
     assert "behind 20 tokens" in (tmp_path / "kernels.md").read_text()
+    if native.refusal(torch.bfloat16) is None:
+        sides = {(each["kind"], each["side"]) for each in found["timings"]}
+        assert sides == {(name, side) for name, kind in libraries.KINDS.items() for side in kind.sides}
+        assert {each["tokens"] for each in found["timings"]} == {1, 9} and len(found["timings"]) == 4 * len(sides)
+        assert "int4, bfloat16, by tokens" in (tmp_path / "kernels.md").read_text()
+
+
+@needs_kernels
+def test_a_library_that_multiplies_wrongly_is_not_timed(monkeypatch):
+    monkeypatch.setattr(libraries, "COPIES", 1 << 17)
+    wrong = replace(libraries.KINDS["bfloat16"], sides={"ours": lambda weight, dtype: lambda x: 2 * nn.functional.linear(x, weight)})
+    monkeypatch.setattr(libraries, "KINDS", {"bfloat16": wrong})
+    with pytest.raises(ConfigurationError, match=r"ours multiplies bfloat16 of 128x256 wrongly"):
+        next(libraries.timings([(128, 256)], [1], 1))
 
 
 @pytest.mark.parametrize(

@@ -110,22 +110,24 @@ _HEADS = dict(_MULTI_HEAD, intermediate_size=64)
 _GROUPED = dict(_HEADS, num_key_value_heads=2)
 _GPT = dict(_IDS, vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4)
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_SHARED = {  # experts beside one that every token takes, behind a layer without any
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 _LATENT = dict(
-    _HEADS,
-    num_hidden_layers=3,
+    _HEADS | _SHARED,
     num_key_value_heads=4,
     kv_lora_rank=16,
     q_lora_rank=16,
     qk_rope_head_dim=8,
     qk_nope_head_dim=8,
     v_head_dim=8,
-    moe_intermediate_size=32,
-    n_routed_experts=4,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    n_group=2,
-    topk_group=1,
-    first_k_dense_replace=1,
 )
 _INDEXED = dict(_LATENT, index_topk=8, index_head_dim=16, index_n_heads=2)
 _MAMBA = {  # the state-space sublayers of bamba, falcon_h1 and granitemoehybrid
@@ -203,6 +205,10 @@ _FULL_ATTENTION = (
         note="no rotation in every second layer",
     ),
     _tree("glm4", "Glm4ForCausalLM", _GROUPED, head_dim=8),
+    _tree("glm", "GlmForCausalLM", _GROUPED, head_dim=8),
+    _tree("arcee", "ArceeForCausalLM", _GROUPED),
+    _tree("seed_oss", "SeedOssForCausalLM", _GROUPED, head_dim=8),
+    _tree("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _GROUPED, head_dim=8),
     _tree("nemotron", "NemotronForCausalLM", _GROUPED, head_dim=8),
     _tree("gpt_bigcode", "GPTBigCodeForCausalLM", _GPT, _NO_DROPOUT, note="one key-value head"),
     _tree("biogpt", "BioGptForCausalLM", _HEADS, _UNTIED, std=0.25),
@@ -226,6 +232,19 @@ _FULL_ATTENTION = (
     _tree("ministral3", "Ministral3ForCausalLM", _GROUPED, head_dim=8),
     _tree("ernie4_5", "Ernie4_5ForCausalLM", _GROUPED, head_dim=8),
     _tree("olmoe", "OlmoeForCausalLM", _GROUPED, num_experts=4, num_experts_per_tok=2),
+    _tree(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        _GROUPED,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    _tree("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _GROUPED, moe_num_experts=4, moe_k=2, moe_intermediate_size=32),
+    _tree("dots1", "Dots1ForCausalLM", _GROUPED, _SHARED, head_dim=8),
+    _tree("solar_open", "SolarOpenForCausalLM", _GROUPED, _SHARED, head_dim=8),
+    _tree("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _LATENT, note="latent keys and values"),
     _tree(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
@@ -311,6 +330,17 @@ _WINDOWED = (
         note="every rotation changes once a position lies beyond 95",
     ),
     _windowed("starcoder2", "Starcoder2ForCausalLM", _GROUPED),
+    _windowed(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        _GROUPED,
+        _SHARED,
+        head_dim=8,
+        num_experts=4,
+        num_shared_experts=1,
+        sliding_window_pattern=2,
+        layer_types=_MIXED,
+    ),
     _windowed(
         "qwen2_window",
         "Qwen2ForCausalLM",
