@@ -1,19 +1,19 @@
-/* The threads of a pass.
+/* The thread pool that runs a pass.
  *
- * A pass is a row of phases, and a phase a number of chunks. Whoever runs takes the next chunk, computes it into memory of its own, and
- * puts it in place unless somebody else has done so. A thread that the system takes off its core therefore holds nobody up: once the others
- * find nothing left to take, they compute its chunk again, and what it brings when it comes back is dropped. Helpers that do not come at all
- * are not waited for. A chunk has the same bits whoever computes it, and chunks do not depend on the number of threads.
+ * A pass is a sequence of phases, and a phase is a number of chunks. Each thread takes the next chunk, computes it into private memory, and
+ * copies the result into place unless another thread has done so. A preempted thread therefore blocks nobody: when no chunks are left to
+ * take, the others recompute its chunk, and its own late result is dropped. Nobody waits for helpers that never start. The bits of a result
+ * depend neither on which thread computes a chunk nor on the number of threads.
  *
  * A phase:
  *     for (int i = first(w, chunks); i >= 0; i = next(w)) {
- *         ... compute chunk i from what earlier phases made, into memory of this thread ...
- *         if (mine(w)) ... copy it to where it belongs ...
+ *         ... compute chunk i from the results of earlier phases, into this thread's own memory ...
+ *         if (mine(w)) ... copy it to its destination ...
  *     }
- * What it reads may be changed by the others while a thread that was away reads it; that thread is then told that the chunk is not its own.
+ * A preempted thread may read inputs that a later phase is overwriting. mine() then returns 0, so the wrong result is dropped.
  *
- * On a busy machine the system may give all threads of a program together no more processor time than one alone would get, often on one and
- * the same core. The caller therefore works alone where its helpers bring little; now and then it tries the other way.
+ * On a busy machine the OS may give all threads of a process together no more CPU time than one thread would get, often on a single core.
+ * The caller works alone while helpers bring little, and tries the other mode from time to time.
  */
 #include <limits.h>
 #include <linux/futex.h>
@@ -31,24 +31,24 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define APART _Alignas(128)
-#define BITS 24 /* of a word that count chunks; those above count phases */
-#define CHUNKS (1 << 20) /* that are told apart; each stands for those whole multiples of that further on as well */
-#define CLOSED (1u << 31) /* nobody may join any more */
+#define BITS 24 /* low bits of `next` and `done`, which count chunks; the bits above count phases */
+#define CHUNKS (1 << 20) /* entries of `phases`; who wins chunk i also computes chunks i + CHUNKS, i + 2 * CHUNKS, .. */
+#define CLOSED (1u << 31) /* no further helper may join */
 #define ASLEEP (1u << 30) /* the caller waits for the others to leave */
 #ifdef __aarch64__
 #define MICROSECOND ticks_of_microsecond()
 #else
-#define MICROSECOND 2500ull /* in ticks, about */
+#define MICROSECOND 2500ull /* in TSC ticks, roughly */
 #endif
-#define SHORT (20 * MICROSECOND) /* that a helper looks out for work before it sleeps, on a busy machine */
-#define LONG (1000 * MICROSECOND) /* and on a quiet one */
-#define BETWEEN (200 * MICROSECOND) /* two times of work that are measured: short work, such as a draft's, is not slowed down */
+#define SHORT (20 * MICROSECOND) /* a helper spins so long before it sleeps, on a busy machine */
+#define LONG (1000 * MICROSECOND) /* and on an idle one */
+#define BETWEEN (200 * MICROSECOND) /* least time between two measurements, so that short work such as a draft's is not slowed down */
 #define MILLISECOND 1000000ull /* in nanoseconds */
-#define WINDOW (30 * MILLISECOND) /* of work that is judged together */
-#define TRIAL (500 * MILLISECOND) /* from one trial of the other way to the next, where it may be better */
-#define WORTH 1.1 /* times as much processor time as one thread alone that all together have to get */
+#define WINDOW (30 * MILLISECOND) /* of work for each decision of judge() */
+#define TRIAL (500 * MILLISECOND) /* between two trials of the other mode while helpers bring little */
+#define WORTH 1.1 /* helpers are used if all threads get at least so many times the CPU time of the caller alone */
 
-/* A clock that costs little to read, and what a thread does between two looks at what it waits for */
+/* A cheap clock, and the pause inside spin loops */
 #ifdef __aarch64__
 INLINE uint64_t ticks(void) {
     uint64_t now;
@@ -72,28 +72,28 @@ typedef void Work(Worker *w, const void *job);
 typedef struct {
     APART _Atomic uint64_t next;   /* the phase, and the first chunk that nobody has taken */
     APART _Atomic uint64_t done;   /* the phase, and how many chunks are in place */
-    APART _Atomic uint32_t rounds; /* of work so far; helpers wait for it to change */
-    _Atomic int sleeping;          /* helpers */
-    APART _Atomic uint32_t inside; /* helpers at work, with CLOSED and ASLEEP */
-    _Atomic int taken;             /* by a caller */
+    APART _Atomic uint32_t rounds; /* jobs started so far; helpers wait for a change */
+    _Atomic int sleeping;          /* number of sleeping helpers */
+    APART _Atomic uint32_t inside; /* number of working helpers, plus the flags CLOSED and ASLEEP */
+    _Atomic int taken;             /* a caller has the crew */
     APART Work *work;
     const void *job;
-    int threads, helpers; /* wanted, the caller included; started */
-    uint64_t begin;       /* the first phase of this work */
-    int alone, measured;  /* whether the caller works alone at present; whether this work is measured */
-    _Atomic uint64_t helped;              /* processor time of helpers in this work; this and the following in nanoseconds */
-    uint64_t clock, processor, trial;     /* time in this window, and processor time; when the other way is tried next */
-    uint64_t looked;                      /* when work was measured last, in ticks */
-    double got[2];                        /* cores that all together got lately, and the caller alone */
-    _Atomic uint64_t phases[CHUNKS]; /* in which each chunk was last put in place */
+    int threads, helpers; /* threads wanted, including the caller; helpers started */
+    uint64_t begin;       /* the first phase of this job */
+    int alone, measured;  /* whether the caller works alone at present; whether this job is measured */
+    _Atomic uint64_t helped;              /* CPU time of the helpers in this job, in nanoseconds, as are the next three */
+    uint64_t clock, processor, trial;     /* wall and CPU time in this window; time of the next trial */
+    uint64_t looked;                      /* time of the last measurement, in ticks */
+    double got[2];                        /* recent CPU time over wall time: of all threads together, of the caller alone */
+    _Atomic uint64_t phases[CHUNKS]; /* the phase in which each chunk was last put in place */
 } Crew;
 
 struct Worker {
-    Crew *crew; /* null: alone */
+    Crew *crew; /* null: the caller works alone */
     int number, threads;
     uint64_t phase;
-    int count, item, won, looked; /* chunks of the phase, the one at hand, whether it is this thread's, the next one to compute again */
-    uint64_t since, span;         /* when the chunk was taken; what the last one took, in ticks */
+    int count, item, won, looked; /* chunks of the phase; the current one; whether it is this thread's; where to look for one to recompute */
+    uint64_t since, span;         /* when the current chunk was taken; duration of the last one; in ticks */
 };
 
 static Crew of_this_library = {.next = 1 << BITS, .done = 1 << BITS, .inside = CLOSED, .begin = 1, .got = {2.0, 1.0}};
@@ -105,8 +105,8 @@ Crew *share(Crew *with) { return crew = with ? with : crew; }
 static long wait_while(_Atomic uint32_t *at, uint32_t value) { return syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, 0, 0, 0); }
 static long wake(_Atomic uint32_t *at) { return syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, INT_MAX, 0, 0, 0); }
 
-/* Whether the chunk at hand is to be put in place by this thread, before the phase can end. Everything that was read for it was read before
- * the exchange, also on processors that reorder reads: so a thread that wins read nothing that a later phase had changed. */
+/* Whether this thread puts the current chunk in place; the phase cannot end before it has done so. All inputs of the chunk were read before
+ * the exchange, also on CPUs that reorder loads, so a thread that wins has read nothing that a later phase changed. */
 INLINE int mine(Worker *w) {
     if (!w->crew || w->won) return 1;
     _Atomic uint64_t *at = &w->crew->phases[w->item];
@@ -114,7 +114,7 @@ INLINE int mine(Worker *w) {
     return w->won = before < w->phase && atomic_compare_exchange_strong(at, &before, w->phase);
 }
 
-/* One of the chunks that others have taken and not put in place, to be computed again when waiting takes too long; -1 when the phase is over */
+/* Waits for the phase to end and returns -1. If that takes too long, returns a chunk that another thread took and has not put in place. */
 static int wait_for_others(Worker *w, int chunks) {
     const uint64_t patience = 2 * w->span + 2 * MICROSECOND;
     uint64_t since = ticks();
@@ -123,7 +123,7 @@ static int wait_for_others(Worker *w, int chunks) {
             if (w->looked >= chunks) w->looked = 0;
             for (; w->looked < chunks; w->looked++)
                 if (atomic_load_explicit(&w->crew->phases[w->looked], memory_order_relaxed) < w->phase) return w->item = w->looked++;
-            sched_yield(); /* the last ones are being put in place */
+            sched_yield(); /* the last chunks are being copied into place */
             since = ticks();
         }
         relax();
@@ -139,7 +139,7 @@ static int next(Worker *w) {
     if (w->won) {
         if (w->item + CHUNKS < w->count) return w->item += CHUNKS;
         w->won = 0, w->item %= CHUNKS;
-        if (atomic_fetch_add(&c->done, 1) + 1 == (w->phase << BITS) + chunks) { /* the last one: on to the next phase */
+        if (atomic_fetch_add(&c->done, 1) + 1 == (w->phase << BITS) + chunks) { /* the last chunk: start the next phase */
             atomic_store(&c->done, (w->phase + 1) << BITS);
             atomic_store(&c->next, (w->phase + 1) << BITS);
         }
@@ -161,7 +161,8 @@ INLINE int first(Worker *w, int count) {
     return count > 0 ? next(w) : -1;
 }
 
-/* Wait for work: awake for a while, which gets shorter where the core is somebody else's meanwhile, then asleep */
+/* Spin until there is work, then sleep. A long gap between two clock reads means that this thread was preempted: it then spins for a shorter
+ * time from now on. */
 static void await_work(Crew *c, uint32_t seen, uint64_t *patience) {
     uint64_t now = ticks(), before = now;
     const uint64_t until = now + *patience;
@@ -184,7 +185,8 @@ static uint64_t nanoseconds(clockid_t clock) {
     return t.tv_sec * 1000 * MILLISECOND + t.tv_nsec;
 }
 
-/* Decide who does the next work, `now`, from what this window's got; one thread gets one core at most */
+/* At the end of a window, decide whether the next jobs use helpers; `now` is in nanoseconds. One thread gets one core at most, which is
+ * what the caller alone is assumed to get whenever helpers prove useful. */
 static void judge(Crew *c, uint64_t now) {
     if (c->clock < WINDOW) return;
     double *got = c->got;
@@ -229,7 +231,7 @@ static void recruit(Crew *c, int helpers) {
     pthread_once(&once, watch_forks);
     sigset_t all, before;
     pthread_attr_t detached;
-    sigfillset(&all), pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the threads of the program */
+    sigfillset(&all), pthread_sigmask(SIG_SETMASK, &all, &before); /* leave signals to the program's own threads */
     pthread_attr_init(&detached), pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
     pthread_t thread;
     while (c->helpers < helpers && !pthread_create(&thread, &detached, help, (void *)(intptr_t)(c->helpers + 1))) c->helpers++;
@@ -246,7 +248,7 @@ static void with_helpers(Crew *c, int threads, Work *work, const void *job) {
     work(&w, job);
     uint32_t inside = atomic_fetch_or(&c->inside, CLOSED) | CLOSED;
     for (const uint64_t since = ticks(); inside != CLOSED && ticks() - since < SHORT; inside = atomic_load(&c->inside)) relax();
-    while ((inside & ~ASLEEP) != CLOSED) { /* the last chunk of somebody who is away; it reads what may be gone after this */
+    while ((inside & ~ASLEEP) != CLOSED) { /* a preempted helper still reads memory that may be freed after this call */
         inside = atomic_fetch_or(&c->inside, ASLEEP) | ASLEEP;
         if (inside != (CLOSED | ASLEEP)) wait_while(&c->inside, inside);
         inside = atomic_load(&c->inside);
@@ -254,7 +256,7 @@ static void with_helpers(Crew *c, int threads, Work *work, const void *job) {
     c->begin = w.phase;
 }
 
-/* Do `work` with up to so many threads, this one included; with this one alone while another one has the crew, or helpers bring little. */
+/* Run `work` on up to `threads` threads, including this one; on this one alone if another caller has the crew or helpers bring little. */
 static void together(int threads, Work *work, const void *job) {
     Crew *c = crew;
     Worker alone = {.threads = 1};

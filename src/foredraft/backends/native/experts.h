@@ -1,48 +1,49 @@
-/* Mixtures of experts: an MLP of which every token takes some parts, chosen by a router.
+/* Mixtures of experts: a router chooses for each token some of the experts, each of which is an MLP.
  *
- * Tokens are grouped by expert, so a pass reads the weights of an expert once, whoever takes it, and those of other experts not at all.
- * Every sum is made for one token alone, in an order that depends on nothing else: who shares an expert does not change a bit.
+ * Tokens are grouped by expert, so a pass reads the weights of a chosen expert once, and those of the others not at all. Each sum is made for
+ * one token, in an order that does not depend on other tokens: its bits are the same whoever shares its experts.
  *
- * `gate_up` is one matrix with the outputs of all experts, of each [inner / 64][64 outputs of the gate, 64 of `up`], and `down` one with
- * `hidden` outputs of each. inner is padded to 64 with zeros. Inputs of weights in groups are prepared for all outputs of an expert at once.
+ * `gate_up` is one matrix with the outputs of all experts, for each [inner / 64][64 outputs of the gate, 64 of `up`]; `down` is one matrix
+ * with `hidden` outputs for each. inner is padded to 64 with zeros. Inputs of group-quantized weights are prepared once for all outputs of
+ * an expert.
  */
 #define MOST_EXPERTS 1024
 #define MOST_CHOSEN 32
 #define TILE (BLOCKS * 16)
-#define OF_ALL 0 /* probabilities of all experts, of which the largest are chosen */
-#define OF_CHOSEN 1 /* probabilities of those that were chosen by their logits */
-#define OF_EACH 2 /* the sigmoid of each logit, of which the largest are chosen */
-#define CLAMPED 16 /* an activation, of gpt_oss: (up + 1) gate sigmoid(alpha gate), both cut at the limit */
-#define UNGATED 1 /* a shared expert: added as it is, or times a sigmoid, whose input is one more output of the router */
+#define OF_ALL 0 /* softmax over all experts, then the largest are chosen */
+#define OF_CHOSEN 1 /* the largest logits are chosen, then softmax over these */
+#define OF_EACH 2 /* sigmoid of each logit, then the largest are chosen */
+#define CLAMPED 16 /* activation of gpt_oss: (up + 1) gate sigmoid(alpha gate), with up and gate clamped to the limit */
+#define UNGATED 1 /* a shared expert is added as it is, or (GATED) times a sigmoid, whose input is one more output of the router */
 #define GATED 2
 
 typedef struct Experts {
     int64_t count, chosen, inner;
-    Matrix router;                           /* of count outputs, and one more for a gated shared expert; or without values */
-    Matrix gate_up, down;                    /* without biases; of `width` inputs the latter: inner, or less where it is of groups */
+    Matrix router;                           /* `count` outputs, one more for a gated shared expert; values may be null */
+    Matrix gate_up, down;                    /* without biases; `down` reads `width` inputs: inner, or fewer if it is group-quantized */
     int64_t width;
     const value *gate_up_bias, *down_bias;   /* [count, 2 inner] in the order of the weights, [count, hidden]; or null */
-    int64_t routing, normed;                 /* OF_ALL, OF_CHOSEN or OF_EACH; whether the scores of those chosen are made to sum to 1 */
-    int64_t exact, by_number;                /* weights of the sum are not rounded; it is made in the order of the experts, and rounded */
-    int64_t activation, shared;              /* what the layer has besides: 0, UNGATED or GATED */
+    int64_t routing, normed;                 /* OF_ALL, OF_CHOSEN or OF_EACH; whether the chosen scores are divided by their sum */
+    int64_t exact, by_number;                /* `exact`: scores stay in float32; `by_number`: outputs are added in the order of the experts, each sum rounded */
+    int64_t activation, shared;              /* `shared`: 0 (none), UNGATED or GATED */
     double alpha, limit;
-    const float *router32;                   /* [outputs / 16][hidden][16] a router whose logits are not rounded; null: `router` is read */
-    const float *correction;                 /* [count] added to the scores to choose by, not to those that count; or null */
-    int64_t groups, open;                    /* of neighbours; experts are chosen in the `open` groups whose best two sum to most */
-    int64_t unsorted;                        /* those chosen are in the order of torch.topk(sorted=False) */
-    double least, factor;                    /* the sum that scores are divided by is at least; what they are multiplied by in the end */
+    const float *router32;                   /* [outputs / 16][hidden][16] a float32 router; null: `router` is used */
+    const float *correction;                 /* [count] added to scores for the choice only, not for the sum; or null */
+    int64_t groups, open;                    /* groups of consecutive experts; only the `open` ones whose best two sum to most are chosen from */
+    int64_t unsorted;                        /* the chosen experts are in the order of torch.topk(sorted=False) */
+    double least, factor;                    /* lower bound of the sum that scores are divided by; what they are multiplied by in the end */
 } Experts;
 
-/* Where the memory of a pass is divided up */
+/* How the scratch memory of a pass is divided. A place is a row number when the tokens of each expert are together. */
 typedef struct {
-    int32_t *active, *experts, *begins; /* how many experts anybody takes; they, those with most tokens first; [count + 1] their first place */
+    int32_t *active, *experts, *begins; /* number of experts in use; these, those with most tokens first; [count + 1] the first place of each */
     int32_t *tokens, *places;           /* [T * chosen] the token in each place; the places of each token, in the order of its sum */
-    float *scores;                      /* [T * chosen] in that order */
+    float *scores;                      /* [T * chosen] in the order of `places` */
     value *logits, *inputs, *thin;      /* [T, outputs of the router], [T * chosen, hidden], [T * chosen, inner] */
     float *logits32;                    /* [T, outputs of the router], of `router32` */
     value *shared, *own;                /* [T, hidden]; [threads][T * (chosen + 1), TILE] */
-    given *ready;                       /* inputs of weights in groups in the order of their places, as `prepare` makes them; */
-    Part *parts;                        /* and what belongs to them: each crowd of an expert begins with its first place */
+    given *ready;                       /* inputs prepared for group-quantized weights, by place; */
+    Part *parts;                        /* their parts; those of a crowd begin at its first place */
     uint8_t *twice;
     size_t bytes;
 } Routed;
@@ -65,7 +66,7 @@ static Routed divided(const Experts *e, int T, int H, int threads, char *memory)
                     (void *)parts[12], (void *)parts[13], (void *)parts[14], at};
 }
 
-/* Bytes that a pass over T tokens needs */
+/* Bytes of scratch memory for a pass over T tokens */
 int64_t experts_room(const Experts *e, int T, int H, int threads) { return divided(e, T, H, threads, 0).bytes; }
 
 INLINE value *own_tiles(const Worker *w, const Experts *e, const Routed *r, int T) {
@@ -74,7 +75,7 @@ INLINE value *own_tiles(const Worker *w, const Experts *e, const Routed *r, int 
 
 /* -- the router -------------------------------------------------------------------------------------------------------- */
 
-/* 16 outputs of a router in float32, of n inputs [n, H]; y begins with the first of them and has `columns` */
+/* 16 outputs of a float32 router for n inputs [n, H]; y points to the first of them and has rows of `columns` */
 INLINE void tile32(const float *weights, const value *x, float *y, int H, int columns, int n) {
     f32 sums[TOKENS][2];
     for (int t = 0; t < n; t++) sums[t][0] = sums[t][1] = f32_zero();
@@ -118,8 +119,8 @@ static void sorted(Choice *all, int count) {
     }
 }
 
-/* Brings the k largest to the front, largest first unless `unsorted`. Equals come as torch.topk has them, which is nth_element of C++'s
- * library over all and sort over the first k - 1, where k is more than a 64th of all. */
+/* Move the k largest to the front, largest first unless `unsorted`. Ties are in the order of torch.topk: if k is more than a 64th of all,
+ * that is nth_element of the C++ library over all, and sort over the first k - 1. */
 static void largest_first(Choice *all, int count, int k, int unsorted) {
     int low = 0, high = count;
     while (high - low > 3) {
@@ -146,7 +147,7 @@ static void largest_first(Choice *all, int count, int k, int unsorted) {
     if (!unsorted || k * 64 <= count) sorted(all, k - 1);
 }
 
-/* Nobody chooses the experts of closed groups */
+/* Set the scores of experts outside of the open groups to -inf */
 static void close_groups(const Experts *e, Choice *all) {
     const int size = e->count / e->groups;
     Choice groups[MOST_EXPERTS];
@@ -164,7 +165,7 @@ static void close_groups(const Experts *e, Choice *all) {
         for (int i = 0; i < size; i++) all[groups[g].expert * size + i].score = -__builtin_inff();
 }
 
-/* The experts of token t, and what each counts, from its logits */
+/* Choose the experts of token t and compute their scores, from its logits */
 static void choose(const Experts *e, const Routed *r, int t, int32_t *experts, float *scores) {
     const size_t line = (size_t)t * routes(e);
     float numbers[MOST_EXPERTS + 16];
@@ -204,7 +205,7 @@ static void choose(const Experts *e, const Routed *r, int t, int32_t *experts, f
     }
 }
 
-/* A phase: who takes which expert, from the router's logits or as it is `given`, and which place each token has in the row of its expert */
+/* A phase: assign tokens to experts, by the router's logits or as `given`, and give each token a place among those of each expert */
 static void route(Worker *w, const Experts *e, const Routed *r, int T, const int64_t *given, const float *weights) {
     const int k = e->chosen, n = T * k;
     for (int i = first(w, 1); i >= 0; i = next(w)) {
@@ -245,14 +246,14 @@ static void route(Worker *w, const Experts *e, const Routed *r, int T, const int
 
 /* -- the experts ------------------------------------------------------------------------------------------------------- */
 
-/* Tokens of the a-th active expert. A thread that was away may read what belongs to the next layer, in part: its number is then wrong, but
- * not beyond what there is. */
+/* Number of tokens of the a-th active expert. A preempted thread may read begins[] while the next layer overwrites it: the number is then
+ * wrong, but kept within the memory. */
 INLINE int taken_by(const Routed *r, int a, int begin, int all) {
     const int count = r->begins[a + 1] - begin;
     return count < 0 ? 0 : count > all - begin ? all - begin : count;
 }
 
-/* A phase: inputs in the order of their places */
+/* A phase: copy inputs x [T, H] into the order of their places */
 static void gather(Worker *w, const Experts *e, const Routed *r, const value *x, int T, int H) {
     const int n = T * e->chosen;
     const Cut c = cut(n, H);
@@ -273,7 +274,7 @@ INLINE f32 clamped(f32 gate, f32 up, float alpha, float limit) {
     return f32_mul(rounded(f32_add(up, f32_of(1.0f))), glu);
 }
 
-/* TILE outputs of a gate and those of `up`, without their biases, into what `down` reads */
+/* Combine TILE outputs of the gate and of `up`, after adding their biases, into inputs of `down` */
 static void expert_gated(const Experts *e, value *gate, value *up, const value *bias, value *out) {
     if (bias) add(gate, bias, TILE), add(up, bias + TILE, TILE);
     if (e->activation == CLAMPED)
@@ -282,15 +283,14 @@ static void expert_gated(const Experts *e, value *gate, value *up, const value *
         gated(gate, up, out, TILE, e->activation);
 }
 
-/* Where the inputs [K] of the place `begin` and those behind it are, as they were prepared */
+/* The prepared inputs [K] from place `begin` on */
 INLINE Prepared ready_from(const Routed *r, int begin, int all, int K) {
     return (Prepared){r->ready + (size_t)begin * segments(K), r->parts + (size_t)begin * 2 * (K / 16), r->twice + (size_t)begin * (K / 16),
                       (size_t)all * segments(K)};
 }
 
-/* A phase: inputs x of weights in groups, rows of `stride` values, are prepared crowd by crowd: those of `tokens` in the order of their
- * places, without these rows in that order, or the one that all experts read. Preparing takes about as long as putting in place what was
- * prepared elsewhere would. */
+/* A phase: prepare inputs x, rows of `stride` values, for group-quantized weights, crowd by crowd. Row tokens[p] is for place p, or row p if
+ * `tokens` is null; with `one`, a single row is for all experts. Threads prepare in place, since copying takes about as long. */
 static void ready(Worker *w, const Matrix *m, const Routed *r, const value *x, const int32_t *tokens, int one, int all, int stride, int K) {
     const int most = crowd_of(K), active = one ? 1 : *r->active, crowds = one ? 1 : (r->begins[1] + most - 1) / most;
     for (int i = first(w, active * crowds); i >= 0; i = next(w)) {
@@ -301,7 +301,7 @@ static void ready(Worker *w, const Matrix *m, const Routed *r, const value *x, c
     }
 }
 
-/* TILE outputs from o on of n tokens: of what was prepared for weights in groups, or else of inputs x [n, K] */
+/* TILE outputs from o on of n tokens: from `prepared` if the weights are group-quantized, otherwise from x [n, K] */
 static void expert_outputs(const Matrix *m, int o, const value *x, const Prepared *prepared, value *out, int n, int K, const char *after) {
     if (in_groups(m))
         of_groups(m, o, prepared, out, n, K);
@@ -309,7 +309,7 @@ static void expert_outputs(const Matrix *m, int o, const value *x, const Prepare
         outputs(m, o, x, out, n, K, after);
 }
 
-/* A phase: for every expert and TILE of its inner columns */
+/* A phase: gate and `up`, in chunks of one expert and TILE inner columns */
 static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, int T, int H) {
     const int I = e->inner, tiles = I / TILE, all = T * e->chosen, most = in_groups(&e->gate_up) ? crowd_of(H) : WHOLE;
     for (int i = first(w, *r->active * tiles); i >= 0; i = next(w)) {
@@ -330,7 +330,7 @@ static void widen(Worker *w, const Experts *e, const Routed *r, const value *x, 
     }
 }
 
-/* TILE columns from o on of what token t gets, into out, from its `tiles` by place */
+/* TILE columns from o on of the weighted sum for token t, into out; `tiles` holds the experts' outputs by place */
 static void summed(const Experts *e, const Routed *r, int t, const value *tiles, int o, int H, value *out) {
     for (int i = 0; i < TILE; i += 16) {
         f32 sum = f32_zero();
@@ -349,7 +349,7 @@ static void summed(const Experts *e, const Routed *r, int t, const value *tiles,
     }
 }
 
-/* A phase: for TILE columns what all experts make of them, added to y */
+/* A phase: `down` of all experts, in chunks of TILE columns; the weighted sums are added to y */
 static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T, int H) {
     const int I = e->inner, all = T * e->chosen, most = in_groups(&e->down) ? crowd_of(e->width) : all;
     for (int i = first(w, H / TILE); i >= 0; i = next(w)) {
@@ -369,7 +369,7 @@ static void narrow(Worker *w, const Experts *e, const Routed *r, value *y, int T
     }
 }
 
-/* What the experts make of x [T, H], which are routed by now, is added to y */
+/* Add the experts' outputs for x [T, H] to y; tokens are already routed */
 static void by_experts(Worker *w, const Experts *e, const Routed *r, const value *x, value *y, int T, int H) {
     const int all = T * e->chosen;
     if (in_groups(&e->gate_up))
@@ -397,7 +397,7 @@ static void do_experts(Worker *w, const void *job) {
     by_experts(w, g->experts, &g->routed, g->x, g->y, g->T, g->H);
 }
 
-/* What the experts `chosen` [T, e->chosen] make of x [T, H], weighted by `scores` of that shape, is added to y */
+/* Add the outputs of the experts `chosen` [T, e->chosen] for x [T, H], weighted by `scores` of that shape, to y */
 void experts_over(const Experts *e, const value *x, value *y, int T, int H, const int64_t *chosen, const float *scores, void *memory, int threads) {
     together(threads, do_experts, &(Given){e, divided(e, T, H, threads, memory), x, y, T, H, chosen, scores});
 }

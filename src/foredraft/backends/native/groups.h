@@ -1,37 +1,35 @@
-/* Weights of four or eight bits with a scale for each output and group of inputs. Included by layer.c.
+/* Group-quantized weights of 4 or 8 bits: each output has one scale per group of inputs. Included by layer.c.
  *
- * A weight is (q - zero) * scale, or q * scale - zero * mins. Of floats of four bits (e2m1), q is twice what they stand for, from a table, and
- * zero is 0. A packed matrix [N, K] is [N/64][K/8][64] words of eight weights of one
- * output, of four bits each, the first input in the lowest ones; or [N/64][K/4][64] words of four weights of eight bits. N is padded to 64.
- * Behind one another the words of 64 outputs are one stream.
+ * A weight is (q - zero) * scale, or q * scale - zero * mins. For e2m1 floats (4 bits), q is twice the float, from a table, and zero is 0.
+ * A packed matrix [N, K] is [N/64][K/8][64] words of eight 4-bit weights of one output, the first input in the lowest bits; or
+ * [N/64][K/4][64] words of four 8-bit weights. N is padded to 64. The words of 64 outputs are contiguous and are read as one stream.
  *
- * Inputs are prepared once for all outputs, in parts that end with a group and after every SEGMENT inputs. Of each part the sum of x * q
- * is made, and then multiplied by the scale: that costs less than scaling every weight. A token's result does not depend on how many
- * there are.
+ * Inputs are prepared once for all outputs, in parts; a part ends with its group, or after SEGMENT inputs. For each part the kernel sums
+ * x * q, from -zero * sum(x) on unless there are `mins`, and multiplies the sum by the scale: cheaper than scaling every weight. A token's result
+ * does not depend on the number of tokens.
  *
- * In bfloat16 these sums are of integers: sixteen products of 16 bits cost a processor as much as eight of 32, and weights need not be
- * converted. The inputs of a part are written as integers of 16 bits times a power of two; every bfloat16 that is at least 1/128 of the
- * part's largest is one, and the others are rounded. Where that rounds more than a quarter of them, beside an input that is far larger than
- * the rest, what is left of all makes integers for a second sum. The sums are exact.
+ * In bfloat16 these sums are sums of integers: a CPU multiplies sixteen 16-bit numbers at the cost of eight 32-bit ones, and weights need no
+ * conversion. The inputs of a part become 16-bit integers times a power of two. That is exact for every input of at least 1/128 of the
+ * part's largest; smaller ones are rounded. If more than a quarter would be rounded, because one input is far larger than the rest, the
+ * remainders of all inputs become integers for a second sum. The integer sums are exact.
  *
- * In float32 the products are, and the sums begin with -zero * (sum of x). A bit pattern is masked where it lies in its word, rather than
- * shifted down, and its input is multiplied by the same power of two beforehand, which is exact: then a weight costs two operations before
- * it is multiplied.
+ * In float32 the products are exact, but not the sums. The bits of a weight are masked in place rather than shifted down, and its input is
+ * multiplied beforehand by the inverse power of two, which is exact. A weight then costs two operations before its product.
  */
-#define SEGMENT 128 /* inputs: sums of so many products do not overflow */
-#define CROWD 24 /* tokens that share a reading of the weights, whose inputs and sums and weights of a segment stay in the first cache */
-#define ROOM (1 << 20) /* bytes of prepared inputs, on the stack of a thread */
-#define SOON 4096 /* bytes of weights that are asked for before their turn */
-#define HALF 0 /* dtypes of scales: float16, bfloat16, float32; int8, times a number of `over` */
+#define SEGMENT 128 /* inputs of a part at most, so that sums of their products do not overflow */
+#define CROWD 24 /* tokens per pass over the weights: their inputs and sums and the weights of a segment fit into the L1 cache */
+#define ROOM (1 << 20) /* limit in bytes for prepared inputs, which are on a thread's stack */
+#define SOON 4096 /* prefetch distance in bytes */
+#define HALF 0 /* dtypes of scales: float16, BRAIN bfloat16, SINGLE float32, BYTE int8 times a float16 of `over` */
 #define BRAIN 1
 #define WIDTH_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 8 : 4) /* bits of a weight */
 #define SINGLE 2
 #define BYTE 3
 #define OUTPUTS (BLOCKS * 16)
-/* What p points to is read from the first cache where it is used: kept in registers, it would push sums out of them */
+/* Makes compilers load *p from the L1 cache at each use: kept in a register, it would spill accumulators */
 #define READ_AGAIN(p) __asm__ volatile("" : "+r"(p))
 
-/* Of 16 outputs the scales, from number `at` on, and of `over` from number `above` on; and what stands for 0 */
+/* The scales of 16 outputs, from index `at` on (int8 ones times `over`, from index `above` on); and their zero points */
 INLINE f32 scales(const Matrix *m, size_t at, size_t above) {
     if (m->scales == BYTE) return f32_mul(i32_to_f32(i32_from_8((const int8_t *)m->scale + at)), f32_from_half(m->over + above));
     if (m->scales == HALF) return f32_from_half((const uint16_t *)m->scale + at);
@@ -57,8 +55,8 @@ INLINE int part_end(const Matrix *m, int k, int K) {
     return end < K ? end : K;
 }
 
-/* What depends on the dtype: a `given` input; `digit`, PAIR weights of each of 16 outputs, number j of a word and what follows; a `sum`;
- * and of the inputs of a `Part` their sum, and the power of two that they were divided by. */
+/* Types that depend on the dtype: `given`, a prepared input; `digit`, PAIR weights of each of 16 outputs; `sum`, 16 accumulators; `whole`, the
+ * sum of the inputs of a Part, which also has the power of two that they were divided by. */
 #ifdef BF16
 typedef int16_t given;
 typedef i32 digit;
@@ -66,7 +64,7 @@ typedef i32 sum;
 typedef int32_t whole;
 #define PAIR 2
 
-/* Those of the lower half of a word and of its upper one */
+/* Weight j / PAIR of the lower half of each word, and the same weight of its upper half */
 INLINE digit digits(i32 words, int j, int kind) {
     const int bits = WIDTH_OF(kind);
     if (kind == GROUPS_OF_E2M1) return i32_twice_e2m1(j ? i32_right(words, bits * j / PAIR) : words);
@@ -101,8 +99,8 @@ typedef struct {
 } Part;
 
 #ifdef BF16
-/* Inputs as integers, of those that meet the weights of a word the first half alternating with the second one; x becomes what is left of
- * them. Returns of how many something is. */
+/* Round inputs to integers times 2^(place - 127). For digits(), the inputs of the two halves of a word alternate. x keeps the remainders;
+ * returns how many are not zero. */
 INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Part *part) {
     const f32 unit = i32_as_f32(i32_of(place << 23)), inverse = i32_as_f32(i32_of((254 - place) << 23));
     i32 all = i32_zero();
@@ -118,7 +116,7 @@ INLINE int whole_numbers(f32 *x, int steps, int place, int bits, given *out, Par
     return left;
 }
 
-/* Inputs k to `end` of a token; returns whether there are more of them, in `rest` */
+/* Prepare inputs k to `end` of a token. Returns whether they need a second sum, whose inputs are in `rest`. */
 INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part) {
     const int bits = WIDTH_OF(m->kind);
     f32 all[SEGMENT / 16];
@@ -127,7 +125,7 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out,
         all[i / 16] = in_order(m, x, k + i);
         most = i32_max(most, i32_and(f32_as_i32(all[i / 16]), i32_of(0x7fffffff)));
     }
-    const int largest = i32_most(most) >> 23, place = (largest < 15 ? 15 : largest) - 14; /* exponents: the largest input has 15 bits */
+    const int largest = i32_most(most) >> 23, place = (largest < 15 ? 15 : largest) - 14; /* biased exponents: the largest input gets 15 bits */
     const int left = whole_numbers(all, end - k, place, bits, out, part);
     if (largest == 255) part->scale = __builtin_nanf("");
     if (left * 4 <= end - k || place < 15 || largest == 255) return 0;
@@ -136,7 +134,7 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out,
 }
 #else
 INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part) {
-    float factors[16]; /* 2^-(place of the weight in its word); the last one of a word is shifted down instead, and what is looked up */
+    float factors[16]; /* 2^-(bit position of the weight in its word); 1 if it is shifted down: the last one of a word, and e2m1 */
     const int bits = WIDTH_OF(m->kind), count = 32 / bits, shifted = m->kind == GROUPS_OF_E2M1;
     f32 all = f32_zero();
     (void)rest, (void)rest_part;
@@ -156,26 +154,27 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out,
 #else
 #define ROUNDS 1
 #endif
-/* What n tokens x [n, K] make of K inputs: [ROUNDS][K/SEGMENT][n][SEGMENT]; parts [at most K/16][2][n]; and whether any has a second one */
+/* Prepared inputs of tokens x [n, K]: inputs [ROUNDS][K/SEGMENT][n][SEGMENT]; parts [at most K/16][2][n]; `twice`, for each part whether any
+ * token has a second sum */
 typedef struct {
     given *inputs;
     Part *parts;
     uint8_t *twice;
-    size_t rest; /* inputs between the first ones and the second ones */
+    size_t rest; /* offset of the inputs of the second sum */
 } Prepared;
 
 INLINE int in_groups(const Matrix *m) { return m->kind >= GROUPS_OF_FOUR; }
 
-/* Of K inputs, with what fills the last segment */
+/* K rounded up to whole segments */
 INLINE size_t segments(int K) { return (size_t)(K + SEGMENT - 1) / SEGMENT * SEGMENT; }
 
-/* Tokens that are prepared together */
+/* How many tokens are prepared together */
 INLINE int crowd_of(int K) {
     const int fit = ROOM / (ROUNDS * K * (int)sizeof(given));
     return fit < 1 ? 1 : fit < CROWD ? fit : CROWD;
 }
 
-/* Inputs x [.., stride] of n tokens: the rows of these numbers, or without them the first ones */
+/* Prepare n tokens of x [.., stride]: the rows numbered `rows`, or the first n if that is null */
 static void prepare(const Matrix *m, const value *x, const int32_t *rows, int stride, int n, int K, const Prepared *p) {
     Part *parts = p->parts;
     for (int k = 0, end, number = 0; k < K; k = end, number++, parts += 2 * n) {
@@ -194,8 +193,8 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
     }
 }
 
-/* totals [n, OUTPUTS] go on over a part of `steps` inputs x [n, SEGMENT]; with `asking` the words behind these are on their way. The numbers
- * of the group begin at `at`, and those that it shares at `above`. */
+/* Add a part of `steps` inputs x [n, SEGMENT] to totals [n, OUTPUTS]. The group's scales and zero points begin at index `at`, its `over` and
+ * `mins` at `above`. With `asking`, prefetch the words that follow. */
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
                     int n, int kind, int asking) {
     const int count = 32 / WIDTH_OF(kind);
@@ -240,7 +239,7 @@ static void of_known_part(const Matrix *m, size_t at, size_t above, const uint32
         FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_E2M1, asking))
 }
 
-/* OUTPUTS from o on, of n <= CROWD tokens as they were prepared, into y [n, OUTPUTS] */
+/* OUTPUTS outputs from o on, of n <= CROWD prepared tokens, into y [n, OUTPUTS] */
 static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K) {
     const int count = 32 / WIDTH_OF(m->kind), groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
     const int rounds = (n + TOKENS - 1) / TOKENS, each = (n + rounds - 1) / rounds;
@@ -253,7 +252,7 @@ static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n
         const size_t at = (size_t)o * groups + k / m->group * OUTPUTS, above = shared ? (size_t)o * shared + k / m->group / m->nested * OUTPUTS : 0;
         const given *x = p->inputs + (size_t)k / SEGMENT * n * SEGMENT + k % SEGMENT;
         end = part_end(m, k, K);
-        for (int i = 0; i <= (p->twice[number] & 1); i++) /* of what somebody writes to meanwhile as well */
+        for (int i = 0; i <= (p->twice[number] & 1); i++) /* & 1: a preempted thread may read garbage here */
             for (int t = 0; t < n; t += each)
                 of_known_part(m, at, above, words + (size_t)k / count * OUTPUTS, x + i * p->rest + t * SEGMENT, parts + i * n + t,
                               totals + t * OUTPUTS, end - k, n - t < each ? n - t : each, i == 0 && t == 0);

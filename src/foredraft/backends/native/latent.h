@@ -1,11 +1,11 @@
-/* Latent attention (DeepSeek-AI 2024, DeepSeek-V2): of each token a latent of `rank` numbers is kept, and `turned` numbers of a key that
- * all heads share. The keys and values of a head are products of the latent.
+/* Latent attention (DeepSeek-AI 2024, DeepSeek-V2): per token, the cache holds a latent of `rank` numbers, and `turned` numbers of a RoPE key
+ * that all heads share. The keys and values of a head are linear functions of the latent.
  *
- * They are not made. A query times a key of W_k c is the query of W_k^T q times c, and a sum of values W_v c is W_v times the sum of c. So
- * all heads attend over the same keys, [latent, turned], and over the latents as values, and a pass reads a fraction of what it would read
- * of keys and values.
+ * The kernel never computes them. A query times a key W_k c is the query W_k^T q times c, and a sum of values W_v c is W_v times the sum
+ * of c. So all heads attend to the same keys, [latent, turned], with the latents as values, and a pass reads a fraction of the bytes that
+ * full keys and values would take.
  */
-/* `count` numbers of token t turned by its position; where pairs are neighbours, the first ones of all pairs lie in front then */
+/* RoPE of `count` numbers of token t. If pairs are interleaved, the first numbers of all pairs are moved in front of the second ones. */
 static void turned_apart(const Layer *l, const Pass *p, int t, const value *x, value *out, int count) {
     value y[TAKEN];
     const Kind *k = p->kinds + l->kind;
@@ -13,7 +13,7 @@ static void turned_apart(const Layer *l, const Pass *p, int t, const value *x, v
     for (int i = 0; i < count; i++) out[l->rotation & INTERLEAVED ? i % 2 * (count / 2) + i / 2 : i] = y[i];
 }
 
-/* A phase: what is kept of each token, from `found` [T, rank + turned] */
+/* A phase: write each token's latent and RoPE key to the cache, from `found` [T, rank + turned] */
 static void keep_latents(Worker *w, const Layer *l, const Pass *p, const value *found, value *latents, value *turned) {
     const int rank = l->latent->rank, rest = l->latent->turned;
     for (int t = first(w, p->tokens); t >= 0; t = next(w)) {
@@ -29,7 +29,7 @@ static void keep_latents(Worker *w, const Layer *l, const Pass *p, const value *
     }
 }
 
-/* How the work on heads is divided: chunks of a head, some tokens, and TILE outputs; their inputs fit into TAKEN */
+/* A chunk of the work on heads: TILE outputs of one head, for as many tokens as have inputs that fit into TAKEN */
 typedef struct {
     int head, tile, begin, n;
 } Share;
@@ -44,7 +44,7 @@ INLINE Share share_of(const Pass *p, int i, int tiles, int inputs) {
     return (Share){i / parts / tiles, i / parts % tiles, begin, p->tokens - begin < most ? p->tokens - begin : most};
 }
 
-/* A phase: queries [T, heads, plain + turned] become those of what is kept, p->projected [T, heads, rank + turned] */
+/* A phase: turn queries [T, heads, plain + turned] into queries over the cache, p->projected [T, heads, rank + turned] */
 static void ask_latents(Worker *w, const Layer *l, const Pass *p, const value *queries) {
     const int plain = l->latent->plain, rest = l->latent->turned, rank = l->latent->rank, tiles = rank / TILE + 1;
     for (int i = first(w, shares(l, p, tiles, plain + rest)); i >= 0; i = next(w)) {
@@ -65,7 +65,7 @@ static void ask_latents(Worker *w, const Layer *l, const Pass *p, const value *q
     }
 }
 
-/* A phase: sums of latents p->attended [T, heads, rank] become those of values, out [T, heads, values] */
+/* A phase: turn sums of latents p->attended [T, heads, rank] into sums of values, out [T, heads, values] */
 static void sum_values(Worker *w, const Layer *l, const Pass *p, value *out) {
     const int rank = l->latent->rank, values = l->latent->values, tiles = values / TILE;
     for (int i = first(w, shares(l, p, tiles, rank)); i >= 0; i = next(w)) {
@@ -79,7 +79,7 @@ static void sum_values(Worker *w, const Layer *l, const Pass *p, value *out) {
     }
 }
 
-/* The attention of a layer. What is kept of the tokens goes to their slots; scratch of the MLP holds what the products give. */
+/* The attention of a layer. Latents and RoPE keys go to their tokens' slots. Intermediate results use the MLP's scratch memory. */
 static void latent_attention(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, value *x, value *latents, value *turned) {
     const Latent *m = l->latent;
     const int T = p->tokens, H = l->hidden, kept = m->rank + m->turned, heads = l->heads * (m->plain + m->turned);

@@ -1,23 +1,23 @@
-/* Decoder layers of language models, of T5, and of BART and Whisper over a few tokens, for CPUs with AVX-512, AVX2 or NEON.
+/* Decoder layers of language models, T5, BART and Whisper for a few tokens at a time, on CPUs with AVX-512, AVX2 or NEON.
  *
- * A pass over a few tokens is bound by how fast the weights can be read. Matrices are laid out so that every read is a whole
- * cache line, used for all tokens at once while it is in a register. The threads are those of crew.h. Sums are in float32; results are rounded to the model's dtype at the
- * places where torch rounds them.
+ * A pass over a few tokens is bound by the bandwidth at which weights can be read. Matrices are packed so that every read is a whole cache
+ * line, which serves all tokens while it is in a register. crew.h has the threads. Sums are in float32; results are rounded to the model's
+ * dtype where torch rounds them.
  *
- * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. Each matrix says of what kind its weights are; those of eight and
- * of four bits are widened in registers, exactly. All sizes are multiples of 32; of heads that only attend, of 16.
+ * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. Each Matrix states the kind of its weights; those of 8 and 4 bits
+ * are widened in registers, which is exact. All sizes are multiples of 32; head sizes in attend_over() are multiples of 16.
  *
- * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS and BFDOT) and [N/16][K][16] in float32, N padded to 64;
- * one of eight bits with a scale per output has the order of the dtype that it is multiplied in. groups.h has that of groups.
+ * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS and BFDOT) and [N/16][K][16] in float32, N padded to 64.
+ * 8-bit weights with one scale per output have the layout of the dtype in which they are multiplied. groups.h has that of groups.
  */
 #define _GNU_SOURCE
 #include "crew.h"
 #include "vectors.h"
 
-#define BLOCKS 4 /* of 16 outputs that a thread takes at a time */
-#define TOKENS 6 /* computed together */
-#define FEW 3 /* tokens up to which computing is nothing beside reading */
-/* Registers hold the sums of TOGETHER(n) blocks for n tokens, and of ASIDE blocks for WIDE tokens. */
+#define BLOCKS 4 /* blocks of 16 outputs in a tile */
+#define TOKENS 6 /* tokens in a micro-kernel */
+#define FEW 3 /* up to so many tokens, reading the weights takes all the time */
+/* Register blocking: the sums of TOGETHER(n) blocks for n tokens fit into registers, and those of ASIDE blocks for WIDE tokens. */
 #ifdef __AVX512F__
 #define TOGETHER(n) BLOCKS
 #define ASIDE (BLOCKS / 2)
@@ -33,42 +33,42 @@
 #define WIDE 6
 #define WIDEST(kind) WIDE
 #endif
-#define VALUES 0 /* kinds of weights: of the model's dtype; of eight bits, a scale per output; of four and eight bits in groups of inputs */
-#define EIGHTS 1
-#define GROUPS_OF_FOUR 2
-#define GROUPS_OF_EIGHT 3
-#define GROUPS_OF_E2M1 4 /* floats of four bits in groups */
-#define SOME 32 /* tokens up to which weights are read from memory once, and from the second cache for each further WIDE of them */
-#define AHEAD 4096 /* bytes of each block of weights that are asked for before their turn: a page */
-#define MANY 48 /* tokens that weights are kept in the first cache for, at most */
-#define STEP (64 * DEPTH) /* inputs at a time, whose weights for BLOCKS * 16 outputs are a third of that cache */
-#define GROUP 8 /* steps between two times of asking for what comes next; inputs are multiples of GROUP * DEPTH */
+#define VALUES 0 /* kinds of weights: the model's dtype; */
+#define EIGHTS 1 /* 8-bit integers with one scale per output; */
+#define GROUPS_OF_FOUR 2 /* 4-bit and */
+#define GROUPS_OF_EIGHT 3 /* 8-bit integers with one scale per group of inputs; */
+#define GROUPS_OF_E2M1 4 /* 4-bit floats in groups */
+#define SOME 32 /* up to so many tokens, weights are read from memory once, and from the L2 cache for every further WIDE tokens */
+#define AHEAD 4096 /* prefetch distance in bytes within each block of weights: a page */
+#define MANY 48 /* most tokens for which weights are kept in the L1 cache */
+#define STEP (64 * DEPTH) /* inputs at a time in many_tokens(): their weights for a tile take a third of the L1 cache */
+#define GROUP 8 /* inner steps between prefetches; K is a multiple of GROUP * DEPTH */
 #define LINE 64 /* bytes of a cache line */
-#define TAKEN 8192 /* values that a thread takes at a time where it is no product: what sharing costs is little beside them */
-#define HEADS 64 /* likewise */
-#define WHOLE 256 /* tokens of a product that a thread takes at a time: its weights are read once from memory */
-#define ATTENTION 1 /* sublayers of a layer that are not left out */
+#define TAKEN 8192 /* values per chunk outside of products: enough to make the cost of sharing work small */
+#define HEADS 64 /* heads per chunk, likewise */
+#define WHOLE 256 /* tokens per chunk of a product, for which weights are read from memory once */
+#define ATTENTION 1 /* bits of `parts`: the sublayers to run */
 #define MLP 2
 #define GELU 1 /* activations: 0 is silu, GELU is the one with tanh, and EXACT with erf */
 #define RELU 2
 #define EXACT 3
-#define ALONE 4 /* beside one of these: it has no `up` */
-#define SQUARED 8 /* likewise: relu, squared */
-#define CENTRED 1 /* kinds of norms: the mean is subtracted, */
-#define PLUS_ONE 2 /* weights count from one, */
-#define ONCE 4 /* and numbers are rounded once, behind the weights */
-#define INTERLEAVED 1 /* kinds of rotation: pairs are neighbours rather than halves of a head, */
-#define TURNED_ONCE 2 /* and numbers are rounded once */
+#define ALONE 4 /* a flag beside these: the MLP has no `up` */
+#define SQUARED 8 /* another activation: relu squared */
+#define CENTRED 1 /* bits of a norm's kind: subtract the mean; */
+#define PLUS_ONE 2 /* the weights are 1 + weight; */
+#define ONCE 4 /* round once, after the weights */
+#define INTERLEAVED 1 /* bits of a RoPE's kind: pairs are adjacent numbers, rather than one of each half; */
+#define TURNED_ONCE 2 /* round once */
 #define WHOLE_HEADS 1 /* norms of queries and keys: over all heads together, */
-#define BEHIND 2 /* or over one, once it was turned */
-#define KEYS 64 /* of one head taken together: BLOCKS * 16 */
-#define QUERIES 24 /* that share a reading of the keys */
-#define KEY_SEGMENT 1024 /* positions that are added up by themselves, from a multiple of it on; then segments are, in their order */
-#define PIECES 4 /* for each thread, from which on there is no need to divide attention by segments as well */
-#define SCRATCH(size) (QUERIES * KEYS + (KEYS + 3 * QUERIES) * (size) + 4 * QUERIES) /* numbers that a thread needs to attend */
-#define KEPT 128 /* tokens that a draw is cut to, at most, where it is by their number */
-#define PATH 4 /* tokens of the longest context that a draft looks for in its text */
-#define MATCHES 32 /* the latest places of each length that count */
+#define BEHIND 2 /* or over each head after RoPE */
+#define KEYS 64 /* keys of a head in a tile, and slots in a page of the cache: BLOCKS * 16 */
+#define QUERIES 24 /* queries per pass over the keys */
+#define KEY_SEGMENT 1024 /* positions in a partial sum of attention, from a multiple of it on; partial sums are merged in order */
+#define PIECES 4 /* chunks per thread from which attention need not be divided by segments as well */
+#define SCRATCH(size) (QUERIES * KEYS + (KEYS + 3 * QUERIES) * (size) + 4 * QUERIES) /* floats that a thread needs for attention */
+#define KEPT 128 /* largest top_k */
+#define PATH 4 /* tokens of the longest context that Medusa looks up in its text */
+#define MATCHES 32 /* the latest matches of each length that count */
 
 /* e^x, relative error below 2e-7 for x <= 0 */
 INLINE f32 exponential(f32 x) {
@@ -88,7 +88,7 @@ INLINE f32 exponential(f32 x) {
 
 /* -- products ---------------------------------------------------------------------------------------------------------- */
 
-#define FOR_KNOWN(n, call) /* with n known, the sums stay in registers */ \
+#define FOR_KNOWN(n, call) /* with a constant n, accumulators stay in registers */ \
     switch (n) { \
         case 1: { enum { COUNT = 1 }; call; } break; \
         case 2: { enum { COUNT = 2 }; call; } break; \
@@ -100,16 +100,16 @@ INLINE f32 exponential(f32 x) {
 
 typedef struct Matrix {
     const void *values;   /* packed */
-    const void *scale;    /* of EIGHTS [N] in the model's dtype; of groups [N/64][groups][64] */
-    const uint16_t *over; /* [N/64][groups / nested][64] float16, what scales of a byte are multiplied with; or null */
-    const uint16_t *mins; /* likewise, what `zeros` are multiplied with instead of the scale; or null */
+    const void *scale;    /* EIGHTS: [N] in the model's dtype; groups: [N/64][groups][64] */
+    const uint16_t *over; /* [N/64][groups / nested][64] float16, factors of int8 scales; or null */
+    const uint16_t *mins; /* likewise, factors of `zeros` in place of the scale; or null */
     const value *bias;    /* or null */
-    const uint8_t *zeros; /* of groups, [N/64][groups][64] what stands for 0; null: `zero` does everywhere */
-    const int32_t *order; /* [K] of groups, the inputs in the order of the weights; null: as they are */
-    int64_t kind, group;  /* the latter inputs of a group; the last one may be shorter */
-    int64_t zero, scales; /* the latter the dtype of `scale` of groups */
-    int64_t nested;       /* groups that share a number of `over` */
-    const struct Matrix *next; /* of groups, the matrix below this one, of `outputs`; or null */
+    const uint8_t *zeros; /* groups: [N/64][groups][64] zero points; null: `zero` for all */
+    const int32_t *order; /* groups: [K] the input of each column of the weights; null: in order */
+    int64_t kind, group;  /* `group`: inputs per group; the last one may be shorter */
+    int64_t zero, scales; /* `scales`: dtype of `scale`, for groups */
+    int64_t nested;       /* groups per number of `over` and `mins` */
+    const struct Matrix *next; /* groups: the matrix below this one, which has `outputs` outputs; or null */
     int64_t outputs;
 } Matrix;
 
@@ -122,8 +122,8 @@ INLINE f32 half_of(const char *p, int odd, int kind) {
 }
 #endif
 
-/* Where the sum of 16 outputs begins, and what becomes of it: torch adds a bias inside a product, but behind the scale of one with
- * a scale per output, and rounds in between. */
+/* The initial value and the last step of the sums of 16 outputs. torch adds a bias within a product; with a scale per output it rounds, scales,
+ * rounds again and then adds the bias. */
 INLINE f32 begun(const Matrix *m, int o, int kind) { return kind != EIGHTS && m->bias ? load(m->bias + o) : f32_zero(); }
 INLINE f32 ended(f32 sum, const Matrix *m, int o, int kind) {
     if (kind != EIGHTS) return sum;
@@ -133,7 +133,7 @@ INLINE f32 ended(f32 sum, const Matrix *m, int o, int kind) {
 
 #include "groups.h"
 
-/* BLOCKS * 16 outputs from o on, of n tokens; y begins with the first of them and has N columns */
+/* BLOCKS * 16 outputs from o on, of n tokens; y points to the first of them and has rows of N */
 INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int kind) {
     const size_t block = (size_t)K * 16 * SIZE(kind);
     for (int end = o + BLOCKS * 16; o < end; o += TOGETHER(n) * 16, y += TOGETHER(n) * 16) {
@@ -161,8 +161,8 @@ static void some_tokens(const Matrix *m, int o, const value *x, value *y, int K,
         FOR_KNOWN(n, tile(m, o, x, y, K, N, COUNT, VALUES))
 }
 
-/* ASIDE * 16 outputs from o on, of n tokens. With `asking` the weights are on their way AHEAD of their use, so that reading and computing
- * overlap; left to itself the processor looks ahead less far the more tokens there are, and at a page's end not at all. */
+/* ASIDE * 16 outputs from o on, of n tokens. `asking` prefetches weights AHEAD bytes before their use, so that reading and computing overlap:
+ * the more tokens there are, the less far a CPU reads ahead by itself, and hardware prefetchers stop at the end of a page. */
 INLINE void wide_tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int asking, int kind) {
     f32 sums[ASIDE][WIDE];
     const size_t block = (size_t)K * 16 * SIZE(kind);
@@ -211,8 +211,8 @@ static void wide_tokens(const Matrix *m, int o, const value *x, value *y, int T,
     }
 }
 
-/* The same for more tokens than fit into registers, over the next STEP inputs or fewer: sums [n, BLOCKS * 16] go on from what they are.
- * After every GROUP steps `lines` cache lines of the weights behind these are asked for, from number `from` on. */
+/* Add the products of STEP inputs or fewer to sums [n, BLOCKS * 16], which are in memory: there are more tokens than registers have room for.
+ * After every GROUP steps, prefetch `lines` cache lines of the weights at `next`, from line number `from` on. */
 INLINE void part(const char *w, size_t block, const value *x, float *sums_so_far, int K, int n, int steps, const char *next, int from,
                  int lines, int kind) {
     for (int c = 0; c < BLOCKS; c += TOGETHER(n), w += TOGETHER(n) * block, sums_so_far += TOGETHER(n) * 16) {
@@ -236,8 +236,8 @@ INLINE void part(const char *w, size_t block, const value *x, float *sums_so_far
 }
 
 #ifdef HALVED
-/* The same with inputs in float32, [n, STEP], and one half of a pair of weights after the other: sums of TOKENS and both halves do not fit
- * into the registers. */
+/* The same with float32 inputs [n, STEP], and with one weight of each pair after the other: accumulators for TOKENS tokens and both weights do
+ * not fit into registers. */
 INLINE void halved_part(const char *w, size_t block, const float *x, float *sums_so_far, int n, int steps, const char *next, int from,
                         int lines, int kind) {
     for (int b = 0; b < BLOCKS; b++, w += block, sums_so_far += 16) {
@@ -255,7 +255,7 @@ INLINE void halved_part(const char *w, size_t block, const float *x, float *sums
     }
 }
 
-/* Functions of their own: where they become part of a larger one, compilers run out of registers. */
+/* Not inlined: within a larger function compilers run out of registers. */
 static __attribute__((noinline)) void halved_values(const char *w, size_t block, const float *x, float *sums, int n, int steps, const char *next, int from,
                                                     int lines) {
     FOR_KNOWN(n, halved_part(w, block, x, sums, COUNT, steps, next, from, lines, VALUES))
@@ -282,8 +282,8 @@ static void some_parts(const char *w, size_t block, const value *x, float *sums,
 #endif
 }
 
-/* BLOCKS * 16 outputs from o on, of SOME < T <= MANY tokens. The weights of STEP inputs stay in the first cache for all tokens, while the
- * next ones are on their way, so that reading and computing overlap. `after` is what is likely to be read behind these outputs, or null. */
+/* BLOCKS * 16 outputs from o on, of T <= MANY tokens. The weights of STEP inputs stay in the L1 cache for all tokens while the next ones are
+ * prefetched, so that reading and computing overlap. `after` points to the weights that are probably read next, or is null. */
 static void many_tokens(const Matrix *m, int o, const value *x, value *y, int T, int K, int N, const char *after) {
     const int kind = m->kind;
     float sums[MANY * BLOCKS * 16];
@@ -313,7 +313,7 @@ INLINE void add(value *x, const value *y, int size) {
     for (int i = 0; i < size; i += 16) store(x + i, f32_add(load(x + i), load(y + i)));
 }
 
-/* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16]; not of weights in groups */
+/* BLOCKS * 16 outputs from o on, of T tokens, into out [T, BLOCKS * 16]; not for group-quantized weights */
 static void outputs(const Matrix *m, int o, const value *x, value *out, int T, int K, const char *after) {
     enum { WIDTH = BLOCKS * 16 };
     const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds;
@@ -329,7 +329,7 @@ static void outputs(const Matrix *m, int o, const value *x, value *out, int T, i
         for (int t = 0; t < T; t += each) some_tokens(m, o, x + (size_t)t * K, out + t * WIDTH, K, WIDTH, T - t < each ? T - t : each);
 }
 
-/* A phase: y [T, N] = x [T, K] W^T + bias, or that added to y; N is padded to 64 */
+/* A phase: y [T, N] = x [T, K] W^T + bias, or with `adding` y += that; N is padded to 64 */
 static void product(Worker *w, const Matrix *m, const value *x, value *y, int T, int K, int N, int adding) {
     enum { WIDTH = BLOCKS * 16 };
     const int grouped = in_groups(m), most = grouped ? crowd_of(K) : WHOLE, parts = (T + most - 1) / most;
@@ -391,7 +391,6 @@ INLINE float number(const value *p) {
 #endif
 }
 
-/* x is rounded to a value in *p */
 INLINE void put_number(value *p, float x) {
 #ifdef BF16
     union {
@@ -412,13 +411,13 @@ INLINE float rounded_number(float x) {
 
 /* -- between the products ---------------------------------------------------------------------------------------------- */
 
-/* Of `size` values each: without a bias an RMSNorm, with one a LayerNorm; without weights none. `kind` says what is different. */
+/* Weights and bias of `size` values. Without a bias it is an RMSNorm, with one a LayerNorm; without weights no norm. `kind` has CENTRED etc. */
 typedef struct {
     const value *weight, *bias;
     int64_t kind;
 } Norm;
 
-/* Columns from `from` up to `to` of x [size] behind a norm */
+/* Columns `from` to `to` of the norm of x [size] */
 INLINE void normed_part(const value *x, Norm norm, value *out, int size, float eps, int from, int to) {
     f32 sum = f32_zero(), mean = sum;
     const int centred = norm.bias || norm.kind & CENTRED;
@@ -444,7 +443,7 @@ INLINE void normed_part(const value *x, Norm norm, value *out, int size, float e
 
 INLINE void normed(const value *x, Norm norm, value *out, int size, float eps) { normed_part(x, norm, out, size, eps, 0, size); }
 
-/* How T tokens of `size` values become chunks of TAKEN values: several tokens, or some columns of one */
+/* How T tokens of `size` values become chunks of TAKEN values: several tokens each, or some columns of one */
 typedef struct {
     int tokens, columns, parts, chunks;
 } Cut;
@@ -454,7 +453,7 @@ INLINE Cut cut(int T, int size) {
     return (Cut){tokens, columns, parts, (T + tokens - 1) / tokens * parts};
 }
 
-/* A phase: T tokens behind a norm. `out` may be `x` where a chunk has whole tokens. */
+/* A phase: out = norm(x) for T tokens. `out` may be `x` if a chunk has whole tokens. */
 static void norms(Worker *w, const value *x, Norm norm, value *out, int T, int size, float eps) {
     const Cut c = cut(T, size);
     for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
@@ -465,7 +464,7 @@ static void norms(Worker *w, const value *x, Norm norm, value *out, int T, int s
     }
 }
 
-/* One head turned by its position: x * cos + (second half negated, first half) * sin */
+/* RoPE of one head: x * cos + (second half negated, first half) * sin */
 INLINE void rotated(const value *x, const value *cos, const value *sin, value *out, int size) {
     const int half = size / 2;
     for (int i = 0; i < half; i += 16) {
@@ -476,7 +475,7 @@ INLINE void rotated(const value *x, const value *cos, const value *sin, value *o
     }
 }
 
-/* The first `count` of the `size` numbers of one head turned by its position, with its line of the tables of cosines and sines */
+/* RoPE of the first `count` of a head's `size` numbers, with the cos and sin of its position */
 static void turned_by(const value *x, const float *cos, const float *sin, value *out, int count, int size, int rotation) {
     const int half = count / 2, once = rotation & TURNED_ONCE;
     if (rotation & INTERLEAVED || half % 16)
@@ -544,8 +543,8 @@ INLINE void gated(const value *gate, const value *up, value *out, int size, int 
 
 /* -- attention --------------------------------------------------------------------------------------------------------- */
 
-/* The first `count` of KEYS keys, or a part of them, as a packed matrix of `whole` keys, zeros behind them. Those at `next`, unless it is
- * null, are on their way. */
+/* Pack the first `count` of KEYS keys, `size` numbers of each, into a matrix whose keys have `whole` numbers; absent keys are zero. Prefetch the
+ * keys at `next`, unless it is null. */
 static void packed_keys(const value *keys, int count, int size, int whole, value *out, const value *next) {
     const int words = size / DEPTH;
     for (int b = 0; b < KEYS && b < count; b += 16)
@@ -562,7 +561,7 @@ static void packed_keys(const value *keys, int count, int size, int whole, value
         }
 }
 
-/* Products of n queries with KEYS packed keys, in float32 */
+/* Dot products of n queries with KEYS packed keys, in float32 */
 INLINE void scored(const value *keys, const value *queries, float *scores, int size, int n) {
     for (int c = 0; c < KEYS; c += TOGETHER(n) * 16, keys += TOGETHER(n) * 16 * size, scores += TOGETHER(n) * 16) {
         f32 sums[BLOCKS][TOKENS];
@@ -581,8 +580,8 @@ INLINE void scored(const value *keys, const value *queries, float *scores, int s
     }
 }
 
-/* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time. Those at `next`, unless it is
- * null, are on their way. */
+/* sums [n, size] += probabilities [n, KEYS] times the first `count` values, `vectors` * 16 columns at a time. Prefetch the values at `next`,
+ * unless it is null. */
 INLINE void gathered(const float *probabilities, const value *values, float *sums, int count, int size, int n, int vectors, const value *next) {
     for (int d = 0; d < size; d += vectors * 16) {
         f32 all[TOKENS][4];
@@ -620,86 +619,86 @@ static void some_gathered(const float *probabilities, const value *values, float
 
 /* Latent attention, see latent.h */
 typedef struct Latent {
-    int64_t rank, turned, plain, values, query_rank; /* of a head: numbers of a query that are turned, the others, and of a value */
-    Matrix kept, query_in, query;                    /* [rank + turned, hidden]; [query_rank, hidden] or without values; of all heads */
+    int64_t rank, turned, plain, values, query_rank; /* numbers of a query with RoPE (`turned`) and without (`plain`), and of a value, per head */
+    Matrix kept, query_in, query;                    /* [rank + turned, hidden]; [query_rank, hidden], its values may be null; of all heads */
     const value *to_latents, *to_values;             /* packed, for each head [rank, plain] and [values, rank] */
 } Latent;
 
 typedef struct {
-    int64_t hidden, inner, heads, key_heads, size; /* of the model, of the MLP, query heads, key heads, of a head */
+    int64_t hidden, inner, heads, key_heads, size; /* sizes of the model and of the MLP; query heads, key heads, size of a head */
     double eps, head_eps, scaling;
     Matrix qkv, output, gate_up, down;
-    Norm before, after, query_norm, key_norm; /* of the attention, of the MLP, of a head */
-    Norm between;                          /* of a layer with cross-attention: its norm, */
-    Matrix cross_query, cross_output;      /* and its products; values null for other layers */
-    const float *bias;                     /* [heads, reach] of scores, by the distance of query and key; null for none */
-    int64_t reach, activation;             /* further keys are as the last one */
-    int64_t behind;                        /* norms are of what a sublayer was added to, rather than of what it reads */
-    const float *sinks;                    /* [heads] a score beside those of the keys, without a value; null for none */
-    double cap;                            /* scores become cap tanh(score / cap); 0: they stay as they are */
-    Norm attention_given, mlp_given;       /* of what a sublayer gives, before it is added */
-    double residual;                       /* what it is multiplied by, behind these; 0: by nothing */
-    int64_t kind;                          /* of the pass's kinds of layers */
-    int64_t window;                        /* a token sees as many, itself included; 0: all */
-    int64_t rotary, rotation;              /* numbers of a head that are turned, and how */
-    int64_t head_norms;                    /* how the norms of queries and keys are special */
-    int64_t parallel;                      /* the MLP reads what the attention reads, behind `after` or, without one, `before` */
-    int64_t grouped;                       /* query, key and value of a head lie together, rather than all queries first */
-    const struct Experts *experts;         /* in place of the MLP, of which gate_up and down are then a shared expert; or null */
-    const struct Latent *latent;           /* in place of qkv: keys are latents and what is turned of them, and values latents; or null */
+    Norm before, after, query_norm, key_norm; /* of the attention, the MLP, a head's query and key */
+    Norm between;                          /* cross-attention: its norm, */
+    Matrix cross_query, cross_output;      /* and its matrices; values null without it */
+    const float *bias;                     /* [heads, reach] added to scores, by the distance of query and key; or null */
+    int64_t reach, activation;             /* longer distances count as the longest */
+    int64_t behind;                        /* post-norm: norms apply to the sum of x and a sublayer's output, rather than to its input */
+    const float *sinks;                    /* [heads] attention sinks: one more score, without a value; or null */
+    double cap;                            /* scores become cap tanh(score / cap); 0: no cap */
+    Norm attention_given, mlp_given;       /* norms of a sublayer's output, before it is added */
+    double residual;                       /* factor of this output after these norms; 0: none */
+    int64_t kind;                          /* index into Pass.kinds */
+    int64_t window;                        /* sliding window in tokens, including the token itself; 0: all */
+    int64_t rotary, rotation;              /* numbers of a head with RoPE, and its kind */
+    int64_t head_norms;                    /* 0, WHOLE_HEADS or BEHIND */
+    int64_t parallel;                      /* attention and MLP read the same x; the MLP's norm is `after`, or else `before` */
+    int64_t grouped;                       /* qkv has query, key and value of each head together, rather than all queries first */
+    const struct Experts *experts;         /* in place of the MLP; gate_up and down are then a shared expert; or null */
+    const struct Latent *latent;           /* in place of qkv: the cache has latents as keys, and RoPE keys as values; or null */
 } Layer;
 
-/* What layers of one kind share in a pass: where their keys are, and tables of what turns by position, or null */
+/* What layers of one kind share in a pass: the layout of their cache, and RoPE tables or null */
 typedef struct {
     int64_t row_stride, head_stride, table_stride, page_stride; /* as in Pass */
     const int32_t *table;
     const float *cos, *sin; /* [.., rotary] */
-    const float *factor;    /* [..] of queries, or null */
+    const float *factor;    /* [..] factor of queries by position, or null */
 } Kind;
 
 typedef struct {
     int64_t threads;
-    int64_t rows, tokens, nodes, width;    /* of all rows, of a row at most; slots that keys span */
+    int64_t rows, tokens, nodes, width;    /* `tokens` of all rows, `nodes` of a row at most; `width`: slots that keys span */
     int64_t row_stride, head_stride;       /* of the cache, in values */
-    int64_t table_stride, page_stride;     /* of a cache in pages of KEYS slots: from row to row of its table, and from page to page */
+    int64_t table_stride, page_stride;     /* a cache in pages of KEYS slots: from row to row of its page table, and from page to page */
     int64_t own_angles;                    /* cos and sin are [tokens, size]; 0: [nodes, size], rows share them */
     int64_t mask_row_stride, mask_stride;  /* from row to row, from node to node */
     const value *cos, *sin;
-    const int32_t *begins, *row_of;        /* [rows + 1] first token of each row, [tokens] */
-    const int32_t *slots;                  /* [tokens] where each one's keys go */
+    const int32_t *begins, *row_of;        /* [rows + 1] first token of each row; [tokens] row of each */
+    const int32_t *slots;                  /* [tokens] cache slot of each */
     value *states, *projected, *attended, *wide, *thin; /* scratch: [T, hidden], [T, qkv], [T, heads * size], [T, 2 inner], [T, inner] */
     float *scratch;                        /* [threads, SCRATCH(size)] */
-    int32_t *positions;                    /* [rows, width] of what is in each slot; null: its number */
-    const int32_t *ends;                   /* [rows] the last slot of each one's source, whose keys each layer has here */
+    int32_t *positions;                    /* [rows, width] position of the token in each slot; null: slots are positions */
+    const int32_t *ends;                   /* [rows] last slot of each row's source; below, each layer's cross-attention keys */
     const value *const *cross_keys, *const *cross_values;
     int64_t cross_row_stride, cross_head_stride;
-    const int32_t *table;                  /* [rows, ...] the pages of each row, in order; null where a row's slots lie behind one another */
-    const Kind *kinds;                     /* of layers; null where all are alike, and as said here */
-    const int64_t *places;                 /* [tokens] their lines in the kinds' tables */
-    void *experts;                         /* scratch: as many bytes as `experts_room` of any of the layers says */
-    float *segments;                       /* scratch: sums over segments of keys, */
-    int64_t segments_room;                 /* so many numbers; threads divide attention by segments where it is enough */
+    const int32_t *table;                  /* [rows, ...] page table: the pages of each row in order; null: a row's slots are contiguous */
+    const Kind *kinds;                     /* kinds of layers; null: all are alike, and described here */
+    const int64_t *places;                 /* [tokens] their rows in the RoPE tables of `kinds` */
+    void *experts;                         /* scratch: the largest experts_room() of the layers, in bytes */
+    float *segments;                       /* scratch: partial sums over segments, */
+    int64_t segments_room;                 /* of so many floats; attention is divided by segments only if that is enough */
 } Pass;
 
-/* What queries are asked about: the text so far, or the source */
+/* The keys and values that queries attend to: those of the text, or of the source */
 typedef struct {
     const value *keys, *values;
-    int64_t row_stride, head_stride, columns; /* the last from the queries of one token to those of the next */
-    const int32_t *slots;                     /* up to which a token sees all, without a mask; `by_row` that of each row */
+    int64_t row_stride, head_stride, columns; /* `columns`: from one token's queries to the next one's */
+    const int32_t *slots;                     /* without a mask, the last slot that a token sees; `by_row`: one for each row */
     int by_row;
     const uint8_t *mask;
     const float *bias;
     const int32_t *table;                     /* as in Pass */
-    const value *turned;                      /* of latent attention, what keys have behind their latents; or null */
+    const value *turned;                      /* latent attention: RoPE keys, which follow the latents in a key; or null */
 } Asked;
 
-/* Where the keys of a head in the KEYS slots from `start` on, a multiple of KEYS, begin in a cache */
+/* Offset in a cache of a head's keys in the KEYS slots from `start` on, a multiple of KEYS */
 INLINE size_t block(const Pass *p, const int32_t *table, int64_t row_stride, int64_t head_stride, int row, int head, int start, int size) {
     const size_t begin = table ? (size_t)table[row * p->table_stride + start / KEYS] * p->page_stride : (size_t)row * row_stride + (size_t)start * size;
     return begin + (size_t)head * head_stride;
 }
 
-/* Which of the 16 slots from `first` on a query sees: those in `seen`, or all up to its own */
+/* The mask of the 16 slots from `first` on that a query sees: those set in `seen`, or all up to its own `slot` if that is null */
 INLINE lanes visible(const uint8_t *seen, int slot, int first, int width) {
     const int left = (seen ? width : slot + 1) - first;
     const lanes there = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;
@@ -707,17 +706,17 @@ INLINE lanes visible(const uint8_t *seen, int slot, int first, int width) {
     return bytes_set(there, seen + first);
 }
 
-/* Which of the 16 positions from `first` on lie at `from` or behind it */
+/* The mask of the 16 positions from `first` on that are at least `from` */
 INLINE lanes behind(int from, int first) { return from <= first ? 0xffff : from - first >= 16 ? 0 : (lanes)(0xffff << (from - first)); }
 
-/* Which vector of a token's product a head is; queries are counted first, then keys, then values */
+/* Index of a head's vector in a token's qkv product; `head` counts query heads first, then key heads, then value heads */
 INLINE int vector_of(const Layer *l, int head) { return l->grouped ? head % l->heads * 3 + head / l->heads : head; }
 
 INLINE float *own_scratch(const Worker *w, const Layer *l, const Pass *p) {
     return p->scratch + (size_t)w->number * SCRATCH(l->size);
 }
 
-/* What is added to the scores of the 16 positions from `first` on for a head of a query at `position` */
+/* The bias of a head by distance, for the scores of a query at `position` with the 16 positions from `first` on */
 INLINE f32 by_distance(const Layer *l, const float *bias, int head, int position, int first) {
     i32 distance = i32_sub(i32_of(position), i32_add(i32_count(), i32_of(first)));
     distance = i32_max(i32_min(distance, i32_of(l->reach - 1)), i32_zero());
@@ -731,30 +730,30 @@ INLINE f32 capped(f32 x, float cap) {
     return f32_pick(f32_less(x, f32_zero()), y, f32_sub(f32_zero(), y));
 }
 
-/* Queries first to first + n, n <= QUERIES, of one head of keys of one row: query i is head i % group of node i / group. With the largest
- * score in this segment so far, and sums. */
+/* The state of online softmax for queries `first` to first + n of one key head of one row, n <= QUERIES. Query i is query head i % group of node
+ * i / group. */
 typedef struct {
     const Layer *layer;
     const Pass *pass;
     const Asked *asked;
-    int row, head, first, n, wide; /* the last the size of a value */
+    int row, head, first, n, wide; /* `wide`: size of a value */
     float *scores;              /* [n, KEYS] */
-    float *sums, *most, *total; /* [n, wide], [n], [n], behind one another */
+    float *sums, *most, *total; /* [n, wide] sums of values, [n] largest score so far, [n] sums of probabilities; contiguous */
     value *packed, *queries;    /* [KEYS, size], [n, size] */
     const uint8_t *seen[QUERIES];
-    int slots[QUERIES], from[QUERIES]; /* of each query, and the first position that its window shows */
-    int reach, end;             /* slots that anything may be seen in, and those of them that are gone through */
-    const int32_t *positions;   /* of the row's slots; null where slots are positions, */
-    int moved, lowest;          /* as they are up to slot `moved`; the lowest position from there on */
+    int slots[QUERIES], from[QUERIES]; /* the slot of each query, and the first position in its window */
+    int reach, end;             /* the end of the slots that any query may see, and of those that this chunk reads */
+    const int32_t *positions;   /* of the row's slots; null: slots are positions, */
+    int moved, lowest;          /* as they are up to slot `moved` in a tree; the lowest position from there on */
 } Chunk;
 
-/* The slots of a row are at these positions; null where slots are positions */
+/* Positions of a row's slots; null if slots are positions */
 INLINE const int32_t *positions_of(const Pass *p, const Asked *a, int row) {
     return a->mask && p->positions ? p->positions + (size_t)row * p->width : 0;
 }
 
-/* A tree's nodes lie in slots in their order. What its node k has above it is k nodes where these are a chain, and fewer in all that come
- * behind. So slots are positions up to some slot, and none is from there on. */
+/* Nodes of a token tree are in slots in their order. While they form a chain, node k has k ancestors; after the first branch, every node has
+ * fewer. So slots are positions up to some slot, and never from there on. */
 static void find_moved(Chunk *c) {
     c->moved = c->lowest = c->reach;
     if (!(c->positions = positions_of(c->pass, c->asked, c->row))) return;
@@ -766,7 +765,7 @@ INLINE size_t slots_from(const Chunk *c, int start) {
     return block(c->pass, c->asked->table, c->asked->row_stride, c->asked->head_stride, c->row, c->head, start, c->wide);
 }
 
-/* Raw scores of the first `count` slots from `start` on; those at `behind`, unless it is null, are on their way */
+/* Raw scores of the first `count` slots from `start` on; prefetch the keys at `behind`, unless it is null */
 static void score_slots(const Chunk *c, int start, int count, float *scores, const value *behind) {
     const int size = c->layer->size, rest = size - c->wide;
     const size_t at = slots_from(c, start);
@@ -783,7 +782,8 @@ static void gather_slots(const Chunk *c, int start, int count, const float *prob
                       c->n - t < TOKENS ? c->n - t : TOKENS, t == 0 ? behind : 0);
 }
 
-/* The raw scores of KEYS positions from `start` on, of which queries see some, become probabilities relative to the largest score so far */
+/* Online softmax: turn raw scores of KEYS positions from `start` on into probabilities relative to the largest score so far. Queries see only the
+ * positions in `sees`. */
 static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
     const Layer *l = c->layer;
     const int size = c->wide, group = l->heads / l->key_heads;
@@ -819,7 +819,7 @@ static void weigh(Chunk *c, int start, lanes sees[QUERIES][KEYS / 16]) {
     }
 }
 
-/* The KEYS positions from `start` on, each in the slot of its number */
+/* Attend to the KEYS positions from `start` on, each of which is in the slot of the same number */
 static void take_slots(Chunk *c, int start) {
     lanes sees[QUERIES][KEYS / 16];
     int count = 0; /* keys up to the last one that a query sees */
@@ -836,18 +836,18 @@ static void take_slots(Chunk *c, int start) {
     gather_slots(c, start, count, c->scores, start + KEYS < c->end ? c->asked->values + behind : 0);
 }
 
-/* The blocks of KEYS slots that hold positions from `start` on: the one of that number, and those with what is moved */
+/* Iterate over the blocks of KEYS slots that hold positions from `start` on: the block at `start`, and those from slot `moved` on */
 INLINE int next_block(const Chunk *c, int start, int at) {
     const int moved = c->moved / KEYS * KEYS;
     if (at < 0) return start < c->moved ? start : moved;
     return at == start && start < moved ? moved : at + KEYS;
 }
 
-/* The KEYS positions from `start` on, some of which are in other slots than those of their numbers. Plain decoding of a node's path has them
- * in these. Scores are brought into that order, so that they are added up in the same order and the sums have the same bits. */
+/* Attend to the KEYS positions from `start` on, some of which are in other slots, as in a token tree. Plain decoding of a node's path has them
+ * in slots of the same number. Scores are brought into that order, so that sums are made in the same order and have the same bits. */
 static void take_positions(Chunk *c, int start) {
     const int group = c->layer->heads / c->layer->key_heads;
-    int slot_of[QUERIES][KEYS], same[QUERIES], any = 0; /* of positions that are moved; the first query of the same node */
+    int slot_of[QUERIES][KEYS], same[QUERIES], any = 0; /* slots of moved positions; the first query of the same node */
     uint64_t still[QUERIES], moved[QUERIES];            /* positions that a query sees in slots of their number, and in others */
     lanes sees[QUERIES][KEYS / 16];
     float of_slots[QUERIES * KEYS];
@@ -862,7 +862,7 @@ static void take_positions(Chunk *c, int start) {
         moved[i] = moved[same[i]];
         for (int b = 0; b < KEYS / 16; b++) sees[i][b] = (still[i] | moved[i]) >> (b * 16);
     }
-#define EACH_MOVED(action) /* into the block of slots `at`: to `slot` of it from position `lane` of these */ \
+#define EACH_MOVED(action) /* for each moved position in block `at`: its `slot` there, its `lane` among these positions */ \
     for (uint64_t left = moved[i]; left; left &= left - 1) { \
         const int lane = __builtin_ctzll(left), slot = slot_of[same[i]][lane] - at; \
         if (slot >= 0 && slot < KEYS) action; \
@@ -894,10 +894,10 @@ static void take_positions(Chunk *c, int start) {
 #undef EACH_MOVED
 }
 
-/* Numbers of a value; latents are a part of what is kept of a token */
+/* Size of a value; a latent is only a part of its key */
 INLINE int wide_of(const Layer *l, const Asked *a) { return a->turned ? l->latent->rank : l->size; }
 
-/* The first position that the window of a layer shows to the query in a slot */
+/* The first position in the layer's window for the query in a slot */
 INLINE int first_seen(const Layer *l, const int32_t *positions, int slot) {
     const int position = positions ? positions[slot] : slot;
     return l->window && position >= l->window ? position - l->window + 1 : 0;
@@ -920,7 +920,8 @@ static Chunk chunk_of(Worker *w, const Layer *l, const Pass *p, const Asked *a, 
     return c;
 }
 
-/* Sums at `sums` over the positions of one segment, KEYS at a time. A sink counts in the first segment that a query sees. */
+/* Attend to the positions of one segment, KEYS at a time. `sums` gets sums, largest scores and totals as Chunk has them. A sink counts in the
+ * first segment that a query sees. */
 static void over_segment(Chunk *c, int segment, float *sums) {
     const Layer *l = c->layer;
     const int group = l->heads / l->key_heads, begin = segment * KEY_SEGMENT, end = begin + KEY_SEGMENT;
@@ -939,7 +940,7 @@ static void over_segment(Chunk *c, int segment, float *sums) {
             take_positions(c, start);
 }
 
-/* Sums of n queries go on with those over the next segment, as over_segment has them */
+/* Merge the result `more` of over_segment() for the next segment into `sums`, for n queries */
 static void joined(float *sums, const float *more, int n, int wide) {
     for (int i = 0; i < n; i++) {
         float *all = sums + i * wide, *most = sums + n * wide + i, *total = most + n;
@@ -957,19 +958,19 @@ static void joined(float *sums, const float *more, int n, int wide) {
     }
 }
 
-/* What n queries make of their sums, which are as over_segment has them */
+/* Divide the sums of n queries, as over_segment() has them, by their totals, into p->attended */
 static void attended(Worker *w, const Layer *l, const Pass *p, int row, int head, int first, int n, int wide, const float *sums) {
     const int begin = p->begins[row], group = l->heads / l->key_heads;
     for (int i = 0; mine(w) && i < n; i++) {
         const int node = (first + i) / group, which = head * group + (first + i) % group;
         value *out = p->attended + ((size_t)begin + node) * l->heads * wide + (size_t)which * wide;
         const float total = sums[n * wide + n + i];
-        const f32 scale = f32_of(total > 0.0f ? 1.0f / total : 0.0f); /* filler may see nothing */
+        const f32 scale = f32_of(total > 0.0f ? 1.0f / total : 0.0f); /* padding tokens may see nothing */
         for (int d = 0; d < wide; d += 16) store(out + d, f32_mul(f32_load(sums + i * wide + d), scale));
     }
 }
 
-/* A chunk: some queries over all that they see */
+/* A chunk: some queries, over all segments that they see */
 static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n) {
     Chunk c = chunk_of(w, l, p, a, row, head, first, n);
     float *sums = c.scores + QUERIES * KEYS, *more = sums + QUERIES * (l->size + 2);
@@ -984,7 +985,7 @@ static void attend(Worker *w, const Layer *l, const Pass *p, const Asked *a, int
     attended(w, l, p, row, head, first, n, c.wide, sums);
 }
 
-/* A chunk: likewise over one segment alone, whose sums go to `out` */
+/* A chunk: some queries over one segment, whose partial sums go to `out` */
 static void attend_segment(Worker *w, const Layer *l, const Pass *p, const Asked *a, int row, int head, int first, int n, int segment, float *out) {
     Chunk c = chunk_of(w, l, p, a, row, head, first, n);
     float *sums = c.scores + QUERIES * KEYS;
@@ -993,7 +994,7 @@ static void attend_segment(Worker *w, const Layer *l, const Pass *p, const Asked
     if (mine(w)) __builtin_memcpy(out, sums, n * (c.wide + 2) * sizeof(float));
 }
 
-/* A phase: queries and keys turned by their positions, keys and values put into the cache */
+/* A phase: RoPE of queries and keys; keys and values go to the cache */
 static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *values) {
     const int size = l->size, queries = l->heads, turning = queries + l->key_heads, items = p->tokens * turning;
     const Kind *k = p->kinds ? p->kinds + l->kind : 0;
@@ -1031,7 +1032,7 @@ static void turn(Worker *w, const Layer *l, const Pass *p, value *keys, value *v
     }
 }
 
-/* A phase: the queries of a token together behind their norm, and so its keys */
+/* A phase: norm of all queries of a token together, and of all its keys */
 static void whole_heads(Worker *w, const Layer *l, const Pass *p) {
     const int queries = l->heads * l->size, keys = l->key_heads * l->size;
     for (int i = first(w, 2 * p->tokens); i >= 0; i = next(w)) {
@@ -1042,7 +1043,7 @@ static void whole_heads(Worker *w, const Layer *l, const Pass *p) {
     }
 }
 
-/* How many segments the tokens of a row see some of, from number `begin` on */
+/* How many segments the tokens of a row see, from segment `begin` on */
 static int segments_of(const Layer *l, const Pass *p, const Asked *a, int row, int *begin) {
     int end = 0;
     *begin = INT_MAX;
@@ -1054,11 +1055,11 @@ static int segments_of(const Layer *l, const Pass *p, const Asked *a, int row, i
     return end > *begin ? end - *begin : 0;
 }
 
-/* Every query over the keys that it sees. A phase, or where there are few queries over long texts two: over segments, and these together.
- * A query's sums over a segment are the same either way, and so is the order in which they are added up. */
+/* Attention of all queries to the keys that they see. One phase; with few queries over long texts two: partial sums over each segment, then
+ * their merge. Both ways make the same partial sums and merge them in the same order, so bits are equal. */
 static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) {
     const int group = l->heads / l->key_heads, heads = l->key_heads, asked = p->nodes * group, rows = p->rows, wide = wide_of(l, a);
-    int share = asked < QUERIES ? asked : QUERIES, parts = (asked + share - 1) / share; /* of the queries of a head of keys, at a time */
+    int share = asked < QUERIES ? asked : QUERIES, parts = (asked + share - 1) / share; /* queries of a key head per chunk; chunks per key head */
     int segments = 1, begin;
     for (int row = 0; p->segments_room && row < rows && parts * rows * heads < PIECES * p->threads; row++) {
         const int count = segments_of(l, p, a, row, &begin);
@@ -1068,7 +1069,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
     const int pieces = parts * rows * heads;
     const size_t needed = (size_t)share * (wide + 2);
     if ((int64_t)needed * pieces * segments > p->segments_room) segments = 1;
-#define EACH_PIECE(count, action) /* of the queries, times `count` */ \
+#define EACH_PIECE(count, action) /* for each piece of the queries, `count` times */ \
     for (int i = first(w, pieces * count); i >= 0; i = next(w)) { \
         const int piece = i % pieces, from = piece % parts * share, head = piece / parts % heads, row = piece / parts / heads; \
         const int left = (p->begins[row + 1] - p->begins[row]) * group - from, n = left < share ? left : share; \
@@ -1080,7 +1081,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
         return;
     }
     EACH_PIECE(segments, {
-        const int number = i / pieces; /* those who read the same keys come one after the other */
+        const int number = i / pieces; /* chunks that read the same keys follow each other */
         if (number < segments_of(l, p, a, row, &begin)) attend_segment(w, l, p, a, row, head, from, n, begin + number, p->segments + i * needed);
     })
     EACH_PIECE(1, {
@@ -1093,7 +1094,7 @@ static void attention(Worker *w, const Layer *l, const Pass *p, const Asked *a) 
 #undef EACH_PIECE
 }
 
-/* A phase: the gate's outputs beside those of `up` become one */
+/* A phase: thin [T, size] = act(gate) * up, where `wide` has rows [gate, up]; or act(wide) if ALONE */
 static void gates(Worker *w, const value *wide, value *thin, int T, int size, int activation) {
     const Cut c = cut(T, size);
     const int columns = activation & ALONE ? size : 2 * size;
@@ -1110,7 +1111,7 @@ static void gates(Worker *w, const value *wide, value *thin, int T, int size, in
 
 #include "experts.h"
 
-/* What a sublayer reads of x, and what becomes of x once it was added */
+/* The input of a sublayer, and (left) x after its output was added: one of them is normed */
 static const value *entered(Worker *w, const Layer *l, const Pass *p, Norm norm, const value *x) {
     if (l->behind || !norm.weight) return x;
     norms(w, x, norm, p->states, p->tokens, l->hidden, l->eps);
@@ -1121,7 +1122,7 @@ static void left(Worker *w, const Layer *l, const Pass *p, Norm norm, value *x) 
     if (l->behind) norms(w, x, norm, x, p->tokens, l->hidden, l->eps);
 }
 
-/* A phase: y [T, size], behind a norm and times `factor` unless that is 0, is added to x */
+/* A phase: x += norm(y) * factor, for y [T, size]; a factor of 0 is ignored */
 static void added(Worker *w, const value *y, Norm norm, float factor, value *x, int T, int size, float eps) {
     const Cut c = cut(T, size);
     for (int i = first(w, c.chunks); i >= 0; i = next(w)) {
@@ -1136,7 +1137,7 @@ static void added(Worker *w, const value *y, Norm norm, float factor, value *x, 
     }
 }
 
-/* What a sublayer gives, the product of inputs [T, K], is added to x */
+/* Add a sublayer's output, the product of inputs [T, K], to x */
 static void give(Worker *w, const Layer *l, const Pass *p, const Matrix *m, const value *inputs, int K, Norm norm, value *x) {
     const int plain = !norm.weight && !l->residual;
     product(w, m, inputs, plain ? x : p->states, p->tokens, K, l->hidden, plain);
@@ -1165,10 +1166,10 @@ static void mixture(Worker *w, const Layer *l, const Pass *p, value *x) {
 
 #include "latent.h"
 
-/* x [T, hidden] becomes what the layer makes of it; its keys and values go to their slots.
- * mask: [rows, 1, nodes, width] bytes, or null where a node sees every slot up to its own, as far as the layer's window shows it.
- * The attention reads inputs [T, K]; if they are null, x behind the norm in front of the layer. Only the sublayers `parts` are run;
- * cross-attention, where there is any, as layer `number` of the decoder. */
+/* Run a layer on x [T, hidden], in place; its keys and values go to their slots in the cache.
+ * mask: [rows, 1, nodes, width] bytes, or null if a node sees every slot up to its own within the layer's window.
+ * The attention reads inputs [T, K], or norm(x) if that is null. Only the sublayers in `parts` run. `number` is the layer's index among the
+ * decoder's, for cross-attention. */
 static void through(Worker *w, const Layer *l, const Pass *p, const uint8_t *mask, value *x, const value *inputs, int K, value *keys,
                     value *values, int parts, int number) {
     const int T = p->tokens, H = l->hidden, I = l->inner, size = l->size, heads = l->heads * size, all = heads + 2 * l->key_heads * size;
@@ -1241,14 +1242,14 @@ static void do_attention(Worker *w, const void *job) {
     attention(w, a->layer, a->pass, &a->asked);
 }
 
-/* The attention of a layer alone: of p->projected [tokens, heads * size] over keys and values into p->attended of that shape. Of the layer
- * only heads and their size, scaling, sinks and cap are read. */
+/* Attention alone: p->projected [tokens, heads * size] over keys and values, into p->attended of that shape. Heads, size, scaling, sinks and cap
+ * of the layer must be set, and the other fields 0. */
 void attend_over(const Layer *l, const Pass *p, const uint8_t *mask, const value *keys, const value *values) {
     const Asked asked = {keys, values, p->row_stride, p->head_stride, l->heads * l->size, p->slots, 0, mask, 0, p->table, 0};
     together(p->threads, do_attention, &(Attention){l, p, asked});
 }
 
-/* The vectors [rows, heads, nodes, size] with those strides into the slots of their tokens, in pages */
+/* Copy vectors [rows, heads, nodes, size] with these strides into their tokens' slots of a cache in pages */
 void write_over(const Pass *p, const value *from, int64_t row_step, int64_t head_step, int64_t step, int heads, int size, value *to) {
     for (int t = 0; t < p->tokens; t++) {
         const int row = p->row_of[t], slot = p->slots[t] % KEYS;
@@ -1260,15 +1261,15 @@ void write_over(const Pass *p, const value *from, int64_t row_step, int64_t head
     }
 }
 
-/* Hidden states that a pass hands out: out [T, count * hidden], those of `numbers` side by side. 0 is what the first layer reads, i what
- * comes out of the i-th, -1 what is behind the norm. */
+/* Hidden states that a pass returns: out [T, count * hidden], those of `numbers` side by side. 0 is the input of the first layer, i the output
+ * of the i-th, -1 the output of the last norm. */
 typedef struct {
     int64_t count;
     const int64_t *numbers;
     value *out;
 } States;
 
-/* A phase for each time that x [T, H] is wanted, which is hidden state `number` */
+/* A phase for each time that `s` asks for hidden state `number`, which is x [T, H] */
 static void hand_out(Worker *w, const States *s, int number, const value *x, int T, int H) {
     for (int f = 0; s && f < s->count; f++)
         if (s->numbers[f] == number)
@@ -1310,22 +1311,22 @@ static void do_model(Worker *w, const void *job) {
     hand_out(w, m->states, -1, m->out, T, H);
 }
 
-/* All layers, and the norm behind them: out [T, hidden] from x [T, hidden], which is overwritten. Keys and values of layer i begin
- * `offset` values behind keys[i] and values[i]. `states` may be null, and so may `parts` [count], the sublayers of each layer that are run. */
+/* All layers and the last norm: out [T, hidden] from x [T, hidden], which is overwritten. Keys and values of layer i begin `offset` values after
+ * keys[i] and values[i]. `states` may be null, and so may `parts` [count], the sublayers of each layer to run. */
 void model(const Layer *const *layers, int count, const Pass *p, const uint8_t *mask, value *x, value *const *keys, value *const *values,
            int64_t offset, const Norm *norm, double eps, value *out, const States *states, const uint8_t *parts) {
     together(p->threads, do_model, &(Model){layers, count, p, mask, x, keys, values, offset, *norm, eps, out, states, parts});
 }
 
-/* What a decoder reads of a token at a position */
+/* Input embeddings of a decoder */
 typedef struct {
     const value *tokens, *positions; /* tables [.., hidden]; the latter or null */
-    Norm norm;                       /* of the sum; `before` it, of the token's part alone */
-    int64_t hidden, before, padding; /* the last is a token that has no position, or -1 */
-    double scale, eps;               /* of the token's part; of the norm */
+    Norm norm;                       /* of the sum; with `before`, of the token embedding alone */
+    int64_t hidden, before, padding; /* `padding`: a token without a position embedding, or -1 */
+    double scale, eps;               /* `scale`: factor of the token embedding */
 } Embedded;
 
-/* x [T, hidden] of tokens at positions [T] */
+/* Input embeddings x [T, hidden] of tokens [T] at positions [T] */
 void embed(const Embedded *e, const int64_t *tokens, const int64_t *positions, value *x, int T) {
     const int H = e->hidden;
     const f32 scale = f32_of(e->scale);
@@ -1343,19 +1344,19 @@ void embed(const Embedded *e, const int64_t *tokens, const int64_t *positions, v
 
 /* -- a draft tree, grown in one call --------------------------------------------------------------------------------------- */
 
-/* What an EAGLE-3 head has besides a decoder of one layer. A step reads the embedding of a token and the state that the step before handed
- * on; the first ones of a round read what the target's features become. */
+/* What an EAGLE-3 head has besides a decoder of one layer. A step reads the embedding of a token and the hidden state of the step before; the
+ * first steps of a round read the fused features of the target. */
 typedef struct {
     Matrix fuse;                                  /* [hidden, width] */
     const value *of_embedding, *of_state;         /* norms, [hidden] each */
     const value *features;                        /* [missed, width] */
-    const int64_t *ids;                           /* [vocab] the target's of the draft's tokens, or null where they are the same */
-    value *inputs, *states;                       /* scratch: [n, 2 * hidden]; [nodes that are read, hidden] what they hand on */
-    int64_t width, residual_normed, output_normed; /* of the features; whether the residual, and what is handed on, are behind a norm */
+    const int64_t *ids;                           /* [vocab] the target's id of each draft token, or null if they are equal */
+    value *inputs, *states;                       /* scratch: [n, 2 * hidden]; [nodes that are read, hidden] their states, for the next step */
+    int64_t width, residual_normed, output_normed; /* `width` of the features; whether the residual, and the states, are normed */
 } Eagle;
 
-/* What is added to logits behind certain tokens: for context i, a token or two as one number, odds[j] to token tokens[j], first[i] <= j <
- * first[i + 1]. */
+/* What is added to logits after certain tokens, as a sparse matrix (CSR): after context i, which is one or two tokens as a number, odds[j] is
+ * added to the logit of tokens[j], for first[i] <= j < first[i + 1]. */
 typedef struct {
     const int64_t *contexts; /* [count], ascending */
     const int32_t *first;
@@ -1364,21 +1365,21 @@ typedef struct {
     int64_t count;
 } Lists;
 
-/* Medusa's heads in place of a decoder, one per level: their logits follow from one state, and only what successors add from the path. */
+/* Medusa heads in place of a decoder, one per level. All of them read one hidden state; only `lists` and `text` depend on the path. */
 typedef struct {
-    const value *state;      /* [hidden] that the root was chosen from */
+    const value *state;      /* [hidden] of which the root was predicted */
     const Matrix *layers;    /* [heads][count]: x <- x + SiLU(W x + b) */
     const Matrix *lm_heads;  /* [heads] */
-    int64_t hidden, count, vocabulary; /* the last as contexts are numbered */
-    const Lists *lists;      /* [reach], contexts of one token first */
-    const float *weights;    /* [heads] of the odds */
+    int64_t hidden, count, vocabulary; /* `count`: layers per head; `vocabulary`: the base in which contexts are numbers */
+    const Lists *lists;      /* [reach], those for contexts of one token first */
+    const float *weights;    /* [heads] factors of the odds */
     int64_t reach;
-    const int64_t *text;     /* [length] what was committed, ending in the root */
-    int64_t length, heed;    /* whether what follows in the text counts */
-    const float *shares;     /* [PATH - 1] of what followed the last 2, 3, .. tokens */
-    value *x, *y, *own;      /* scratch: [hidden], [hidden], [columns] of the newest level before anything is added */
+    const int64_t *text;     /* [length] committed tokens, the last of which is the root */
+    int64_t length, heed;    /* `heed`: mix in what followed the same tokens in the text */
+    const float *shares;     /* [PATH - 1] probability for what followed the last 2, 3, .. tokens */
+    value *x, *y, *own;      /* scratch: [hidden], [hidden], [columns] logits of the newest level, nothing added */
     int64_t *read, *above;   /* scratch: [nodes that are read]: their tokens and parents */
-    int64_t level;           /* of the nodes that are read next; kept here */
+    int64_t level;           /* level of the nodes to read next; guess() updates it */
 } Medusa;
 
 typedef struct {
@@ -1388,12 +1389,12 @@ typedef struct {
     const value *cos, *sin;                    /* by position [.., size] or null */
     const Matrix *head;
     value *const *keys, *const *values;
-    int64_t count, vocab, columns;             /* of layers, of tokens that may be drafted, of the head's padded outputs */
-    int64_t offset, start, missed, most;       /* into keys and values; slots that hold text, tokens to read behind it, positions */
+    int64_t count, vocab, columns;             /* layers; tokens that may be drafted; padded outputs of the LM head */
+    int64_t offset, start, missed, most;       /* offset into keys and values; slots that hold text; tokens to read after it; most positions */
     int64_t depth, k, total;
-    double eps, delta, least;                  /* levels go on while they add more than delta; log-probability of what is proposed */
-    const double *prices;                      /* [total + 1] of that many nodes, in accepted tokens, or null */
-    value *x, *out, *logits;                   /* scratch: [n, hidden] twice, [n, columns], n tokens of a pass */
+    double eps, delta, least;                  /* growth stops after a level with no more than `delta` expected tokens; lowest log-probability of a node */
+    const double *prices;                      /* [total + 1] cost of verifying so many nodes, in accepted tokens, or null */
+    value *x, *out, *logits;                   /* scratch: [n, hidden] twice, [n, columns], for passes of n tokens */
     value *angles;                             /* scratch: [2, n, size] */
     uint8_t *mask;                             /* scratch: [nodes that are read, stride] */
     int64_t stride;
@@ -1402,21 +1403,22 @@ typedef struct {
     float *scores;                             /* scratch: [k + k * k * (depth - 1)] */
     int32_t *order;                            /* scratch: likewise */
     const Eagle *eagle;                        /* or null */
-    Medusa *medusa;                            /* or null; then nothing is read but tokens, and start is 0 and missed 1 */
-    double logit_scale, logit_cap;             /* logits are multiplied, and capped as scores are; 0: they stay as they are */
+    Medusa *medusa;                            /* or null; if set, there is no cache, start is 0 and missed is 1 */
+    double logit_scale, logit_cap;             /* factor and cap of the logits, the latter as Layer.cap; 0: none */
 } Growth;
 
-/* How the tokens of a chain are drawn: the i-th from softmax(logits / temperature), cut to the likeliest tokens, which goes to q[i], by the
- * noise that hashes[x] and words[i] make for token x. */
+/* How a chain is sampled: token i from q[i], which is softmax(logits / temperature) truncated by top_k, top_p and min_p. The noise of token x
+ * follows from hashes[x] and words[i]. */
 typedef struct {
     const uint64_t *words;
     const int32_t *hashes; /* [columns] */
     float *q;              /* [.., columns], 0 where the draft has no such token */
-    int64_t columns, top_k;     /* 0: all */
+    int64_t columns, top_k;     /* top_k 0: all */
     double temperature, top_p, min_p;
 } Draws;
 
-/* The best of `count` values behind (above, at) in the order of larger first, equals by number: its number, and `best` it. */
+/* Of `count` values in decreasing order, equal ones by index: the one that follows value `above` at index `at`. Returns its index; `best` is its
+ * value. */
 INLINE int following(const value *x, int count, float above, int at, float *best) {
     const f32 limit = f32_of(above), none = f32_of(-__builtin_inff());
     const i32 last = i32_of(at);
@@ -1438,7 +1440,7 @@ INLINE int following(const value *x, int count, float above, int at, float *best
     return found < count ? found : 0;
 }
 
-/* The logarithm of the sum of e^x over `count` values of which `most` is the largest, `most` left out */
+/* log(sum of e^(x - most)) over `count` values; `most` is the largest */
 INLINE float log_sum(const value *x, int count, float most) {
     f32 sum = f32_zero();
     for (int i = 0; i < count; i += 16) {
@@ -1448,7 +1450,7 @@ INLINE float log_sum(const value *x, int count, float most) {
     return __builtin_logf(f32_sum(sum));
 }
 
-/* The number of the best of scores [from, to) that is not marked, the earlier of equals; -1 if all are */
+/* Index of the best unmarked score in [from, to), the first of equal ones; -1 if all are marked */
 static int best_open(const float *scores, const int32_t *marks, int from, int to) {
     int best = -1;
     for (int i = from; i < to; i++)
@@ -1456,8 +1458,8 @@ static int best_open(const float *scores, const int32_t *marks, int from, int to
     return best;
 }
 
-/* One step of an EAGLE-3 head over T tokens: g->out [T, hidden] is what its LM head reads. Without `above` the states come from the
- * features; otherwise above[t] is the node that handed token t its state. What the last n hand on becomes that of nodes `first`... */
+/* One step of an EAGLE-3 head over T tokens, into g->out [T, hidden], which its LM head reads. Token t goes on from the state of node above[t],
+ * or without `above` from the target's features. The states of the last n tokens are kept as those of nodes `first`... */
 static void steps(const Growth *g, Pass *p, const int64_t *tokens, const int32_t *above, int T, int n, int first, const uint8_t *mask) {
     const Eagle *e = g->eagle;
     const int H = g->layers[0]->hidden;
@@ -1475,7 +1477,7 @@ static void steps(const Growth *g, Pass *p, const int64_t *tokens, const int32_t
     __builtin_memcpy(e->states + (size_t)first * H, handed, (size_t)n * H * sizeof(value));
 }
 
-/* Put x, which is found at `place`, in front of the first of `count` that is smaller; the last one falls out where there are k */
+/* Insert x, found at index `place`, before the first smaller of `count` sorted numbers; if there are k already, the last one is dropped */
 INLINE int put(float *best, int64_t *at, int count, int k, float x, int64_t place) {
     int i = count < k ? count++ : k - 1;
     for (; i > 0 && best[i - 1] < x; i--) best[i] = best[i - 1], at[i] = at[i - 1];
@@ -1483,7 +1485,7 @@ INLINE int put(float *best, int64_t *at, int count, int k, float x, int64_t plac
     return count;
 }
 
-/* The k <= width largest of a line, and their places: largest first, and the earlier of equals first */
+/* The k <= width largest numbers of a line and their indices: largest first, the first of equal ones first */
 static void largest_of(const value *line, int64_t width, int k, float *best, int64_t *at) {
     int64_t i = 0;
     int count = 0;
@@ -1501,7 +1503,7 @@ static void largest_of(const value *line, int64_t width, int k, float *best, int
         if (number(line + i) > best[k - 1]) put(best, at, k, k, number(line + i), i);
 }
 
-/* The least logit that is kept; `most` is the largest */
+/* The smallest logit that top_k, top_p and min_p keep; `most` is the largest. top_p applies only within top_k. */
 static float least_kept(const Draws *d, const value *logits, int vocab, float most) {
     float least = d->min_p > 0.0 ? most + (float)(d->temperature * __builtin_log(d->min_p)) : -__builtin_inff();
     if (!d->top_k || d->top_k >= vocab) return least;
@@ -1537,7 +1539,7 @@ INLINE f32 noise(i32 hashes, uint64_t word) {
     return minus_log(f32_max(unit, f32_of(0x1p-24f - 1.0f)));
 }
 
-/* Token i of a chain, of the `vocab` that the draft has */
+/* Draw token i of a chain from the `vocab` tokens of the draft */
 static int drawn(const Draws *d, int i, const value *logits, int vocab) {
     float *q = d->q + (size_t)i * d->columns, largest;
     following(logits, vocab, __builtin_inff(), -1, &largest);
@@ -1566,10 +1568,10 @@ static int drawn(const Draws *d, int i, const value *logits, int vocab) {
     }
     __builtin_memset(q + vocab, 0, (d->columns - vocab) * sizeof(float));
     const lanes equal = f32_equal(best, f32_of(f32_most(best)));
-    return i32_least_of(equal, which); /* 0 where logits are no numbers, and q then neither */
+    return i32_least_of(equal, which); /* 0 if logits are NaN, and then q is NaN as well */
 }
 
-/* The place of `wanted` among `count` ascending numbers, or -1 */
+/* Index of `wanted` among `count` ascending numbers, or -1 */
 INLINE int64_t place_of(const int64_t *numbers, int64_t count, int64_t wanted) {
     int64_t low = 0, high = count;
     while (low < high) {
@@ -1582,7 +1584,7 @@ INLINE int64_t place_of(const int64_t *numbers, int64_t count, int64_t wanted) {
     return low < count && numbers[low] == wanted ? low : -1;
 }
 
-/* Logits of head k from the one state */
+/* Logits of Medusa head k, nothing added */
 static void guess_alone(const Growth *g, Pass *p, int64_t k) {
     const Medusa *m = g->medusa;
     const value *x = m->state;
@@ -1593,7 +1595,7 @@ static void guess_alone(const Growth *g, Pass *p, int64_t k) {
     linear(&m->lm_heads[k], x, m->own, 1, m->hidden, g->columns, p->threads);
 }
 
-/* The PATH tokens up to node `number`, the last one first, into path; -1 before the text */
+/* The PATH tokens that end with node `number`, the last one first, into path; -1 before the text */
 static void path_to(const Medusa *m, int64_t number, int64_t *path) {
     for (int i = 0; i < PATH; i++) {
         path[i] = number >= 0 ? m->read[number] : m->length - 1 + number >= 0 ? m->text[m->length - 1 + number] : -1;
@@ -1601,7 +1603,7 @@ static void path_to(const Medusa *m, int64_t number, int64_t *path) {
     }
 }
 
-/* Mix what followed the last tokens of `path` in the text into logits: the latest MATCHES places of each length count */
+/* Mix into logits what followed the last tokens of `path` elsewhere in the text; the latest MATCHES matches of each length count */
 static void heed_text(const Growth *g, value *logits, const int64_t *path) {
     const Medusa *m = g->medusa;
     int64_t tokens[(PATH - 1) * MATCHES];
@@ -1617,7 +1619,7 @@ static void heed_text(const Growth *g, value *logits, const int64_t *path) {
     }
     float left = 1.0f, weights[PATH - 1];
     int count = 0;
-    for (int r = PATH - 2; r >= 0; r--) { /* of a place of exactly this length: its share among those as long, and as long as less */
+    for (int r = PATH - 2; r >= 0; r--) { /* the weight of a match of this length: its part of this share and of those of shorter ones */
         weights[r] = 0.0f;
         count += many[r];
         if (!count) continue;
@@ -1642,7 +1644,7 @@ static void heed_text(const Growth *g, value *logits, const int64_t *path) {
     }
 }
 
-/* Logits of n nodes, `first`... of the tree, below nodes above[t]: their level's, and what the tokens above add */
+/* Logits of n nodes, numbered from `first` on, below nodes above[t]: those of their level, plus what their paths add */
 static void guess(const Growth *g, Pass *p, const int64_t *tokens, const int32_t *above, int n, int first) {
     Medusa *m = g->medusa;
     const int64_t level = m->level++;
@@ -1670,8 +1672,8 @@ static void guess(const Growth *g, Pass *p, const int64_t *tokens, const int32_t
     }
 }
 
-/* One pass over T tokens at `slots`, at a position each; `mask` null for a chain. Logits of the last n of them, which are nodes `first`...
- * of the tree, below nodes above[t]; null for text. */
+/* One pass over T tokens in g->slots, at `positions`; `mask` is null for a chain. It makes the logits of the last n tokens, which are nodes
+ * `first`... of the tree, below nodes above[t]; `above` is null for text. */
 static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const int64_t *positions, const int32_t *above, int T, int n, int first,
                         const uint8_t *mask) {
     if (g->medusa) {
@@ -1708,7 +1710,7 @@ static void read_tokens(const Growth *g, Pass *p, const int64_t *tokens, const i
 /* The target's id of the draft's token `at` */
 INLINE int64_t named(const Growth *g, int at) { return g->eagle && g->eagle->ids ? g->eagle->ids[at] : at; }
 
-/* The first pass: the text that was missed, of which the last token is the root */
+/* The first pass: the last `missed` tokens of the text, the last of which is the root */
 static void read_text(const Growth *g, Pass *p, const int64_t *text) {
     int64_t positions[LINE];
     if (g->medusa) g->medusa->level = 0;
@@ -1718,7 +1720,7 @@ static void read_text(const Growth *g, Pass *p, const int64_t *text) {
     read_tokens(g, p, text, positions, 0, g->missed, 1, 0, 0);
 }
 
-/* What node `number`, read behind the root, sees: what its parent does, and itself */
+/* The mask of node `number`: what its parent sees, and itself */
 static void seen_from(const Growth *g, int number, int parent) {
     if (g->medusa) return;
     const int root = g->start + g->missed - 1;
@@ -1732,14 +1734,14 @@ static void seen_from(const Growth *g, int number, int parent) {
     seen[root + number] = 1;
 }
 
-/* Fills a tree in whose nodes are known beforehand: node i of `count` is the one ranked ranks[i] below node parents[i], level by level in
- * order; 0 is the root. Every node above the last level is read. Returns how many were, the root included. With `draws`, which may be null,
- * the tokens of a chain are drawn. */
+/* Fill in a static tree, whose nodes are in the order of levels: node i of `count` is the one of rank ranks[i] below node parents[i]; 0 is the
+ * root. Every node above the last level is read. Returns how many were, including the root. With `draws`, which may be null, the tokens of a
+ * chain are sampled. */
 int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, const int32_t *ranks, int count, int64_t *out_tokens,
          const Draws *draws) {
     const int root = g->start + g->missed - 1;
     int64_t positions[LINE];
-    int first = 0, n = 1, read = 1, node = 1, level = 0; /* the nodes above are n from number `first` on */
+    int first = 0, n = 1, read = 1, node = 1, level = 0; /* the level above has n nodes from number `first` on */
     read_text(g, p, text);
     while (node <= count) {
         const int begin = node;
@@ -1764,9 +1766,9 @@ int fill(const Growth *g, Pass *p, const int64_t *text, const int32_t *parents, 
     return read;
 }
 
-/* Grows a tree for one row: reads the `missed` tokens, of which the last is the root, and then level by level the k best nodes of each.
- * out_tokens, out_parents and own [total] describe the proposed nodes, numbered from 1, below the root, which is 0; own says where each was
- * read behind the root, or -1. Returns how many are proposed, in `fed` how many nodes were read, the root included, and in
+/* Grow a dynamic tree for one row: read the `missed` tokens, the last of which is the root, and then level by level the k best nodes of each.
+ * out_tokens, out_parents and own [total] describe the proposed nodes, numbered from 1, below the root, which is 0; own[i] is the number under
+ * which a node was read, in slot root + own[i], or -1. Returns how many nodes are proposed. `fed` is how many were read, including the root, and
  * `expected_tokens` the sum of the probabilities of the proposed ones. */
 int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int64_t *out_parents, int64_t *own, int64_t *fed, double *expected_tokens) {
     const int k = g->k, root = g->start + g->missed - 1, room = k + k * k * ((int)g->depth - 1);
@@ -1787,7 +1789,7 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
                 if (j == 0) most = last, sum = log_sum(logits, g->vocab, most);
                 const float score = above[i] + (last - most - sum);
                 tokens[found] = named(g, at), parents[found] = newest[i], numbers[found] = -1, marks[found] = 0;
-                scores[found] = score == score ? score : -__builtin_inff(); /* nothing is proposed where logits are no numbers */
+                scores[found] = score == score ? score : -__builtin_inff(); /* propose nothing if logits are NaN */
             }
         }
         if (level + 1 == g->depth) break;
@@ -1842,7 +1844,7 @@ int grow(const Growth *g, Pass *p, const int64_t *text, int64_t *out_tokens, int
 
 /* -- the largest ------------------------------------------------------------------------------------------------------- */
 
-#define MOST 16 /* of them */
+#define MOST 16 /* largest k */
 
 typedef struct {
     const value *x;
@@ -1861,8 +1863,8 @@ static void do_largest(Worker *w, const void *job) {
     }
 }
 
-/* The places of the k <= MOST largest of each of `lines` lines of `width` >= k values, largest first and the earlier of equals first, into
- * out [lines, k]. Lines begin `stride` values apart. A line is read once; what is no larger than the k-th so far costs a comparison. */
+/* Indices of the k <= MOST largest of each of `lines` lines of `width` >= k values, largest first, the first of equal ones first, into out
+ * [lines, k]. Lines are `stride` values apart. Each is read once; a value that is no larger than the k-th so far costs one comparison. */
 void largest(const value *x, int64_t lines, int64_t width, int64_t stride, int k, int64_t *out, int threads) {
     together(threads, do_largest, &(Largest){x, lines, width, stride, k, out});
 }

@@ -1,5 +1,5 @@
-/* Vectors of 16 numbers on ARM (aarch64): four registers of NEON. Included by vectors.h. What is different there is made as x86-64 has it:
- * the larger of two numbers, of which one may be none, and the order of sums. */
+/* Vectors of 16 numbers on ARM (aarch64): four registers of NEON. Included by vectors.h. Where NEON differs, the functions do what x86-64
+ * does: for the maximum with NaN, and for the order of horizontal sums. */
 #include <arm_neon.h>
 
 typedef struct {
@@ -16,7 +16,7 @@ typedef struct {
 
 typedef struct {
     uint32x4_t a, b, c, d;
-} mask; /* all bits of a number or none */
+} mask; /* all bits of a number are set, or none */
 
 INLINE uint32x4_t spread_four(lanes m, int first) {
     const uint32x4_t bits = {1, 2, 4, 8};
@@ -28,7 +28,7 @@ INLINE lanes gathered_bits(mask m) {
     return vaddvq_u32(vorrq_u32(vorrq_u32(vandq_u32(m.a, a), vandq_u32(m.b, b)), vorrq_u32(vandq_u32(m.c, c), vandq_u32(m.d, d))));
 }
 
-/* Numbers whose bits are set are read or written, and others not touched. */
+/* Numbers whose mask bit is clear are neither read nor written. */
 INLINE int32x4_t load_some_of_four(lanes m, const int32_t *p) {
     if ((m & 15) == 15) return vld1q_s32(p);
     int32_t some[4] = {0};
@@ -62,7 +62,7 @@ INLINE f32 f32_add(f32 x, f32 y) { return PAIRS(f32, vaddq_f32, x, y); }
 INLINE f32 f32_sub(f32 x, f32 y) { return PAIRS(f32, vsubq_f32, x, y); }
 INLINE f32 f32_mul(f32 x, f32 y) { return PAIRS(f32, vmulq_f32, x, y); }
 INLINE f32 f32_div(f32 x, f32 y) { return PAIRS(f32, vdivq_f32, x, y); }
-INLINE float32x4_t larger(float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); } /* y where one is no number, or they are equal */
+INLINE float32x4_t larger(float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); } /* y if either is NaN, as MAXPS */
 INLINE f32 f32_max(f32 x, f32 y) { return PAIRS(f32, larger, x, y); }
 INLINE f32 f32_abs(f32 x) { return EACH(f32, vabsq_f32, x); }
 INLINE f32 f32_fma(f32 x, f32 y, f32 z) { return TRIPLES(f32, vfmaq_f32, z, x, y); }
@@ -101,7 +101,7 @@ INLINE void i32_store(void *p, i32 x) {
     char *bytes = p;
     store_four(bytes, x.a), store_four(bytes + 16, x.b), store_four(bytes + 32, x.c), store_four(bytes + 48, x.d);
 }
-/* Without signs, since overflows are wanted, and C leaves open what those with signs give */
+/* Unsigned, because these must wrap around, and signed overflow is undefined in C */
 INLINE int32x4_t sum_of_four(int32x4_t x, int32x4_t y) { return (int32x4_t)vaddq_u32((uint32x4_t)x, (uint32x4_t)y); }
 INLINE int32x4_t difference_of_four(int32x4_t x, int32x4_t y) { return (int32x4_t)vsubq_u32((uint32x4_t)x, (uint32x4_t)y); }
 INLINE int32x4_t product_of_four(int32x4_t x, int32x4_t y) { return (int32x4_t)vmulq_u32((uint32x4_t)x, (uint32x4_t)y); }
@@ -114,20 +114,19 @@ INLINE i32 i32_min(i32 x, i32 y) { return PAIRS(i32, vminq_s32, x, y); }
 INLINE i32 i32_max(i32 x, i32 y) { return PAIRS(i32, vmaxq_s32, x, y); }
 INLINE i32 i32_pick(lanes m, i32 no, i32 yes) { return TRIPLES(i32, vbslq_s32, spread(m), yes, no); }
 INLINE lanes i32_more(i32 x, i32 y) { return gathered_bits(PAIRS(mask, vcgtq_s32, x, y)); }
-INLINE i32 i32_right(i32 x, int by) { /* zeros come in */
+INLINE i32 i32_right(i32 x, int by) { /* logical shift */
     return (i32){(int32x4_t)((uint32x4_t)x.a >> by), (int32x4_t)((uint32x4_t)x.b >> by), (int32x4_t)((uint32x4_t)x.c >> by), (int32x4_t)((uint32x4_t)x.d >> by)};
 }
 INLINE i32 i32_right_signed(i32 x, int by) { return (i32){x.a >> by, x.b >> by, x.c >> by, x.d >> by}; }
 INLINE i32 i32_left(i32 x, int by) {
     return (i32){(int32x4_t)((uint32x4_t)x.a << by), (int32x4_t)((uint32x4_t)x.b << by), (int32x4_t)((uint32x4_t)x.c << by), (int32x4_t)((uint32x4_t)x.d << by)};
 }
-INLINE i32 i32_halves_right(i32 x, int by) { /* shifts the two 16-bit halves of each word, separately */
+INLINE i32 i32_halves_right(i32 x, int by) { /* shifts both 16-bit halves of each word separately */
     return (i32){(int32x4_t)((uint16x8_t)x.a >> by), (int32x4_t)((uint16x8_t)x.b >> by), (int32x4_t)((uint16x8_t)x.c >> by), (int32x4_t)((uint16x8_t)x.d >> by)};
 }
 
-/* Twice the float of four bits (e2m1) in the lowest bits of each 16-bit half, as an integer; and of each word, as a float. Other bits are
- * not heeded. */
-INLINE int32x4_t four_twice_e2m1(int32x4_t x) { /* its byte is looked up for both bytes of a half, of which the upper one then has the sign */
+/* Twice the e2m1 float (4 bits) in the lowest bits: of each 16-bit half, as an integer; of each word, as a float. Other bits are ignored. */
+INLINE int32x4_t four_twice_e2m1(int32x4_t x) { /* look up both bytes of each half, then keep the upper one, sign-extended */
     const int8x16_t numbers = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const uint8x16_t lower = vreinterpretq_u8_s32(vandq_s32(x, vdupq_n_s32(0x000f000f)));
     const uint8x16_t both = vorrq_u8(lower, vreinterpretq_u8_u16(vshlq_n_u16(vreinterpretq_u16_u8(lower), 8)));
@@ -141,8 +140,8 @@ INLINE float32x4_t four_of_twice_e2m1(int32x4_t x) {
 }
 INLINE f32 f32_twice_e2m1(i32 x) { return EACH(f32, four_of_twice_e2m1, x); }
 
-/* The products of both 16-bit halves with two numbers, with signs, are added. The lower halves of eight words come first, then the upper ones:
- * that is done once for all tokens. */
+/* sum += the signed 16-bit halves of x, times p[0] and p[1]. x is separated into lower and upper halves first, which compilers hoist out of
+ * loops over tokens. */
 INLINE i32 i32_add_pairs(i32 sum, i32 x, const int16_t *p) {
     const int16x8_t lower = vuzp1q_s16((int16x8_t)x.a, (int16x8_t)x.b), upper = vuzp2q_s16((int16x8_t)x.a, (int16x8_t)x.b);
     const int16x8_t lower_2 = vuzp1q_s16((int16x8_t)x.c, (int16x8_t)x.d), upper_2 = vuzp2q_s16((int16x8_t)x.c, (int16x8_t)x.d);
@@ -182,14 +181,14 @@ INLINE void i32_to_16(uint16_t *p, i32 x) { /* the lower halves */
     vst1q_u16(p, vuzp1q_u16((uint16x8_t)x.a, (uint16x8_t)x.b)), vst1q_u16(p + 8, vuzp1q_u16((uint16x8_t)x.c, (uint16x8_t)x.d));
 }
 
-/* 4 rows of 4 words, each row becoming a column */
+/* Transpose 4 x 4 words */
 INLINE void turned_4(int32x4_t *p, int32x4_t *q, int32x4_t *r, int32x4_t *s) {
     const int64x2_t a = (int64x2_t)vtrn1q_s32(*p, *q), b = (int64x2_t)vtrn2q_s32(*p, *q);
     const int64x2_t c = (int64x2_t)vtrn1q_s32(*r, *s), d = (int64x2_t)vtrn2q_s32(*r, *s);
     *p = (int32x4_t)vtrn1q_s64(a, c), *q = (int32x4_t)vtrn1q_s64(b, d), *r = (int32x4_t)vtrn2q_s64(a, c), *s = (int32x4_t)vtrn2q_s64(b, d);
 }
 
-/* 16 rows of 16 words, each row becoming a column */
+/* Transpose 16 x 16 words */
 INLINE void turned(i32 r[16]) {
     for (int i = 0; i < 16; i += 4) {
         turned_4(&r[i].a, &r[i + 1].a, &r[i + 2].a, &r[i + 3].a), turned_4(&r[i].b, &r[i + 1].b, &r[i + 2].b, &r[i + 3].b);
@@ -202,8 +201,7 @@ INLINE void turned(i32 r[16]) {
     }
 }
 
-/* Numbers as 16 bits: of 2 * apart of them (4 or 8) those of the first half alternating with those of the second one. What 16 bits do not
- * hold becomes the nearest number that they do. */
+/* Store as 16 bits with saturation. Within each 2 * apart numbers (4 or 8), the two halves alternate: 0 2 1 3, or 0 4 1 5 2 6 3 7. */
 INLINE void i32_to_alternating(int16_t *p, i32 x, int apart) {
     const uint8x16_t by_four = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
     const uint8x16_t by_two = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
@@ -212,14 +210,14 @@ INLINE void i32_to_alternating(int16_t *p, i32 x, int apart) {
     vst1q_s16(p, (int16x8_t)vqtbl1q_u8((uint8x16_t)low, order)), vst1q_s16(p + 8, (int16x8_t)vqtbl1q_u8((uint8x16_t)high, order));
 }
 
-/* Which of 16 bytes are not zero */
+/* The mask of non-zero bytes among 16 */
 INLINE lanes bytes_not_zero(const uint8_t *p) {
     const uint8x16_t bits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128}, x = vld1q_u8(p), set = vandq_u8(vtstq_u8(x, x), bits);
     return vaddv_u8(vget_low_u8(set)) | vaddv_u8(vget_high_u8(set)) << 8;
 }
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-#define DOTS /* there are instructions for bfloat16: these */
+#define DOTS /* this CPU has bfloat16 instructions, used below */
 INLINE bfloat16x8_t brains(float32x4_t x, float32x4_t y) { return vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(x), y); }
 INLINE void f32_to_brain(uint16_t *p, f32 x) { vst1q_bf16((bfloat16_t *)p, brains(x.a, x.b)), vst1q_bf16((bfloat16_t *)p + 8, brains(x.c, x.d)); }
 INLINE float32x4_t rounded_four(float32x4_t x) { return vcvt_f32_bf16(vcvt_bf16_f32(x)); }
@@ -230,5 +228,5 @@ INLINE i32 brain_from_8(const int8_t *p) { /* 32 of them; bfloat16 holds them ex
     return (i32){upper_halves(x.a, x.b), upper_halves(x.c, x.d), upper_halves(y.a, y.b), upper_halves(y.c, y.d)};
 }
 INLINE float32x4_t dotted(float32x4_t sum, int32x4_t x, int32x4_t y) { return vbfdotq_f32(sum, (bfloat16x8_t)x, (bfloat16x8_t)y); }
-INLINE f32 f32_add_pairs(f32 sum, i32 x, i32 y) { return TRIPLES(f32, dotted, sum, x, y); } /* the products of both halves */
+INLINE f32 f32_add_pairs(f32 sum, i32 x, i32 y) { return TRIPLES(f32, dotted, sum, x, y); } /* adds the products of both halves */
 #endif

@@ -1,8 +1,8 @@
-/* Vectors of 16 numbers: one register with AVX-512, two with AVX2, four with NEON. A function is named by the kind of number and what it does,
- * and gives the same bits with all of them, sums of a vector included.
+/* Vectors of 16 numbers: one register with AVX-512, two with AVX2, four with NEON. Functions are named after the element type and the
+ * operation, and give the same bits on every instruction set, including horizontal sums.
  *
- * `operand` is what products are made of: in bfloat16 two numbers of the inner dimension for each of 16 outputs, in float32 one.
- * VDPBF16PS and BFDOT multiply pairs at once; without them, each half is widened to float32.
+ * An `operand` is a factor of multiply(): in bfloat16, two elements of the inner dimension for each of 16 outputs; in float32, one.
+ * VDPBF16PS and BFDOT multiply such pairs directly; without them, both elements are widened to float32.
  */
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -13,14 +13,14 @@
 #define INLINE static inline __attribute__((always_inline))
 #endif
 
-typedef uint16_t lanes; /* a bit for each of 16 numbers */
+typedef uint16_t lanes; /* a mask: one bit for each of 16 numbers */
 #ifdef __aarch64__
 #include "neon.h"
 #else
 #include "x86.h"
 #endif
 
-/* Of the 16 bytes from p on, of which those in `there` may be read: which are not zero */
+/* The mask of non-zero bytes among the 16 at p. Only the bytes in `there`, which is a prefix, may be read. */
 INLINE lanes bytes_set(lanes there, const uint8_t *p) {
     uint8_t some[16] = {0};
     const int count = there == 0xffff ? 16 : __builtin_popcount(there);
@@ -28,7 +28,7 @@ INLINE lanes bytes_set(lanes there, const uint8_t *p) {
     return bytes_not_zero(count < 16 ? some : p);
 }
 
-/* The smallest of the numbers in m; INT32_MAX where there are none */
+/* The smallest number of x in the mask m; INT32_MAX if m is empty */
 INLINE int32_t i32_least_of(lanes m, i32 x) {
     int32_t all[16], least = INT32_MAX;
     i32_store(all, x);
@@ -39,7 +39,7 @@ INLINE int32_t i32_least_of(lanes m, i32 x) {
 
 /* A positive normal number as fraction * 2^power, 0.75 <= fraction < 1.5 */
 INLINE f32 fraction(f32 x, f32 *power) {
-    const i32 bits = f32_as_i32(x), half = i32_and(i32_right(bits, 22), i32_of(1)); /* from 1.5 on */
+    const i32 bits = f32_as_i32(x), half = i32_and(i32_right(bits, 22), i32_of(1)); /* 1 if the mantissa is at least 1.5 */
     const i32 exponent = i32_add(i32_sub(i32_right(bits, 23), i32_of(127)), half);
     *power = i32_to_f32(exponent);
     return i32_as_f32(i32_sub(bits, i32_left(exponent, 23)));
@@ -59,7 +59,7 @@ INLINE operand eights(const int8_t *p) { return brain_from_8(p); }
 INLINE operand input(const value *p) { return i32_of(*(const int32_t *)p); }
 INLINE f32 multiply(f32 sum, operand w, operand x) { return f32_add_pairs(sum, w, x); }
 #else
-/* The upper half of each number, rounded to nearest and ties to even; what is no number stays so */
+/* The bfloat16 bits of each float32, rounded to nearest, ties to even; NaN stays NaN */
 INLINE i32 halves(f32 x) {
     const i32 bits = f32_as_i32(x), odd = i32_and(i32_right(bits, 16), i32_of(1));
     const i32 near = i32_right(i32_add(bits, i32_add(odd, i32_of(0x7fff))), 16);
@@ -77,7 +77,7 @@ INLINE operand eights(const int8_t *p) {
     return (operand){i32_to_f32(i32_right_signed(i32_left(pairs, 24), 24)), i32_to_f32(i32_right_signed(i32_left(pairs, 16), 24))};
 }
 #ifndef __AVX512F__
-#define HALVED /* see halved_part in layer.c, for which these are one half of `weights` and of `eights`, the odd ones or the even ones */
+#define HALVED /* see halved_part in layer.c, which reads either the even or the odd elements of a pair */
 INLINE f32 half_of_weights(const value *p, int odd) {
     const i32 pairs = i32_load(p);
     return i32_as_f32(odd ? i32_and(pairs, i32_of(0xffff0000)) : i32_left(pairs, 16));

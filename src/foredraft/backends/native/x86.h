@@ -20,7 +20,7 @@ INLINE f32 f32_abs(f32 x) { return _mm512_abs_ps(x); }
 INLINE f32 f32_fma(f32 a, f32 b, f32 c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE f32 f32_fnma(f32 a, f32 b, f32 c) { return _mm512_fnmadd_ps(a, b, c); }
 INLINE f32 f32_nearest(f32 x) { return _mm512_roundscale_ps(x, 0); }
-INLINE f32 f32_power_of_two(f32 x, f32 n) { return _mm512_scalef_ps(x, n); } /* x 2^n, where that is a normal number */
+INLINE f32 f32_power_of_two(f32 x, f32 n) { return _mm512_scalef_ps(x, n); } /* x 2^n, if the result is a normal number */
 INLINE f32 f32_keep(lanes m, f32 x) { return _mm512_maskz_mov_ps(m, x); }      /* 0 where m is not set */
 INLINE f32 f32_pick(lanes m, f32 no, f32 yes) { return _mm512_mask_blend_ps(m, no, yes); }
 INLINE lanes f32_less(f32 a, f32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
@@ -47,10 +47,10 @@ INLINE i32 i32_min(i32 a, i32 b) { return _mm512_min_epi32(a, b); }
 INLINE i32 i32_max(i32 a, i32 b) { return _mm512_max_epi32(a, b); }
 INLINE i32 i32_pick(lanes m, i32 no, i32 yes) { return _mm512_mask_mov_epi32(no, m, yes); }
 INLINE lanes i32_more(i32 a, i32 b) { return _mm512_cmpgt_epi32_mask(a, b); }
-INLINE i32 i32_right(i32 x, int by) { return _mm512_srli_epi32(x, by); } /* zeros come in */
+INLINE i32 i32_right(i32 x, int by) { return _mm512_srli_epi32(x, by); } /* logical shift */
 INLINE i32 i32_left(i32 x, int by) { return _mm512_slli_epi32(x, by); }
-INLINE i32 i32_halves_right(i32 x, int by) { return _mm512_srli_epi16(x, by); } /* shifts the two 16-bit halves of each word, separately */
-INLINE i32 i32_add_pairs(i32 sum, i32 a, const int16_t *p) { /* the products of both 16-bit halves with two numbers, with signs, are added */
+INLINE i32 i32_halves_right(i32 x, int by) { return _mm512_srli_epi16(x, by); } /* shifts both 16-bit halves of each word separately */
+INLINE i32 i32_add_pairs(i32 sum, i32 a, const int16_t *p) { /* sum += the signed 16-bit halves of a, times p[0] and p[1] */
     const i32 b = i32_of(*(const int32_t *)p);
 #ifdef __AVX512VNNI__
     return _mm512_dpwssd_epi32(sum, a, b);
@@ -69,8 +69,7 @@ INLINE i32 f32_as_i32(f32 x) { return _mm512_castps_si512(x); }
 INLINE i32 i32_from_8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 INLINE i32 i32_from_16(const uint16_t *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
 INLINE void i32_to_16(uint16_t *p, i32 x) { _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x)); } /* the lower halves */
-/* Twice the float of four bits (e2m1) in the lowest bits of each 16-bit half, as an integer; and of each word, as a float. Other bits are
- * not heeded. */
+/* Twice the e2m1 float (4 bits) in the lowest bits: of each 16-bit half, as an integer; of each word, as a float. Other bits are ignored. */
 INLINE i32 i32_twice_e2m1(i32 x) {
     static const int16_t numbers[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12, 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     return _mm512_permutexvar_epi16(x, i32_load(numbers));
@@ -80,7 +79,7 @@ INLINE f32 f32_twice_e2m1(i32 x) {
     return _mm512_permutexvar_ps(x, f32_load(numbers));
 }
 
-/* 16 rows of 16 words, each row becoming a column */
+/* Transpose 16 x 16 words */
 INLINE void turned(i32 r[16]) {
     i32 s[16];
     for (int i = 0; i < 16; i += 2) {
@@ -119,7 +118,7 @@ typedef struct {
 #define EACH(type, name, a) BOTH(type, name((a).low), name((a).high))
 #define PAIRS(type, name, a, b) BOTH(type, name((a).low, (b).low), name((a).high, (b).high))
 
-/* All bits of a number where its bit of m, from `first` on, is set */
+/* The 8 bits of m from `first` on as masks of whole words */
 INLINE __m256i spread(lanes m, int first) {
     const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(m >> first), bits), bits);
@@ -206,7 +205,7 @@ INLINE i32 i32_halves_right(i32 x, int by) { return BOTH(i32, _mm256_srli_epi16(
 INLINE i32 i32_add_pairs(i32 sum, i32 a, const int16_t *p) {
     const i32 b = i32_of(*(const int32_t *)p);
     sum = i32_add(sum, PAIRS(i32, _mm256_madd_epi16, a, b));
-    __asm__("" : "+x"(sum.low), "+x"(sum.high)); /* not put off: compilers make sums of integers in another order, and run out of registers */
+    __asm__("" : "+x"(sum.low), "+x"(sum.high)); /* add now: compilers reorder integer sums and then run out of registers */
     return sum;
 }
 INLINE int32_t i32_sum(i32 x) {
@@ -233,10 +232,10 @@ INLINE i32 i32_from_8(const int8_t *p) {
 INLINE i32 i32_from_16(const uint16_t *p) {
     return BOTH(i32, _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8))));
 }
-INLINE void i32_to_16(uint16_t *p, i32 x) { /* the lower halves, where the upper ones are zero */
+INLINE void i32_to_16(uint16_t *p, i32 x) { /* keeps the lower halves; the upper ones must be zero */
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(x.low, x.high), 0xd8));
 }
-INLINE i32 i32_twice_e2m1(i32 x) { /* its byte is looked up for both bytes of a half, of which the upper one then has the sign */
+INLINE i32 i32_twice_e2m1(i32 x) { /* look up both bytes of each half, then keep the upper one, sign-extended */
     const __m256i numbers = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
     x = i32_and(x, i32_of(0x000f000f)), x = i32_add(x, i32_left(x, 8));
     x = BOTH(i32, _mm256_shuffle_epi8(numbers, x.low), _mm256_shuffle_epi8(numbers, x.high));
@@ -250,7 +249,7 @@ INLINE f32 f32_twice_e2m1(i32 x) {
 }
 INLINE f32 f32_power_of_two(f32 x, f32 n) { return f32_mul(x, i32_as_f32(i32_left(i32_add(f32_to_i32(n), i32_of(127)), 23))); }
 
-/* 8 rows of 8 words, each row becoming a column */
+/* Transpose 8 x 8 words */
 INLINE void turned_8(__m256i r[8]) {
     __m256i s[8];
     for (int i = 0; i < 8; i += 2) s[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]), s[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
@@ -266,7 +265,7 @@ INLINE void turned_8(__m256i r[8]) {
     for (int i = 0; i < 8; i++) r[i] = s[i];
 }
 
-/* 16 rows of 16 words, each row becoming a column */
+/* Transpose 16 x 16 words */
 INLINE void turned(i32 r[16]) {
     __m256i a[8], b[8], c[8], d[8];
     for (int i = 0; i < 8; i++) a[i] = r[i].low, b[i] = r[i].high, c[i] = r[i + 8].low, d[i] = r[i + 8].high;
@@ -275,8 +274,7 @@ INLINE void turned(i32 r[16]) {
 }
 #endif
 
-/* Numbers as 16 bits: of 2 * apart of them (4 or 8) those of the first half alternating with those of the second one. What 16 bits do not
- * hold becomes the nearest number that they do. */
+/* Store as 16 bits with saturation. Within each 2 * apart numbers (4 or 8), the two halves alternate: 0 2 1 3, or 0 4 1 5 2 6 3 7. */
 INLINE void i32_to_alternating(int16_t *p, i32 x, int apart) {
     const __m128i by_four = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
     const __m128i by_two = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
@@ -284,15 +282,15 @@ INLINE void i32_to_alternating(int16_t *p, i32 x, int apart) {
     _mm256_storeu_si256((__m256i *)p, _mm256_shuffle_epi8(i32_narrowed(x), order));
 }
 
-/* Which of 16 bytes are not zero */
+/* The mask of non-zero bytes among 16 */
 INLINE lanes bytes_not_zero(const uint8_t *p) {
     return ~_mm_movemask_epi8(_mm_cmpeq_epi8(_mm_loadu_si128((const __m128i *)p), _mm_setzero_si128()));
 }
 
 #ifdef __AVX512BF16__
-#define DOTS /* there are instructions for bfloat16: these */
+#define DOTS /* this CPU has bfloat16 instructions, used below */
 INLINE void f32_to_brain(uint16_t *p, f32 x) { _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 INLINE f32 f32_rounded(f32 x) { return i32_as_f32(i32_left(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16)); }
 INLINE i32 brain_from_8(const int8_t *p) { return (i32)_mm512_cvtne2ps_pbh(i32_to_f32(i32_from_8(p + 16)), i32_to_f32(i32_from_8(p))); } /* 32 of them */
-INLINE f32 f32_add_pairs(f32 sum, i32 a, i32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); } /* the products of both halves */
+INLINE f32 f32_add_pairs(f32 sum, i32 a, i32 b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); } /* adds the products of both halves */
 #endif
