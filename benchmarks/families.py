@@ -292,8 +292,7 @@ class Families(PeerSuite[Settings]):
             "the best of its settings. Peers' plain decoding is not repeated on text that copies. Bytes of a pass are those of the weights "
             f"that it reads, of experts the active ones. Where the best peer is above {NEAR} of read bandwidth, plain decoding is to be at "
             f"{ENOUGH} of it, and not below the peer.",
-            f"{INT4}: llama.cpp's {BITS.upper()} file, which both sides read, its output layer in six bits; bytes are those of the file. "
-            "Foredraft takes eight for six bits.",
+            f"{INT4}: llama.cpp's {BITS.upper()} file, which both sides read, its output layer in six bits; bytes are those of the file.",
             missing(self),
             memory(self),
             quiet(self),

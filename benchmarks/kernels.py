@@ -143,8 +143,8 @@ class Kernels(Suite[Settings]):
             for rows in dict.fromkeys(rows for rows, _ in settings.sizes):
                 self._measure(targets, context, rows)
                 self.advance()
-        for target in targets.values():
-            target.close()
+        while targets:
+            targets.popitem()[1].close()
         for found in libraries.timings(settings.matrices, settings.counts, settings.repeats):
             self.timings += found
             self.advance()

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SECONDS = float(os.environ.get("FOREDRAFT_SOAK") or (180 if "CI" in os.environ else 20))
 HOUR = 3600.0
 CLIENTS, ROWS, QUEUE = 6, 4, 12
-# Of memory. A short run ends before kept beginnings have filled the cache, which may happen behind the first count (in some 2,000 requests,
-# 25 MB: measured over 7 minutes, after which nothing grew), and allocators of Python and torch take some more from the system, too. Jobs and
-# rows that stay are counted, so a leak of them shows at once.
+# Of memory. A short run ends before kept beginnings have filled the cache, which may happen behind the first count (in some 2,000
+# requests, 25 MB: measured over 7 minutes, after which nothing grew). Allocators of Python and torch take some more from the system.
+# Jobs and rows that stay are counted, so a leak of them shows at once.
 CACHE = 24  # MiB
 GROWTH = (0.01, 0.03)
 KNOWN = 8  # jobs and rows: those that the last calls of the engine and of the event loop still refer to

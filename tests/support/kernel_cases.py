@@ -111,6 +111,10 @@ DESCRIBED = {  # families that run by a description: the model type, and what di
     "ernie4_5_moe-some-layers": ("ernie4_5_moe", {**ERNIE, "moe_layer_interval": 2}),
     "deepseek_v3": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
     "deepseek_v3-halves": ("deepseek_v3", {**LATENT, **BY_SIGMOID, "q_lora_rank": None, "rope_interleave": False}),
+    "deepseek_v2": ("deepseek_v2", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2-lite": ("deepseek_v2", {
+        **LATENT, **BY_SIGMOID, "q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None,
+    }),
     "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, **BY_SIGMOID, "q_lora_rank": 64}),
     "dots1": ("dots1", {**BY_SIGMOID, "sliding_window": 12, "layer_types": MIXED}),
     "solar_open": ("solar_open", {**BY_SIGMOID, "attention_bias": True}),

@@ -41,12 +41,14 @@ ROUTED = {"experts", "router"}
 KEPT = {
     "gpt2": CONV1D, "falcon": FALCON, "falcon_grouped": FALCON, "falcon_alibi": FALCON, "qwen3_moe": EXPERTS, "olmoe": EXPERTS,
     "minimax_m2": EXPERTS, "glm4_moe": EXPERTS, "mixtral": EXPERTS, "deepseek_v2": EXPERTS, "deepseek_v3": EXPERTS, "qwen3_next": EXPERTS,
+    "qwen2_moe": EXPERTS, "ernie4_5_moe": EXPERTS, "dots1": EXPERTS, "solar_open": EXPERTS, "glm4_moe_lite": EXPERTS, "exaone_moe": EXPERTS,
     "nemotron_h": EXPERTS, "gpt_oss": ROUTED, "llama4_text": ROUTED, "llama4_tuned": ROUTED, "granitemoehybrid": ROUTED,
 }  # fmt: skip
 # Linear layers whose rows are no multiple of 32 numbers in the tiny model: the kernels do not read them, oneDNN's layout has them.
 NARROW = {
     "deepseek_v2": {"q_b_proj", "kv_b_proj"},
     "deepseek_v3": {"q_b_proj", "kv_b_proj"},
+    "glm4_moe_lite": {"q_b_proj", "kv_b_proj"},
     "gemma3n_text": {"correction_coefs", "prediction_coefs", "linear_right", "per_layer_projection"},
 }
 # Whose layers are not compiled, other than those of models that take chains only.

@@ -1,4 +1,4 @@
-"""Weights of four and eight bits in groups: what is read of checkpoints, what the kernels make of it, and texts."""
+"""Weights of four, six and eight bits in groups: what is read of checkpoints, what the kernels make of it, and texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers import alone, generate, repetitive
 from kernel_cases import DTYPES, needs_kernels
 from safetensors.torch import load_file, save_file
 from stored import ABOUT, in_blocks, numbers, stored
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
 from foredraft import ConfigurationError, Speculator, TokenTree, hub, zoo
 from foredraft.backends import native
@@ -36,11 +36,45 @@ SIZES = {
     "eos_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 BLOCKS = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # for kinds of GGUF whose blocks have 256 weights
+GEMMA = {**BLOCKS, "tie_word_embeddings": True, "query_pre_attn_scalar": 64, "sliding_window": 12, "pad_token_id": None}
+LONG = {"short_factor": [1 + i / 9 for i in range(32)], "long_factor": [2 + i / 9 for i in range(32)]}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, attention_bias=True),
     "qwen3": Qwen3Config(**SIZES),
     "wide-llama": LlamaConfig(**BLOCKS),
     "wide-qwen3": Qwen3Config(**{**BLOCKS, "tie_word_embeddings": True}),
+    "wide-gemma2": Gemma2Config(**{**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 9.0}),
+    "wide-gemma3": Gemma3TextConfig(
+        **{
+            **GEMMA,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        }
+    ),
+    "wide-phi3": Phi3Config(
+        **{
+            **BLOCKS,
+            "pad_token_id": None,
+            "sliding_window": 12,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        }
+    ),
+    "wide-phi3-long": Phi3Config(
+        **{
+            **BLOCKS,
+            "pad_token_id": None,
+            "sliding_window": None,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **LONG},
+        }
+    ),
 }
 
 
@@ -90,7 +124,7 @@ def always(monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize(("outputs", "inputs", "group"), [(64, 32, 32), (100, 160, 64), (192, 352, 128), (17, 288, 288)])
 @pytest.mark.parametrize(("zeros", "order"), [(False, False), (True, False), (True, True)])
 def test_products(outputs, inputs, group, bits, zeros, order, dtype):
@@ -137,7 +171,9 @@ def nested(outputs, inputs, *, bits, group, of, mins, dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "group", "of", "mins"), [(4, 32, 8, True), (8, 32, 8, True), (8, 16, 16, False), (4, 64, 2, True)])
+@pytest.mark.parametrize(
+    ("bits", "group", "of", "mins"), [(4, 32, 8, True), (6, 32, 8, True), (6, 16, 16, False), (8, 16, 16, False), (4, 64, 2, True)]
+)
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (100, 1280)])
 def test_products_with_nested_scales(outputs, inputs, bits, group, of, mins, dtype):
     weight = nested(outputs, inputs, bits=bits, group=group, of=of, mins=mins, dtype=dtype)
@@ -160,7 +196,7 @@ def test_products_with_nested_scales(outputs, inputs, bits, group, of, mins, dty
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_products_of_inputs_of_all_sizes(bits, dtype):
     """Inputs beside one that is very large keep what the dtype has of them, next to that; what is no number stays so."""
     weight = numbers(64, 256, bits=bits, group=64, scales=torch.float32, dtype=dtype)
@@ -180,7 +216,7 @@ def test_products_of_inputs_of_all_sizes(bits, dtype):
 
 
 @needs_kernels
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_an_input_that_dwarfs_the_others_does_not_hide_them(bits):
     dtype = torch.bfloat16
     weight = numbers(64, 96, bits=bits, zeros=False, scales=torch.float32, dtype=dtype)
@@ -203,7 +239,7 @@ def test_an_input_that_dwarfs_the_others_does_not_hide_them(bits):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_of_several_formats_are_one_product(dtype):
     four, three = (numbers(outputs, 256, zeros=zeros, dtype=dtype, seed=outputs) for outputs, zeros in ((128, True), (64, False)))
-    six = nested(100, 256, bits=8, group=16, of=16, mins=False, dtype=dtype)
+    six = nested(100, 256, bits=6, group=16, of=16, mins=False, dtype=dtype)
     model = torch.nn.ModuleList([layer_of(each, bias=True) for each in (four, four, six, three)])
     biases = [each.bias.detach().clone() for each in model]
 
@@ -516,7 +552,7 @@ def test_what_the_files_have_is_what_the_test_wrote(tmp_path):
 def gguf_file(folder, kind, name="llama", rotary=None):
     """A file as llama.cpp's converter makes it, of ``kind``; and the model with the weights that it stands for."""
     gguf = pytest.importorskip("gguf")
-    model, sort, architecture = plain(name), getattr(gguf.GGMLQuantizationType, kind), name.removeprefix("wide-")
+    model, sort, architecture = plain(name), getattr(gguf.GGMLQuantizationType, kind), name.removeprefix("wide-").removesuffix("-long")
     config, writer = model.config, gguf.GGUFWriter(folder / "model.gguf", architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -524,16 +560,29 @@ def gguf_file(folder, kind, name="llama", rotary=None):
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    if architecture != "phi3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_dimension_count(int(64 * rope.get("partial_rotary_factor", 1)) if architecture == "phi3" else config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     if rotary is not None:
         writer.add_tensor("rope_freqs.weight", rotary.numpy())
-    sorts = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
-    names = gguf.get_tensor_name_map(sorts[architecture], config.num_hidden_layers)
+    if architecture in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if architecture == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    for which in ("long", "short") if rope["rope_type"] == "longrope" else ():
+        writer.add_tensor(f"rope_factors_{which}.weight", torch.tensor(rope[f"{which}_factor"]).numpy())
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -544,7 +593,7 @@ def gguf_file(folder, kind, name="llama", rotary=None):
         if turned:  # ``permute`` of llama.cpp's converter
             given = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         if tensor.ndim == 1:
-            writer.add_tensor(target, given.numpy())
+            writer.add_tensor(target, (given + 1 if "gemma" in name else given).numpy())
             continue
         packed = in_blocks(given, kind)
         writer.add_tensor(target, packed, raw_dtype=sort)
@@ -558,18 +607,21 @@ def gguf_file(folder, kind, name="llama", rotary=None):
 
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+OTHERS = [("Q4_0", "wide-gemma2"), ("Q4_K", "wide-gemma3"), ("Q6_K", "wide-phi3"), ("Q4_0", "wide-phi3-long")]
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("Q4_0", "llama"), ("Q8_0", "qwen3"), *((kind, f"wide-{name}") for kind in KINDS for name in ("llama", "qwen3"))],
+    [("Q4_0", "llama"), ("Q8_0", "qwen3"), *((kind, f"wide-{name}") for kind in KINDS for name in ("llama", "qwen3")), *OTHERS],
 )
 def test_a_gguf_file_keeps_its_bits(kind, name, tmp_path, always):
     expected = gguf_file(tmp_path, kind, name)
     found = load_model(str(tmp_path), gguf_file="model.gguf", dtype="float32")
     wanted = expected.state_dict()
     weights = {key: each for key, each in found.named_parameters() if isinstance(each, GroupedTensor)}
-    assert len(weights) == 2 * 7 + 1 and {each.bits for each in weights.values()} == {4 if kind.startswith("Q4") else 8}
+    assert len(weights) == expected.config.num_hidden_layers * (4 if "phi3" in name else 7) + 1 and {
+        each.bits for each in weights.values()
+    } == {8 if kind == "Q8_0" else 4 if kind.startswith("Q4") else 6}
     assert all(torch.equal(each.dequantize(), wanted[key]) for key, each in weights.items())
     assert torch.equal(found.get_input_embeddings().weight, wanted["model.embed_tokens.weight"])
     assert torch.allclose(logits(found), logits(expected), atol=1e-5)

@@ -181,7 +181,7 @@ def test_a_model_that_takes_images_as_well():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3-halves"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3-halves", "deepseek_v2"])
 @torch.inference_mode()
 def test_latents_are_kept_as_the_class_keeps_them(name, dtype):
     """Passes by the kernels and by the class take turns over one cache."""
@@ -205,12 +205,22 @@ def test_latents_are_kept_as_the_class_keeps_them(name, dtype):
     assert sum(found.page_bytes) == 3 * 64 * (128 + 64) * dtype.itemsize
 
 
-def test_latents_whose_weights_are_quantised():
+@pytest.mark.parametrize("kind", ["int8", "int4-32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_latents_whose_weights_are_quantised(kind, dtype):
     pytest.importorskip("torchao")
-    model = build("deepseek_v3", torch.float32)
-    quantize(model)
-    found = Target(model, execution="native", owned=True)
-    assert found.execution == "packed" and "its products for latents are not packed" in found.reasons["fused"]
+    steps = []
+    for execution in ("eager", "native"):
+        with torch.inference_mode(False):
+            model = build("deepseek_v3", dtype)
+            quantize(model, kind)
+            each = Target(model, execution=execution, owned=execution == "native")
+        each.open([PROMPT * 4])
+        steps.append([each.prefill([PROMPT * 4], first=0), each.score(TokenTree.from_chain(torch.tensor([PROMPT[:10]])))])
+    assert each.execution == "native" and "fused" not in each.reasons
+    for wanted, got in zip(*steps):
+        assert_close(got, wanted, dtype, routed=True)
 
 
 def test_angles_that_depend_on_the_length():
@@ -258,6 +268,7 @@ WRONG = [  # the model, the family, what its description says instead, and what 
     ("gpt_neox", "GPTNeoX", {"parallel": False}, "layer 0 .* computes something else"),
     ("qwen3-window", "Qwen3", {"head_norms": ("none", "none")}, "layer 0 .* computes something else"),
     ("deepseek_v3", "DeepseekV3", {"interleaved": False}, "layer 0 .* computes something else"),
+    ("deepseek_v2", "DeepseekV2", {"interleaved": False}, "layer 0 .* computes something else"),
     ("deepseek_v3", "DeepseekV3", {"head_norms": ("q_a_layernorm", "none")}, "layer 0 .* computes something else"),
     ("gemma", "Gemma", {"wide": ("mlp.up_proj", "mlp.gate_proj")}, "linear layers for gate_up are not packed together"),
 ]

@@ -110,6 +110,7 @@ NAMED = {  # what a configuration calls the number of experts, those chosen, and
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "decoder_sparse_step"),
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "first_k_dense_replace"),
     "ernie4_5_moe": ("moe_num_experts", "moe_k", "moe_layer_start_index"),
+    "deepseek_v2": ("n_routed_experts", "num_experts_per_tok", "first_k_dense_replace"),
 }
 
 
@@ -159,12 +160,14 @@ def test_ties_are_broken_as_torch_breaks_them(count, chosen, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 3)])
 @pytest.mark.parametrize(("count", "chosen"), [(16, 4), (64, 6), (128, 8)])
-def test_ties_of_scores_and_of_groups(count, chosen, groups, dtype):
-    """Corrections are added to the scores, and groups are ordered by their best two."""
-    model, layer = showing(dtype, count, chosen, "glm4_moe", n_group=groups[0], topk_group=groups[1])
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v2"])
+def test_ties_of_scores_and_of_groups(name, count, chosen, groups, dtype):
+    """Corrections are added to the scores, and groups are ordered by their best two; or there are none, and they are by their best one."""
+    model, layer = showing(dtype, count, chosen, name, n_group=groups[0], topk_group=groups[1])
     generator, gate = torch.Generator().manual_seed(count + groups[0]), layer.mlp.gate
     gate.weight.copy_(torch.randint(0, 3, (count, 128), generator=generator))
-    gate.e_score_correction_bias.copy_(torch.randint(0, 2, (count,), generator=generator) * 0.5)
+    if name == "glm4_moe":
+        gate.e_score_correction_bias.copy_(torch.randint(0, 2, (count,), generator=generator) * 0.5)
     target = Target(model, execution="native")
     x = torch.eye(128, dtype=dtype)
     wanted = type(layer.mlp).forward(layer.mlp, layer.post_attention_layernorm(x)[None])[0]
@@ -249,7 +252,7 @@ def test_every_node_of_a_tree_has_the_bits_of_plain_decoding(name, dtype, thread
 # -- texts, and weights that change -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "deepseek_v2", "deepseek_v3"])
 def test_text_is_that_of_the_plain_model(name):
     rows = [[(3 * i + row) % 100 for i in range(length)] for row, length in enumerate((23, 9, 15))]
     expected = [alone(made(name, torch.float32), row, max_new_tokens=12) for row in rows]
@@ -353,6 +356,7 @@ def test_what_is_written_where_weights_were_is_named(tmp_path):
         ("glm4_moe", "Glm4MoeTopkRouter", {"routing": native.OF_ALL}),
         ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", {"normed": False}),
         ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", {"correction": None}),
+        ("deepseek_v2", "DeepseekV2TopkRouter", {"normed": True}),
     ],
 )
 def test_another_router_is_found_out_at_load(name, router, instead, dtype, monkeypatch):

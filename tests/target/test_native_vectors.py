@@ -77,6 +77,23 @@ def test_instruction_sets_give_the_same_bits(dtype, tmp_path):
                 torch.testing.assert_close(numbers(other), numbers(one), rtol=2**-7, atol=size / 100)
 
 
+@needs_kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
+def test_tiles_of_amx(tmp_path):
+    """They are emulated, and products are within a rounding or two; each token has the bits that it has alone. The instructions themselves
+    are compiled, and not run."""
+    plain, tiled = lines("avx2", torch.bfloat16, tmp_path), lines("avx2", torch.bfloat16, tmp_path, "-DTILES", "-DEMULATED")
+    different = differing(plain, tiled)
+    assert different and different < {line[0] for line in plain if len(line) > 60}, "results of products alone"
+    for one, other in zip(plain, tiled):
+        if one[0] in different:
+            torch.testing.assert_close(numbers(other), numbers(one), rtol=2**-7, atol=numbers(one).abs().mean().item() / 100)
+    built = ["cc", "-march=sapphirerapids", "-DTILES", "-DBF16", *FLAGS, *STRICT, "-c", "-o", str(tmp_path / "built.o")]
+    subprocess.run(built, check=True, timeout=500)
+    found = subprocess.run(["objdump", "-d", str(tmp_path / "built.o")], capture_output=True, text=True, check=True).stdout
+    assert "tdpbf16ps" in found and "ldtilecfg" in found
+
+
 @needs_arm
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,7 +112,9 @@ def test_undefined_behaviour(instructions, dtype, tmp_path):
         ("aarch64", "Linux", "fp asimd", "avx2", "'avx2'; set it to bf16 or neon"),
         ("aarch64", "Linux", "fp", "", "this CPU has no ASIMD"),
         ("arm64", "Darwin", "fp asimd", "", "for Linux on x86-64 or ARM (aarch64), and this is Darwin on arm64"),
-        ("x86_64", "Linux", "avx2 fma f16c", "neon", "'neon'; set it to avx512 or avx2"),
+        ("x86_64", "Linux", "avx2 fma f16c", "neon", "'neon'; set it to amx or avx512 or avx2"),
+        ("x86_64", "Linux", "avx2 fma f16c avx512f", "amx", "asks for amx, which this CPU does not have"),
+        ("x86_64", "Linux", "avx2 fma f16c avx512f amx_tile amx_bf16", "amx", None),
     ],
 )
 def test_machines(machine, system, features, asked, message, monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foredraft.backends import native
+from foredraft.backends import narrow, native
 from foredraft.backends.base import Part
 from foredraft.backends.experts import Experts, Mixture, laid_out, worst
 from foredraft.backends.families import FAMILIES, Family, family_of, interleaves
@@ -301,8 +301,8 @@ class Latents:
         layers = {name: getattr(attention, each) for name, each in names.items()}
         matrices = {name: packing.matrix(layer) for name, layer in layers.items()}
         expand = packing.product(attention.kv_b_proj)
-        if expand is None or expand.quantised or None in matrices.values():
-            raise Unfit("its products for latents are not packed in the kernels' layout, or quantised")
+        if expand is None or None in matrices.values():
+            raise Unfit("its products for latents are not packed in the kernels' layout")
         rank, turned, plain, values = (
             int(getattr(attention, name)) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         )
@@ -311,6 +311,8 @@ class Latents:
                 f"it has latents of {rank} numbers, values of {values} and keys of {plain} and {turned}, which the kernels do not take"
             )
         (weight,) = expand.weights()
+        if expand.quantised:  # it becomes two stacks of matrices, which are little beside the rest of a model
+            weight = narrow.dequantized(attention.kv_b_proj.weight, weight)
         to_keys, to_values = torch.split(weight.view(heads, plain + values, rank), [plain, values], 1)
         self._held = laid_out(heads, lambda head: to_keys[head].T), laid_out(heads, lambda head: to_values[head])
         self.sizes, self.dtype, self.inputs = (rank, turned), expand.dtype, int(layers["kept"].in_features)
@@ -369,7 +371,7 @@ def described(layer: Any, config: Any, family: Family, angles: Angles | None, pa
     activation = native.SILU if experts is not None else activation_of(inside[family.activation])
     gated = down is None or products["gate_up"].outputs == 2 * inner
     sinks = None if getattr(attention, "sinks", None) is None else attention.sinks.detach().float().contiguous()
-    rotation = native.INTERLEAVED if interleaves(family, config) else 0
+    rotation = (native.INTERLEAVED if interleaves(family, config) else 0) | (native.IN_PAIRS if family.in_pairs else 0)
     if family.once or (angles is not None and angles[0].dtype != output.dtype):
         rotation |= native.TURNED_ONCE
     about = native.Layer(
@@ -403,7 +405,8 @@ def angles_of(base: Any, family: Family, kind: Turning, like: Tensor, positions:
     if not kind.turns:
         return None
     given = {} if kind.layer_type is None else {"layer_type": kind.layer_type}
-    cos, sin = base.rotary_emb(like, position_ids=positions, **given)
+    found = base.rotary_emb(like, position_ids=positions, **given)
+    cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found  # complex numbers, in DeepSeek-V2
     if family.halves:
         cos, sin = (torch.cat((each, each), -1) for each in (cos, sin))
     factor = family.tempered(base.config, positions[0])

@@ -259,6 +259,7 @@ class Router:
         float32: logits are computed in float32, also in models of another dtype.
         correction: the attribute with what is added to scores to choose by; None for nothing.
         unsorted: those chosen stay in the order in which ``torch.topk`` found them.
+        by_best: groups of experts are judged by their best one, rather than by the sum of their best two.
     """
 
     name: str = "gate"
@@ -268,6 +269,7 @@ class Router:
     float32: bool = False
     correction: str | None = None
     unsorted: bool = False
+    by_best: bool = False
 
 
 BY_SIGMOID = Router(routing=native.OF_EACH, exact=True, float32=True, correction="e_score_correction_bias", unsorted=True)
@@ -280,6 +282,7 @@ ROUTERS = {
     **dict.fromkeys(
         (f"{each}TopkRouter" for each in ("Glm4Moe", "Glm4MoeLite", "DeepseekV3", "Dots1", "SolarOpen", "ExaoneMoe")), BY_SIGMOID
     ),
+    "DeepseekV2TopkRouter": Router(normed=False, exact=True, float32=True, unsorted=True, by_best=True),
     "Ernie4_5_MoeTopKRouter": Router(normed=True, float32=True, correction="moe_statics.e_score_correction_bias"),
 }
 SHARED = ("shared_expert", "shared_experts")  # what an expert that every token takes is called
@@ -295,7 +298,10 @@ class Experts:
 
     def __init__(self, mixture: Mixture, router: Any, known: Router, shared: tuple[Product, Product] | None, gate: Product | None):
         self.mixture, self.shared = mixture, shared
-        weights = [router.weight.detach(), *(() if gate is None else gate.weights())]
+        weights = [router.weight.detach()]
+        if gate is not None:
+            (own,), (layer,) = gate.weights(), gate.layers
+            weights.append(narrow.dequantized(layer.weight, own) if gate.quantised else own)
         weight, bias = torch.cat(weights), getattr(router, "bias", None)
         weight = weight.float() if known.float32 else weight
         self.router = Product([Rows(weight, None if bias is None else bias.detach(), *weight.shape)], NATIVE)
@@ -306,7 +312,9 @@ class Experts:
         self.about.router, self.about.chosen = self.router.matrix, router.top_k
         self.about.router32 = self.router.matrix.values if known.float32 else None
         self.about.correction = self.correction.data_ptr() if isinstance(self.correction, Tensor) else None
-        self.about.groups, self.about.open = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
+        grouped = getattr(router, "topk_method", "") != "greedy"  # of DeepSeek-V2
+        self.about.groups, self.about.open = (getattr(router, "num_group", 1), getattr(router, "topk_group", 1)) if grouped else (1, 1)
+        self.about.by_best = int(known.by_best)
         self.about.unsorted, self.about.least = int(known.unsorted), getattr(router, "norm_min", 0.0)
         self.about.factor = getattr(router, "routed_scaling_factor", 1.0)
         self.about.routing, self.about.exact = known.routing, int(known.exact)
@@ -331,7 +339,7 @@ class Experts:
             shared, names = (gate_up, down), {*names, name}
         if "shared_expert_gate" in mlp._modules:
             gate = packing.product(mlp.shared_expert_gate)
-            if gate is None or gate.quantised:
+            if gate is None:
                 return None
             names.add("shared_expert_gate")
         if mlp._modules.keys() != names or (router.weight.dtype != mixture.dtype and not known.float32):

@@ -28,6 +28,7 @@ class Family:
         interleaved, once: turned pairs are neighbours, or what says so of the configuration; what is turned is rounded once.
         grouped: query, key and value of a head lie together in ``qkv``.
         latent: keys and values are made of a latent, as in DeepSeek-V2; ``qkv`` is then not there.
+        in_pairs: turned pairs stay neighbours in what is kept of these.
         parallel: attention and MLP read the same; or what says so of a layer.
         halves: angles are those of one half of what is turned.
         tempered: what queries at some positions are multiplied by, of the configuration; None for nothing.
@@ -55,6 +56,7 @@ class Family:
     once: bool = False
     grouped: bool = False
     latent: bool = False
+    in_pairs: bool = False
     parallel: bool | str = False
     halves: bool = False
     tempered: Callable[[Any, Tensor], Tensor | None] = lambda config, positions: None
@@ -139,6 +141,7 @@ FAMILIES = {
     "Olmoe": Family(refused=clipped),
     "GptOss": Family(halves=True),
     **dict.fromkeys(("DeepseekV3", "Glm4MoeLite"), LATENT),
+    "DeepseekV2": replace(LATENT, interleaved=True, in_pairs=True, halves=True),
 }
 
 

@@ -22,10 +22,9 @@ from foredraft.quantization.grouped import GroupedTensor, bytes_from, codes_from
 
 UNIT = 32  # inputs of a matrix, or a multiple of them, that the kernels read
 LEAST = 16  # inputs of a group, and of experts in groups, likewise
-READ = (
-    "torchao's int8 with a scale per output, and weights of 4 or 8 bits in groups of a multiple of 16 inputs: torchao's Intx, AWQ, GPTQ, \
-compressed-tensors W4A16 and W8A16, MXFP4, and most of GGUF's"
-)
+OF_BITS = {4: native.GROUPS_OF_FOUR, 6: native.GROUPS_OF_SIX, 8: native.GROUPS_OF_EIGHT}  # kinds of integers in groups
+READ = "torchao's int8 with a scale per output, and weights of 4, 6 or 8 bits in groups of a multiple of 16 inputs: torchao's Intx, AWQ, \
+GPTQ, compressed-tensors W4A16 and W8A16, MXFP4, and most of GGUF's"
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,12 @@ class Format:
 
     @property
     def grouped(self) -> bool:
-        return self.kind in (native.GROUPS_OF_FOUR, native.GROUPS_OF_EIGHT, native.GROUPS_OF_E2M1)
+        return self.kind in (*OF_BITS.values(), native.GROUPS_OF_E2M1)
 
     @property
     def bits(self) -> int:
         """Of a weight; 0 where they are the model's dtype's."""
-        return {native.EIGHTS: 8, native.GROUPS_OF_FOUR: 4, native.GROUPS_OF_EIGHT: 8, native.GROUPS_OF_E2M1: 4}.get(self.kind, 0)
+        return {native.EIGHTS: 8, native.GROUPS_OF_E2M1: 4, **{kind: bits for bits, kind in OF_BITS.items()}}.get(self.kind, 0)
 
     @property
     def told(self) -> dict[str, int]:
@@ -78,8 +77,8 @@ def format_of(weight: Any, unit: int | None = None) -> Format | None:
         zero, unit = None if weight.zeros is not None else weight.zero, unit or (UNIT if weight.ndim == 2 else LEAST)
         found = grouped(weight.bits, weight.group, weight.inputs, weight.scale, zero, unit)
         nested = 0 if weight.over is None and weight.mins is None else weight.nested
-        kind = native.GROUPS_OF_E2M1 if weight.floats else native.GROUPS_OF_EIGHT if weight.bits == 8 else native.GROUPS_OF_FOUR
-        return found and replace(found, kind=kind, order=order, nested=nested, mins=weight.mins is not None)
+        found = found and replace(found, order=order, nested=nested, mins=weight.mins is not None)
+        return replace(found, kind=native.GROUPS_OF_E2M1) if found and weight.floats else found
     if is_intx(weight):
         bits, inputs = bits_of(weight), weight.shape[1]
         return grouped(bits, weight.block_size[1], inputs, weight.scale, None if weight.zero_point.any() else 1 << (bits - 1))
@@ -89,7 +88,7 @@ def format_of(weight: Any, unit: int | None = None) -> Format | None:
 def grouped(bits: int, group: int, inputs: int, scale: Tensor, zero: int | None, unit: int = UNIT) -> Format | None:
     if inputs % unit or (group % LEAST and group < inputs) or scale.dtype not in native.SCALES:
         return None
-    return Format(native.GROUPS_OF_FOUR if bits == 4 else native.GROUPS_OF_EIGHT, min(group, inputs), scale.dtype, zero)
+    return Format(OF_BITS[bits], min(group, inputs), scale.dtype, zero)
 
 
 def is_quantised(weight: Any) -> bool:
@@ -176,6 +175,17 @@ def give_back(weight: Any, values: Tensor) -> None:
         bits = bits_of(weight)
         values = (codes_from(values, bits).to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
     weight.qdata = values.contiguous()
+
+
+def dequantized(weight: Any, values: Tensor) -> Tensor:
+    """What ``weight`` stands for, with the integers ``values`` in place of its own, which may have been taken."""
+    kept = weight.qdata
+    give_back(weight, values)
+    try:
+        found: Tensor = weight.dequantize()
+        return found
+    finally:
+        weight.qdata = kept
 
 
 def padded_rows(rows: Tensor) -> Tensor:

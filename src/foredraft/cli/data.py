@@ -69,9 +69,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
-    execution: Annotated[
-        str, typer.Option(help="As in Speculator. Values other than eager choose kernels by timing, so a restart may round differently.")
-    ] = "eager",
+    execution: Annotated[str, typer.Option(help="As in Speculator.")] = "eager",
 ) -> None:
     """Let the target answer prompts, and store the answers as token ids. A target with an encoder reads each prompt as a source.
 

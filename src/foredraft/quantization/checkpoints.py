@@ -39,7 +39,8 @@ PARTS = {  # what a layer has in the files: always, and sometimes
     "gguf": (("qdata", "scale", "zeros"), ("over", "mins")),
     "mxfp4": (("blocks", "scales"), ()),
 }
-SEVERAL = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # a weight of experts, and what files list for each
+LISTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # what files list for each expert
+SEVERAL = {"gate_up_proj": (0, 1), "down_proj": (2,)}  # a weight of experts, and which of these it has
 DTYPES = {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -191,7 +192,7 @@ class Stored:
     def _of_gguf(parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> GroupedTensor:
         (*outputs, inputs), qdata, scale, zeros = shape, parts["qdata"], parts["scale"], parts["zeros"]
         (*found, width) = qdata.shape
-        if found != outputs or width not in (inputs // 2, inputs):
+        if found != outputs or width not in (inputs // 2, inputs * 3 // 4, inputs):
             given, wanted = (" x ".join(map(str, each)) for each in (found, outputs))
             raise ValueError(f"weights of {given} outputs in {width} bytes each where {wanted} of {inputs} weights are needed")
         stands = int(zeros) if zeros.ndim == 1 else zeros
@@ -302,6 +303,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         needed, possible = PARTS[config.form]
         there = headers(checkpoint_files or ()) if config.there is None else config.there
+        there = {name.replace(".block_sparse_moe.", ".mlp."): each for name, each in there.items()}  # as transformers renames Mixtral's
         config.there = None
         found = self._make_room_for_experts(model, there)
         self._list_experts(model, there)
@@ -342,10 +344,11 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
         mark = PARTS[self.quantization_config.form][0][-1]
         for path, module in list(model.named_modules()):
             experts: Any = module
-            if f"{path}.0.down_proj.{mark}" not in there or not SEVERAL.keys() <= experts._parameters.keys() or experts.is_transposed:
+            names = next((each for each in LISTS if f"{path}.0.{each[-1]}.{mark}" in there), None)
+            if names is None or not SEVERAL.keys() <= experts._parameters.keys() or experts.is_transposed:
                 continue
             count, hidden, inner = experts.down_proj.shape
-            sizes = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+            sizes = dict(zip(names, ((hidden, inner), (hidden, inner), (inner, hidden))))
             for number in range(count):
                 layers = {name: nn.Linear(*size, bias=False, device="meta") for name, size in sizes.items()}
                 if lacking := [name for name in layers if f"{path}.{number}.{name}.{mark}" not in there]:
@@ -397,7 +400,7 @@ class GroupsQuantizer(HfQuantizer):  # type: ignore[misc]
     @staticmethod
     def _join(experts: Any) -> None:
         """What :meth:`_list_experts` has listed becomes one weight again."""
-        listed = [experts._modules.pop(str(number)) for number in range(len(experts.down_proj))]
+        listed = [list(experts._modules.pop(str(number)).values()) for number in range(len(experts.down_proj))]
         for name, parts in SEVERAL.items():
             del vars(experts)[name]
             weight = stacked([[each[part].weight for part in parts] for each in listed])

@@ -1,15 +1,15 @@
 """GGUF files: linear layers and experts keep their integers, in groups; other tensors are widened to the model's dtype.
 
 Weights of 32 inputs, or of 256 in the kinds whose name ends in K, are a block: scales, and integers of four to eight bits, of which those
-of five and six bits take eight here. llama.cpp turns neighbours of a head against each other where transformers turns its two halves: rows
-of queries and keys of its ``llama`` lie in another order.
+of five bits take six here. llama.cpp rotates interleaved pairs of a head where transformers rotates its two halves: rows of queries and
+keys of its ``llama`` lie in another order.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch import Tensor
 from foredraft.errors import ConfigurationError, first_line
 from foredraft.quantization.grouped import bytes_from
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3")
+GEMMA = ("gemma2", "gemma3")  # whose norms llama.cpp has with 1 added
 KINDS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
 ROTARY = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NAMES = {
@@ -40,6 +41,13 @@ NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+SANDWICH = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OWN = {"gemma2": SANDWICH, "gemma3": SANDWICH, "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}}  # names
+FACTORS = {"rope_freqs.weight": "", "rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
 EXPERTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}  # one weight in transformers, of these in a file
 
 
@@ -68,7 +76,7 @@ def blocks_of(data: Tensor, kind: str) -> dict[str, Tensor]:
         codes = pieces(begin + 4, begin + 20, 4, 16) | fifth.flatten(1) << 4
     else:
         codes = pieces(begin, begin + 16, 4, 16)
-    bits = 4 if kind.startswith("Q4") else 8
+    bits = 4 if kind.startswith("Q4") else 8 if kind == "Q8_0" else 6
     zero = 1 if mins else {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}[kind]
     return {"qdata": bytes_from(codes, bits), "scale": halves(0), "zeros": torch.tensor([zero], dtype=torch.uint8), **mins}
 
@@ -76,7 +84,7 @@ def blocks_of(data: Tensor, kind: str) -> dict[str, Tensor]:
 def kinds_of_256(kind: str, blocks: Tensor, halves: Any, pieces: Any) -> dict[str, Tensor]:
     if kind == "Q6_K":
         codes, scale = pieces(0, 128, 4, 64) | pieces(128, 192, 2, 32) << 4, blocks[:, :, 192:208].contiguous().view(torch.int8).flatten(1)
-        return {"qdata": codes, "scale": scale, "zeros": torch.tensor([32], dtype=torch.uint8), "over": halves(208)}
+        return {"qdata": bytes_from(codes, 6), "scale": scale, "zeros": torch.tensor([32], dtype=torch.uint8), "over": halves(208)}
     first, second, rest = blocks[:, :, 4:16].reshape(*blocks.shape[:2], 3, 4).unbind(2)  # eight scales and eight of `zeros`, of six bits
     scale = torch.cat((first & 63, rest & 15 | first >> 2 & 48), -1).flatten(1)
     zeros = torch.cat((second & 63, rest >> 4 | second >> 2 & 48), -1).flatten(1)
@@ -84,7 +92,7 @@ def kinds_of_256(kind: str, blocks: Tensor, halves: Any, pieces: Any) -> dict[st
     if kind == "Q5_K":
         codes |= pieces(16, 48, 1, 32) << 4
     shared = {"over": halves(0), "mins": halves(2)}
-    return {"qdata": bytes_from(codes, 4 if kind == "Q4_K" else 8), "scale": scale.view(torch.int8), "zeros": zeros, **shared}
+    return {"qdata": bytes_from(codes, 4 if kind == "Q4_K" else 6), "scale": scale.view(torch.int8), "zeros": zeros, **shared}
 
 
 def rows_of(heads: int, rows: int) -> Tensor:
@@ -92,13 +100,13 @@ def rows_of(heads: int, rows: int) -> Tensor:
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
-def name_of(tensor: str) -> str | None:
+def name_of(tensor: str, architecture: str) -> str | None:
     """That of ``tensor`` in transformers; None if it has none."""
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", tensor)
-    if found is None or found[2] not in NAMES:
+    found, names = re.fullmatch(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)", tensor), NAMES | OWN.get(architecture, {})
+    if found is None or found[2] not in names:
         return None
     layer = "" if found[1] is None else f"model.layers.{found[1]}."
-    return f"{layer}{NAMES[found[2]]}.{found[3]}"
+    return f"{layer}{names[found[2]]}.{found[3]}"
 
 
 def opened(path: Path) -> Any:
@@ -131,22 +139,26 @@ def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
         raise ConfigurationError(
             f"{str(path)!r} has a model of llama.cpp's {architecture!r}; of GGUF files {', '.join(ARCHITECTURES)} are read"
         )
-    if (size := reader.fields.get(f"{architecture}.attention.key_length")) is not None:
-        config.head_dim = size.contents()  # transformers does not ask, in every family
-    if (size := reader.fields.get(f"{architecture}.expert_feed_forward_length")) is not None:
-        config.moe_intermediate_size = size.contents()  # nor of this
+
+    def field(name: str) -> Any:
+        found = reader.fields.get(f"{architecture}.{name}")
+        return None if found is None else found.contents()
+
+    configure(config, architecture, field, path)
+    factors = {FACTORS[each.name]: torch.from_numpy(np.array(each.data)) for each in reader.tensors if each.name in FACTORS}
+    if (given := factors.pop("", None)) is not None:
+        config.rope_parameters = {**config.rope_parameters, **rotary(given, config, path)}
+    if factors:
+        config.rope_parameters |= {"rope_type": "longrope", **{name: each.tolist() for name, each in factors.items()}}
     state: dict[str, Tensor] = {}
     names = {tensor.name for tensor in reader.tensors}
     experts = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith("_exps.weight")}
     for number in range(config.num_hidden_layers if experts else 0):
         state |= of_experts(experts, number, path)
     for tensor in reader.tensors:
-        if tensor.name in experts:
+        if tensor.name in experts or tensor.name in FACTORS:
             continue
-        name, kind = name_of(tensor.name), tensor.tensor_type.name
-        if tensor.name == "rope_freqs.weight":
-            config.rope_parameters = {**config.rope_parameters, **rotary(torch.from_numpy(np.array(tensor.data)), config, path)}
-            continue
+        name, kind = name_of(tensor.name, architecture), tensor.tensor_type.name
         if name is None:
             raise ConfigurationError(f"{str(path)!r} has a tensor {tensor.name!r}, which is not read")
         prefix, _, last = name.rpartition(".")
@@ -162,8 +174,45 @@ def read(path: Path, reader: Any, config: Any) -> dict[str, Tensor]:
             state |= {f"{'lm_head' if tied else prefix}.{each}": part.contiguous() for each, part in rows.items()}
         if not keeps or tied:
             found = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
-            state[name] = found if order is None else found[order]
+            found = found if order is None else found[order]
+            state[name] = found - 1 if architecture in GEMMA and prefix.endswith("norm") else found
     return state
+
+
+def configure(config: Any, architecture: str, field: Callable[[str], Any], path: Path) -> None:
+    """Tell ``config`` what transformers does not ask a file for. ``field`` gives what the file has for its architecture, or None.
+
+    Raises:
+        ConfigurationError: positions are scaled in a way that is not read.
+    """
+    scaling = field("rope.scaling.type")
+    if scaling not in (None, "none", "linear"):
+        raise ConfigurationError(f"{str(path)!r} scales positions in the way {scaling!r}, which is not read")
+    linear = {"rope_type": "linear", "factor": field("rope.scaling.factor")} if scaling == "linear" else {}
+    rope = {"rope_type": "default", "rope_theta": field("rope.freq_base") or (1e6 if architecture == "gemma3" else 1e4), **linear}
+    if (size := field("attention.key_length")) is not None:
+        config.head_dim = size
+    if (size := field("expert_feed_forward_length")) is not None:
+        config.moe_intermediate_size = size
+    if (config.pad_token_id or 0) >= config.vocab_size:
+        config.pad_token_id = None  # a default of the family
+    if architecture == "phi3":
+        rotated, size = field("rope.dimension_count"), config.hidden_size // config.num_attention_heads
+        config.sliding_window = field("attention.sliding_window") or None
+        config.original_max_position_embeddings = field("rope.scaling.original_context_length") or config.max_position_embeddings
+        partial = {"partial_rotary_factor": 1.0 if rotated is None else rotated / size}
+        config.rope_parameters = {**rope, **partial, "original_max_position_embeddings": config.original_max_position_embeddings}
+    elif architecture in GEMMA:  # llama.cpp knows what the largest models scale queries by from their number of layers
+        largest = config.num_hidden_layers == (46 if architecture == "gemma2" else 62)
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if largest else config.head_dim
+        config.final_logit_softcapping = field("final_logit_softcapping")
+        config.attn_logit_softcapping = field("attn_logit_softcapping")
+        local = {"rope_type": "default", "rope_theta": field("rope.freq_base_swa") or 1e4}
+        config.rope_parameters = rope if architecture == "gemma2" else {"full_attention": rope, "sliding_attention": local}
+        if not field("attention.sliding_window"):
+            config.layer_types = ["full_attention"] * config.num_hidden_layers
+    elif linear:
+        config.rope_parameters = {**config.rope_parameters, **linear}
 
 
 def of_experts(given: Mapping[str, Any], number: int, path: Path) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Weights of four or eight bits with a scale, and a zero point, for each output and group of inputs.
+"""Weights of four, six or eight bits with a scale, and a zero point, for each output and group of inputs.
 
 Whatever a checkpoint has them packed as, here they have one form: q, the integers, and ``(q - zero) * scale``, the weights, or
 ``q * scale - zero * mins``. Of floats of four bits (e2m1) q is twice the float. Scales may be integers of eight bits themselves, times a
@@ -25,13 +25,13 @@ class GroupedTensor(Tensor):
     then has E in front of the shape below.
 
     Attributes:
-        qdata: ``[N, K * bits / 8]`` uint8, the first weight in the lowest bits.
+        qdata: ``[N, K * bits / 8]`` uint8, the first weight in the lowest bits; of six bits as :func:`bytes_from` has them.
         scale: ``[N, G]`` float16, bfloat16 or float32; or int8, and then ``over`` holds what they are multiplied by.
         zeros: ``[N, G]`` uint8 what stands for 0; None where ``zero`` does everywhere.
         over: ``[N, G / nested]`` float16; None where scales are what they are.
         mins: ``[N, G / nested]`` float16 what ``zeros`` are multiplied by in place of the scale; None where they are not.
         order: ``[K]`` int32 which input each column of ``qdata`` is for; None where they are in order.
-        bits: of a weight, 4 or 8.
+        bits: of a weight, 4, 6 or 8.
         group: columns that share a scale; the last group may be shorter.
         nested: groups that share a number of ``over`` and of ``mins``.
         floats: the integers of ``qdata`` are places in :data:`TWICE_E2M1`, where q is; nothing else stands for 0 then.
@@ -186,11 +186,24 @@ def by_expert(x: Tensor, weight: GroupedTensor, *, offs: Tensor) -> Tensor:
     return out
 
 
+SIXTEEN = [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]  # weights in the order of their upper two bits; it is its own inverse
+PLACES = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+
+
 def codes_from(packed: Tensor, bits: int) -> Tensor:
     """``[..., K]`` uint8 integers, one each, of ``[..., K * bits / 8]``."""
+    if bits == 6:
+        blocks = packed.unflatten(-1, (-1, 12))
+        upper = (blocks[..., 8:, None] >> PLACES.to(packed.device) & 3).flatten(-2)[..., SIXTEEN]
+        return (codes_from(blocks[..., :8], 4) | upper << 4).flatten(-2)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def bytes_from(codes: Tensor, bits: int) -> Tensor:
-    """The opposite."""
+    """The opposite. Sixteen integers of six bits are eight bytes of their lower four bits, and four bytes of their upper two, in the order
+    of :data:`SIXTEEN`: the kernels take pairs of weights that are four apart."""
+    if bits == 6:
+        blocks = codes.unflatten(-1, (-1, 16))
+        upper = ((blocks >> 4)[..., SIXTEEN].unflatten(-1, (4, 4)) << PLACES.to(codes.device)).sum(-1, dtype=torch.uint8)
+        return torch.cat((bytes_from(blocks & 15, 4), upper), -1).flatten(-2)
     return codes.contiguous() if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4

@@ -29,15 +29,18 @@ from foredraft.caching import private_folder, warn_once
 from foredraft.files import replacing
 
 SOURCE = Path(__file__).with_name("layer.c")
-SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "x86.h", "neon.h", "groups.h", "experts.h", "latent.h")))
+SOURCES = (
+    SOURCE,
+    *(SOURCE.with_name(name) for name in ("crew.h", "vectors.h", "x86.h", "neon.h", "groups.h", "tiles.h", "experts.h", "latent.h")),
+)
 FLAGS = ("-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC", "-std=c11", "-w")
 ALL = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}  # of each kind of machine: compile for all that the CPU has
 NEEDED = {"x86_64": ("avx2", "fma", "f16c"), "aarch64": ("asimd",)}
 INSTRUCTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # what FOREDRAFT_INSTRUCTIONS may say, and what it tells the compiler
-    "x86_64": {"avx512": (), "avx2": ("-mno-avx512f",)},
+    "x86_64": {"amx": ("-DTILES",), "avx512": (), "avx2": ("-mno-avx512f",)},
     "aarch64": {"bf16": (), "neon": ("-march=armv8-a",)},
 }
-ASKED = {"avx512": "avx512f", "bf16": "bf16"}  # what a CPU needs for these, as Linux calls it
+ASKED = {"amx": "amx_bf16", "avx512": "avx512f", "bf16": "bf16"}  # what a CPU needs for these, as Linux calls it
 CPUS = Path("/proc/cpuinfo")
 LIMIT = 300  # seconds for the compiler, on a busy machine
 DIGEST = 32  # bytes of the hash behind the kernels in a file
@@ -124,7 +127,7 @@ class Experts(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("routing", "normed", "exact", "by_number", "activation", "shared")]
         + [(name, ctypes.c_double) for name in ("alpha", "limit")]
         + [(name, ctypes.c_void_p) for name in ("router32", "correction")]
-        + [(name, ctypes.c_int64) for name in ("groups", "open", "unsorted")]
+        + [(name, ctypes.c_int64) for name in ("groups", "open", "by_best", "unsorted")]
         + [(name, ctypes.c_double) for name in ("least", "factor")]
     )
     beside: Any = None  # what somebody points to with them
@@ -229,7 +232,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The same, or why there are none. What went wrong once is not tried again in this process."""
     try:
         _check_machine(dtype)
-        return _declared(_loaded(dtype))
+        return _declared(_allowed(_loaded(dtype)))
     except Unavailable as error:
         return str(error)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -259,6 +262,13 @@ def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
         except OSError as error:
             warn_once(f"compiled kernels cannot be kept in {folder}, so every process compiles them anew: {error.strerror or error}")
     return ctypes.CDLL(str(made))
+
+
+def _allowed(kernels: ctypes.CDLL) -> ctypes.CDLL:
+    """``kernels``, once the system lets them use AMX, where they do."""
+    if (ask := getattr(kernels, "tiles_allowed", None)) is not None and not ask():
+        raise Unavailable("the system does not let this process use AMX; leave FOREDRAFT_INSTRUCTIONS out")
+    return kernels
 
 
 def _whole(path: Path) -> bool:
@@ -329,12 +339,12 @@ def _advise() -> Callable[[int, int, int], int]:
 
 
 ATTENTION, MLP = 1, 2  # of ``layer.c``
-VALUES, EIGHTS, GROUPS_OF_FOUR, GROUPS_OF_EIGHT, GROUPS_OF_E2M1 = range(5)  # kinds of weights, likewise
+VALUES, EIGHTS, GROUPS_OF_FOUR, GROUPS_OF_EIGHT, GROUPS_OF_E2M1, GROUPS_OF_SIX = range(6)  # kinds of weights, likewise
 SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)  # dtypes of the scales of groups, likewise
 SILU, GELU, RELU, EXACT, ALONE = range(5)  # likewise
 SQUARED = 8
 CENTRED, PLUS_ONE, ONCE = 1, 2, 4  # kinds of norms
-INTERLEAVED, TURNED_ONCE = 1, 2  # kinds of rotation
+INTERLEAVED, TURNED_ONCE, IN_PAIRS = 1, 2, 4  # kinds of rotation
 WHOLE_HEADS, BEHIND = 1, 2  # how norms of queries and keys are special
 OF_ALL, OF_CHOSEN, OF_EACH, CLAMPED, UNGATED, GATED = 0, 1, 2, 16, 1, 2  # of ``experts.h``
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # likewise

@@ -29,7 +29,8 @@ typedef struct Experts {
     double alpha, limit;
     const float *router32;                   /* [outputs / 16][hidden][16] a float32 router; null: `router` is used */
     const float *correction;                 /* [count] added to scores for the choice only, not for the sum; or null */
-    int64_t groups, open;                    /* groups of consecutive experts; only the `open` ones whose best two sum to most are chosen from */
+    int64_t groups, open;                    /* groups of consecutive experts; only the `open` ones whose best two sum to most are chosen from; */
+    int64_t by_best;                         /* or those whose best one is largest */
     int64_t unsorted;                        /* the chosen experts are in the order of torch.topk(sorted=False) */
     double least, factor;                    /* lower bound of the sum that scores are divided by; what they are multiplied by in the end */
 } Experts;
@@ -158,7 +159,7 @@ static void close_groups(const Experts *e, Choice *all) {
                 second = best, best = all[i];
             else if (before(all[i], second))
                 second = all[i];
-        groups[g] = (Choice){best.score + second.score, g};
+        groups[g] = (Choice){e->by_best ? best.score : best.score + second.score, g};
     }
     largest_first(groups, e->groups, e->open, 1);
     for (int g = e->open; g < e->groups; g++)

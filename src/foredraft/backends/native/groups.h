@@ -1,8 +1,9 @@
-/* Group-quantized weights of 4 or 8 bits: each output has one scale per group of inputs. Included by layer.c.
+/* Group-quantized weights of 4, 6 or 8 bits: each output has one scale per group of inputs. Included by layer.c.
  *
  * A weight is (q - zero) * scale, or q * scale - zero * mins. For e2m1 floats (4 bits), q is twice the float, from a table, and zero is 0.
  * A packed matrix [N, K] is [N/64][K/8][64] words of eight 4-bit weights of one output, the first input in the lowest bits; or
- * [N/64][K/4][64] words of four 8-bit weights. N is padded to 64. The words of 64 outputs are contiguous and are read as one stream.
+ * [N/64][K/4][64] words of four 8-bit weights. 6-bit weights are [N/64][K/16][3][64] words: two of the lower four bits of eight weights, and
+ * one of the upper two bits of these sixteen. N is padded to 64. The words of 64 outputs are contiguous and are read as one stream.
  *
  * Inputs are prepared once for all outputs, in parts; a part ends with its group, or after SEGMENT inputs. For each part the kernel sums
  * x * q, from -zero * sum(x) on unless there are `mins`, and multiplies the sum by the scale: cheaper than scaling every weight. A token's result
@@ -22,7 +23,9 @@
 #define SOON 4096 /* prefetch distance in bytes */
 #define HALF 0 /* dtypes of scales: float16, BRAIN bfloat16, SINGLE float32, BYTE int8 times a float16 of `over` */
 #define BRAIN 1
-#define WIDTH_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 8 : 4) /* bits of a weight */
+#define WIDTH_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 8 : 4) /* bits of a weight in a word; of 6-bit weights the lower ones */
+#define INPUTS_OF(kind) ((kind) == GROUPS_OF_EIGHT ? 4 : (kind) == GROUPS_OF_SIX ? 16 : 8) /* whose weights are read together */
+#define WORDS_OF(kind, inputs) ((size_t)(inputs) / INPUTS_OF(kind) * ((kind) == GROUPS_OF_SIX ? 3 : 1)) /* of one output */
 #define SINGLE 2
 #define BYTE 3
 #define OUTPUTS (BLOCKS * 16)
@@ -71,6 +74,11 @@ INLINE digit digits(i32 words, int j, int kind) {
     if (j == 32 / bits - PAIR) return i32_halves_right(words, 16 - bits);
     return i32_and(j ? i32_right(words, bits * j / PAIR) : words, i32_of(((1 << bits) - 1) * 0x10001));
 }
+/* The same of 6-bit weights, j < 16: the upper bits of a pair lie j bits above the lowest of each half */
+INLINE digit six_digits(const uint32_t *words, int j) {
+    const i32 lower = digits(i32_load(words + j / 8 * OUTPUTS), j % 8, GROUPS_OF_FOUR), upper = i32_load(words + 2 * OUTPUTS);
+    return i32_xor(lower, i32_and(j < 4 ? i32_left(upper, 4 - j) : i32_right(upper, j - 4), i32_of(0x00300030)));
+}
 INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return i32_add_pairs(so_far, w, x); }
 INLINE sum begun_sum(i32 zero, whole inputs) { return i32_mul(zero, i32_of(-inputs)); }
 INLINE f32 ended_sum(sum s) { return i32_to_f32(s); }
@@ -87,6 +95,11 @@ INLINE digit digits(i32 words, int j, int kind) {
     unsigned mask = ((1u << bits) - 1) << bits * j;
     READ_AGAIN(mask);
     return i32_to_f32(j + 1 < 32 / bits ? i32_and(words, i32_of(mask)) : i32_right(words, bits * j));
+}
+INLINE digit six_digits(const uint32_t *words, int j) {
+    const int place = j % 8 / 4 * 16 + j / 8 * 8 + j % 4 * 2; /* of the upper bits */
+    const i32 lower = i32_and(i32_right(i32_load(words + j / 8 * OUTPUTS), j % 8 * 4), i32_of(15)), upper = i32_load(words + 2 * OUTPUTS);
+    return i32_to_f32(i32_xor(lower, i32_and(place < 4 ? i32_left(upper, 4 - place) : i32_right(upper, place - 4), i32_of(0x30))));
 }
 INLINE sum gathered_digit(sum so_far, digit w, const given *x) { return f32_fma(w, f32_of(*x), so_far); }
 INLINE sum begun_sum(i32 zero, whole inputs) { return f32_mul(i32_to_f32(zero), f32_of(-inputs)); }
@@ -135,7 +148,7 @@ INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out,
 #else
 INLINE int prepared(const Matrix *m, const value *x, int k, int end, given *out, Part *part, given *rest, Part *rest_part) {
     float factors[16]; /* 2^-(bit position of the weight in its word); 1 if it is shifted down: the last one of a word, and e2m1 */
-    const int bits = WIDTH_OF(m->kind), count = 32 / bits, shifted = m->kind == GROUPS_OF_E2M1;
+    const int bits = WIDTH_OF(m->kind), count = 32 / bits, shifted = m->kind == GROUPS_OF_E2M1 || m->kind == GROUPS_OF_SIX;
     f32 all = f32_zero();
     (void)rest, (void)rest_part;
     for (int i = 0; i < 16; i++) factors[i] = shifted || i % count == count - 1 ? 1.0f : 1.0f / (1 << bits * (i % count));
@@ -197,21 +210,21 @@ static void prepare(const Matrix *m, const value *x, const int32_t *rows, int st
  * `mins` at `above`. With `asking`, prefetch the words that follow. */
 INLINE void of_part(const Matrix *m, size_t at, size_t above, const uint32_t *words, const given *x, const Part *parts, float *totals, int steps,
                     int n, int kind, int asking) {
-    const int count = 32 / WIDTH_OF(kind);
+    const int count = INPUTS_OF(kind);
     for (int c = 0; c < BLOCKS; c += TOGETHER(n)) {
         sum sums[BLOCKS][TOKENS];
         for (int b = 0; b < TOGETHER(n); b++)
             for (int t = 0; t < n; t++) sums[b][t] = begun_sum(m->mins ? i32_zero() : zeros(m, at + (c + b) * 16), parts[t].sum);
         for (int k = 0; k < steps; k += count) {
-            const uint32_t *w = words + (size_t)k / count * OUTPUTS + c * 16;
-            for (int i = 0; asking && c == 0 && i < OUTPUTS * 4; i += LINE) __builtin_prefetch((const char *)w + i + SOON);
-#pragma GCC unroll 8
+            const uint32_t *w = words + WORDS_OF(kind, k) * OUTPUTS + c * 16;
+            for (int i = 0; asking && c == 0 && i < (int)WORDS_OF(kind, count) * OUTPUTS * 4; i += LINE) __builtin_prefetch((const char *)w + i + SOON);
+#pragma GCC unroll 16
             for (int j = 0; j < count; j += PAIR) {
                 const given *x_j = x + k + j;
                 for (int b = 0; b < TOGETHER(n); b++) {
                     READ_AGAIN(w);
                     if (b && n > 1) READ_AGAIN(x_j);
-                    const digit w_j = digits(i32_load(w + b * 16), j, kind);
+                    const digit w_j = kind == GROUPS_OF_SIX ? six_digits(w + b * 16, j) : digits(i32_load(w + b * 16), j, kind);
                     for (int t = 0; t < n; t++) sums[b][t] = gathered_digit(sums[b][t], w_j, x_j + t * SEGMENT);
                 }
             }
@@ -235,15 +248,17 @@ static void of_known_part(const Matrix *m, size_t at, size_t above, const uint32
         FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_FOUR, asking))
     else if (m->kind == GROUPS_OF_EIGHT)
         FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_EIGHT, asking))
+    else if (m->kind == GROUPS_OF_SIX)
+        FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_SIX, asking))
     else
         FOR_KNOWN(n, of_part(m, at, above, words, x, parts, totals, steps, COUNT, GROUPS_OF_E2M1, asking))
 }
 
 /* OUTPUTS outputs from o on, of n <= CROWD prepared tokens, into y [n, OUTPUTS] */
 static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n, int K) {
-    const int count = 32 / WIDTH_OF(m->kind), groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
+    const int groups = (K + m->group - 1) / m->group, shared = m->nested ? groups / m->nested : 0;
     const int rounds = (n + TOKENS - 1) / TOKENS, each = (n + rounds - 1) / rounds;
-    const uint32_t *words = (const uint32_t *)m->values + (size_t)o * K / count;
+    const uint32_t *words = (const uint32_t *)m->values + o * WORDS_OF(m->kind, K);
     const Part *parts = p->parts;
     float totals[CROWD * OUTPUTS];
     for (int t = 0; t < n; t++)
@@ -254,7 +269,7 @@ static void of_groups(const Matrix *m, int o, const Prepared *p, value *y, int n
         end = part_end(m, k, K);
         for (int i = 0; i <= (p->twice[number] & 1); i++) /* & 1: a preempted thread may read garbage here */
             for (int t = 0; t < n; t += each)
-                of_known_part(m, at, above, words + (size_t)k / count * OUTPUTS, x + i * p->rest + t * SEGMENT, parts + i * n + t,
+                of_known_part(m, at, above, words + WORDS_OF(m->kind, k) * OUTPUTS, x + i * p->rest + t * SEGMENT, parts + i * n + t,
                               totals + t * OUTPUTS, end - k, n - t < each ? n - t : each, i == 0 && t == 0);
     }
     for (int t = 0; t < n; t++)

@@ -5,12 +5,14 @@
  * of c. So all heads attend to the same keys, [latent, turned], with the latents as values, and a pass reads a fraction of the bytes that
  * full keys and values would take.
  */
-/* RoPE of `count` numbers of token t. If pairs are interleaved, the first numbers of all pairs are moved in front of the second ones. */
+/* RoPE of `count` numbers of token t. If pairs are interleaved, the first numbers of all pairs are moved in front of the second ones, unless
+ * they stay IN_PAIRS. */
 static void turned_apart(const Layer *l, const Pass *p, int t, const value *x, value *out, int count) {
     value y[TAKEN];
     const Kind *k = p->kinds + l->kind;
     turned_by(x, k->cos + p->places[t] * l->rotary, k->sin + p->places[t] * l->rotary, y, count, count, l->rotation);
-    for (int i = 0; i < count; i++) out[l->rotation & INTERLEAVED ? i % 2 * (count / 2) + i / 2 : i] = y[i];
+    const int apart = l->rotation & INTERLEAVED && !(l->rotation & IN_PAIRS);
+    for (int i = 0; i < count; i++) out[apart ? i % 2 * (count / 2) + i / 2 : i] = y[i];
 }
 
 /* A phase: write each token's latent and RoPE key to the cache, from `found` [T, rank + turned] */

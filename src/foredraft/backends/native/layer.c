@@ -37,7 +37,8 @@
 #define EIGHTS 1 /* 8-bit integers with one scale per output; */
 #define GROUPS_OF_FOUR 2 /* 4-bit and */
 #define GROUPS_OF_EIGHT 3 /* 8-bit integers with one scale per group of inputs; */
-#define GROUPS_OF_E2M1 4 /* 4-bit floats in groups */
+#define GROUPS_OF_E2M1 4 /* 4-bit floats in groups; */
+#define GROUPS_OF_SIX 5 /* 6-bit integers in groups */
 #define SOME 32 /* up to so many tokens, weights are read from memory once, and from the L2 cache for every further WIDE tokens */
 #define AHEAD 4096 /* prefetch distance in bytes within each block of weights: a page */
 #define MANY 48 /* most tokens for which weights are kept in the L1 cache */
@@ -58,7 +59,8 @@
 #define PLUS_ONE 2 /* the weights are 1 + weight; */
 #define ONCE 4 /* round once, after the weights */
 #define INTERLEAVED 1 /* bits of a RoPE's kind: pairs are adjacent numbers, rather than one of each half; */
-#define TURNED_ONCE 2 /* round once */
+#define TURNED_ONCE 2 /* round once; */
+#define IN_PAIRS 4 /* interleaved pairs stay so in what latent attention caches */
 #define WHOLE_HEADS 1 /* norms of queries and keys: over all heads together, */
 #define BEHIND 2 /* or over each head after RoPE */
 #define KEYS 64 /* keys of a head in a tile, and slots in a page of the cache: BLOCKS * 16 */
@@ -132,6 +134,11 @@ INLINE f32 ended(f32 sum, const Matrix *m, int o, int kind) {
 }
 
 #include "groups.h"
+
+#if defined(TILES) && defined(BF16)
+#define TILED /* AMX multiplies weights of the dtype */
+#include "tiles.h"
+#endif
 
 /* BLOCKS * 16 outputs from o on, of n tokens; y points to the first of them and has rows of N */
 INLINE void tile(const Matrix *m, int o, const value *x, value *y, int K, int N, int n, int kind) {
@@ -317,6 +324,12 @@ INLINE void add(value *x, const value *y, int size) {
 static void outputs(const Matrix *m, int o, const value *x, value *out, int T, int K, const char *after) {
     enum { WIDTH = BLOCKS * 16 };
     const int rounds = (T + TOKENS - 1) / TOKENS, each = (T + rounds - 1) / rounds;
+#ifdef TILED
+    if (m->kind == VALUES) {
+        tiled(m, o, x, out, T, K);
+        return;
+    }
+#endif
 #ifdef HALVED
     for (int t = 0; T > WIDE && t < T; t += MANY) many_tokens(m, o, x + (size_t)t * K, out + t * WIDTH, T - t < MANY ? T - t : MANY, K, WIDTH, after);
     if (T > WIDE) return;
