@@ -89,7 +89,7 @@ class Mixture(Override):
         return torch.stack([part.view(-1, BLOCK, part.shape[1]) for part in parts], 1).flatten(0, 2)
 
     def _widened(self, rows: Tensor) -> Tensor:
-        """``[hidden, inner]`` padded with zeros; group-quantized weights need no padding."""
+        """``[hidden, inner]`` padded with zeros; group-quantised weights need no padding."""
         return rows if isinstance(rows, GroupedTensor) else nn.functional.pad(rows, (0, self.padded - self.inner))
 
     def _in_order(self, rows: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Mixture(Override):
         return parts.transpose(0, 1).flatten(0, 1) if self.interleaved else parts.flatten(0, 1)
 
     def weights(self) -> Iterator[Tensor]:
-        """The original weights, one tensor after the other; the integers of group-quantized ones."""
+        """The original weights, one tensor after the other; the integers of group-quantised ones."""
         for stack, ordered in ((self.gate_up, self._in_order), (self.down, lambda rows: rows[:, : self.inner])):
             turned = self.layer.is_transposed and not stack.format.grouped
             yield torch.stack([ordered(each).T if turned else ordered(each) for each in stack.weights()])
@@ -183,7 +183,7 @@ class Stack:
         return native.Matrix(**pointers, **self.format.told, outputs=len(self.packed) * self.outputs)
 
     def weights(self) -> Iterator[Tensor]:
-        """``[outputs, inputs]`` of each expert; the integers of group-quantized ones."""
+        """``[outputs, inputs]`` of each expert; the integers of group-quantised ones."""
         for each in self.packed:
             yield narrow.integers_from(each, self.outputs) if self.format.grouped else unblocked(each, self.outputs)
 
