@@ -196,7 +196,6 @@ def tensors_in(memory: Any) -> Iterator[Tensor]:
 class RowMemory:
     """The memory of live rows, in bytes rather than in pages, and what it leaves for the states of ``store``. A row that is read
     holds two states: the one after its last pass, and one to roll back to.
-    holds two states: the one behind its last pass, and one that it can go back to.
 
     Args:
         lengths: of the live rows, in tokens.
