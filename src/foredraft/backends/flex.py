@@ -196,7 +196,7 @@ class Flexed(Eager):
 
 @torch.inference_mode()
 def attention_test(backend: Flexed) -> str | None:
-    """Score a tree and a chain behind two prefixes of unequal length through the model's own attention and through FlexAttention.
+    """Score a tree and a chain after two prefixes of unequal length through the model's own attention and through FlexAttention.
 
     Returns:
         Why FlexAttention is not to be used, None if the logits are the same.

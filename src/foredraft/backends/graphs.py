@@ -292,7 +292,7 @@ def refusal(facts: ModelFacts) -> str | None:
 
 @torch.inference_mode()
 def graph_test(backend: Recorded) -> str | None:
-    """Record a tree, a chain and a single token behind prefixes of unequal length, and play them behind others.
+    """Record a tree, a chain and a single token after prefixes of unequal length, and replay them after others.
 
     Returns:
         Why passes are not to be recorded, None if their logits are those of eager passes.

@@ -51,7 +51,7 @@ def refusal(backend: Backend) -> str | None:
 
 @torch.inference_mode()
 def invariance_test(backend: Backend) -> str | None:
-    """Logits at the nodes of a tree, beside another row, against those of plain decoding of each path, alone and behind a prompt that is
+    """Logits at the nodes of a tree, beside another row, against those of plain decoding of each path, alone and after a prompt that is
     read in two pieces. ``backend`` is left as it was.
 
     Returns:

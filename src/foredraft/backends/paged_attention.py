@@ -265,7 +265,7 @@ class Paged:
 
 @torch.inference_mode()
 def attention_test(backend: Backend) -> Paged | str:
-    """Make the same passes through the model's own attention and over pages: a chain, a tree behind rows of unequal length, and a token of
+    """Make the same passes through the model's own attention and over pages: a chain, a tree after rows of unequal length, and a token of
     one row after a path of the tree was kept. ``backend`` is left as it was.
 
     Returns:

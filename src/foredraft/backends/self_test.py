@@ -57,7 +57,7 @@ class Trial:
 
 @torch.inference_mode()
 def self_test(backend: Backend) -> str | None:
-    """Score drafts behind two prefixes of unequal length, keep part of them, score on, and compare with fresh passes.
+    """Score drafts after two prefixes of unequal length, keep part of them, score on, and compare with fresh passes.
 
     First a chain, then a tree that branches, then what is cached after a path of the tree was kept; where the model has an encoder, also
     after the first row has left. One prefix is longer

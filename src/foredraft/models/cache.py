@@ -71,7 +71,7 @@ class Layer:
 class TreeCache(Cache):
     """A transformers ``Cache`` whose rows have lengths of their own and can forget tokens.
 
-    A pass writes the keys and values of a tree behind each row's tokens; :meth:`commit` keeps those of the accepted path.
+    A pass writes the keys and values of a tree after each row's tokens; :meth:`commit` keeps those of the accepted path.
 
     Args:
         reserve: tokens per row to allocate for at first; the capacity doubles when it is outgrown.

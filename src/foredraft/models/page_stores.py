@@ -190,7 +190,7 @@ class WindowStore(PageStore):
         super().__init__(kind, WindowPool(whole))
 
     def sees_from(self, length: int) -> int:
-        """The first page that a query behind ``length`` tokens sees."""
+        """The first page that a query after ``length`` tokens sees."""
         assert self.kind.window is not None
         return max(0, length - self.kind.window + 1) // PAGE
 

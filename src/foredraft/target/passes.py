@@ -88,13 +88,13 @@ class Passes:
         return () if self.backend.features is None else self.backend.features.numbers
 
     def score(self, tree: TokenTree, *, first: int = 0) -> Tensor:
-        """``[R, N - first, V]`` logits at the nodes of ``tree`` from ``first`` on, behind each row's prefix. Advances nothing.
+        """``[R, N - first, V]`` logits at the nodes of ``tree`` from ``first`` on, after each row's prefix. Advances nothing.
 
         A tree may be scored in several passes, level by level as it grows: the nodes before ``first`` were written by
         earlier passes over the same tree, in the same order, since the last ``commit``.
 
-        A token outside the vocabulary is scored as one inside: whoever made the tree has to be told, but not by a crash
-        that takes a GPU with it.
+        A token outside the vocabulary is scored as one inside, because it would otherwise crash the GPU. Callers that make trees have
+        to report it themselves.
 
         Raises:
             ValueError: more nodes than the context holds, or no node to score.

@@ -60,7 +60,7 @@ class Companion(Protocol):
 
 class Texts:
     """The texts of a cache's rows, by which rows that begin alike find each other. Where the cache has no pages, a row that was dropped
-    stays behind the live ones, where it can be copied from until another takes its place.
+    stays after the live ones, where it can be copied from until another takes its place.
 
     Args:
         ahead: what a slot holds of its token also depends on so many tokens after it, as in EAGLE. So the first slot of a row stands
