@@ -115,7 +115,7 @@ class RollbackCache:
             self.states.add(leaving.key, max(held, key=lambda state: len(state.tokens)))
 
     def share_no_more(self) -> None:
-        """The weights have changed: later texts do not use what is stored."""
+        """Forget all states, since they were computed with other weights than what comes."""
         self.states.clear()
 
     # -- how much room there is, in bytes instead of pages ------------------------------------------------------------------
