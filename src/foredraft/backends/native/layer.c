@@ -5,7 +5,7 @@
  * dtype where torch rounds them.
  *
  * Compiled once per dtype: -DBF16 for bfloat16, without it for float32. Each Matrix states the kind of its weights; those of 8 and 4 bits
- * are widened in registers, which is exact. All sizes are multiples of 32; head sizes in attend_over() are multiples of 16.
+ * are widened in registers, which is exact. Head sizes are multiples of 16, all other sizes of 32.
  *
  * A packed matrix [N, K] is [N/16][K/2][16][2] in bfloat16 (pairs for VDPBF16PS and BFDOT) and [N/16][K][16] in float32, N padded to 64.
  * 8-bit weights with one scale per output have the layout of the dtype in which they are multiplied. groups.h has that of groups.
