@@ -1392,7 +1392,7 @@ typedef struct {
     int64_t count, vocab, columns;             /* layers; tokens that may be drafted; padded outputs of the LM head */
     int64_t offset, start, missed, most;       /* offset into keys and values; slots that hold text; tokens to read after it; most positions */
     int64_t depth, k, total;
-    double eps, delta, least;                  /* growth stops after a level with no more than `delta` expected tokens; lowest log-probability of a node */
+    double eps, delta, least;                  /* growth stops after a level that adds at most `delta` tokens; lowest log-probability of a node */
     const double *prices;                      /* [total + 1] cost of verifying so many nodes, in accepted tokens, or null */
     value *x, *out, *logits;                   /* scratch: [n, hidden] twice, [n, columns], for passes of n tokens */
     value *angles;                             /* scratch: [2, n, size] */
